@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -122,6 +123,39 @@ def test_a_flood_of_silent_callers_is_bounded_and_keeps_nobody_out(
     assert len(entrance._callers) <= 8
     for one in [inside, found[0][0], *flood]:
         one.close()
+
+
+def test_a_crowd_of_one_host_pushes_out_its_own(
+    opened: tuple[Door, tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "PROOF_S", 1e6)
+    monkeypatch.setattr(door, "MOST_WAITING", 8)
+    entrance, address = opened
+    with socket.create_connection(address, timeout=WAIT_S) as first:
+        assert entrance.accept(0.01) is None
+        reply, _ = answer(read(first), secret="a secret")
+        crowd = [socket.create_connection(address, timeout=WAIT_S, source_address=("127.0.0.2", 0)) for _ in range(30)]
+        for _ in crowd:
+            assert entrance.accept(0.001) is None
+        first.sendall(reply)
+        inside = entrance.accept(WAIT_S)
+        assert inside is not None
+        for one in [inside, *crowd]:
+            one.close()
+
+
+def test_what_was_said_in_time_is_heard_by_a_listener_that_stood_still(
+    opened: tuple[Door, tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "PROOF_S", 0.1)
+    entrance, address = opened
+    with socket.create_connection(address, timeout=WAIT_S) as caller:
+        assert entrance.accept(0.01) is None
+        caller.sendall(answer(read(caller), secret="a secret")[0])
+        time.sleep(0.3)
+        inside = entrance.accept(0)
+        assert inside is not None
+        inside.close()
 
 
 def test_a_caller_that_speaks_while_it_makes_way_does_no_harm(

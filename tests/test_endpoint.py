@@ -234,6 +234,13 @@ def test_a_context_that_is_too_long_is_refused_with_the_numbers(writer: Writer, 
         for ask in (chat, lambda client, text: client.completions.create(model=NAME, prompt=text)):
             with pytest.raises(openai.BadRequestError, match="10,00. characters, which cannot fit"):
                 ask(short.client(), "x" * 10_000)
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "x" * 10_000}}
+        for messages, words in (
+            ([{"role": "user", "content": ""}] * 65, "65 messages; send fewer"),
+            ([{"role": "assistant", "content": "", "tool_calls": [call]}], "10,1.. characters, which cannot fit"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=words):
+                short.client().chat.completions.create(model=NAME, messages=messages)  # type: ignore[arg-type]
         chat(short.client(), "x" * 20, max_tokens=1000)
     assert writer.asked[-1].max_tokens == 64 - 38
 

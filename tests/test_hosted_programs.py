@@ -27,18 +27,19 @@ from rollcall.config import parse_config
 from rollcall.config.environments import AgentEnvironment
 from rollcall.environments import host as host_module
 from rollcall.environments import hosted
+from rollcall.environments import program as program_module
 from rollcall.environments.agent import AgentEnvironments
 from rollcall.environments.frames import request_bytes
 from rollcall.environments.host import EnvironmentHost, HostPlace
 from rollcall.environments.hosted import HostedEnvironments
 from rollcall.environments.make import make_here
-from rollcall.environments.program import KEY
+from rollcall.environments.program import KEY, past_proxies
 from rollcall.environments.protocol import Ended, EnvironmentFailed, EnvironmentLost
 from rollcall.groups.cluster import VirtualCluster
 from rollcall.groups.inprocess import InProcessBackend
 from rollcall.net.door import CHALLENGE, new_secret
 from rollcall.plan.judge import workable_plan
-from rollcall.process import Process
+from rollcall.process import Process, read_row
 from rollcall.roles import environment_hosts
 from rollcall.roles.environment_hosts import start_hosts
 from rollcall.types import Completion, EndReason
@@ -351,6 +352,106 @@ def test_failures_are_the_programs_own(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
     episode = played(tokenizer, hosted_at(hosts.open("true"))).episode
     assert episode and episode.ended is EndReason.ERROR and "folder for temporary files" in episode.error
+
+
+def test_what_goes_wrong_on_a_host_fails_the_episode_and_not_the_host(
+    tokenizer: Any, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def breaks(*args: Any, **keys: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(program_module.Program, "start", breaks)
+    episode = played(tokenizer, hosted_at(hosts.open("true"))).episode
+    assert (
+        episode and episode.ended is EndReason.ERROR and "its host failed: RuntimeError: can't start" in episode.error
+    )
+
+
+def test_a_process_whose_name_is_no_text_is_in_nobodys_way(tmp_path: Path, tokenizer: Any, hosts: Hosts) -> None:
+    """Linux cuts names to 15 bytes, also within a character."""
+    named = "open('/proc/self/comm', 'wb').write(b'\\xd0\\xbf\\xd1'); print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", named], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as neighbour:
+        assert neighbour.stdout is not None and neighbour.stdout.readline()
+        row = read_row(neighbour.pid)
+        assert row is not None and row.name == "\u043f\ufffd"
+        completion = played(tokenizer, hosted_at(hosts.open(programs.write(tmp_path, ASK))))
+        neighbour.kill()
+    assert completion.episode and completion.episode.ended is EndReason.DONE, completion.episode
+
+
+def test_a_host_goes_on_speaking_while_it_ends_programs(
+    tmp_path: Path, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_module, "BEAT_S", 0.1)
+    monkeypatch.setattr(hosted, "SILENT_S", 3.0)
+    kill = program_module.kill_leftovers
+    monkeypatch.setattr(program_module, "kill_leftovers", lambda *args, **keys: (time.sleep(4), kill(*args, **keys)))
+    environments = hosted_at(hosts.open(f"touch {tmp_path}/began; sleep 600"))
+
+    async def work() -> None:
+        stop = asyncio.Event()
+        running = asyncio.create_task((await environments.find_host()).run(variables(), stop=stop))
+        await appears(tmp_path / "began")
+        stop.set()
+        assert "SIGKILL" in (await running).how
+        await environments.aclose()
+
+    asyncio.run(asyncio.wait_for(work(), WAIT_S))
+
+
+def test_a_broken_handshake_is_tried_again_before_a_host_counts_as_lost(
+    tmp_path: Path, tokenizer: Any, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect, breaks = hosted._connect, [ConnectionResetError("by a crowd"), asyncio.IncompleteReadError(b"", 32)]
+
+    async def crowded(place: HostPlace) -> Any:
+        if breaks:
+            raise breaks.pop()
+        return await connect(place)
+
+    monkeypatch.setattr(hosted, "_connect", crowded)
+    completion = played(tokenizer, hosted_at(hosts.open(programs.write(tmp_path, ASK))))
+    assert completion.episode and completion.episode.ended is EndReason.DONE and not breaks
+
+
+def test_a_host_that_is_lost_at_the_end_of_a_run_is_not_replaced(
+    tmp_path: Path, tokenizer: Any, hosts: Hosts, stuck: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosted, "ANSWER_S", 0.2)
+    place = hosts.open(f"touch {tmp_path}/began; sleep 600")
+    renewed: list[int] = []
+    environments = hosted_at(place, renew=lambda number: (renewed.append(number), place)[1])
+    agents = AgentEnvironments(AgentEnvironment(run="the hosts know it"), chat_template=None, programs=environments)
+    writer = Writer(tokenizer=tokenizer, says=str)
+
+    async def work() -> None:
+        player = agents.player(tokenizer=tokenizer, max_prompt_tokens=1000, max_response_tokens=500)
+        prompt = prompt_of("hello", tokenizer)
+        one = player.play(prompt, seed=0, sampling=plain_sampling(), session="episode-0", sample=writer.sample)
+        playing = asyncio.create_task(one)
+        await appears(tmp_path / "began")
+        hosts.opened[0]._loop.call_soon_threadsafe(stuck.wait, WAIT_S)
+        await agents.aclose()
+        with pytest.raises(asyncio.CancelledError):
+            await playing
+
+    asyncio.run(asyncio.wait_for(work(), WAIT_S))
+    assert renewed == []
+
+
+def test_a_limit_of_the_node_below_that_of_the_run_holds(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program_module.resource, "getrlimit", lambda which: (-1, 1 << 30))
+    environments = hosted_at(hosts.open("ulimit -d", memory_mb=2048))
+
+    async def work() -> Ended:
+        return await (await environments.find_host()).run(variables(), stop=asyncio.Event())
+
+    assert asyncio.run(asyncio.wait_for(work(), WAIT_S)).stdout == f"{1 << 20}\n"
+
+
+def test_no_proxy_is_asked_for_the_endpoint() -> None:
+    given = {"OPENAI_BASE_URL": "http://10.0.0.7:80/v1", "NO_PROXY": "internal"}
+    assert past_proxies(given) == {**given, "NO_PROXY": "internal,10.0.0.7", "no_proxy": "10.0.0.7"}
 
 
 @pytest.mark.parametrize("how", ["cut", "given up"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from rollcall.environments.agent import AgentEnvironments
 from rollcall.environments.host import EnvironmentHost, HostPlace
 from rollcall.environments.hosted import HostedEnvironments
 from rollcall.environments.make import make_environments, make_here
+from rollcall.environments.taskset import MARK, TasksetPrograms
 from rollcall.errors import ConfigError
 from rollcall.net.door import new_secret
 from rollcall.process import Process
@@ -62,6 +65,7 @@ class Env:
     async def run_slot(self, task, context):
         def ask():
             body = {"model": context.model, "messages": [{"role": "user", "content": f"task {task}"}]}
+            assert "API_KEY" in context.client.api_key_var, "a harness would see the keys of other episodes"
             headers = {"Authorization": f"Bearer {os.environ[context.client.api_key_var]}"}
             request = urllib.request.Request(context.client.base_url + "/chat/completions", json.dumps(body).encode(), headers)
             urllib.request.urlopen(request, timeout=120).read()
@@ -177,4 +181,26 @@ def test_the_server_of_a_taskset_runs_on_the_host_and_ends_with_it(
     episodes = [one.episode for one in play_on_a_host(given, count=4) if one.episode is not None]
     assert [(one.ended, one.error) for one in episodes] == [(EndReason.DONE, "")] * 4
     assert [one.reward for one in episodes] == [10.0, 10.0, 11.0, 11.0]
+    assert Process.of(int((tmp_path / "pid").read_text())) is None
+
+
+def test_a_server_that_has_died_is_started_again_and_leaves_no_harness(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, text in STAND_IN.items():
+        (tmp_path / "verifiers" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "verifiers" / name).write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("STAND_IN_PID", str(tmp_path / "pid"))
+    given = VerifiersEnvironment(config=HANGMAN, python=sys.executable, env=["STAND_IN_PID"])
+    programs = TasksetPrograms(given)
+    mark = {MARK: "=".join(programs._server._mark).partition("=")[2]}
+    harness = subprocess.Popen(["sleep", "600"], env={**os.environ, **mark}, start_new_session=True)
+    os.kill(programs._server.process.pid, signal.SIGKILL)
+    programs._server.process.wait()
+    completions = play_in(AgentEnvironments(given, chat_template=None, programs=programs), count=2)
+    episodes = [one.episode for one in completions if one.episode is not None]
+    assert [(one.ended, one.error) for one in episodes] == [(EndReason.DONE, "")] * 2
+    assert "ended with SIGKILL" in caplog.text and caplog.text.count("it is started again") == 1
+    assert harness.wait(60) == -signal.SIGKILL
     assert Process.of(int((tmp_path / "pid").read_text())) is None

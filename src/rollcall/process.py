@@ -47,7 +47,8 @@ class ProcessRow:
 def read_row(pid: int) -> ProcessRow | None:
     """None: there is no such process."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        # A name is any bytes: the kernel cuts it to 15, also within a character.
+        text = Path(f"/proc/{pid}/stat").read_bytes().decode(errors="replace")
     except OSError:
         return None
     head, _, tail = text.rpartition(")")  # a name may hold anything, also ")"

@@ -74,6 +74,7 @@ class AgentEnvironments:
         return ()  # a program brings its own with its requests
 
     async def aclose(self) -> None:
+        self._programs.ends()
         try:
             for player in self._players:
                 await player.aclose()

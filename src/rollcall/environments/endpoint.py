@@ -185,7 +185,15 @@ class Endpoint:
                 "the model has no chat template, so it reads no messages; use /v1/completions, or set model.chat_template",
                 code="no_chat_template",
             )
-        self._refuse_endless([*(message["content"] for message in request.messages), json.dumps(request.tools)])
+        if len(request.messages) > self._served.max_model_len:
+            text = f"This model's maximum context length is {self._served.max_model_len} tokens, and the request has {len(request.messages):,} messages"
+            raise Refused(400, f"{text}; send fewer", code="context_length_exceeded", param="messages")
+        # A call's arguments are counted as the template may write them; names and keys are part of it too.
+        beside = [{key: value for key, value in message.items() if key != "content"} for message in request.messages]
+        told = [
+            json.dumps(one, ensure_ascii=False) for one in (request.tools, *(one for one in beside if len(one) > 1))
+        ]
+        self._refuse_endless([*(message["content"] for message in request.messages), *told])
         if request.finds_calls and self._call_format == "text":  # its template would leave them out without a word
             raise Refused(
                 400,
@@ -314,8 +322,12 @@ def take_reward(caller: Caller, given: dict[str, Any]) -> None:
     if not isinstance(metrics, dict) or len(metrics) > MAX_METRICS or not all(map(finite, metrics.values())):
         text = f"metrics must be a map of at most {MAX_METRICS} names to finite numbers"
         raise Refused(400, text, code="invalid_value", param="metrics")
+    told = {visible(name[:100]): float(value) for name, value in metrics.items()}
+    if len(caller.metrics.keys() | told.keys()) > MAX_METRICS:
+        text = f"the metrics of all rewards of this episode have more than {MAX_METRICS} names"
+        raise Refused(400, text, code="invalid_value", param="metrics")
     caller.reward = float(reward)
-    caller.metrics |= {visible(name[:100]): float(value) for name, value in metrics.items()}
+    caller.metrics |= told
 
 
 class _Left(Exception):  # noqa: N818 - an outcome

@@ -18,6 +18,7 @@ import os
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,7 @@ from rollcall.environments.processes import ProcessEnvironments
 from rollcall.environments.program import ProgramsHere
 from rollcall.environments.protocol import Ended, Environment, EnvironmentFailed
 from rollcall.net.door import Door, listen_at, watch_peer
+from rollcall.wait import warn
 
 BEAT_S = 5.0
 RunsHere = ProcessEnvironments | ProgramsHere
@@ -142,6 +144,9 @@ class _Episode:
             answer = await self._do(request)
         except EnvironmentFailed as error:
             answer = Failed(str(error))
+        except Exception as error:  # noqa: BLE001 - a host that says nothing would count as lost, with all that it plays
+            warn(f"{request['do']} failed on this host: {''.join(traceback.format_exception(error)).strip()}")
+            answer = Failed(f"its host failed: {type(error).__name__}: {error}")
         await self._say(answer)
 
     async def _say(self, answer: Answer) -> None:
@@ -173,8 +178,7 @@ class _Episode:
         running = asyncio.create_task(programs.run(variables, stop=self._stop))
         try:
             while not (await asyncio.wait({running}, timeout=BEAT_S))[0]:
-                if not self._stop.is_set():  # then the controller waits for the end alone
-                    await self._say(Running(time.monotonic() - began_s))
+                await self._say(Running(time.monotonic() - began_s))
             return running.result()
         finally:
             if not running.done():

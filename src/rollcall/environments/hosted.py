@@ -37,6 +37,7 @@ from rollcall.net.door import CHALLENGE, answer, watch_peer
 from rollcall.wait import say, warn
 
 CONNECT_S = 20.0
+AGAIN_S = 0.2
 ANSWER_S = 15.0
 SILENT_S = 60.0  # a host speaks of its program every BEAT_S (host.py)
 _T = TypeVar("_T")
@@ -83,7 +84,7 @@ class HostedEnvironments:
             assert place is not None
             host.num_coming += 1
             try:
-                reader, writer = await asyncio.wait_for(_connect(place), CONNECT_S)
+                reader, writer = await _connect_in_time(place)
             except _BROKEN as error:
                 self._lose(host, place, f"it cannot be reached: {_shown(error)}")
                 continue
@@ -96,8 +97,11 @@ class HostedEnvironments:
             host.playing.add(found)
             return found
 
-    async def aclose(self) -> None:
+    def ends(self) -> None:
         self._is_closed = True
+
+    async def aclose(self) -> None:
+        self.ends()
         for host in self._hosts:
             for playing in list(host.playing):
                 playing.abort()
@@ -283,6 +287,7 @@ class _Hosted:
             return hearing.result()
         finally:
             hearing.cancel()
+            await asyncio.gather(hearing, return_exceptions=True)  # one reads at a time
 
     async def _tell(self, stop: asyncio.Event) -> None:
         await stop.wait()
@@ -302,6 +307,22 @@ def _wanted(said: Answer, wanted: type[_T]) -> _T:
     return said
 
 
+async def _connect_in_time(place: HostPlace) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Again where the connection breaks off: its host may be busy, or strangers may crowd its door."""
+    async with asyncio.timeout(CONNECT_S):
+        while True:
+            try:
+                return await _connect(place)
+            except (ConnectionRefusedError, _Stranger):  # nobody listens there any more
+                raise
+            except (ConnectionError, EOFError):
+                await asyncio.sleep(AGAIN_S)
+
+
+class _Stranger(ConnectionError):
+    pass
+
+
 async def _connect(place: HostPlace) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """To a host that has proved that it knows the secret."""
     reader, writer = await asyncio.open_connection(place.address, place.port)
@@ -310,7 +331,7 @@ async def _connect(place: HostPlace) -> tuple[asyncio.StreamReader, asyncio.Stre
         reply, proof = answer(await reader.readexactly(CHALLENGE), secret=place.secret)
         writer.write(reply)
         if not hmac.compare_digest(await reader.readexactly(CHALLENGE), proof):
-            raise ConnectionError("who answers there does not know the secret of this run")
+            raise _Stranger("who answers there does not know the secret of this run")
     except BaseException:
         writer.close()
         raise

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from rollcall.environments.processes import allow_files
 from rollcall.environments.protocol import Ended, EnvironmentFailed
@@ -70,13 +73,16 @@ class ProgramsHere:
         try:
             return await self._run_in(folder, variables, stop)
         finally:
-            remove_folder(folder)
+            await _in_thread(remove_folder, folder)  # it may have left many files
+
+    def ends(self) -> None:
+        return  # nothing here is replaced
 
     async def aclose(self) -> None:
         return  # who runs a program ends it
 
     async def _run_in(self, folder: str, variables: Mapping[str, str], stop: asyncio.Event) -> Ended:
-        variables = {**self._variables, "TMPDIR": folder, **variables}
+        variables = past_proxies({**self._variables, "TMPDIR": folder, **variables})
         try:
             program = await Program.start(self._command, variables=variables, memory_mb=self._memory_mb, own=KEY)
         except OSError as error:
@@ -89,6 +95,18 @@ class ProgramsHere:
             stopping.cancel()
             ended = await program.end()
         return ended
+
+
+def past_proxies(variables: Mapping[str, str]) -> dict[str, str]:
+    """With the endpoint among what no proxy is asked for: a key must not go through one, and it may not reach this node."""
+    host = urlsplit(variables.get("OPENAI_BASE_URL", "")).hostname
+    found = {name: ",".join(filter(None, [variables.get(name), host])) for name in ("NO_PROXY", "no_proxy")}
+    return {**variables, **{name: value for name, value in found.items() if value}}
+
+
+async def _in_thread(work: Callable[..., Any], *args: Any) -> None:
+    """Beside the loop, and to its end, also where this is given up."""
+    await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, partial(work, *args)))
 
 
 def _check_sizes(variables: Mapping[str, str]) -> None:
@@ -106,6 +124,8 @@ class Program:
         assert process.stdout is not None and process.stderr is not None
         self._process = process
         self._mark = mark
+        row = read_row(process.pid)
+        self._started = row.process.started if row is not None else 0
         self._tails = (bytearray(), bytearray())
         streams = zip((process.stdout, process.stderr), self._tails, strict=True)
         self._readers = [asyncio.create_task(_keep_tail(stream, tail)) for stream, tail in streams]
@@ -113,7 +133,9 @@ class Program:
     @classmethod
     async def start(cls, command: str, *, variables: Mapping[str, str], memory_mb: int, own: str) -> Program:
         """``own`` names a variable whose value no other process has: what leaves the program's session is known by it."""
-        script = _LIMITED.format(kilobytes=memory_mb << 10, command=command)
+        most = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        kilobytes = memory_mb << 10 if most == resource.RLIM_INFINITY else min(memory_mb << 10, most >> 10)
+        script = _LIMITED.format(kilobytes=kilobytes, command=command)
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
             "/bin/sh", "-c", script, stdin=pipe, stdout=pipe, stderr=pipe, env=dict(variables), start_new_session=True
@@ -133,7 +155,7 @@ class Program:
         """Kill what is left of it, and take in what it has printed."""
         if self._process.returncode is not None:
             _kill_group(self._process.pid)  # its watcher is still in it, so no other group has this number
-        kill_leftovers(self._process.pid, mark=self._mark)
+        await _in_thread(partial(kill_leftovers, self._process.pid, mark=self._mark, since=self._started))
         await self.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()
@@ -152,20 +174,25 @@ async def _keep_tail(stream: asyncio.StreamReader, tail: bytearray) -> None:
         del tail[:-MAX_TAIL_BYTES]
 
 
-def kill_leftovers(leader: int, *, mark: bytes | None = None) -> None:
-    """All that is left of the session that this process leads, and who has ``mark`` among its variables."""
+def kill_leftovers(leader: int, *, mark: bytes | None = None, since: int = 0) -> None:
+    """All that is left of the session that this process leads, and who has ``mark`` among its variables and started no earlier than
+    ``since`` (clock ticks)."""
     for _ in range(KILL_ROUNDS):
-        victims = _leftovers(leader, mark)
+        victims = _leftovers(leader, mark, since)
         for victim in victims:
             _kill(victim)
         if not victims:
             break
 
 
-def _leftovers(leader: int, mark: bytes | None) -> list[Process]:
+def _leftovers(leader: int, mark: bytes | None, since: int) -> list[Process]:
     """The processes of its session, also those whose parent has ended, and what they have started in other sessions."""
     rows = [row for pid in process_ids() if (row := read_row(pid)) is not None and row.state != "Z"]
-    found = {row.process.pid: row.process for row in rows if row.session == leader or _has(row.process.pid, mark)}
+    found = {
+        row.process.pid: row.process
+        for row in rows
+        if row.session == leader or (row.process.started >= since and _has(row.process.pid, mark))
+    }
     is_new = True
     while is_new:
         below = {row.process.pid: row.process for row in rows if row.parent in found}
@@ -184,7 +211,7 @@ def _has(pid: int, mark: bytes | None) -> bool:
 def _kill_group(group: int) -> None:
     try:
         os.killpg(group, signal.SIGKILL)
-    except ProcessLookupError:
+    except (ProcessLookupError, PermissionError):  # of another user, as what `sudo` starts is
         return
 
 
@@ -192,5 +219,5 @@ def _kill(process: Process) -> None:
     if process.is_alive():
         try:
             os.kill(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
+        except (ProcessLookupError, PermissionError):
             return

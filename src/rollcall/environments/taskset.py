@@ -9,26 +9,32 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import select
 import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from rollcall.config.environments import VerifiersEnvironment
 from rollcall.environments.children import find_python
 from rollcall.environments.program import ProgramsHere, kill_leftovers
+from rollcall.environments.protocol import Ended, EnvironmentFailed
 from rollcall.errors import ConfigError
 from rollcall.observe.prints import ChildPrints
 from rollcall.reward.confine import Confinement, environment, make_folder, remove_folder
 from rollcall.reward.ending import how_it_ended
+from rollcall.wait import warn
 from rollcall.words import are
 
 START_TIMEOUT_S = 300.0  # a taskset may download its data
-END_TIMEOUT_S = 10.0
+END_TIMEOUT_S = 15.0  # it gives itself 10
+AGAIN_S = 30.0  # between two attempts to start a server that has ended
+MARK = "ROLLCALL_TASKSET"  # a variable of a server and its harnesses, which have sessions of their own
 _FILE = Path(__file__).parent / "packages" / "verifiers.py"
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -37,17 +43,48 @@ class TasksetPrograms(ProgramsHere):
     """Making it waits for the server, so a taskset that cannot be used is refused here."""
 
     def __init__(self, section: VerifiersEnvironment) -> None:
+        self._section = section
         self._server = TasksetServer(section)
-        asks = [sys.executable, "-S", "-E", "-P", str(_FILE), "ask", self._server.address]
+        self._starting: asyncio.Task[None] | None = None
+        self._failed_s = -math.inf  # when a new server could not be started
         limits = {"memory_mb": section.memory_mb, "max_running": section.max_running}
         try:
-            super().__init__(shlex.join(asks), env=section.env, **limits)
+            super().__init__(_asks(self._server), env=section.env, **limits)
         except BaseException:
             self._server.close()
             raise
 
+    async def run(self, variables: Mapping[str, str], *, stop: asyncio.Event) -> Ended:
+        if self._server.process.poll() is not None:
+            self._starting = self._starting or asyncio.create_task(self._start_again())
+            await asyncio.shield(self._starting)
+        return await super().run(variables, stop=stop)
+
+    async def _start_again(self) -> None:
+        try:
+            if time.monotonic() < self._failed_s + AGAIN_S:
+                raise EnvironmentFailed(
+                    "the environment server of verifiers has ended, and a new one could not be started"
+                )
+            warn(f"the environment server of verifiers ended with {self._server.how_it_ended}; it is started again")
+            await asyncio.to_thread(self._server.close)
+            self._server = await asyncio.to_thread(TasksetServer, self._section)
+            self._command = _asks(self._server)
+        except ConfigError as error:
+            self._failed_s = time.monotonic()
+            raise EnvironmentFailed(str(error)) from None
+        finally:
+            self._starting = None
+
     async def aclose(self) -> None:
+        if self._starting is not None:
+            await asyncio.gather(self._starting, return_exceptions=True)
         await asyncio.to_thread(self._server.close)
+
+
+def _asks(server: TasksetServer) -> str:
+    """The program of an episode."""
+    return shlex.join([sys.executable, "-S", "-E", "-P", str(_FILE), "ask", server.address])
 
 
 class TasksetServer:
@@ -59,12 +96,14 @@ class TasksetServer:
         self._folder = make_folder()
         self._prints = ChildPrints()
         self.address = str(Path(self._folder) / "asks")
+        self._mark = (MARK, self._folder)
+        self._is_closed = False
         self.process = subprocess.Popen(
             [python, "-P", str(_FILE), "serve"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._prints.fd,
-            env=_variables(section, python, folder=self._folder),
+            env=_variables(section, python, folder=self._folder) | dict([self._mark]),
             start_new_session=True,  # Ctrl-C is for this process
         )
         try:
@@ -75,17 +114,24 @@ class TasksetServer:
             raise
 
     def close(self) -> None:
-        """It ends its episodes; what is left of it is killed."""
+        """It ends its episodes; what is left of it and of its harnesses is killed. A second time does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         assert self.process.stdin is not None and self.process.stdout is not None
         with suppress(BrokenPipeError):
             self.process.stdin.close()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(END_TIMEOUT_S)
-        kill_leftovers(self.process.pid)
+        kill_leftovers(self.process.pid, mark="=".join(self._mark).encode())
         self.process.wait()
         self.process.stdout.close()
         self._prints.close()
         remove_folder(self._folder)
+
+    @property
+    def how_it_ended(self) -> str:
+        return how_it_ended(self.process.wait())
 
     def _send(self, section: VerifiersEnvironment) -> None:
         assert self.process.stdin is not None

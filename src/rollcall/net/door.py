@@ -18,12 +18,13 @@ import secrets
 import selectors
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 CHALLENGE = 32  # bytes, of a proof too
 PROOF_S = 5.0  # from connecting to the proof
-MOST_WAITING = 128  # callers without a proof; one more, and the one that waited longest is dropped
+MOST_WAITING = 128  # callers without a proof; one more, and one of the host with the most of them is dropped
 BACKLOG = 1024
 PROBE_S = 2  # between two questions to the peer's kernel, while nothing is said
 SILENT_S = 8  # after this long without an answer the peer is gone
@@ -71,6 +72,7 @@ def watch_peer(connection: socket.socket) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class _Caller:
+    host: str
     challenge: bytes
     until: float
     said: bytes = field(default=b"")
@@ -95,16 +97,17 @@ class Door:
         """The next caller that knows the secret; None: nobody came in that time."""
         ends = time.monotonic() + timeout_s
         while True:
-            now = time.monotonic()
-            for late in [one for one, caller in self._callers.items() if caller.until <= now]:
-                self._dismiss(late)
             until = min([ends, *(caller.until for caller in self._callers.values())])
-            for key, _ in self._selector.select(max(until - now, 0)):
+            for key, _ in self._selector.select(max(until - time.monotonic(), 0)):
                 if key.fileobj is self._listener:
                     self._greet()
                 elif isinstance(key.fileobj, socket.socket) and self._hear(key.fileobj):
                     return key.fileobj
-            if time.monotonic() >= ends:
+            now = time.monotonic()
+            # After what was said is heard: this process itself may have stood still.
+            for late in [one for one, caller in self._callers.items() if caller.until <= now]:
+                self._dismiss(late)
+            if now >= ends:
                 return None
 
     def close(self) -> None:
@@ -115,20 +118,26 @@ class Door:
 
     def _greet(self) -> None:
         try:
-            connection, _ = self._listener.accept()
+            connection, peer = self._listener.accept()
         except BlockingIOError:
             return
         except OSError:  # no descriptor is left, or the caller is gone already
             if self._callers:
-                self._dismiss(next(iter(self._callers)))
+                self._dismiss(self._least_missed())
             return
         if len(self._callers) >= MOST_WAITING:
-            self._dismiss(next(iter(self._callers)))
+            self._dismiss(self._least_missed())
         connection.setblocking(False)
-        caller = _Caller(challenge=secrets.token_bytes(CHALLENGE), until=time.monotonic() + PROOF_S)
+        caller = _Caller(host=peer[0], challenge=secrets.token_bytes(CHALLENGE), until=time.monotonic() + PROOF_S)
         self._callers[connection] = caller
         self._selector.register(connection, selectors.EVENT_READ)
         self._send(connection, caller.challenge)
+
+    def _least_missed(self) -> socket.socket:
+        """Of the host with the most waiting callers, the one that waited longest: a stranger pushes out its own callers first."""
+        counts = Counter(caller.host for caller in self._callers.values())
+        host = max(counts, key=lambda one: counts[one])
+        return next(one for one, caller in self._callers.items() if caller.host == host)
 
     def _hear(self, connection: socket.socket) -> bool:
         """Whether this caller has proved that it knows the secret; one that failed to is dismissed."""

@@ -33,7 +33,7 @@ from rollcall.worker_env.declared import submitted_env, worker_env
 
 PURPOSES = {"listen": "to start the environment"}
 REPLACE_S = 24 * 3600.0  # until a lost node is back, while the others play
-WAIT_S = 180.0  # with none left
+WAIT_S = 360.0  # with none left; a server of a taskset has 300 to start
 
 
 class EnvironmentWorker:

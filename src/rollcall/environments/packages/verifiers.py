@@ -19,9 +19,12 @@ import os
 import resource
 import socket
 import sys
+import threading
+import time
 from typing import Any
 
 _LONGEST_LINE = 64 << 20  # bytes
+_END_S = 10.0
 
 
 def main() -> None:
@@ -77,11 +80,25 @@ async def _serve(setup: dict[str, Any]) -> None:
             listening = await asyncio.start_unix_server(server.answer, setup["address"], limit=_LONGEST_LINE)
             ready.write(json.dumps({"num_tasks": server.num_tasks}) + "\n")
             ready.flush()
-            await asyncio.to_thread(sys.stdin.read)
+            await _until_hung_up()
             listening.close()
             for task in server.playing:
                 task.cancel()
             await asyncio.gather(*server.playing, return_exceptions=True)
+
+
+async def _until_hung_up() -> None:
+    """Until stdin ends. Then this process has ``_END_S`` to end, whatever holds its loop."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+    def watch() -> None:
+        sys.stdin.read()
+        loop.call_soon_threadsafe(ended.set)
+        time.sleep(_END_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+    await ended.wait()
 
 
 class _Server:
@@ -115,7 +132,7 @@ class _Server:
 
     async def _play(self, given: dict[str, Any]) -> dict[str, Any]:
         vf = _part()
-        name = f"ROLLCALL_KEY_{id(given)}"  # verifiers takes keys from variables
+        name = f"ROLLCALL_API_KEY_{id(given)}"  # verifiers takes keys from variables, and gives no harness those with API_KEY in their names
         os.environ[name] = given["key"]
         try:
             client = vf.EvalClientConfig(base_url=given["base_url"], api_key_var=name)
