@@ -118,7 +118,8 @@ class HostedEnvironments:
             self._changed = self._changed or asyncio.Event()
             self._changed.clear()
             try:
-                await asyncio.wait_for(self._changed.wait(), self._wait_s)
+                async with asyncio.timeout(self._wait_s):  # wait_for (3.11) may forget that it is cancelled
+                    await self._changed.wait()
             except TimeoutError:
                 raise WorkerLostError(
                     f"no node for environments is left, and none came back within {self._wait_s:g} s",
