@@ -414,14 +414,11 @@ def test_a_broken_handshake_is_tried_again_before_a_host_counts_as_lost(
     assert completion.episode and completion.episode.ended is EndReason.DONE and not breaks
 
 
-def test_a_host_that_is_lost_at_the_end_of_a_run_is_not_replaced(
-    tmp_path: Path, tokenizer: Any, hosts: Hosts, stuck: threading.Event, monkeypatch: pytest.MonkeyPatch
+def end_in_the_middle(
+    tokenizer: Any, programs: HostedEnvironments, *, began: Path, before: Callable[[], object] = lambda: None
 ) -> None:
-    monkeypatch.setattr(hosted, "ANSWER_S", 0.2)
-    place = hosts.open(f"touch {tmp_path}/began; sleep 600")
-    renewed: list[int] = []
-    environments = hosted_at(place, renew=lambda number: (renewed.append(number), place)[1])
-    agents = AgentEnvironments(AgentEnvironment(run="the hosts know it"), chat_template=None, programs=environments)
+    """A run that ends while its one episode goes on, which ``began`` shows."""
+    agents = AgentEnvironments(AgentEnvironment(run="the hosts know it"), chat_template=None, programs=programs)
     writer = Writer(tokenizer=tokenizer, says=str)
 
     async def work() -> None:
@@ -429,13 +426,27 @@ def test_a_host_that_is_lost_at_the_end_of_a_run_is_not_replaced(
         prompt = prompt_of("hello", tokenizer)
         one = player.play(prompt, seed=0, sampling=plain_sampling(), session="episode-0", sample=writer.sample)
         playing = asyncio.create_task(one)
-        await appears(tmp_path / "began")
-        hosts.opened[0]._loop.call_soon_threadsafe(stuck.wait, WAIT_S)
+        await appears(began)
+        before()
         await agents.aclose()
         with pytest.raises(asyncio.CancelledError):
             await playing
 
     asyncio.run(asyncio.wait_for(work(), WAIT_S))
+
+
+def test_a_host_that_is_lost_at_the_end_of_a_run_is_not_replaced(
+    tmp_path: Path, tokenizer: Any, hosts: Hosts, stuck: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosted, "ANSWER_S", 0.2)
+    place = hosts.open(f"touch {tmp_path}/began; sleep 600")
+    renewed: list[int] = []
+    environments = hosted_at(place, renew=lambda number: (renewed.append(number), place)[1])
+
+    def stand_still() -> None:
+        hosts.opened[0]._loop.call_soon_threadsafe(stuck.wait, WAIT_S)
+
+    end_in_the_middle(tokenizer, environments, began=tmp_path / "began", before=stand_still)
     assert renewed == []
 
 
@@ -481,20 +492,7 @@ def test_a_program_ends_when_its_connection_breaks_or_nobody_waits_for_it(
 
 def test_a_run_that_ends_ends_the_programs_on_its_hosts(tmp_path: Path, tokenizer: Any, hosts: Hosts) -> None:
     place = hosts.open(programs.write(tmp_path, f"{writes_pid(tmp_path / 'pid')}time.sleep(600)"))
-    agents = AgentEnvironments(AgentEnvironment(run="the hosts know it"), chat_template=None, programs=hosted_at(place))
-    writer = Writer(tokenizer=tokenizer, says=str)
-
-    async def work() -> None:
-        player = agents.player(tokenizer=tokenizer, max_prompt_tokens=1000, max_response_tokens=500)
-        prompt = prompt_of("hello", tokenizer)
-        one = player.play(prompt, seed=0, sampling=plain_sampling(), session="episode-0", sample=writer.sample)
-        playing = asyncio.create_task(one)
-        await appears(tmp_path / "pid")
-        await agents.aclose()
-        with pytest.raises(asyncio.CancelledError):
-            await playing
-
-    asyncio.run(asyncio.wait_for(work(), WAIT_S))
+    end_in_the_middle(tokenizer, hosted_at(place), began=tmp_path / "pid")
     assert is_gone(int((tmp_path / "pid").read_text()))
 
 

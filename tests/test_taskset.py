@@ -169,15 +169,20 @@ def play_on_a_host(given: VerifiersEnvironment, *, count: int) -> list[Completio
         host.close()
 
 
+def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> VerifiersEnvironment:
+    """A Python that has what stands in for verifiers; its server writes its number to ``folder / "pid"``."""
+    for name, text in STAND_IN.items():
+        (folder / "verifiers" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "verifiers" / name).write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.setenv("STAND_IN_PID", str(folder / "pid"))
+    return VerifiersEnvironment(config=HANGMAN, python=sys.executable, env=["STAND_IN_PID"])
+
+
 def test_the_server_of_a_taskset_runs_on_the_host_and_ends_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, text in STAND_IN.items():
-        (tmp_path / "verifiers" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "verifiers" / name).write_text(text)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setenv("STAND_IN_PID", str(tmp_path / "pid"))
-    given = VerifiersEnvironment(config=HANGMAN, python=sys.executable, env=["STAND_IN_PID"])
+    given = stand_in(tmp_path, monkeypatch)
     episodes = [one.episode for one in play_on_a_host(given, count=4) if one.episode is not None]
     assert [(one.ended, one.error) for one in episodes] == [(EndReason.DONE, "")] * 4
     assert [one.reward for one in episodes] == [10.0, 10.0, 11.0, 11.0]
@@ -187,12 +192,7 @@ def test_the_server_of_a_taskset_runs_on_the_host_and_ends_with_it(
 def test_a_server_that_has_died_is_started_again_and_leaves_no_harness(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for name, text in STAND_IN.items():
-        (tmp_path / "verifiers" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "verifiers" / name).write_text(text)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setenv("STAND_IN_PID", str(tmp_path / "pid"))
-    given = VerifiersEnvironment(config=HANGMAN, python=sys.executable, env=["STAND_IN_PID"])
+    given = stand_in(tmp_path, monkeypatch)
     programs = TasksetPrograms(given)
     mark = {MARK: "=".join(programs._server._mark).partition("=")[2]}
     harness = subprocess.Popen(["sleep", "600"], env={**os.environ, **mark}, start_new_session=True)
