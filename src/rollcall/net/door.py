@@ -128,7 +128,8 @@ class Door:
         if len(self._callers) >= MOST_WAITING:
             self._dismiss(self._least_missed())
         connection.setblocking(False)
-        caller = _Caller(host=peer[0], challenge=secrets.token_bytes(CHALLENGE), until=time.monotonic() + PROOF_S)
+        host = peer[0] if isinstance(peer, tuple) else ""  # a Unix socket has none
+        caller = _Caller(host=host, challenge=secrets.token_bytes(CHALLENGE), until=time.monotonic() + PROOF_S)
         self._callers[connection] = caller
         self._selector.register(connection, selectors.EVENT_READ)
         self._send(connection, caller.challenge)
