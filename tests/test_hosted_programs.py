@@ -242,6 +242,7 @@ def test_the_placement_makes_hosts_that_have_what_the_run_file_declares(
             config, plan, cluster, section=config.cluster, kept=[0, 1], chat_template=tokenizer.chat_template
         )
         assert isinstance(environments, AgentEnvironments) and hosts.group.world_size == 1
+        assert [spec.kind for spec in hosts.group.specs] == ["environment"], "as the debugger shows it"
         (completion,), _ = play_in(tokenizer, environments)
     assert completion.episode and completion.episode.ended is EndReason.DONE, completion.episode
     given = json.loads((tmp_path / "env.json").read_text())

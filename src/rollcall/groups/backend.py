@@ -69,7 +69,7 @@ class WorkerSpec:
     share: float  # of its slot; the rest is for other workers on it. 0: it only sits there, and has no accelerator
     env: Mapping[str, str]  # the user's
     title: str = ""  # its name in messages; empty: its role and rank
-    kind: str = ""  # a call of the same method takes others of its kind about as long
+    kind: str = ""  # its roles, or that of its group: a call of the same method takes others of its kind about as long
 
     @property
     def where(self) -> str:

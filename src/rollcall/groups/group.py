@@ -147,7 +147,7 @@ class WorkerGroup:
             env=env_vars or {},
             node_env=node_env_vars or {},
             titles=titles or [""] * len(seats),
-            kinds=kinds or [""] * len(seats),
+            kinds=kinds or [self.name_prefix] * len(seats),
             takes_slots=takes_slots,
         )
         self._one_call = threading.Lock()
