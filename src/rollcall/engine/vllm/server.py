@@ -185,6 +185,7 @@ class Server:
 
 def make_engine(spec: dict[str, Any], folder: str) -> Any:
     from vllm import EngineArgs, LLMEngine  # type: ignore[import-not-found]
+    from vllm.platforms import current_platform  # type: ignore[import-not-found]
     from vllm.usage.usage_lib import UsageContext  # type: ignore[import-not-found]
 
     size = spec["tensor_parallel_size"]
@@ -200,6 +201,8 @@ def make_engine(spec: dict[str, Any], folder: str) -> Any:
         dtype=spec["dtype"],
         max_model_len=spec["max_positions"],
         max_num_seqs=spec["max_running"],
+        # A prompt in two steps draws a token too early, which vLLM (0.32) takes back from the seed's generator; a CPU's cannot go back.
+        enable_chunked_prefill=False if current_platform.is_cpu() else None,
         block_size=spec["kv_block"],
         num_gpu_blocks_override=spec["kv_blocks"],
         kv_cache_memory_bytes=spec["kv_bytes"],
