@@ -85,7 +85,9 @@ def main() -> None:
         logprobs._has_room = lambda rows, weight: False
     for name in args.size or ["0.5b", "1.5b", "7b"]:
         for tokens, recompute in (
-            SIZES[name].cases if args.tokens is None else ((args.tokens, False), (args.tokens, True))
+            SIZES[name].cases
+            if args.tokens is None
+            else ((args.tokens, False), (args.tokens, True), (args.tokens, "offload"))
         ):
             with tempfile.TemporaryDirectory() as folder:
                 case = Case(name, tokens=tokens, recompute=recompute, folder=Path(folder), args=args)
@@ -95,7 +97,9 @@ def main() -> None:
 
 
 class Case:
-    def __init__(self, name: str, *, tokens: int, recompute: bool, folder: Path, args: argparse.Namespace) -> None:
+    def __init__(
+        self, name: str, *, tokens: int, recompute: bool | str, folder: Path, args: argparse.Namespace
+    ) -> None:
         self.name, self.size = name, SIZES[name]
         self.tokens, self.recompute = tokens, recompute
         self.device = torch.device(args.device)

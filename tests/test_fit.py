@@ -16,6 +16,7 @@ from rollcall.groups.failures import RemoteFailureError
 from rollcall.learner.fit import Fit, Packing, too_large
 from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Critic, Learner
+from rollcall.plan.activations import Recompute
 from rollcall.types import MicroBatch
 
 WHY = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB"
@@ -115,6 +116,27 @@ def test_scores_and_values_are_the_same_after_a_split() -> None:
     assert critic.fit.tokens <= 40
 
 
+def test_layers_keep_less_step_by_step_before_the_run_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    samples = make_samples(trainable(), num_prompts=1, group_size=1)
+    packing = Packing(samples=samples, weights=np.ones(1, dtype=np.float32), max_rows=None)
+    (batch,) = packing.batches([0], 10_000)
+
+    def steps(fit: Fit, furthest: Recompute) -> list[Recompute]:
+        found = [fit.recompute]
+        while fit.shrink(batch, why=WHY, units=1, furthest=furthest):
+            found.append(fit.recompute)
+        return found
+
+    is_open = Fit(name="actor", tokens=800, recompute=Recompute.NO, may_recompute=True)
+    assert steps(is_open, Recompute.ON_HOST) == list(Recompute)
+    told = "".join(capsys.readouterr())
+    assert "activation_checkpointing is true from" in told and "activation_checkpointing is offload from" in told
+    on_cpu = Fit(name="actor", tokens=800, recompute=Recompute.NO, may_recompute=True)
+    assert steps(on_cpu, Recompute.YES) == [Recompute.NO, Recompute.YES]
+    fixed = Fit(name="actor", tokens=800, recompute=Recompute.YES)
+    assert steps(fixed, Recompute.ON_HOST) == [Recompute.YES]
+
+
 def test_rows_of_an_attempt_that_must_stay_together_do() -> None:
     samples = [sample.with_(attempt=0) for sample in make_samples(trainable(), num_prompts=3, group_size=2)]
     learner = make_learner(trainable(), Gspo())
@@ -184,9 +206,9 @@ def test_ranks_that_run_together_end_the_attempt_with_half_the_size() -> None:
 
 
 def test_the_ranks_of_a_gang_take_the_smallest_size() -> None:
-    fit = Fit(name="actor", tokens=800, recompute=False)
-    fit.agree([(800, False), (400, True)])
-    assert (fit.tokens, fit.recompute) == (400, True)
+    fit = Fit(name="actor", tokens=800, recompute=Recompute.NO)
+    fit.agree([(800, Recompute.YES), (400, Recompute.NO), (600, Recompute.ON_HOST)])
+    assert (fit.tokens, fit.recompute) == (400, Recompute.ON_HOST)
     learner = make_learner(trainable())
     gang = Gang.alone()
     found: list[Any] = []
@@ -197,7 +219,7 @@ def test_the_ranks_of_a_gang_take_the_smallest_size() -> None:
 
     learner.body.gang = _with(gang, gather_bytes)
     learner.update(make_samples(trainable()))
-    assert any(b"16384, false" in data for data in found)
+    assert any(b"16384, 0]" in data for data in found)
 
 
 def _with(gang: Gang, gather_bytes: Callable[[bytes], list[bytes]]) -> Gang:

@@ -24,6 +24,7 @@ from rollcall.config import OptimizerSection, load_config, parse_config
 from rollcall.errors import SizesUnknown
 from rollcall.learner.optimizer import Optimizer
 from rollcall.model.files import MODEL_DIR
+from rollcall.plan.activations import Recompute
 from rollcall.plan.draw import draw_text, node_runs
 from rollcall.plan.draw_svg import draw_svg
 from rollcall.plan.elastic import shrink
@@ -276,7 +277,7 @@ def test_an_adapter_that_is_not_here_is_said_so(tmp_path: Path) -> None:
 
 def test_auto_fits_the_card_and_gives_kv_what_is_left(tmp_path: Path) -> None:
     large = make_run(tmp_path, {"actor,rollout": "all"}, nodes=[1], card_gib=80)
-    assert (memory_of(large, "actor").tokens, memory_of(large, "actor").recomputes) == (32768, False)
+    assert (memory_of(large, "actor").tokens, memory_of(large, "actor").recompute) == (32768, False)
     for card in (12, 16, 24, 48):
         run = make_run(
             tmp_path, {"actor,rollout": "all"}, nodes=[1], card_gib=card, rollout={"max_response_tokens": 512}
@@ -287,24 +288,54 @@ def test_auto_fits_the_card_and_gives_kv_what_is_left(tmp_path: Path) -> None:
         assert any(f"actor: {actor.tokens} tokens in a micro-batch" in note for note in run.notes)
     assert memory_of(large, "rollout").kv == 512 * 576 * 12288
     tight = make_run(tmp_path, {"actor,rollout": "all"}, nodes=[1], card_gib=16, rollout={"max_response_tokens": 512})
-    assert memory_of(tight, "actor").recomputes, "layers run again before micro-batches become small"
+    assert memory_of(tight, "actor").recompute, "layers run again before micro-batches become small"
+    assert set(tight.host.values()) == {2 * READ_AT_ONCE}
     given = make_run(tmp_path, {"actor,rollout": "all"}, nodes=[1], card_gib=16, actor={"tokens_per_microbatch": 4096})
     assert memory_of(given, "actor").tokens == 4096
     nowhere = make_run(tmp_path, {"actor,rollout": "all"}, nodes=[1], card_gib=8)
     assert nowhere.problems
 
 
+def test_a_row_that_fits_no_other_way_waits_in_host_memory(tmp_path: Path) -> None:
+    long: dict[str, Any] = {
+        "data": {"max_prompt_tokens": 512},
+        "rollout": {"max_response_tokens": 32256},
+        "sizes": {"max_position_embeddings": 32768},
+    }
+    card = next(
+        card
+        for card in range(40, 8, -1)
+        if memory_of(make_run(tmp_path, {"actor,rollout": "all"}, nodes=[1], card_gib=card, **long), "actor").recompute
+        is Recompute.ON_HOST
+    )
+    run = make_run(tmp_path, {"actor,rollout": "all"}, nodes=[1], card_gib=card, **long)
+    actor = memory_of(run, "actor")
+    assert run.problems == () and actor.tokens >= 32768
+    assert run.sizes is not None and actor.parked == actor.tokens * run.sizes.layers * run.sizes.hidden * 2
+    assert set(run.host.values()) == {2 * READ_AT_ONCE + actor.parked}
+    assert any("their inputs wait in host memory (auto, by estimate)" in note for note in run.notes)
+    on_card = make_run(
+        tmp_path, {"actor,rollout": "all"}, nodes=[1], card_gib=card, actor={"activation_checkpointing": True}, **long
+    )
+    assert memory_of(on_card, "actor").parked == 0 and on_card.memory[0].total > run.memory[0].total
+    roomier = make_run(tmp_path, {"actor,rollout": "all"}, nodes=[1], card_gib=card + 1, **long)
+    assert memory_of(roomier, "actor").recompute is Recompute.YES, "only where there is no other way"
+
+
 def test_without_a_card_auto_is_what_it_always_was(tmp_path: Path) -> None:
     run = make_run(tmp_path, {"actor,rollout": "all"}, cluster={"accelerator": "cpu"})
-    assert (memory_of(run, "actor").tokens, memory_of(run, "actor").recomputes) == (16384, False)
+    assert (memory_of(run, "actor").tokens, memory_of(run, "actor").recompute) == (16384, False)
 
 
 def test_the_lever_is_that_of_the_largest_part() -> None:
     assert "kv_memory_fraction" in lever(RoleMemory(role=Role.ROLLOUT, kv=2, weights=1))
     assert "critic.activation_checkpointing" in lever(RoleMemory(role=Role.CRITIC, activations=2, weights=1))
-    saving = RoleMemory(role=Role.CRITIC, activations=2, weights=1, recomputes=True)
+    saving = RoleMemory(role=Role.CRITIC, activations=2, weights=1, recompute=Recompute.YES)
     assert lever(saving) == "lower critic.tokens_per_microbatch"
-    assert "divide the longest rows with critic.context_parallel_size" in lever(replace(saving, tokens=9, longest=9))
+    row = lever(replace(saving, tokens=9, longest=9))
+    assert row.startswith("set critic.activation_checkpointing=offload, divide the longest rows with critic.context")
+    least = lever(replace(saving, tokens=9, longest=9, recompute=Recompute.ON_HOST))
+    assert least.startswith("divide the longest rows with critic.context_parallel_size")
     assert "holds the whole model" in lever(RoleMemory(role=Role.ROLLOUT, weights=2, kv=1))
     assert lever(RoleMemory(role=Role.ACTOR, optimizer=2)) == "give actor more slots"
     assert lever(RoleMemory(role=Role.ACTOR, optimizer=2, copied=True)) == "set actor.sharding=fsdp"

@@ -293,10 +293,11 @@ class OptimizerSection(Section):
     minibatches: int = field(1, "Optimizer updates per pass over a step's samples.", ge=1)
     epochs: int = field(1, "Passes over a step's samples.", ge=1)
     master_weights: bool = field(True, "Keep float32 master weights when the model is bfloat16.")
-    activation_checkpointing: bool | Auto = field(
+    activation_checkpointing: bool | Literal["auto", "offload"] = field(
         "auto",
-        "Recompute activations in the backward pass to save memory. `auto`: if the micro-batches would be too small without; never on a "
-        "CPU.",
+        "Recompute activations in the backward pass to save memory. `offload`: the inputs of layers, which are kept for that, wait in host "
+        "memory; on a CPU the same as `true`. `auto`: `true` if the micro-batches would be too small without, `offload` if a row would not "
+        "fit otherwise; never on a CPU.",
     )
     compile: bool | None = field(None, "Compile the decoder layers. `null`: on CUDA, for models that gain from it.")
     sharding: Literal["replicate", "fsdp", "hsdp"] = field(

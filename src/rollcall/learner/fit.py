@@ -25,7 +25,8 @@ from rollcall.config.sections import DEFAULT_TOKENS
 from rollcall.errors import BatchTooLargeError, MemoryShortError, in_one_line, is_out_of_memory
 from rollcall.learner.optimizer import Optimizer
 from rollcall.learner.packing import pack
-from rollcall.plan.activations import DecoderSizes, Passes
+from rollcall.model.recompute import HostStore
+from rollcall.plan.activations import DecoderSizes, Passes, Recompute
 from rollcall.types import Floats, MicroBatch, Sample
 from rollcall.wait import say
 from rollcall.words import counted, size
@@ -67,23 +68,23 @@ class Fit:
 
     name: str  # of the section: actor or critic
     tokens: int
-    recompute: bool  # keep each layer's input only, and run it again in the backward
+    recompute: Recompute
     may_recompute: bool = False  # the section leaves it open
 
     @classmethod
     def of(cls, section: OptimizerSection, *, name: str) -> Fit:
         """Before anything is measured: what the section says, or the defaults of a CPU."""
-        tokens, recompute = section.tokens_per_microbatch, section.activation_checkpointing
+        tokens, setting = section.tokens_per_microbatch, section.activation_checkpointing
         return cls(
             name=name,
             tokens=DEFAULT_TOKENS if tokens == "auto" else tokens,
-            recompute=recompute is True,
-            may_recompute=recompute == "auto",
+            recompute=Recompute.of(setting),
+            may_recompute=setting == "auto",
         )
 
-    def shrink(self, batch: MicroBatch, *, why: str, units: int, trains: bool) -> bool:
-        """Make room after this micro-batch did not fit. It has ``units`` rows, or attempts that stay together. False: there is
-        no smaller one."""
+    def shrink(self, batch: MicroBatch, *, why: str, units: int, furthest: Recompute) -> bool:
+        """Make room after this micro-batch did not fit. It has ``units`` rows, or attempts that stay together; layers may keep no less
+        than ``furthest``. False: there is no smaller one."""
         before = min(self.tokens, batch.num_tokens)
         if units > 1:
             self.tokens = max(1, before // 2)
@@ -92,19 +93,19 @@ class Fit:
                 f"{self.tokens} from here on"
             )
             return True
-        if trains and self.may_recompute and not self.recompute:
-            self.recompute = True
+        if self.may_recompute and self.recompute < furthest:
+            self.recompute = Recompute(self.recompute + 1)
             say(
                 f"{self.name}: a row of {batch.num_tokens} tokens does not fit ({why}); {self.name}.activation_checkpointing is "
-                "true from here on"
+                f"{self.recompute.setting} from here on"
             )
             return True
         return False
 
-    def agree(self, others: Sequence[tuple[int, bool]]) -> None:
+    def agree(self, others: Sequence[tuple[int, int]]) -> None:
         """The smallest size that any rank of the gang has."""
         self.tokens = min(tokens for tokens, _ in others)
-        self.recompute = any(recompute for _, recompute in others)
+        self.recompute = Recompute(max(recompute for _, recompute in others))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +155,7 @@ def run_fitting(
             continue
         # Outside the handler: the error holds the frames, and these the tensors.
         release(body.device)
-        if not fit.shrink(batch, why=why, units=packing.units(batch), trains=optimizer is not None):
+        if not fit.shrink(batch, why=why, units=packing.units(batch), furthest=_furthest(body, optimizer)):
             raise MemoryShortError(row_sentence(body, fit, batch, why=why, optimizer=optimizer))
         waiting = packing.batches([row for row in rows if row not in done], fit.tokens)
 
@@ -181,6 +182,11 @@ def release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
+def store_of(recompute: Recompute, device: torch.device) -> HostStore | None:
+    """For one forward and its backward."""
+    return HostStore(device) if recompute is Recompute.ON_HOST and device.type == "cuda" else None
+
+
 def sizes_of(shapes: Mapping[str, torch.Size], *, head_dim: int) -> DecoderSizes:
     """Of the decoder whose weights have these shapes."""
     (vocab, hidden), (_, queries) = shapes["embed"], shapes["layers.0.out"]
@@ -195,7 +201,7 @@ def sizes_of(shapes: Mapping[str, torch.Size], *, head_dim: int) -> DecoderSizes
     )
 
 
-def passes_of(body: Body, fit: Fit, *, recompute: bool | None = None) -> Passes:
+def passes_of(body: Body, fit: Fit, *, recompute: Recompute | None = None) -> Passes:
     """The arithmetic of this body's passes, as ``rollcall plan`` does it."""
     trained = sum(tensor.numel() for tensor in body.named.values())
     return Passes(
@@ -223,7 +229,9 @@ def row_sentence(body: Body, fit: Fit, batch: MicroBatch, *, why: str, optimizer
         held = torch.cuda.memory_allocated(body.device)
         parts["KV cache and other roles"] = max(0, held - parts["weights"] - parts.get("optimizer state", 0))
     summed = ", ".join(f"{name} {size(count)}" for name, count in parts.items())
-    again = "" if fit.recompute or optimizer is None else f"{fit.name}.activation_checkpointing=true, "
+    again = ""
+    if fit.recompute < _furthest(body, optimizer):
+        again = f"{fit.name}.activation_checkpointing={Recompute(fit.recompute + 1).setting}, "
     return (
         f"{fit.name}: {rows} of {batch.num_tokens} tokens alone does not fit in memory ({why}). Needed are {summed}: together "
         f"{size(sum(parts.values()))}{_card(body.device)}. Set {again}lower rollout.max_response_tokens, data.max_prompt_tokens or "
@@ -241,6 +249,13 @@ def step_sentence(body: Body, fit: Fit, optimizer: Optimizer, why: str) -> str:
         f"rollout.kv_memory_fraction, set {fit.name}.master_weights=false, or divide the model with {fit.name}.sharding=fsdp over more "
         "cards. The run directory is whole: the same command goes on from it"
     )
+
+
+def _furthest(body: Body, optimizer: Optimizer | None) -> Recompute:
+    """The least that layers can keep here: without a backward they keep nothing anyway, and on a CPU all is in host memory."""
+    if optimizer is None:
+        return Recompute.NO
+    return Recompute.ON_HOST if body.device.type == "cuda" else Recompute.YES
 
 
 def _bytes_of(tensors: Iterable[Tensor]) -> int:

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from rollcall.config import OptimizerSection
 from rollcall.errors import is_out_of_memory
 from rollcall.learner.context_parallel import join_context
-from rollcall.learner.fit import Fit, Packing, too_large
+from rollcall.learner.fit import Fit, Packing, store_of, too_large
 from rollcall.learner.from_files import read_part, same_values
 from rollcall.learner.gang import Gang
 from rollcall.learner.layout import WeightSplit, fused_rows
@@ -41,6 +41,7 @@ from rollcall.model.arrays import on_device
 from rollcall.model.attention import layout_of, packed_attention
 from rollcall.model.decoder import Decoder, after_attention, before_attention, module_names, rope_tables
 from rollcall.model.load import non_finite_of, refuse_diverged
+from rollcall.plan.activations import Recompute
 from rollcall.plan.mesh import ModelSplit
 from rollcall.stored.tensors import Stored
 from rollcall.types import MicroBatch
@@ -259,11 +260,11 @@ class Sharded:
     # The forward
 
     def stats(
-        self, batch: MicroBatch, *, temperature: float, recompute: bool = False, plain: bool = False
+        self, batch: MicroBatch, *, temperature: float, recompute: Recompute = Recompute.NO, plain: bool = False
     ) -> TokenStats:
         return TokenStats(*self._forward(batch, temperature=temperature, recompute=recompute, plain=plain))
 
-    def values(self, batch: MicroBatch, *, recompute: bool = False) -> Tensor:
+    def values(self, batch: MicroBatch, *, recompute: Recompute = Recompute.NO) -> Tensor:
         (values,) = self._forward(batch, temperature=1.0, recompute=recompute)
         return values
 
@@ -292,7 +293,7 @@ class Sharded:
             raise too_large(self, fit, batch, packing, error, optimizer=optimizer) from None
 
     def _forward(
-        self, batch: MicroBatch, *, temperature: float, recompute: bool, plain: bool = False
+        self, batch: MicroBatch, *, temperature: float, recompute: Recompute, plain: bool = False
     ) -> tuple[Tensor, ...]:
         device = self.device
         layout = layout_of(batch, device=device, dtype=self.dtype)
@@ -316,7 +317,8 @@ class Sharded:
                 logit_index=on_device(own.logit_index, device),
                 targets=on_device(own.targets, device),
                 temperature=temperature,
-                recompute=recompute,
+                recompute=bool(recompute),
+                store=store_of(recompute, device),
                 plain=plain,
             )
         )
@@ -332,7 +334,7 @@ class Sharded:
         for batch, is_idle in self._passes(packing, fit):
             with self._together(packing, fit, batch, optimizer):
                 if is_idle:
-                    loss = self._forward(batch, temperature=1.0, recompute=False)[0].sum() * 0.0
+                    loss = self._forward(batch, temperature=1.0, recompute=Recompute.NO)[0].sum() * 0.0
                 else:
                     loss, metrics = loss_of(batch)
                     rows.append((batch, metrics))

@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.utils.checkpoint import checkpoint
 
 from rollcall.config.lora import LoraSection
 from rollcall.learner.logprobs import token_stats
 from rollcall.learner.tensor_parallel import SHARED_HEADS, TensorGroup, cut_dim, run_layer
 from rollcall.model.decoder import Attend, Layer, after_attention, before_attention, leave_open, rms_norm
 from rollcall.model.low_rank import LayerAdapter, a_of, b_of, fuse
+from rollcall.model.recompute import HostStore, run_again
 
 LAYER_TENSORS = tuple(field.name for field in fields(Layer) if field.name not in ("window", "lora"))
 
@@ -50,6 +50,7 @@ class Work:
     targets: Tensor  # [M]
     temperature: float
     recompute: bool
+    store: HostStore | None = None  # for the inputs of layers that run again
     plain: bool = False  # without the adapter
 
 
@@ -63,7 +64,7 @@ class ShardedLayer(nn.Module):
 
     def forward(self, x: Tensor, work: Work) -> Tensor:
         if work.recompute and torch.is_grad_enabled():
-            return checkpoint(self._run, x, work, use_reentrant=False)  # type: ignore[return-value]
+            return run_again(self._run, x, work, store=work.store)
         return self._run(x, work)
 
     def _run(self, x: Tensor, work: Work) -> Tensor:

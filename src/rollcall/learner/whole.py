@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rollcall.learner.context_parallel import Own, join_context
-from rollcall.learner.fit import Fit, Packing, run_fitting
+from rollcall.learner.fit import Fit, Packing, run_fitting, store_of
 from rollcall.learner.gang import Gang
 from rollcall.learner.layout import WeightSplit, fused_rows
 from rollcall.learner.logprobs import TokenStats, token_stats
@@ -19,6 +19,7 @@ from rollcall.model.adapter import Adapter
 from rollcall.model.arrays import on_device
 from rollcall.model.decoder import Decoder
 from rollcall.model.load import non_finite_of, packed_hidden
+from rollcall.plan.activations import Recompute
 from rollcall.types import MicroBatch
 
 T = TypeVar("T")
@@ -69,7 +70,7 @@ class Whole:
             decoder.compile()
 
     def stats(
-        self, batch: MicroBatch, *, temperature: float, recompute: bool = False, plain: bool = False
+        self, batch: MicroBatch, *, temperature: float, recompute: Recompute = Recompute.NO, plain: bool = False
     ) -> TokenStats:
         """``plain``: of the model's weights alone, without the adapter."""
         own = self.context.own(batch)
@@ -78,21 +79,22 @@ class Whole:
         parts = token_stats(picked, self.decoder.lm_head, targets, temperature=temperature)
         return TokenStats(*(self.context.join(part, own) for part in parts))
 
-    def values(self, batch: MicroBatch, *, recompute: bool = False) -> Tensor:
+    def values(self, batch: MicroBatch, *, recompute: Recompute = Recompute.NO) -> Tensor:
         assert self._heads is not None
         own = self.context.own(batch)
         picked = self._picked(batch, own, recompute, decoder=self.decoder)
         values = torch.nn.functional.linear(picked, self._heads["head"], self._heads["head_bias"])[:, 0].float()
         return self.context.join(values, own)
 
-    def _picked(self, batch: MicroBatch, own: Own, recompute: bool, *, decoder: Decoder) -> Tensor:
+    def _picked(self, batch: MicroBatch, own: Own, recompute: Recompute, *, decoder: Decoder) -> Tensor:
         hidden = packed_hidden(
             decoder,
             batch,
             token_ids=own.token_ids,
             positions=own.positions,
             around=partial(self.context.around, count=batch.num_tokens),
-            recompute=recompute,
+            recompute=bool(recompute),
+            store=store_of(recompute, self.device),
         )
         return hidden.index_select(0, on_device(own.logit_index, hidden.device))
 

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from rollcall.model.low_rank import PATHS, LayerAdapter, LowRank, a_of, add_low_rank, b_of
+from rollcall.model.recompute import HostStore, run_again
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # those whose angles do not depend on the sequence length
@@ -162,12 +162,13 @@ class Decoder:
         attend: Attend,
         *,
         recompute: bool = False,
+        store: HostStore | None = None,
         gain: Tensor | None = None,
     ) -> Tensor:
         """Hidden states [N, C] after the final norm, for N tokens at their positions.
 
-        ``recompute`` keeps only each layer's input for the backward pass and runs the layer again there. ``gain`` says which adapter
-        each token has, where there are several (``LayerAdapter.gain``).
+        ``recompute`` keeps only each layer's input for the backward pass, in ``store`` if there is one, and runs the layer again
+        there. ``gain`` says which adapter each token has, where there are several (``LayerAdapter.gain``).
         """
         x = F.embedding(token_ids, self.embed)
         cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
@@ -185,7 +186,7 @@ class Decoder:
 
         for index, layer in enumerate(self.layers):
             if recompute and torch.is_grad_enabled():
-                x = checkpoint(run, x, index, layer, use_reentrant=False)  # type: ignore[assignment]
+                x = run_again(run, x, index, layer, store=store)
             else:
                 x = run(x, index, layer)
         return rms_norm(x, self.norm, self.eps)

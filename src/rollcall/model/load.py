@@ -21,6 +21,7 @@ from rollcall.model.decoder import Attend, Decoder, fuse_parameters
 from rollcall.model.files import check_model_dir, model_folder
 from rollcall.model.hub import hub_options
 from rollcall.model.peft_files import read_base, read_section, read_tensors
+from rollcall.model.recompute import HostStore
 from rollcall.stored.files import StoredError
 from rollcall.stored.find import ADAPTER_CONFIG, adapter_folder, is_model_dir
 from rollcall.stored.open import open_stored
@@ -342,6 +343,7 @@ def packed_hidden(
     positions: Longs,
     around: Callable[[Attend], Attend],
     recompute: bool = False,
+    store: HostStore | None = None,
 ) -> Tensor:
     """Hidden states [n, C] after the final norm, of these tokens of a micro-batch. ``around`` brings attention the queries, keys and
     values of all its tokens."""
@@ -354,4 +356,4 @@ def packed_hidden(
         return packed_attention(q, k, v, layout, scale=scale, window=decoder.layers[index].window)
 
     own, places = on_device(token_ids, device), on_device(positions, device)
-    return decoder.forward(own, places, around(attend), recompute=recompute)
+    return decoder.forward(own, places, around(attend), recompute=recompute, store=store)

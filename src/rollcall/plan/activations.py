@@ -12,10 +12,37 @@ A backward has three moments at which memory is largest, and ``Passes.peak`` is 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
+from typing import Literal
 
 LOGITS_AT_ONCE = 1 << 29  # elements; the learner makes logits in chunks of this size
 COMPILE_FROM = 50_000_000  # parameters; below, compiling a learner on a GPU costs more than it saves
 WIDE = 4  # bytes of a float32
+ON_CARD = 3  # inputs of layers there at once, where they wait in host memory: two on their way, one in use
+
+
+class Recompute(IntEnum):
+    """What layers keep for the backward, from the most memory to the least. Anything but NO runs them again."""
+
+    NO = 0  # everything
+    YES = 1  # their inputs
+    ON_HOST = 2  # their inputs, in host memory
+
+    @classmethod
+    def of(cls, setting: bool | Literal["auto", "offload"]) -> Recompute:
+        """What ``activation_checkpointing`` says; `auto` begins with the most."""
+        return cls.ON_HOST if setting == "offload" else cls.YES if setting is True else cls.NO
+
+    @property
+    def setting(self) -> str:
+        """As the run file has it."""
+        return ("false", "true", "offload")[self]
+
+    @property
+    def sentence(self) -> str:
+        """What to say behind the size of a micro-batch."""
+        kept = ", their inputs wait in host memory" if self is Recompute.ON_HOST else ""
+        return f", layers run again in the backward{kept}" if self else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +73,7 @@ class Passes:
     has_head: bool  # logits; a critic has none
     tensor: int = 1  # ranks over which heads and MLP columns are divided
     compiled: bool = True
-    recompute: bool = False  # keep each layer's input only
+    recompute: Recompute = Recompute.NO
     frozen: bool = False  # embeddings and head have no gradient: an adapter of the layers is trained
 
     def peak(self, tokens: int) -> int:
@@ -98,7 +125,18 @@ class Passes:
 
     @property
     def _kept_of_all(self) -> int:
-        return self.sizes.layers * (self.sizes.hidden * self.width if self.recompute else self.kept_per_layer)
+        if self.recompute is Recompute.NO:
+            return self.sizes.layers * self.kept_per_layer
+        layers = min(self.sizes.layers, ON_CARD) if self.recompute is Recompute.ON_HOST else self.sizes.layers
+        return layers * self._input_of_layer
+
+    def on_host(self, tokens: int) -> int:
+        """Bytes of host memory."""
+        return tokens * self.sizes.layers * self._input_of_layer if self.recompute is Recompute.ON_HOST else 0
+
+    @property
+    def _input_of_layer(self) -> int:
+        return self.sizes.hidden * self.width
 
     @property
     def _around(self) -> int:

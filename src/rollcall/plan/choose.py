@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rollcall.config import OptimizerSection, RolloutSection
+from rollcall.plan.activations import Recompute
 
 MOST_TOKENS = 32768  # larger micro-batches are a few percent faster at most, and take memory from KV
 ENOUGH_TOKENS = 8192  # smaller ones cost more than to run the layers again
@@ -50,7 +51,7 @@ class Line:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     tokens: int
-    recompute: bool
+    recompute: Recompute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,15 +73,18 @@ NO_KV = KvNeed(least=0, most=0)
 
 
 def choose(
-    section: OptimizerSection, *, room: int, passes: Callable[[bool], Needs], longest: int, kv: KvNeed
+    section: OptimizerSection, *, room: int, passes: Callable[[Recompute], Needs], longest: int, kv: KvNeed
 ) -> Choice:
-    """Within ``room`` bytes. ``passes`` gives the needs of a pass without and with layers that run again; ``longest`` is a row,
-    which is never split."""
+    """Within ``room`` bytes. ``passes`` gives the needs of a pass; ``longest`` is a row, which is never split."""
     given, wanted = section.tokens_per_microbatch, section.activation_checkpointing
     enough = max(ENOUGH_TOKENS, longest) if given == "auto" else given
-    options = (False, True) if wanted == "auto" else (wanted,)
     beside = room - kv.first(room)
-    recompute = next((each for each in options if passes(each).tokens_in(beside) >= enough), options[-1])
+    recompute = Recompute.of(wanted)
+    if wanted == "auto" and passes(recompute).tokens_in(beside) < enough:
+        recompute = Recompute.YES
+        # Host memory only where there is no other way: it needs a bus that keeps up.
+        if passes(recompute).tokens_in(room - kv.least) < (longest if given == "auto" else given):
+            recompute = Recompute.ON_HOST
     if given != "auto":
         return Choice(tokens=given, recompute=recompute)
     fits = passes(recompute).tokens_in(beside)

@@ -88,7 +88,7 @@ def plan_run(config: Config, *, card_gib: float | None = None, model_config: Pat
         sizes = read_sizes(config.model.path, model_config=model_config)
         reward_sizes = _reward_sizes(config, plan, notes)
         memory = slot_memory(plan, config, sizes, card=card, reward_sizes=reward_sizes)
-        host = host_memory(plan, config, sizes) if card is not None else {}
+        host = host_memory(plan, config, sizes, memory) if card is not None else {}
         problems += indivisible(plan, sizes)
         problems += _too_long(config, sizes)
     except SizesUnknown as error:
@@ -270,10 +270,9 @@ def _on_sizes(config: Config, memory: tuple[SlotMemory, ...], card: int | None) 
     """What ``auto`` comes to; the run measures a pass first, and may choose a little differently."""
     for role in (role for entry in memory for role in entry.roles if role.tokens and card is not None):
         section = config.critic if role.role is Role.CRITIC else config.actor
-        chosen = section.activation_checkpointing == "auto" and role.recomputes
+        chosen = section.activation_checkpointing == "auto" and role.recompute
         if section.tokens_per_microbatch == "auto" or chosen:
-            again = ", and layers run again in the backward" if role.recomputes else ""
-            yield f"{role.role}: {role.tokens} tokens in a micro-batch{again} (auto, by estimate)"
+            yield f"{role.role}: {role.tokens} tokens in a micro-batch{role.recompute.sentence} (auto, by estimate)"
 
 
 def _on_host(host: dict[int, int]) -> Iterator[str]:

@@ -11,7 +11,7 @@ the slots of its process. New weights come to it one tensor at a time, unless `r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from rollcall.config.lora import LoraSection
 from rollcall.config.sections import DEFAULT_TOKENS
 from rollcall.errors import ModelFilesError, SizesUnknown
 from rollcall.model.files import MODEL_DIR, model_folder, read_model_config
-from rollcall.plan.activations import COMPILE_FROM, LOGITS_AT_ONCE, DecoderSizes, Passes
+from rollcall.plan.activations import COMPILE_FROM, LOGITS_AT_ONCE, DecoderSizes, Passes, Recompute
 from rollcall.plan.choose import NO_KV, SAFE, Choice, choose
 from rollcall.plan.engine import EngineNeeds, kv_is_open
 from rollcall.plan.placement import HOLDERS, TRAINED, Mesh, Plan, Role, RoleGroup, roles_in_parts
@@ -121,7 +121,8 @@ class RoleMemory:
     activations: int = 0
     lent: int = 0  # the part of weights and kv that is free while another role works
     copied: bool = False  # several data ranks hold the same, and could hold parts
-    recomputes: bool = False  # activations are already as few as possible
+    recompute: Recompute = Recompute.NO
+    parked: int = 0  # activations that wait in host memory
     tokens: int = 0  # of a micro-batch, where this role trains
     longest: int = 0  # a rank's tokens of the longest row; a micro-batch has no fewer
     divides: bool = False  # vLLM's, whose weights more slots of a process would share
@@ -198,13 +199,15 @@ def slot_memory(
     )
 
 
-def host_memory(plan: Plan, config: Config, sizes: ModelSizes) -> dict[int, int]:
-    """Bytes of host memory that the tensors of a run on GPUs take on each node, beside the processes themselves."""
+def host_memory(plan: Plan, config: Config, sizes: ModelSizes, memory: Sequence[SlotMemory]) -> dict[int, int]:
+    """Bytes of host memory that the tensors of a run on GPUs take on each node, beside the processes themselves. ``memory`` is that of the
+    plan's groups on their slots."""
     in_parts = roles_in_parts(config, plan)
     job = _Job(config=config, sizes=sizes, width=element_size(config), card=None, reward_sizes=None, in_parts=in_parts)
     found: dict[int, int] = {}
-    for group in plan.groups:
+    for group, on_slot in zip(plan.groups, memory, strict=True):
         of_process = sum(job.on_host(role, plan.meshes[role], group) for role in group.roles)
+        of_process += max(role.parked for role in on_slot.roles)  # learners take turns
         for process in group.processes:
             found[process.node_rank] = found.get(process.node_rank, 0) + of_process
     return found
@@ -231,7 +234,7 @@ class _Job:
         if self.card is None:
             choices = {role: self._by_default(role) for role in trained}
             return tuple(self._role(role, meshes, group, choices=choices, room=None) for role in group.roles)
-        nothing = dict.fromkeys(trained, Choice(tokens=1, recompute=True))
+        nothing = dict.fromkeys(trained, Choice(tokens=1, recompute=Recompute.YES))
         bare = {role: self._role(role, meshes, group, choices=nothing, room=NO_ROOM) for role in group.roles}
         room = int(self.card * SAFE) - runtime - sum(each.held for each in bare.values())
         is_open = Role.ROLLOUT in bare and kv_is_open(self.config.rollout)
@@ -255,8 +258,8 @@ class _Job:
 
     def _by_default(self, role: Role) -> Choice:
         section = self._section(role)
-        tokens, recompute = section.tokens_per_microbatch, section.activation_checkpointing
-        return Choice(tokens=DEFAULT_TOKENS if tokens == "auto" else tokens, recompute=recompute is True)
+        tokens, recompute = section.tokens_per_microbatch, Recompute.of(section.activation_checkpointing)
+        return Choice(tokens=DEFAULT_TOKENS if tokens == "auto" else tokens, recompute=recompute)
 
     @property
     def _longest(self) -> int:
@@ -323,7 +326,7 @@ class _Job:
             return min(section.sharding_group_size or max(1, on_node // mesh.tensor), mesh.lanes)
         return mesh.lanes if section.sharding == "fsdp" else 1
 
-    def _passes(self, role: Role, mesh: Mesh, group: RoleGroup, recompute: bool) -> Passes:
+    def _passes(self, role: Role, mesh: Mesh, group: RoleGroup, recompute: Recompute) -> Passes:
         section, in_parts = self._section(role), role in self.in_parts
         return Passes(
             sizes=self.sizes,
@@ -361,15 +364,17 @@ class _Job:
             gradients += self.sizes.layer_parameters * (4 + width) // mesh.tensor
         if section.cpu_offload:
             weights, optimizer = gathered, 0
+        passes, tokens = self._passes(role, mesh, group, choice.recompute), self._tokens(choice, mesh)
         return RoleMemory(
             role=role,
             weights=weights,
             gradients=gradients,
             optimizer=optimizer,
-            activations=self._passes(role, mesh, group, choice.recompute).peak(self._tokens(choice, mesh)),
+            activations=passes.peak(tokens),
             copied=data < mesh.lanes,
             adapts=lora is None and self.config.algorithm.name != "ppo",
-            recomputes=choice.recompute,
+            recompute=choice.recompute,
+            parked=passes.on_host(tokens),
             tokens=choice.tokens,
             longest=-(-self._longest // mesh.context),
         )
@@ -458,10 +463,13 @@ def lever(role: RoleMemory) -> str:
             return "lower rollout.max_running"
         case "activations" if role.role is Role.REWARD:
             return "lower the reward's max_tokens"
-        case "activations" if role.role in TRAINED and not role.recomputes:
+        case "activations" if role.role in TRAINED and role.recompute is Recompute.NO:
             return f"lower {name}.tokens_per_microbatch, or set {name}.activation_checkpointing=true"
         case "activations" if 0 < role.tokens <= role.longest:
-            return f"divide the longest rows with {name}.context_parallel_size, or lower rollout.max_response_tokens"
+            host = "" if role.recompute is Recompute.ON_HOST else f"set {name}.activation_checkpointing=offload, "
+            return (
+                f"{host}divide the longest rows with {name}.context_parallel_size, or lower rollout.max_response_tokens"
+            )
         case "activations":
             return f"lower {name}.tokens_per_microbatch"
     if role.copied:

@@ -19,6 +19,7 @@ from rollcall.learner.fit import Fit, passes_of, sizes_of
 from rollcall.learner.learner import Critic, Learner
 from rollcall.learner.measure import Rows, measured
 from rollcall.model.decoder import Decoder
+from rollcall.plan.activations import Recompute
 from rollcall.plan.choose import KV_BLOCK, NO_KV, SAFE, Choice, KvNeed, Line, Needs, choose
 from rollcall.plan.engine import EngineNeeds, kv_is_open
 from rollcall.wait import say
@@ -99,7 +100,7 @@ def _size(learner: Learner | Critic, *, kv: KvNeed, rows: Rows) -> int:
     room = room_on(body.device)
     longest = -(-(rows.prompt + rows.response) // body.context.size)
 
-    def estimate(recompute: bool) -> Needs:
+    def estimate(recompute: Recompute) -> Needs:
         return Summed(passes=passes_of(body, fit, recompute=recompute), sums=sums)
 
     if "auto" not in (section.tokens_per_microbatch, section.activation_checkpointing):
@@ -107,7 +108,7 @@ def _size(learner: Learner | Critic, *, kv: KvNeed, rows: Rows) -> int:
     first = _agreed(learner, choose(section, room=room, passes=estimate, longest=longest, kv=kv))
     line = _together(learner, measured(learner, rows)) if section.tokens_per_microbatch == "auto" else None
 
-    def known(recompute: bool) -> Needs:
+    def known(recompute: Recompute) -> Needs:
         return line if line is not None and recompute == first.recompute else estimate(recompute)
 
     if line is not None:
@@ -137,9 +138,8 @@ def _together(learner: Learner | Critic, line: Line | None) -> Line | None:
 
 
 def _chosen(fit: Fit, line: Line | None, *, room: int) -> str:
-    again = ", layers run again in the backward" if fit.recompute else ""
     by = "by estimate" if line is None else f"measured: {size(line.fixed)} and {size(int(line.per_token))} a token"
-    return f"{fit.name}: {fit.tokens} tokens in a micro-batch{again} ({by}; {size(room)} were free)"
+    return f"{fit.name}: {fit.tokens} tokens in a micro-batch{fit.recompute.sentence} ({by}; {size(room)} were free)"
 
 
 def _kv_tokens(engine: EngineNeeds, *, device: torch.device, needs: Sequence[int]) -> int:
