@@ -16,6 +16,7 @@ import argparse
 import gc
 import json
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ class Size:
     shape: dict[str, int]
     vocab: int
     tied: bool
-    cases: tuple[tuple[int, bool], ...]  # tokens of a micro-batch, and whether layers are run again
+    cases: tuple[tuple[int, bool | str], ...]  # tokens of a micro-batch, and activation_checkpointing
     actor: dict[str, Any]
 
 
@@ -69,6 +70,8 @@ SIZES = {
     ),
 }
 
+SETTINGS = (False, True, "offload")  # of activation_checkpointing
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -84,11 +87,8 @@ def main() -> None:
     if not args.keep_logits:
         logprobs._has_room = lambda rows, weight: False
     for name in args.size or ["0.5b", "1.5b", "7b"]:
-        for tokens, recompute in (
-            SIZES[name].cases
-            if args.tokens is None
-            else ((args.tokens, False), (args.tokens, True), (args.tokens, "offload"))
-        ):
+        cases = SIZES[name].cases if args.tokens is None else [(args.tokens, each) for each in SETTINGS]
+        for tokens, recompute in cases:
             with tempfile.TemporaryDirectory() as folder:
                 case = Case(name, tokens=tokens, recompute=recompute, folder=Path(folder), args=args)
                 print(json.dumps(case.measure()), flush=True)
@@ -166,8 +166,9 @@ class Case:
         _peak(self.device, reset=True)
         if engine is not None:
             self._sample(engine)
-        learner.update(samples)
-        return {"held_gib": held, **_peak(self.device)}
+        began = time.perf_counter()
+        learner.update(samples)  # its metrics are read, so it has ended
+        return {"held_gib": held, "update_s": round(time.perf_counter() - began, 3), **_peak(self.device)}
 
     def _model(self) -> Any:
         """Random weights, made on the device."""
