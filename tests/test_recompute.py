@@ -86,7 +86,8 @@ def test_inputs_in_host_memory_are_not_on_the_card() -> None:
 
     def peak(setting: bool | str) -> int:
         learner = make_learner(on_card(), activation_checkpointing=setting, tokens_per_microbatch=2 * tokens)
-        samples = Rows(prompt=128, response=384, group=4).fill(tokens, vocab=learner.model.config.vocab_size)
+        rows = Rows(prompt=128, response=384, group=4).fill(tokens, vocab=learner.model.config.vocab_size)
+        samples = [row.with_(advantages=row.advantages + 1) for row in rows]
         learner.update(samples)
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
