@@ -561,6 +561,22 @@ def test_a_request_past_the_models_positions_is_refused_with_the_sum(engine: Any
     assert engine.num_unfinished == 0
 
 
+@pytest.mark.parametrize(
+    ("ids", "why"), [([], "an empty prompt"), ([5, 4000], "has token 4000"), ([5, -1, 6], "has token -1")]
+)
+def test_a_prompt_that_cannot_be_computed_is_refused_and_others_go_on(
+    kind: EngineKind, model: Any, tokenizer: Any, ids: list[int], why: str
+) -> None:
+    engine = kind.make(model, tokenizer)
+    good = request(random_prompts(1)[0], max_tokens=20, stop_token_ids=())
+    engine.submit(good)
+    engine.poll()
+    with pytest.raises(ValueError, match=why):
+        engine.submit(request(np.array(ids, dtype=np.int32), name="bad"))
+    (completion,) = finish(engine)["r"]
+    assert len(completion.token_ids) == 20 and engine.num_unfinished == 0
+
+
 def test_an_id_under_way_is_refused_and_free_again_afterwards(engine: Any) -> None:
     (prompt,) = random_prompts(1)
     engine.submit(request(prompt, name="twice"))

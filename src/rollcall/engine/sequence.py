@@ -46,8 +46,8 @@ class Sequence:
         return np.concatenate((self.request.prompt_ids, np.array(self.token_ids, dtype=np.int32)))
 
 
-def check_fits(request: Request, *, running: Container[str], max_positions: int, room: int) -> None:
-    """Refuse a request that an engine with this many positions and this much KV room could never finish."""
+def check_fits(request: Request, *, running: Container[str], max_positions: int, room: int, vocabulary: int) -> None:
+    """Refuse a request that an engine with this many positions, this much KV room and this many tokens could never finish."""
     if request.id in running:
         raise ValueError(f"request {request.id!r} is already running; give each request its own id")
     if request.session is not None and len(request.seeds) != 1:
@@ -56,6 +56,15 @@ def check_fits(request: Request, *, running: Container[str], max_positions: int,
             "completion: give the request one seed, and each completion a session of its own"
         )
     num_prompt, num_new = len(request.prompt_ids), request.sampling.max_tokens
+    if num_prompt == 0:
+        raise ValueError(f"request {request.id!r} has an empty prompt; give it one token or more")
+    lowest, highest = int(request.prompt_ids.min()), int(request.prompt_ids.max())
+    if lowest < 0 or highest >= vocabulary:
+        wrong = lowest if lowest < 0 else highest
+        raise ValueError(
+            f"request {request.id!r} has token {wrong}, and the model knows 0 to {vocabulary - 1}: its prompt comes from another "
+            "model's tokenizer; give model.path a directory with the model's own"
+        )
     if num_new < 1:
         raise ValueError(f"request {request.id!r} asks for {num_new} new tokens; ask for 1 or more")
     longest = num_prompt + num_new

@@ -80,6 +80,7 @@ class NativeEngine:
             )
         self._weight_bytes = sum(each.numel() * each.element_size() for each in decoder.named_tensors().values())
         self.max_positions = decoder.max_positions
+        self.vocabulary = len(decoder.embed)
         self.version = 0
         self.num_preemptions = 0
         self._waiting: list[Sequence] = []  # by their order
@@ -93,7 +94,13 @@ class NativeEngine:
         return len(self._requests)
 
     def submit(self, request: Request) -> None:
-        check_fits(request, running=self._requests, max_positions=self.max_positions, room=self.runner.room)
+        check_fits(
+            request,
+            running=self._requests,
+            max_positions=self.max_positions,
+            room=self.runner.room,
+            vocabulary=self.vocabulary,
+        )
         self._check_adapter(request)
         began = self.runner.began(request.session)
         first = self._num_submitted if began is None else began

@@ -91,7 +91,13 @@ class VllmEngine:
         return len(self._requests)
 
     def submit(self, request: Request) -> None:
-        check_fits(request, running=self._requests, max_positions=self.max_positions, room=self.room)
+        check_fits(
+            request,
+            running=self._requests,
+            max_positions=self.max_positions,
+            room=self.room,
+            vocabulary=self.vocabulary,
+        )
         if request.adapter is not None:
             raise ValueError(
                 f"request {request.id!r} names the adapter {request.adapter!r}, and vLLM has that of the run alone; leave it out, or use "
@@ -101,11 +107,6 @@ class VllmEngine:
             raise ValueError(
                 f"request {request.id!r} has temperature {request.sampling.temperature}, which vLLM would silently raise to "
                 f"{LEAST_TEMPERATURE}; use 0 (greedy), at least {LEAST_TEMPERATURE}, or rollout.engine=native"
-            )
-        if (highest := int(request.prompt_ids.max())) >= self.vocabulary:
-            raise ValueError(
-                f"request {request.id!r} has token {highest}, and the model knows {self.vocabulary}: its prompt comes from "
-                "another model's tokenizer; give model.path a directory with the model's own"
             )
         self._requests[request.id] = []
         for index in range(len(request.seeds)):
