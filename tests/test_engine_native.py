@@ -6,6 +6,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +19,19 @@ import torch
 pytest.register_assert_rewrite("engine_contract")
 
 from engine_contract import *  # noqa: F403
-from engine_contract import TOLERANCE, EngineKind, Tight, ids_of, off_by, request, requests_for, run, run_one, talk
+from engine_contract import (
+    TOLERANCE,
+    EngineKind,
+    Tight,
+    finish,
+    ids_of,
+    off_by,
+    request,
+    requests_for,
+    run,
+    run_one,
+    talk,
+)
 from tiny import (
     ARCHITECTURES,
     compiles,
@@ -267,6 +280,83 @@ def test_kept_rows_come_back_as_they_left_and_holes_are_closed_before_a_session_
         for source, row in ((2, 4), (0, 1), (7, 6), (3, 3), (5, 0)):
             shown = plane.columns(1, 7)[row]
             assert torch.equal(shown, Plane(old, plane.dim).columns(4, 10)[source])
+
+
+def held_tokens(engine: NativeEngine) -> int:
+    """KV that the tensors of a CPU's rows and sessions have memory for."""
+    runner: Any = engine.runner
+    sessions = {id(one.kv.bundle): one.kv.bundle for one in runner._kept._sessions}.values()
+    tensors = [*runner._keys, *runner._values, *(plane.tensor for bundle in sessions for plane in bundle.planes)]
+    decoder = runner.decoder
+    return sum(tensor.numel() for tensor in tensors) // (2 * len(decoder.layers) * decoder.kv_width)
+
+
+@pytest.mark.parametrize("kv_tokens", [None, 600])
+def test_one_long_row_does_not_take_the_memory_of_all_rows_before_it(kv_tokens: int | None) -> None:
+    model, tokenizer = make_model(max_position_embeddings=1024), make_tokenizer()
+    engine = make_engine(model, tokenizer, max_running=24, kv_tokens=kv_tokens)
+    short = requests_for(random_prompts(24, lengths=(6, 9)), num_seeds=1, max_tokens=8, stop_token_ids=())
+    long = request(random_prompts(1, lengths=(400, 401))[0], name="long", max_tokens=8, stop_token_ids=())
+    run(engine, short)
+    assert held_tokens(engine) <= (kv_tokens or 24 * 32)
+    run(engine, [long])
+    assert held_tokens(engine) <= (kv_tokens or 2 * 24 * 32)
+    run(engine, short)
+    assert held_tokens(engine) <= (kv_tokens or 2 * 24 * 32)
+
+
+def test_sessions_and_rows_together_keep_to_the_memory_there_is() -> None:
+    model, tokenizer = make_model(max_position_embeddings=1024), make_tokenizer()
+    engine = make_engine(model, tokenizer, max_running=6, kv_tokens=500)
+    draw = np.random.default_rng(0)
+    for number in range(60):
+        session = f"s{draw.integers(12)}"
+        prompt = random_prompts(1, seed=number, lengths=(5, int(draw.integers(8, 160))))[0]
+        engine.submit(request(prompt, name=str(number), session=session, max_tokens=4, stop_token_ids=()))
+        for _ in range(int(draw.integers(0, 4))):
+            engine.poll()
+        kept: Any = engine.runner._kept  # type: ignore[attr-defined]
+        bundles = {id(one.kv.bundle): one.kv.bundle for one in kept._sessions}.values()
+        assert kept.num_tokens == sum(bundle.num_rows * bundle.num_columns for bundle in bundles)
+        assert kept.num_tokens <= 500 and held_tokens(engine) <= 2 * 500
+    finish(engine)
+    for number in range(12):
+        engine.end_session(f"s{number}")
+    assert kept.num_tokens == kept.longest == 0 and not kept._holed
+
+
+def test_a_request_that_has_to_wait_costs_no_session_its_kv() -> None:
+    engine = make_engine(make_model(max_position_embeddings=1024), make_tokenizer(), max_running=4, kv_tokens=300)
+    for number, prompt in enumerate(random_prompts(3, lengths=(20, 24))):
+        run(engine, [request(prompt, name=f"first{number}", session=f"s{number}", max_tokens=4, stop_token_ids=())])
+    prompts = random_prompts(2, lengths=(80, 81))
+    engine.submit(request(prompts[0], name="runs", max_tokens=60, stop_token_ids=()))
+    engine.poll()
+    kept: Any = engine.runner._kept  # type: ignore[attr-defined]
+    assert len(kept._sessions) == 3
+    wide = random_prompts(1, lengths=(160, 161))[0]
+    engine.submit(request(wide, name="waits", max_tokens=4, stop_token_ids=()))
+    engine.poll()
+    assert len(kept._sessions) == 3, "two rows of 160 tokens do not fit, with or without sessions"
+    finish(engine)
+
+
+@pytest.mark.parametrize("attention", ["products", "fused"])
+def test_what_is_not_finite_stays_in_its_own_request(attention: Any) -> None:
+    model = make_model()
+    engine = make_engine(model, make_tokenizer(), max_running=3, attention=attention)
+    prompts = random_prompts(3, lengths=(20, 30))
+    asked = [request(prompt, name=str(number), max_tokens=6) for number, prompt in enumerate(prompts)]
+    weight: Any = model.model.layers[0].self_attn.k_proj.weight.data
+    right = weight.clone()
+    weight.fill_(float("nan"))
+    broken = run(engine, [replace(one, session=f"s{number}") for number, one in enumerate(asked)])
+    assert all(np.isnan(completion.logprobs).any() for (completion,) in broken.values())
+    assert not engine.runner._kept.num_tokens, "nothing of it is kept"  # type: ignore[attr-defined]
+    weight.copy_(right)
+    engine.update_weights(1)
+    shorter = [replace(one, prompt_ids=one.prompt_ids[: number + 5]) for number, one in enumerate(asked)]
+    assert off_by(model, shorter, run(engine, shorter)) < TOLERANCE
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

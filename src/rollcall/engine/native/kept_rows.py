@@ -81,19 +81,14 @@ class Returning:
 
 
 class KeptRows:
+    """Counts are kept as it changes: there may be thousands of sessions, and each turn asks."""
+
     def __init__(self) -> None:
         self._sessions: KeptSessions[KeptRow] = KeptSessions()
-        self._bundles: set[Bundle] = set()
-
-    @property
-    def num_tokens(self) -> int:
-        """The memory that it takes, as tokens of KV."""
-        return sum(bundle.num_tokens for bundle in self._bundles)
-
-    @property
-    def longest(self) -> int:
-        """Columns of the longest row."""
-        return max((kept.kv.bundle.num_columns for kept in self._sessions), default=0)
+        self._num_bundles = 0
+        self._holed: dict[Bundle, None] = {}  # those with many holes, in the order in which they got them
+        self.num_tokens = 0  # the memory that it takes, as tokens of KV
+        self.longest = 0  # columns of the longest row since it was empty
 
     def put(self, rows: list[Leaving], planes: list[Plane], *, end: int) -> None:
         """Copy these rows, which all end at the column ``end``."""
@@ -101,7 +96,9 @@ class KeptRows:
         which = places([row.row for row in rows])
         copies = [Plane(_copied(plane.columns(end - width, end), which), plane.dim) for plane in planes]
         bundle = Bundle(planes=copies, num_columns=width)
-        self._bundles.add(bundle)
+        self._num_bundles += 1
+        self.num_tokens += bundle.num_tokens
+        self.longest = max(self.longest, width)
         for index, row in enumerate(rows):
             kv = KeptRow(bundle=bundle, index=index, start=width - row.past)
             bundle.rows.add(kv)
@@ -123,11 +120,11 @@ class KeptRows:
         if not num_tokens:
             self._leave(kept)
             return None
-        kept.kv.bundle.num_taken += 1
+        self._take_out(kept.kv, 1)
         return kept, num_tokens
 
     def put_back(self, kept: Kept[KeptRow]) -> None:
-        kept.kv.bundle.num_taken -= 1
+        self._take_out(kept.kv, -1)
         self._add(kept)
 
     def restore(self, returning: list[Returning], planes: list[Plane]) -> None:
@@ -147,7 +144,7 @@ class KeptRows:
                 for row, index, count in runs:  # an indexed copy takes several times as long
                     there[row : row + count].copy_(here[index : index + count])
         for one in returning:
-            one.kept.kv.bundle.num_taken -= 1
+            self._take_out(one.kept.kv, -1)
             self._release(one.kept.kv)
 
     def forget(self, session: str) -> None:
@@ -155,9 +152,11 @@ class KeptRows:
 
     def give_way(self) -> bool:
         """Do a little for more memory: close the holes of a bundle that has many, or forget the oldest; false: there is nothing left."""
-        emptiest = max(self._bundles, key=lambda bundle: bundle.num_holes / bundle.num_rows, default=None)
-        if emptiest is not None and HOLES * emptiest.num_holes >= emptiest.num_rows:
-            _close_holes(emptiest)
+        if self._holed:
+            bundle = next(iter(self._holed))
+            del self._holed[bundle]
+            self.num_tokens -= bundle.num_columns * bundle.num_holes
+            _close_holes(bundle)
             return True
         oldest = self._sessions.take_oldest()
         self._leave(oldest)
@@ -165,16 +164,27 @@ class KeptRows:
 
     def forget_all(self) -> None:
         self._sessions.take_all()
-        self._bundles.clear()
+        self._holed.clear()
+        self._num_bundles = self.num_tokens = self.longest = 0
 
     def _leave(self, kept: Kept[KeptRow] | None) -> None:
         if kept is not None:
             self._release(kept.kv)
 
+    def _take_out(self, row: KeptRow, count: int) -> None:
+        row.bundle.num_taken += count
+        self.num_tokens -= count * row.bundle.num_columns
+
     def _release(self, row: KeptRow) -> None:
-        row.bundle.rows.remove(row)
-        if not row.bundle.rows:
-            self._bundles.discard(row.bundle)
+        bundle = row.bundle
+        bundle.rows.remove(row)
+        if not bundle.rows:
+            self._holed.pop(bundle, None)
+            self._num_bundles -= 1
+            self.num_tokens -= bundle.num_tokens
+            self.longest = self.longest if self._num_bundles else 0
+        elif HOLES * bundle.num_holes >= bundle.num_rows:
+            self._holed[bundle] = None
 
 
 def _close_holes(bundle: Bundle) -> None:

@@ -69,6 +69,7 @@ class RowRunner:
         self._uniform = np.zeros((max_running, 0), dtype=np.float32)  # the row's draws
         self._kept = KeptRows()
         self._has_sessions = False
+        self._broken = np.zeros(max_running, dtype=np.bool_)  # rows that had a log-prob which is not finite
 
     @property
     def room(self) -> int:
@@ -128,6 +129,7 @@ class RowRunner:
         logprobs = np.zeros((steps, rows), dtype=np.float32)
         for step in range(steps):
             tokens[step], logprobs[step] = self._decode_step(rows)
+        self._broken[:rows] |= ~np.isfinite(logprobs).all(axis=0)
         self._chunks.append(Chunk(tokens=tokens, logprobs=logprobs))
 
     def read(self) -> Chunk:
@@ -135,16 +137,30 @@ class RowRunner:
 
     def remove(self, row: int) -> None:
         last = self.num_rows - 1
+        self._clear_if_broken(row)
         if row != last:
-            heads = self.decoder.num_kv_heads
-            there, here = slice(row * heads, (row + 1) * heads), slice(last * heads, (last + 1) * heads)
+            there, here = self._seats(row), self._seats(last)
             columns = slice(self._column - int(self._rows.position[last]), self._column)
             for keys, values in zip(self._keys, self._values, strict=True):
                 keys[there, :, columns] = keys[here, :, columns]
                 values[there, columns] = values[here, columns]
             self._rows.move(last, to=row)
             self._uniform[row] = self._uniform[last]
+            is_broken = self._broken[last]
+            self._clear_if_broken(last)
+            self._broken[row] = is_broken
         self.num_rows = last
+
+    def _clear_if_broken(self, row: int) -> None:
+        """What a mask hides still takes part in products, and zero times NaN is NaN: nothing of such a row may stay for the next."""
+        if self._broken[row]:
+            for tensor in (*self._keys, *self._values):
+                tensor[self._seats(row)] = 0
+        self._broken[row] = False
+
+    def _seats(self, row: int) -> slice:
+        heads = self.decoder.num_kv_heads
+        return slice(row * heads, (row + 1) * heads)
 
     @torch.inference_mode()
     def keep(self, rows: dict[int, Sequence]) -> None:
@@ -155,7 +171,10 @@ class RowRunner:
             assert session is not None
             self._kept.forget(session)
             past = int(self._rows.position[row])
-            leaving.append(Leaving(session=session, order=sequence.order, ids=ids, row=row, past=past))
+            if not self._broken[row]:
+                leaving.append(Leaving(session=session, order=sequence.order, ids=ids, row=row, past=past))
+        if not leaving:
+            return
         longest = max(row.past for row in leaving)
         if self.kv_tokens is None:
             room = KEPT_PER_ROW * self.max_running * max(longest, self._kept.longest)
@@ -195,7 +214,9 @@ class RowRunner:
         return self.kv_tokens is None or rows * length + self._kept.num_tokens <= self.kv_tokens
 
     def _make_fit(self, rows: int, length: int) -> bool:
-        """Whether it fits when sessions give way."""
+        """Whether it fits when sessions give way. They do not for what would not fit even then."""
+        if self.kv_tokens is not None and rows * length > self.kv_tokens:
+            return False
         while not self._fits(rows, length):
             if not self._kept.give_way():
                 return False
@@ -204,18 +225,14 @@ class RowRunner:
     def _make_room(self, *, steps: int, live: tuple[int, int]) -> None:
         """Room for every row's past and ``steps`` more columns. ``live``: the rows and columns whose KV is kept; they end at
         the column of the next token."""
-        num_rows, num_columns = self._capacity
         lead = int(self._rows.position[: self.num_rows].max())
-        if self.num_rows <= num_rows and lead <= self._column and self._column + steps <= num_columns:
+        is_there = self.num_rows <= self._capacity[0] and lead <= self._column
+        if is_there and self._column + steps <= self._capacity[1] and self._fits(*self._capacity):
             return
-        rows = max(self.num_rows, num_rows)
-        needed = lead + steps
         # A turn comes back longer by more than its rows' steps: room before the first column spares it a copy of all rows.
         before = TURN if self._has_sessions else 0
-        rounded, roomy = (-(-size // COLUMN_STEP) * COLUMN_STEP for size in (needed, needed + before))
-        if rows > num_rows or roomy > num_columns:
-            candidates = (max(roomy, num_columns), roomy, max(rounded, num_columns), rounded, needed)
-            num_columns = next((size for size in candidates if self._fits(rows, size)), needed)
+        rounded = -(-(lead + steps) // COLUMN_STEP) * COLUMN_STEP
+        rows, num_columns = self._new_capacity(lead + steps, rounded, before=before)
         column = lead + min(before, max(0, num_columns - rounded))
         heads, dim = self.decoder.num_kv_heads, self.decoder.head_dim
         seats, kept = live[0] * heads, live[1]
@@ -231,6 +248,19 @@ class RowRunner:
                 values[:seats, new] = old_values[:seats, old]
             self._keys[index], self._values[index] = keys, values
         self._capacity, self._column = (rows, num_columns), column
+
+    def _new_capacity(self, needed: int, rounded: int, *, before: int) -> tuple[int, int]:
+        """Rows and columns with room for ``needed`` columns of every row, ``rounded`` up; where memory allows, ``before`` more, and no fewer
+        than there are now."""
+        num_rows, num_columns = self._capacity
+        roomy = -(-(needed + before) // COLUMN_STEP) * COLUMN_STEP
+        # Without a limit: one long row must not be as long in all rows that there once were.
+        most = 2 * max(num_rows * num_columns, self.num_rows * roomy) if self.kv_tokens is None else math.inf
+        for rows in (max(self.num_rows, num_rows), self.num_rows):
+            for columns in (max(roomy, num_columns), roomy, max(rounded, num_columns), rounded, needed):
+                if rows * columns <= most and self._fits(rows, columns):
+                    return rows, columns
+        return self.num_rows, needed
 
     def _draw_uniforms(self, sequences: list[Sequence], first: int) -> None:
         """All numbers that these sequences will ever draw; numbers past a sequence's limit are never used."""
