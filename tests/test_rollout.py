@@ -275,6 +275,7 @@ class AllAtOnce(FakeEngine):
     """Ends everything that it has with each poll."""
 
     def poll(self) -> list[Finished]:
+        time.sleep(0.002)
         self.num_polls += 1
         done, self.requests = self.requests, []
         return [Finished(request_id=one.id, completions=(make_completion(one.seeds[0]),)) for one in done]
@@ -283,9 +284,12 @@ class AllAtOnce(FakeEngine):
         pass
 
 
-def test_turns_that_environments_bring_back_are_decoded_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollcall.loop.rollout.QUIET_S", 2.0)
-    monkeypatch.setattr("rollcall.loop.rollout.GATHER_SHARE", 1e9)
+@pytest.mark.parametrize("pause", [{"QUIET_S": 2.0}, {"QUIET_S": 0.0, "QUIET_SHARE": 1e3}], ids=["fixed", "share"])
+def test_turns_that_environments_bring_back_are_decoded_together(
+    monkeypatch: pytest.MonkeyPatch, pause: dict[str, float]
+) -> None:
+    for name, value in ({"GATHER_SHARE": 1e9} | pause).items():
+        monkeypatch.setattr(f"rollcall.loop.rollout.{name}", value)
     engine = AllAtOnce()
 
     async def episode(rollouts: Rollouts, number: int) -> None:

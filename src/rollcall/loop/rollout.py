@@ -25,9 +25,10 @@ from rollcall.reward.scorer import Scorer
 from rollcall.types import Completion, Group, Ints, Prompt, Score
 
 REWARD_WAIT_S = 0.02  # one look at the reward workers when the engine has nothing to do
-# Environments that are quick bring the next turns within moments. Filled together, those cost far less than one by one, so the
-# engine waits while they keep coming, at most for this share of the time that it decoded.
-QUIET_S, GATHER_SHARE = 0.002, 0.5
+# Environments that are quick bring the next turns within moments. Filled and decoded together, those cost far less than one by one,
+# so the engine waits while they keep coming: for each until the pause is long, and for all of them for a share of the time that it
+# decoded. Where environments are slow, it waits for one pause in vain.
+QUIET_S, QUIET_SHARE, GATHER_SHARE = 0.002, 0.05, 0.5
 KEEP_EVERY_S = 1.0  # what has ended of a group that goes on is kept this often
 REWARD_LOOK_S = 0.005  # between two looks at them while an engine works elsewhere
 HERE = "local"
@@ -224,7 +225,7 @@ class Rollouts:
                     async with self._idle:
                         self._idle.notify_all()
                 if self._elsewhere is None:
-                    await self._gather(num_turns - len(self._turns), most_s=GATHER_SHARE * decoded_s)
+                    await self._gather(num_turns - len(self._turns), decoded_s=decoded_s)
                 elif self._waiting or self._turns:
                     await self._rest(self._elsewhere)
                 if self._waiting or self._turns:
@@ -236,13 +237,14 @@ class Rollouts:
                 if task is not None:
                     task.cancel()
 
-    async def _gather(self, num_ended: int, *, most_s: float) -> None:
+    async def _gather(self, num_ended: int, *, decoded_s: float) -> None:
         """Wait for the next turns of this many episodes."""
-        wanted, until = self.engine.num_unfinished + num_ended, time.perf_counter() + most_s
+        quiet_s = max(QUIET_S, QUIET_SHARE * decoded_s)
+        wanted, until = self.engine.num_unfinished + num_ended, time.perf_counter() + GATHER_SHARE * decoded_s
         while self.engine.num_unfinished < wanted and time.perf_counter() < until:
             self._work.clear()
             try:
-                await asyncio.wait_for(self._work.wait(), QUIET_S)
+                await asyncio.wait_for(self._work.wait(), quiet_s)
             except TimeoutError:
                 return
 
