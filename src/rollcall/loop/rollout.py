@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -27,8 +28,10 @@ from rollcall.types import Completion, Group, Ints, Prompt, Score
 REWARD_WAIT_S = 0.02  # one look at the reward workers when the engine has nothing to do
 # Environments that are quick bring the next turns within moments. Filled and decoded together, those cost far less than one by one,
 # so the engine waits while they keep coming: for each until the pause is long, and for all of them for a share of the time that it
-# decoded. Where environments are slow, it waits for one pause in vain.
+# decoded. Where environments are slow, it waits for one pause in vain. Episodes that begin together stay together, so an engine
+# without work waits for them too.
 QUIET_S, QUIET_SHARE, GATHER_SHARE = 0.002, 0.05, 0.5
+FIRST_QUIET_S, FIRST_GATHER_S = 0.005, 0.2
 KEEP_EVERY_S = 1.0  # what has ended of a group that goes on is kept this often
 REWARD_LOOK_S = 0.005  # between two looks at them while an engine works elsewhere
 HERE = "local"
@@ -212,11 +215,13 @@ class Rollouts:
 
     async def pump(self) -> None:
         """Runs beside the callers of ``attempt``, until cancelled."""
-        self._is_pumping = True
+        self._is_pumping, worked = True, False
         try:
             while True:
                 await self._work.wait()
                 self._work.clear()
+                if self._elsewhere is None and not worked and self.engine.num_unfinished:
+                    await self._gather(math.inf, quiet_s=FIRST_QUIET_S, most_s=FIRST_GATHER_S)
                 worked = bool(self.engine.num_unfinished)
                 num_turns = len(self._turns)
                 decoded_s = self._poll_engine()
@@ -225,7 +230,11 @@ class Rollouts:
                     async with self._idle:
                         self._idle.notify_all()
                 if self._elsewhere is None:
-                    await self._gather(num_turns - len(self._turns), decoded_s=decoded_s)
+                    await self._gather(
+                        num_turns - len(self._turns),
+                        quiet_s=max(QUIET_S, QUIET_SHARE * decoded_s),
+                        most_s=GATHER_SHARE * decoded_s,
+                    )
                 elif self._waiting or self._turns:
                     await self._rest(self._elsewhere)
                 if self._waiting or self._turns:
@@ -237,16 +246,16 @@ class Rollouts:
                 if task is not None:
                     task.cancel()
 
-    async def _gather(self, num_ended: int, *, decoded_s: float) -> None:
-        """Wait for the next turns of this many episodes."""
-        quiet_s = max(QUIET_S, QUIET_SHARE * decoded_s)
-        wanted, until = self.engine.num_unfinished + num_ended, time.perf_counter() + GATHER_SHARE * decoded_s
-        while self.engine.num_unfinished < wanted and time.perf_counter() < until:
+    async def _gather(self, count: float, *, quiet_s: float, most_s: float) -> None:
+        """Wait for this many more requests, unless none comes for ``quiet_s``."""
+        wanted, until = self.engine.num_unfinished + count, time.perf_counter() + most_s
+        while self.engine.num_unfinished < wanted and (now := time.perf_counter()) < until:
             self._work.clear()
             try:
                 await asyncio.wait_for(self._work.wait(), quiet_s)
             except TimeoutError:
-                return
+                if time.perf_counter() - now < 2 * quiet_s:  # else others were at work here, and it was not quiet
+                    return
 
     def _submit(self, request: Request) -> None:
         if not self.engine.num_unfinished:
