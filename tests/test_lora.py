@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +34,7 @@ from tiny import (
 from torch import Tensor
 from typer.testing import CliRunner
 
+from rollcall.checkpoint.probe import read_probe
 from rollcall.checkpoint.store import CheckpointStore
 from rollcall.checkpoint.training import export_learner, read_learner, write_learner
 from rollcall.checkpoint.verify import verify
@@ -50,6 +51,7 @@ from rollcall.learner.learner import Learner, Reference
 from rollcall.loop.resume import refuse_changing_base
 from rollcall.merge.merge import merge
 from rollcall.model.adapter import Adapter, add_to_weights
+from rollcall.model.base import base_identities
 from rollcall.model.decoder import Decoder, Layer, fuse_parameters, module_names, project_down, project_out
 from rollcall.model.load import ModelError, load_causal_lm
 from rollcall.model.low_rank import LayerAdapter, LowRank
@@ -562,15 +564,120 @@ def test_an_adapter_is_not_put_on_a_model_that_has_changed(tmp_path: Path) -> No
     load_causal_lm(str(folder), device=CPU, dtype=torch.float32)
 
 
-def saved_adapter(folder: Path) -> Path:
+def _reversed(weights: dict[str, Tensor]) -> None:
+    embeddings = weights["model.embed_tokens.weight"]
+    embeddings[4:14] = embeddings[4:14].flip(0).clone()
+
+
+def _two_signs(weights: dict[str, Tensor]) -> None:
+    for place in (1, 3):  # each is the second half of eight bytes
+        weights["model.norm.weight"][place] *= -1
+
+
+def change_weights(base: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+    weights = load_file(base / "model.safetensors")
+    change(weights)
+    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("change", [_reversed, _two_signs], ids=["places", "signs"])
+def test_the_places_of_a_models_numbers_count(tmp_path: Path, change: Any) -> None:
+    folder = saved_adapter(tmp_path) / "model"
+    change_weights(tmp_path / "base", change)
+    with pytest.raises(ModelError, match="holds an adapter of other weights than those in .*base: they have changed"):
+        load_causal_lm(str(folder), device=CPU, dtype=torch.float32)
+
+
+def test_the_identity_of_a_model_is_the_same_however_its_tensors_lie_in_memory() -> None:
+    one = torch.arange(1, 16, dtype=torch.bfloat16).view(5, 3)
+    lies = [one.clone(), one.t().contiguous().t(), torch.cat([one[:1], one])[1:]]
+    found = [base_identities([("a", each), ("b", one)], dtype=torch.bfloat16) for each in lies]
+    assert found[0] == found[1] == found[2] != base_identities([("a", one.flip(0)), ("b", one)], dtype=torch.bfloat16)
+    last = one.clone()
+    last[-1, -1] += 1  # in the two bytes that are no whole word
+    assert base_identities([("a", last), ("b", one)], dtype=torch.bfloat16) != found[0]
+    with mock.patch("rollcall.model.base.PIECE", 2):  # a row is longer than a piece
+        rows = base_identities([("a", one)], dtype=torch.bfloat16)
+        assert rows == base_identities([("a", lies[1])], dtype=torch.bfloat16)
+        assert rows != base_identities([("a", one.flip(0))], dtype=torch.bfloat16), "pieces have their order"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_adapter_is_compared_with_a_model_that_is_loaded_in_another_precision(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    folder = saved_adapter(tmp_path) / "model"
+    load_causal_lm(str(folder), device=CPU, dtype=dtype)
+    change_weights(tmp_path / "base", _reversed)
+    with pytest.raises(ModelError, match="holds an adapter of other weights than those in .*base: they have changed"):
+        load_causal_lm(str(folder), device=CPU, dtype=dtype)
+
+
+def test_an_adapter_of_rounded_weights_is_compared_where_that_is_possible(tmp_path: Path) -> None:
+    folder = saved_adapter(tmp_path, dtype=torch.bfloat16) / "model"
+    assert list(read_probe(folder / PROBE).base) == ["bfloat16"]
+    for dtype in (torch.bfloat16, torch.float32, torch.float16):
+        load_causal_lm(str(folder), device=CPU, dtype=dtype)
+    change_weights(tmp_path / "base", _reversed)
+    for dtype in (torch.bfloat16, torch.float32):
+        with pytest.raises(ModelError, match="of other weights than those in"):
+            load_causal_lm(str(folder), device=CPU, dtype=dtype)
+    load_causal_lm(str(folder), device=CPU, dtype=torch.float16)  # rounded in two ways
+
+
+def test_an_adapter_on_an_adapter_is_loaded_in_any_precision(tmp_path: Path) -> None:
+    folder = on_an_adapter(tmp_path)
+    for dtype in (torch.float32, torch.bfloat16):  # the weights below it are rounded before the first adapter is added
+        load_causal_lm(str(folder), device=CPU, dtype=dtype)
+    change_weights(tmp_path / "base", _reversed)
+    with pytest.raises(ModelError, match="of other weights than those in"):
+        load_causal_lm(str(folder), device=CPU, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: path.write_bytes(path.read_bytes()[:-9]),
+        _as_pipe,
+        lambda path: path.write_text(path.read_text().replace('"dtype": "float32"', '"dtype": "uint4"')),
+        lambda path: path.write_text("[]"),
+    ],
+    ids=["cut off", "pipe", "unknown type", "a list"],
+)
+def test_a_probe_that_cannot_be_read_is_refused(tmp_path: Path, damage: Any) -> None:
+    folder = saved_adapter(tmp_path) / "model"
+    damage(folder / PROBE)
+    with pytest.raises(ModelError, match="probe.json is not as Rollcall writes it .*; restore the file, or remove it"):
+        load_causal_lm(str(folder), device=CPU, dtype=torch.float32)
+
+
+def test_the_probe_of_an_earlier_version_is_not_compared(tmp_path: Path) -> None:
+    folder = saved_adapter(tmp_path) / "model"
+    path = folder / PROBE
+    path.write_text(json.dumps({**json.loads(path.read_text()), "base": "0123456789abcdef"}))
+    assert read_probe(path).base == {}
+    load_causal_lm(str(folder), device=CPU, dtype=torch.float32)
+
+
+def saved_adapter(folder: Path, *, dtype: torch.dtype = torch.float32) -> Path:
     """A checkpoint of an adapter; its model is in ``base`` beside it."""
     base = save_model(folder / "base")
-    model = load_causal_lm(str(base), device=CPU, dtype=torch.float32)
+    model = load_causal_lm(str(base), device=CPU, dtype=dtype)
     learner = make_learner(model, replace(make_adapter(model), base=str(base)))
     store = CheckpointStore(folder / "run" / "checkpoints", keep_last=1, keep_best=0)
     return store.save(
         1, write=lambda tmp: write_learner(learner, make_tokenizer(), tmp), state={"next_draw": 0}, score=None
     )
+
+
+def on_an_adapter(folder: Path) -> Path:
+    """The directory of an adapter; its model is that of ``saved_adapter``."""
+    below = str(saved_adapter(folder) / "model")
+    model = load_causal_lm(below, device=CPU, dtype=torch.float32)
+    export_learner(
+        make_learner(model, replace(make_adapter(model, seed=3), base=below)), make_tokenizer(), folder / "above"
+    )
+    return folder / "above"
 
 
 def test_the_command_merges_an_adapter_of_a_run_a_checkpoint_or_a_directory(tmp_path: Path) -> None:

@@ -36,7 +36,8 @@ class TrainedProbe:
     rollcall: str
     torch: str
     beside: Mapping[str, str] = field(default_factory=dict)  # checksums of the files beside the weights (``beside.py``)
-    base: str = ""  # checksum of the weights that an adapter is added to; empty: there is no adapter
+    # Of the weights that an adapter is added to, an identity for each type (``model/base.py``); empty: there is no adapter.
+    base: Mapping[str, str] = field(default_factory=dict)
 
     def dump(self) -> str:
         return json.dumps({"format": 1, **asdict(self)}, indent=1)
@@ -52,7 +53,7 @@ def probe_of(learner: Learner) -> TrainedProbe | None:
     scores = score_samples(
         body, [_sample(row, draw=draw) for draw, row in enumerate(rows)], learner.section, temperature=1.0
     )
-    base = learner.base_checksum
+    base = learner.base_identities
     if learner.gang.rank != 0:
         return None
     return TrainedProbe(
@@ -91,16 +92,17 @@ def read_probe(path: Path) -> TrainedProbe:
     try:
         found: Any = json.loads(read_small(path, most=MOST_BYTES))
         found.setdefault("beside", {})  # earlier versions noted none
-        found.setdefault("base", "")
+        if isinstance(found.setdefault("base", {}), str):  # what earlier versions noted cannot be compared
+            found["base"] = {}
         probe = TrainedProbe(**{name: found[name] for name in TrainedProbe.__dataclass_fields__})
         pairs = zip(probe.rows, probe.logprobs, strict=True)
         sound = found["format"] == 1 and probe.rows and all(len(row) == len(own) + 1 for row, own in pairs)
         numbers = [value for own in probe.logprobs for value in own if value is not None]
         sound = sound and all(isinstance(token, int) and token >= 0 for row in probe.rows for token in row)
         sound = sound and all(isinstance(value, float | int) and math.isfinite(value) for value in numbers)
-        sound = sound and all(isinstance(one, str) for pair in probe.beside.items() for one in pair)
+        noted = [*probe.beside.items(), *probe.base.items()]
+        sound = sound and all(isinstance(one, str) for pair in noted for one in pair)
         sound = sound and isinstance(getattr(torch, str(probe.dtype), None), torch.dtype)
-        sound = sound and isinstance(probe.base, str)
     except FileNotFoundError:
         raise CheckpointError(
             f"{path} does not exist, so what the trained model computed is not known; give a checkpoint or an exported model "

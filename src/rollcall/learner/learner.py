@@ -28,7 +28,7 @@ from rollcall.learner.tensor_parallel import refuse_indivisible
 from rollcall.learner.whole import LossOf, Whole
 from rollcall.model.adapter import Adapter
 from rollcall.model.arrays import on_device
-from rollcall.model.base import base_checksum
+from rollcall.model.base import base_identities
 from rollcall.model.decoder import Decoder
 from rollcall.plan.mesh import indivisible_heads, split_of
 from rollcall.stored.tensors import Stored
@@ -93,11 +93,11 @@ class Learner:
         return self.algorithm.rescores(self.section)
 
     @cached_property
-    def base_checksum(self) -> str:
-        """Of the weights that the adapter is added to, which no update changes; empty: there is no adapter."""
+    def base_identities(self) -> dict[str, str]:
+        """Of the weights that the adapter is added to, which no update changes, by type; empty: there is no adapter."""
         if self.adapter is None:
-            return ""
-        return base_checksum(self.body.base_tensors())
+            return {}
+        return base_identities(self.body.base_tensors(), dtype=self.body.dtype)
 
     def score(self, samples: Sequence[Sample]) -> list[TokenScores]:
         """The policy's own statistics of the samples' tokens, at the sampling temperature."""

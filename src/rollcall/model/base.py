@@ -1,4 +1,4 @@
-"""The model that an adapter was trained on: its checksum, which is saved with the adapter, and what else must not change.
+"""The model that an adapter was trained on: the identity of its weights, which is saved with the adapter, and what else must not change.
 
 An adapter on other weights, or on weights that are used in another way, is another model.
 """
@@ -6,20 +6,27 @@ An adapter on other weights, or on weights that are used in another way, is anot
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rollcall.config.yaml import read_small
 from rollcall.errors import ModelFilesError
-from rollcall.model.checksum import checksum
-from rollcall.stored.find import PROBE
+from rollcall.stored.find import PROBE, adapter_folder
 
 MOST_BYTES = 1 << 28  # of a probe
+PIECE = 1 << 19  # numbers that are looked at together, so that little memory is needed beside the weights
+_FACTOR = 0x9E3779B97F4A7C15  # odd, so that folding loses nothing
+_MASK = (1 << 64) - 1
+# The types that a model is loaded in. Weights of the first are rounded to the others when they are loaded so.
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # What config.json says of how weights are used. Their shapes are checked as such.
 _OF_COMPUTING = (
     "hidden_act", "rms_norm_eps", "rope_parameters", "sliding_window", "layer_types", "num_attention_heads", "num_key_value_heads",
@@ -27,10 +34,54 @@ _OF_COMPUTING = (
 )  # fmt: skip
 
 
-def base_checksum(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Of all weights by the decoder's names, however they are divided."""
-    sums = [f"{name} {checksum([tensor.detach().reshape(-1).view(torch.uint8)])}" for name, tensor in tensors]
-    return blake2b(" ".join(sorted(sums)).encode(), digest_size=8).hexdigest()
+def base_identities(tensors: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype) -> dict[str, str]:
+    """Of all weights by the decoder's names, however they are divided: an identity for each type that they can be compared in, which
+    are their own ``dtype`` and, of float32, those that they may be rounded to."""
+    return _identities(tensors, _DTYPES.values() if dtype == torch.float32 else [dtype])
+
+
+def _identities(tensors: Iterable[tuple[str, Tensor]], dtypes: Iterable[torch.dtype]) -> dict[str, str]:
+    found: dict[torch.dtype, list[str]] = {dtype: [] for dtype in dtypes}
+    for name, tensor in tensors:  # once: ranks may put each together for it
+        for dtype, sums in found.items():
+            sums.append(f"{name} {_identity(tensor.detach(), dtype)}")
+    return {
+        _name(dtype): blake2b(" ".join(sorted(sums)).encode(), digest_size=8).hexdigest()
+        for dtype, sums in found.items()
+    }
+
+
+def _identity(tensor: Tensor, dtype: torch.dtype) -> int:
+    """The same number on every device. Unlike a sum of words (``checksum``), it changes when words change places."""
+    total, factors = 0, _factors().to(tensor.device)
+    for piece in _pieces(tensor):
+        size = piece.numel() * dtype.itemsize
+        words = torch.zeros(-(-size // 4), dtype=torch.int32, device=piece.device)
+        words.view(dtype)[: piece.numel()] = piece.reshape(-1)
+        # Words of 32 bits: in words of 64, two signs could change unseen, since 2**63 times any odd number is 2**63. Sums wrap around.
+        one = int((words.to(torch.int64) * factors[: len(words)]).sum())
+        total = (total * _FACTOR + one + size) & _MASK
+    return total
+
+
+def _pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """Runs of rows; a row that is longer than a piece is cut too."""
+    rows = tensor.reshape(1) if tensor.ndim == 0 else tensor
+    width = math.prod(rows.shape[1:])
+    if width > PIECE:
+        for row in rows:
+            yield from _pieces(row)
+    else:
+        yield from rows.split(max(1, PIECE // max(width, 1)))
+
+
+@cache
+def _factors() -> Tensor:
+    """An odd number for each place in a piece (SplitMix64, doi:10.1145/2714064.2660195)."""
+    z = np.arange(1, PIECE + 1, dtype=np.uint64) * np.uint64(_FACTOR)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        z = (z ^ (z >> np.uint64(shift))) * np.uint64(factor)
+    return torch.from_numpy(((z ^ (z >> np.uint64(31))) | np.uint64(1)).view(np.int64))
 
 
 def refuse_other_base(
@@ -38,15 +89,20 @@ def refuse_other_base(
 ) -> None:
     """``folder`` holds an adapter, ``model`` and its ``tensors`` are what is in ``base`` now. ``where`` names the adapter in messages;
     ``advice`` says what else can be done than to put the model back."""
-    saved, dtype = _noted(folder)
-    if not saved:
-        return  # another program's adapter, or an older one
-    if model.dtype not in (dtype, torch.float32):
-        return  # they were rounded in another way
-    if saved != base_checksum((name, tensor.to(dtype)) for name, tensor in tensors):
+    saved, trained = _noted(folder, where=where)
+    own = _name(model.dtype)
+    if _is_adapter(base):  # what is rounded before an adapter is added differs from what is rounded after
+        saved = {kind: one for kind, one in saved.items() if kind == trained == own}
+    if own in saved:
+        kind = own
+    elif saved and model.dtype == torch.float32:
+        kind = next(iter(saved))
+    else:
+        return  # another program's adapter, an older one, or the weights were rounded in two ways that cannot be compared
+    if saved[kind] != _identities(tensors, [_DTYPES[kind]])[kind]:
         raise ModelFilesError(
-            f"{where} holds an adapter of other weights than those in {base}: they have changed since it was saved; put the model back there "
-            f"as it was{advice}"
+            f"{where} holds an adapter of other weights than those in {base}: they have changed since it was saved, or it is of another model; "
+            f"put the model back there as it was{advice}"
         )
 
 
@@ -60,11 +116,31 @@ def refuse_other_config(before: Any, now: Any, *, base: str, where: str, advice:
         )
 
 
-def _noted(folder: Path) -> tuple[str, torch.dtype]:
-    """The checksum that was saved with an adapter, and in which type the weights were; an empty one: none was."""
+def _noted(folder: Path, *, where: str) -> tuple[Mapping[str, str], str]:
+    """The identities that were saved with an adapter, and the type of the weights that it was trained on; none where there is no probe."""
+    path = folder / PROBE
+    if not path.exists() and not path.is_symlink():
+        return {}, ""
     try:
-        found = json.loads(read_small(folder / PROBE, most=MOST_BYTES))
-        base, dtype = found.get("base"), getattr(torch, str(found.get("dtype")), None)
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return "", torch.float32
-    return (base, dtype) if isinstance(base, str) and isinstance(dtype, torch.dtype) else ("", torch.float32)
+        found = json.loads(read_small(path, most=MOST_BYTES))
+        base, dtype = found.get("base") or {}, found["dtype"]
+        if isinstance(base, str):  # an earlier version: a sum in which places did not count
+            base = {}
+        if dtype not in _DTYPES or not all(kind in _DTYPES and isinstance(one, str) for kind, one in base.items()):
+            raise ValueError("it names no type of weights")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelFilesError(
+            f"{where}: {PROBE} is not as Rollcall writes it ({type(error).__name__}: {error}), so it is not known which weights the adapter is "
+            "of; restore the file, or remove it to use the adapter without this check"
+        ) from None
+    return base, dtype
+
+
+def _is_adapter(base: str) -> bool:
+    """Whether the model of an adapter is one too, in a local folder."""
+    path = Path(base).expanduser()
+    return path.is_dir() and adapter_folder(path) is not None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
