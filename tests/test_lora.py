@@ -59,7 +59,7 @@ from rollcall.model.peft_files import write_adapter
 from rollcall.plan.activations import Passes
 from rollcall.plan.memory import ModelSizes
 from rollcall.plan.placement import Role
-from rollcall.roles.build import build_adapter, load_engine
+from rollcall.roles.build import build_adapter, build_learner, load_engine
 from rollcall.roles.worker import RoleWorker
 from rollcall.serving import plan_serving
 from rollcall.stored.files import StoredError
@@ -870,6 +870,36 @@ def test_an_evaluation_of_a_run_that_has_not_begun_has_its_first_adapter(tmp_pat
     with pytest.raises(ConfigError, match=r"model.path=.* is given, and model.lora.path=.* add model.lora=null"):
         plan_serving(str(tmp_path / "run.yaml"), overrides=[f"model.path={base}"])
     assert plan_serving(str(tmp_path / "run.yaml"), overrides=[f"model.path={base}", "model.lora=null"]).lora is None
+
+
+def test_an_adapter_is_not_trained_further_on_another_model(tmp_path: Path) -> None:
+    path, base, other = saved_adapter(tmp_path) / "model", tmp_path / "base", save_model(tmp_path / "other")
+    lora = [f"model.lora={{rank: 3, alpha: 6, path: {path}}}"]
+
+    def start(model_path: Path) -> None:
+        config = load_config(None, [f"model.path={model_path}", *lora])
+        model = load_causal_lm(str(model_path), device=CPU, dtype=torch.float32)
+        build_learner(config, model, gang=Gang.alone(), adapter=build_adapter(config, model, device=CPU))
+        load_engine(
+            config.rollout, str(model_path), make_tokenizer(), device=CPU, dtype=torch.float32, lora=config.model.lora
+        )[1].close()
+
+    start(base)
+    start(other)  # the same weights in another place
+    change_weights(other, _reversed)
+    words = "model.lora.path=.* holds an adapter of other weights than those in .*other: .*, or write the model of the adapter as model.path"
+    with pytest.raises(ModelFilesError, match=words):
+        start(other)
+    config = load_config(None, [f"model.path={other}", *lora])
+    with pytest.raises(ModelFilesError, match=words):
+        load_engine(
+            config.rollout, str(other), make_tokenizer(), device=CPU, dtype=torch.float32, lora=config.model.lora
+        )
+    change_weights(other, _reversed)  # as it was
+    text = (other / "config.json").read_text()
+    (other / "config.json").write_text(text.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-03'))
+    with pytest.raises(ModelFilesError, match="another config.json than that in .*other .rms_norm_eps: 1e-06 -> 0.001"):
+        start(other)
 
 
 # The run file

@@ -37,7 +37,7 @@ from rollcall.errors import NonFiniteError
 from rollcall.learner.layout import module_shapes
 from rollcall.learner.learner import Body, Critic, Learner
 from rollcall.model.adapter import Deltas
-from rollcall.model.base import refuse_other_base, refuse_other_config
+from rollcall.model.base import refuse_other_model
 from rollcall.model.decoder import module_names
 from rollcall.model.load import refuse_other_tensors
 from rollcall.model.peft_files import read_adapter, write_adapter
@@ -190,14 +190,14 @@ def read_learner(learner: Learner, directory: Path) -> None:
 def _read_adapter(learner: Learner, directory: Path) -> None:
     """Refuses an adapter of another rank, other targets or another model."""
     assert learner.adapter is not None
-    saved, base, model = directory / "model", learner.adapter.base, learner.model
-    told = {
-        "base": base,
-        "where": f"checkpoint {directory}",
-        "advice": f", or begin a run with this one: {ANOTHER_RUN}",
-    }
-    refuse_other_config(type(model.config).from_json_file(saved / "config.json"), model.config, **told)
-    refuse_other_base(saved, model, learner.body.base_tensors(), **told)
+    refuse_other_model(
+        directory / "model",
+        learner.model,
+        learner.body.base_tensors(),
+        base=learner.adapter.base,
+        where=f"checkpoint {directory}",
+        advice=f", or begin a run with this one: {ANOTHER_RUN}",
+    )
     like = {name: torch.empty(shape, device="meta") for name, shape in learner.body.shapes.items()}
     tensors = read_adapter(directory / "model", learner.adapter.section, like, where=f"checkpoint {directory}")
     learner.body.load(tensors)

@@ -6,7 +6,7 @@ Its tensors have names as the decoder's have (``layers.3.q_proj_lora_A``); ``mod
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from rollcall.config.lora import LoraSection
+from rollcall.model.base import refuse_other_model
 from rollcall.model.decoder import Decoder, Layer, module_names
 from rollcall.model.low_rank import FIELDS, MODULES, LayerAdapter, a_of, b_of, fuse
 from rollcall.model.peft_files import read_adapter
+from rollcall.stored.find import ADAPTER_CONFIG
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +59,14 @@ class Adapter:
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in self.named_tensors().items():
             tensor.copy_(tensors[name])
+
+    def refuse_other_model(self, model: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """``tensors`` are the weights that it is put on. One that ``section.path`` holds was trained on some model, which this must be."""
+        if (path := self.section.path) is None:
+            return
+        advice = f", or write the model of the adapter as model.path ({ADAPTER_CONFIG} names it)"
+        folder, where = Path(path).expanduser(), f"model.lora.path={path}"
+        refuse_other_model(folder, model, tensors, base=self.base, where=where, advice=advice)
 
     def on(self, decoder: Decoder) -> Decoder:
         """The decoder with this adapter; both share the model's weights."""

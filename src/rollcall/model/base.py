@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rollcall.config.yaml import read_small
 from rollcall.errors import ModelFilesError
+from rollcall.model.files import read_model_config
 from rollcall.stored.find import PROBE, adapter_folder
 
 MOST_BYTES = 1 << 28  # of a probe
@@ -82,6 +83,23 @@ def _factors() -> Tensor:
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         z = (z ^ (z >> np.uint64(shift))) * np.uint64(factor)
     return torch.from_numpy(((z ^ (z >> np.uint64(31))) | np.uint64(1)).view(np.int64))
+
+
+def refuse_other_model(
+    folder: Path, model: Any, tensors: Iterable[tuple[str, Tensor]], *, base: str, where: str, advice: str = ""
+) -> None:
+    """Both that follow, for a folder that may have the config of the adapter's model beside it."""
+    path = folder / "config.json"
+    if path.is_file():  # peft writes none
+        read_model_config(path)
+        try:
+            before = type(model.config).from_json_file(path)
+        except Exception as error:  # transformers has many
+            raise ModelFilesError(
+                f"{path} is not a model's config.json ({type(error).__name__}: {error}); restore the file"
+            ) from None
+        refuse_other_config(before, model.config, base=base, where=where, advice=advice)
+    refuse_other_base(folder, model, tensors, base=base, where=where, advice=advice)
 
 
 def refuse_other_base(

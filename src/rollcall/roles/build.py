@@ -147,6 +147,8 @@ def build_learner(
         unread=unread,
         adapter=adapter,
     )
+    if adapter is not None:
+        adapter.refuse_other_model(model, learner.body.base_tensors())
     on_cpu = learner.body.device.type == "cpu"
     if on_cpu:
         keep_freed_memory()
@@ -260,7 +262,9 @@ def load_engine(
     def load(device: torch.device) -> Any:
         model = load_onto(path, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
         if lora is not None:
-            adapter = Adapter.make(Decoder.of(model), lora, seed=0, device=device, base=path)
+            decoder = Decoder.of(model)
+            adapter = Adapter.make(decoder, lora, seed=0, device=device, base=path)
+            adapter.refuse_other_model(model, decoder.named_tensors().items())
             add_to_weights(model, adapter.named_tensors(), gain=lora.gain)
         return model
 
