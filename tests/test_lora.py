@@ -698,6 +698,13 @@ def test_a_merge_never_replaces_the_model_of_its_adapter(tmp_path: Path) -> None
     assert (tmp_path / "base" / "model.safetensors").read_bytes() == before
 
 
+def test_a_merge_never_replaces_a_model_below_the_model_of_its_adapter(tmp_path: Path) -> None:
+    source = on_an_adapter(tmp_path)
+    with pytest.raises(StoredError, match="base holds .*base, the model of the adapter, .* choose another --out"):
+        merge(source, tmp_path / "base")
+    merge(source, tmp_path / "out")
+
+
 def test_a_merge_refuses_an_adapter_that_changed_in_its_checkpoint(tmp_path: Path) -> None:
     step = saved_adapter(tmp_path)
     path = step / "model" / "adapter_model.safetensors"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -33,14 +33,13 @@ def whole_model(source: Path, *, out: Path) -> Iterator[Stored | None]:
     from safetensors.torch import save_file
 
     from rollcall.errors import ModelFilesError
-    from rollcall.model.load import ModelError, load_causal_lm, outline_causal_lm
-    from rollcall.model.peft_files import read_base
+    from rollcall.model.load import ModelError, bases_of, load_causal_lm, outline_causal_lm
 
     space = out.with_name(f".adapter-{out.name}")  # a merge that is killed leaves it, and the next one takes it over
     with locked(space, out):
         try:
             _refuse_changed(folder)
-            _refuse_base(out, read_base(folder, where=str(source)))
+            _refuse_bases(out, bases_of(folder, where=str(source)))
             calm_transformers()
             say(f"adding the adapter in {folder} to its model")
             dtype = outline_causal_lm(str(folder), dtype=torch.float32).config.dtype or torch.float32
@@ -58,11 +57,14 @@ def whole_model(source: Path, *, out: Path) -> Iterator[Stored | None]:
             shutil.rmtree(space, ignore_errors=True)
 
 
-def _refuse_base(out: Path, base: str) -> None:
-    """The merged model must not take the place of the one that the adapter belongs to."""
-    model = Path(base).expanduser()
-    if model.is_dir() and model.resolve().is_relative_to(out.resolve()):
-        raise StoredError(f"{out} holds {base}, the model of the adapter, which the merge reads; choose another --out")
+def _refuse_bases(out: Path, bases: Sequence[str]) -> None:
+    """The merged model must not take the place of the one that the adapter belongs to, nor of those below that."""
+    for base in bases:
+        model = Path(base).expanduser()
+        if model.is_dir() and model.resolve().is_relative_to(out.resolve()):
+            raise StoredError(
+                f"{out} holds {base}, the model of the adapter, which the merge reads; choose another --out"
+            )
 
 
 def _refuse_changed(folder: Path) -> None:

@@ -103,8 +103,7 @@ def _load_with_adapter(
     """The base model of an adapter, with the adapter added to its weights."""
     where = f"model.path={path}"
     try:
-        _refuse_circle(folder, where=where)
-        section, base = read_section(folder, where=where), read_base(folder, where=where)
+        section, base = read_section(folder, where=where), bases_of(folder, where=where)[0]
         model = load_causal_lm(base, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
         outer = outline_causal_lm(path, dtype=dtype, trust_remote_code=trust_remote_code, fused=False)
         refuse_other_config(outer.config, model.config, base=base, where=where)
@@ -118,9 +117,10 @@ def _load_with_adapter(
     return model
 
 
-def _refuse_circle(folder: Path, *, where: str) -> None:
-    """An adapter may be of a model that is an adapter too, but at the end there is a model."""
+def bases_of(folder: Path, *, where: str) -> list[str]:
+    """Where the models of an adapter are: its own may be an adapter too, but at the end there is a model."""
     seen: list[Path] = []
+    found: list[str] = []
     one: Path | None = folder
     while one is not None:
         if one.resolve() in seen:
@@ -128,8 +128,10 @@ def _refuse_circle(folder: Path, *, where: str) -> None:
                 f"{where} is an adapter whose base model leads back to {one}; correct base_model_name_or_path in {one / ADAPTER_CONFIG}"
             )
         seen.append(one.resolve())
-        base = Path(read_base(one, where=where)).expanduser()
+        found.append(read_base(one, where=where))
+        base = Path(found[-1]).expanduser()
         one = adapter_folder(base) if base.is_dir() else None
+    return found
 
 
 def is_stored(path: str) -> bool:
