@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -399,6 +400,7 @@ def test_adapters_of_each_other_are_refused(tmp_path: Path) -> None:
         ({}, dict(init_lora_weights="pissa_niter_4"), 'init_lora_weights="pissa_niter_4", which is not supported'),
         ({}, dict(kasa_config={"beta": 0.1}), "kasa_config=.*, which is not supported"),
         ({}, dict(r="many"), "is not that of a LoRA adapter"),
+        ({}, dict(lora_alpha=1e300), r"works here: alpha=1e\+300: input should be less than or equal to 1000000"),
         (
             {},
             dict(target_modules=["q_proj", "lm_head"]),
@@ -657,6 +659,34 @@ def test_the_probe_of_an_earlier_version_is_not_compared(tmp_path: Path) -> None
     path.write_text(json.dumps({**json.loads(path.read_text()), "base": "0123456789abcdef"}))
     assert read_probe(path).base == {}
     load_causal_lm(str(folder), device=CPU, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_an_adapter_that_makes_weights_infinite_is_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    folder = saved_adapter(tmp_path) / "model"
+    path = folder / "adapter_model.safetensors"
+    larger = 1e25 if dtype == torch.float32 else 1e4  # each number is finite
+    path.write_bytes(save({name: larger * one for name, one in load_file(path).items()}))
+    with pytest.raises(
+        ModelError, match="with the adapter added, .*proj.weight is not finite: .* give another adapter"
+    ):
+        load_causal_lm(str(folder), device=CPU, dtype=dtype)
+    shutil.copytree(folder, tmp_path / "alone")  # without checksums
+    if dtype == torch.float32:
+        with pytest.raises(StoredError, match="with the adapter added, .*proj.weight is not finite"):
+            merge(tmp_path / "alone", tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_merged_export_is_refused_where_its_weights_would_be_infinite(tmp_path: Path) -> None:
+    model = trainable()
+    adapter = make_adapter(model)
+    for tensor in adapter.named_tensors().values():
+        tensor.mul_(1e25)
+    learner = make_learner(model, adapter)
+    with pytest.raises(ModelFilesError, match="with the adapter added, .*proj.weight is not finite"):
+        export_learner(learner, make_tokenizer(), tmp_path / "model", merged=True)
+    assert not (tmp_path / "model").exists()
 
 
 def saved_adapter(folder: Path, *, dtype: torch.dtype = torch.float32) -> Path:

@@ -47,7 +47,7 @@ def _check_targets(targets: Any) -> Any:
 
 class LoraSection(Section):
     rank: int = field(16, "Rank of each adapter: rows of its A, columns of its B.", ge=1, le=4096)
-    alpha: float = field(32.0, "What an adapter adds is multiplied by `alpha / rank`.", gt=0)
+    alpha: float = field(32.0, "What an adapter adds is multiplied by `alpha / rank`.", gt=0, le=1e6)
     targets: Annotated[
         Literal["all_linear"] | list[Target], BeforeValidator(_targets), AfterValidator(_check_targets)
     ] = field(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rollcall.config.lora import LoraSection
+from rollcall.errors import ModelFilesError
 from rollcall.model.base import refuse_other_model
 from rollcall.model.decoder import Decoder, Layer, module_names
 from rollcall.model.low_rank import FIELDS, MODULES, LayerAdapter, a_of, b_of, fuse
@@ -102,11 +103,17 @@ class Deltas:
 
     @torch.no_grad()
     def added_to(self, weight: Tensor, name: str) -> Tensor:
-        """In float32, rounded once."""
+        """In float32, rounded once; refuses a sum that is not finite."""
         if name not in self._pairs:
             return weight
         a, b = (one.detach().to(weight.device).float() for one in self._pairs[name])
-        return torch.addmm(weight.float(), b, a, alpha=self._gain).to(weight.dtype)
+        added = torch.addmm(weight.float(), b, a, alpha=self._gain).to(weight.dtype)
+        if not torch.stack(added.aminmax()).isfinite().all():  # both are NaN where any number is
+            raise ModelFilesError(
+                f"with the adapter added, {name} is not finite: numbers of the adapter are too large, or its alpha / rank ({self._gain:g}); give "
+                "another adapter, such as that of an older checkpoint"
+            )
+        return added
 
 
 @torch.no_grad()

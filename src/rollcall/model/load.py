@@ -112,7 +112,10 @@ def _load_with_adapter(
         tensors = read_tensors(folder, outline.named_tensors(), where=where)
     except ModelFilesError as error:
         raise ModelError(str(error)) from None
-    add_to_weights(model, tensors, gain=section.gain)
+    try:
+        add_to_weights(model, tensors, gain=section.gain)
+    except ModelFilesError as error:
+        raise ModelError(f"{where}: {error}") from None
     model.generation_config = outer.generation_config  # the run's own stop tokens
     return model
 
