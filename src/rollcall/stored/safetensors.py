@@ -35,7 +35,10 @@ class _Entry:
 
 def open_model_dir(folder: Path) -> Stored:
     """A model directory as transformers writes it: one file, or several with an index."""
-    if (folder / ADAPTER_CONFIG).is_file():
+    adapter = folder / ADAPTER_CONFIG
+    if adapter.exists() and not adapter.is_file():
+        raise StoredError(f"{adapter} is a pipe, a device or a folder, and must be a file; restore it, or remove it")
+    if adapter.exists():
         raise StoredError(
             f"{folder} holds an adapter, not the weights of a model; add it to its model with `rollcall merge` and give what that writes"
         )
