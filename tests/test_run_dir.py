@@ -24,6 +24,7 @@ from rollcall.evaluation import newest_model_of
 from rollcall.inspect.audit import audit
 from rollcall.loop.record import Record
 from rollcall.observe.console import Console
+from rollcall.stored.find import PROBE
 from rollcall.training import train
 
 
@@ -88,7 +89,7 @@ def test_the_model_stays_the_newest_when_parts_are_gathered_into_its_checkpoint(
     store = CheckpointStore(tmp_path / "checkpoints", keep_last=1, keep_best=0)
     store.save(2, write=lambda folder: None, state={}, score=None)
     (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").touch()
+    (tmp_path / "model/config.json").write_text("{}")
     save_file({"w": torch.zeros(2)}, tmp_path / "model/model.safetensors")
     last = store.latest()
     assert last is not None
@@ -122,6 +123,29 @@ def test_a_model_that_was_cut_off_is_written_again_and_leftovers_of_a_killed_wri
     shutil.rmtree(config.run.dir / "checkpoints")
     with pytest.raises(CheckpointError, match="holds no tensors; give a directory with the weights"):
         newest_model_of(config, is_given=False)
+
+
+def test_a_model_whose_files_beside_the_weights_are_damaged_is_written_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_run(tmp_path, "trainer.steps=1", "model.lora.rank=2")
+    finish(config)
+    model = config.run.dir / "model"
+    whole = {path.name: path.read_bytes() for path in model.iterdir()}
+    for name in ("adapter_config.json", "config.json", "tokenizer.json", PROBE):
+        (model / name).write_bytes(whole[name][:-2])
+        assert newest_model_of(config, is_given=False)[1] == "checkpoint of step 1"
+        assert f"{name} is not a whole JSON file" in caplog.text
+        (model / name).write_bytes(whole[name])
+        assert newest_model_of(config, is_given=False)[1] == "trained model"
+    for name in ("adapter_config.json", "config.json", "tokenizer.json"):
+        (model / name).unlink()
+        assert newest_model_of(config, is_given=False)[1] == "checkpoint of step 1"
+        finish(config)
+        assert (model / name).read_bytes() == whole[name]
+    changed = json.loads(whole["adapter_config.json"]) | {"base_model_name_or_path": "elsewhere"}
+    (model / "adapter_config.json").write_text(json.dumps(changed))
+    assert newest_model_of(config, is_given=False)[1] == "trained model", "somebody has moved its model"
 
 
 def test_another_seed_is_still_refused_where_a_run_has_begun(tmp_path: Path) -> None:

@@ -76,7 +76,8 @@ def export_files(
 ) -> Path:
     """As ``export_model``, with the weights (or an adapter) that ``write`` puts into the folder it gets; ``model`` needs none."""
     dir = Path(dir)
-    if dir.exists() and (not dir.is_dir() or (any(dir.iterdir()) and not (dir / "config.json").exists())):
+    ours = any((dir / name).exists() for name in ("config.json", PROBE))  # either may be lost
+    if dir.exists() and (not dir.is_dir() or (any(dir.iterdir()) and not ours)):
         raise ValueError(f"{dir} exists and is not a model directory; choose another place, or remove it yourself")
     for left in dir.parent.glob(f".tmp-{dir.name}-*"):  # by an export that was killed
         shutil.rmtree(left, ignore_errors=True)

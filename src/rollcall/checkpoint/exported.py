@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.checkpoint.store import MANIFEST, Checkpoint
+from rollcall.config.yaml import read_small
 from rollcall.errors import CheckpointError
 from rollcall.stored.files import StoredError
+from rollcall.stored.find import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PROBE
 from rollcall.stored.safetensors import check_weights
 from rollcall.wait import warn
+
+MOST_BYTES = 1 << 28  # of a file beside the weights
 
 
 def exported_model(run_dir: Path, *, last: Checkpoint | None) -> Path | None:
@@ -22,6 +26,7 @@ def exported_model(run_dir: Path, *, last: Checkpoint | None) -> Path | None:
     if last is not None and model.stat().st_mtime < (last.path / MANIFEST).stat().st_mtime:
         return None
     try:
+        _refuse_damaged(model)
         check_weights(model)
     except StoredError as error:
         if last is None:
@@ -29,6 +34,35 @@ def exported_model(run_dir: Path, *, last: Checkpoint | None) -> Path | None:
         warn(f"{error}. Until then the checkpoint of step {last.step} is used in its place")
         return None
     return model
+
+
+def _refuse_damaged(model: Path) -> None:
+    """Beside the weights: a file that is gone, or no whole JSON. What somebody has changed on purpose is not damaged."""
+    names = {"config.json"}
+    if (model / ADAPTER_WEIGHTS).exists():
+        names.add(ADAPTER_CONFIG)
+    if (model / PROBE).exists():  # earlier versions wrote none
+        beside = _read_json(model / PROBE).get("beside", {})
+        names |= set(beside) if isinstance(beside, dict) else set()
+    for name in sorted(names):
+        if name.endswith(".json"):
+            _read_json(model / name)
+        elif not (model / name).is_file():
+            raise StoredError(f"{model / name} does not exist; restore the file")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(read_small(path, most=MOST_BYTES))
+    except FileNotFoundError:
+        raise StoredError(f"{path} does not exist; restore the file") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise StoredError(
+            f"{path} is not a whole JSON file ({type(error).__name__}: {error}); restore the file"
+        ) from None
+    if not isinstance(found, dict):
+        raise StoredError(f"{path} holds a {type(found).__name__}, not a map; restore the file")
+    return found
 
 
 def finished_summary(run_dir: Path, *, last: Checkpoint | None, num_steps: int) -> dict[str, Any] | None:
