@@ -15,6 +15,7 @@ from rollcall.wait import warn
 
 RUN_FILE = "run.yaml"  # what the run was last started with
 _OF_A_RUN = (RUN_FILE, "journal", "checkpoints", "events.jsonl", "metrics.jsonl", "summary.json")
+WRITTEN_WHOLE = ("samples", "token_scores")  # folders whose files appear whole or not at all
 
 
 def is_run(run_dir: Path) -> bool:
@@ -50,7 +51,7 @@ def newest_step(run_dir: Path) -> int | None:
 
 def clear_leftovers(run_dir: Path) -> None:
     """Remove what writes of a killed process left. Only the process that holds the run calls this."""
-    for folder in (run_dir, run_dir / "samples"):
+    for folder in (run_dir, *(run_dir / name for name in WRITTEN_WHOLE)):
         for path in folder.glob(f"{TEMPORARY}*"):
             try:
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)

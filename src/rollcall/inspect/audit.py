@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rollcall.checkpoint.run_dir import WRITTEN_WHOLE
 from rollcall.checkpoint.store import CheckpointEntry, read_state, store_of
 from rollcall.config.yaml import read_yaml
 from rollcall.durable.append_file import lines_end, parse_row
@@ -101,7 +102,7 @@ def find_torn(
     torn += [Torn(path=state.path, why=state.reason) for state in checkpoints if state.reason]
     torn += [
         Torn(path=path, why="left by a write that was killed")
-        for folder in (run_dir, run_dir / "checkpoints", run_dir / "samples")
+        for folder in (run_dir, *(run_dir / name for name in ("checkpoints", *WRITTEN_WHOLE)))
         for path in (sorted(folder.iterdir()) if folder.is_dir() else [])
         if path.name.startswith((".tmp-", ".trash-")) or _is_superseded(path)
     ]
