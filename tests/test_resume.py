@@ -34,12 +34,14 @@ from runs import (
     run_in_child,
     weights,
 )
+from safetensors.torch import load_file, save_file
 
 from rollcall.config import Config
 from rollcall.durable.group_record import MAGIC
 from rollcall.durable.journal import Journal
 from rollcall.engine.native.engine import NativeEngine
 from rollcall.engine.protocol import Request
+from rollcall.errors import CheckpointError, ModelFilesError
 from rollcall.observe.sinks import read_rows
 from rollcall.types import Completion, Group
 
@@ -290,6 +292,27 @@ def test_ppo_resumes_its_critic_bit_for_bit(tmp_path: Path) -> None:
     finish(killed)
     assert_same_weights(killed, whole)
     assert column(killed, "train/value_loss") == column(whole, "train/value_loss")
+
+
+def test_an_adapter_without_a_checkpoint_is_not_trained_on_another_model_than_it_began_with(tmp_path: Path) -> None:
+    config = resumable(tmp_path, "model.lora.rank=2", "trainer.save_every=100", "trainer.steps=2")
+    run_and_be_killed(config, Kill(call=IN_UPDATE, number=3))
+    path = Path(config.model.path) / "model.safetensors"
+    whole = path.read_bytes()
+    save_file({name: 1.01 * tensor for name, tensor in load_file(path).items()}, path, metadata={"format": "pt"})
+    with pytest.raises(
+        ModelFilesError, match="run.dir=.* holds an adapter of other weights than those in .*; put the model"
+    ):
+        finish(config)
+    path.write_bytes(whole)
+    (config.run.dir / "base.json").write_text("{")
+    with pytest.raises(
+        CheckpointError, match="base.json is not as Rollcall writes it .* restore the file, or remove it"
+    ):
+        finish(config)
+    (config.run.dir / "base.json").unlink()  # as of an earlier version
+    finish(config)
+    assert (config.run.dir / "base.json").exists()
 
 
 def test_dynamic_sampling_resumes_with_the_refills_it_had(tmp_path: Path) -> None:

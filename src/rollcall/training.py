@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rollcall.checkpoint.base_note import note_base, refuse_changed_base
 from rollcall.checkpoint.exported import finished_summary
 from rollcall.checkpoint.run_dir import RUN_FILE, clear_leftovers, has_begun, move_aside, unless_begun
 from rollcall.checkpoint.size import run_size
@@ -194,10 +195,15 @@ class _Training:
             if resume:
                 console.phase(f"reading the checkpoint of step {start_step}")
                 workers.saving.read(resume.path)
+            base = workers.saving.base_identity() if config.model.lora is not None else {}
+            if base:
+                refuse_changed_base(run_dir, base, base=config.model.path)
             console.phase(None)
             # Only now: a run file that is refused must not become this directory's.
             _claim(config, run_dir, continued=(run_dir / "journal").exists())
             _keep_tokenizer(workers.tokenizer, run_dir / TOKENIZER)
+            if base:
+                note_base(run_dir, base)
             sinks = make_sinks(config, run_dir, resume.step if resume else None)
             for sink in sinks:
                 opened.callback(sink.close)

@@ -85,6 +85,11 @@ class Saving:
         self._bring(directory)
         self.call(self.processes, "read_checkpoint", directory)
 
+    def base_identity(self) -> Mapping[str, str]:
+        """Of the weights that the trained adapter is added to, by their type; empty: there is no adapter."""
+        answers = self.call(self.processes, "base_identity")
+        return next((answer for answer in answers if answer), {})
+
     def _bring(self, directory: Path) -> None:
         """Files on nodes' own disks are compared with their checksums; where a process lacks one, all are copied to the run's
         folder, each by a process that has it."""

@@ -118,10 +118,14 @@ def refuse_other_base(
     else:
         return  # another program's adapter, an older one, or the weights were rounded in two ways that cannot be compared
     if saved[kind] != _identities(tensors, [_DTYPES[kind]])[kind]:
-        raise ModelFilesError(
-            f"{where} holds an adapter of other weights than those in {base}: they have changed since it was saved, or it is of another model; "
-            f"put the model back there as it was{advice}"
-        )
+        raise other_weights(where, base=base, advice=advice)
+
+
+def other_weights(where: str, *, base: str, advice: str) -> ModelFilesError:
+    return ModelFilesError(
+        f"{where} holds an adapter of other weights than those in {base}: they have changed since it was saved, or it is of another model; "
+        f"put the model back there as it was{advice}"
+    )
 
 
 def refuse_other_config(before: Any, now: Any, *, base: str, where: str, advice: str = "") -> None:

@@ -90,6 +90,12 @@ class Trained:
     def tidy_parts(self, run: str, keep: Collection[str]) -> None:
         local.tidy(run, keep=keep)
 
+    def base_identity(self) -> dict[str, str]:
+        """As the model computes here; empty: there is no adapter."""
+        own = "" if self.learner is None else str(self.learner.body.dtype).removeprefix("torch.")
+        found = {} if self.learner is None else self.learner.base_identities
+        return {kind: one for kind, one in found.items() if kind == own}
+
     def read_checkpoint(self, directory: Path) -> None:
         if self.learner is not None:
             read_learner(self.learner, directory)
