@@ -604,6 +604,17 @@ def test_the_identity_of_a_model_is_the_same_however_its_tensors_lie_in_memory()
         assert rows != base_identities([("a", one.flip(0))], dtype=torch.bfloat16), "pieces have their order"
 
 
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_identity_of_a_model_is_the_same_on_a_gpu(dtype: torch.dtype) -> None:
+    weights = torch.randn(1031, 1025, generator=torch.Generator().manual_seed(0)).to(
+        dtype
+    )  # three pieces, no whole words
+    here, there = (base_identities([("a", each)], dtype=dtype) for each in (weights, weights.cuda()))
+    assert here == there and len(here) == (3 if dtype == torch.float32 else 1)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_an_adapter_is_compared_with_a_model_that_is_loaded_in_another_precision(
     tmp_path: Path, dtype: torch.dtype
