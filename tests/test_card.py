@@ -25,6 +25,7 @@ from rollcall.learner.measure import Rows, measured
 from rollcall.learner.whole import Whole
 from rollcall.loop.attempts import loss_of
 from rollcall.model.decoder import Decoder, fuse_parameters
+from rollcall.plan.activations import Recompute
 from rollcall.plan.choose import NO_KV, KvNeed, Line, choose
 from rollcall.roles import card
 from rollcall.training import train
@@ -67,15 +68,25 @@ def test_a_number_in_the_run_file_stays_a_number(monkeypatch: pytest.MonkeyPatch
 
 
 def test_layers_run_again_where_micro_batches_would_be_small() -> None:
-    lines = {False: Line(fixed=0, per_token=1000.0), True: Line(fixed=0, per_token=100.0)}
+    lines = {
+        Recompute.NO: Line(fixed=0, per_token=1000.0),
+        Recompute.YES: Line(fixed=0, per_token=100.0),
+        Recompute.ON_HOST: Line(fixed=0, per_token=50.0),
+    }
     small = choose(section(), room=1_000_000, passes=lines.__getitem__, longest=10, kv=NO_KV)
-    assert (small.tokens, small.recompute) == (10_000, True)
+    assert (small.tokens, small.recompute) == (10_000, Recompute.YES)
     large = choose(section(), room=10_000_000, passes=lines.__getitem__, longest=10, kv=NO_KV)
     assert (large.tokens, large.recompute) == (10_000, False)
     fixed = choose(
         section(activation_checkpointing=False), room=1_000_000, passes=lines.__getitem__, longest=10, kv=NO_KV
     )
     assert (fixed.tokens, fixed.recompute) == (1000, False)
+    long = choose(section(), room=1_000_000, passes=lines.__getitem__, longest=15_000, kv=NO_KV)
+    assert (long.tokens, long.recompute) == (20_000, Recompute.ON_HOST), "a row that does not fit otherwise"
+    given = choose(
+        section(tokens_per_microbatch=15_000), room=1_000_000, passes=lines.__getitem__, longest=10, kv=NO_KV
+    )
+    assert (given.tokens, given.recompute) == (15_000, Recompute.ON_HOST)
 
 
 def test_made_up_rows_fill_the_size_that_is_asked_for() -> None:

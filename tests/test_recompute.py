@@ -35,8 +35,7 @@ def test_on_a_cpu_offload_is_the_same_as_true() -> None:
 
 
 def test_settings_of_the_run_file_and_back() -> None:
-    for setting, text in ((False, "false"), (True, "true"), ("offload", "offload")):
-        assert Recompute.of(setting).setting == text
+    assert [Recompute.of(setting).setting for setting in (False, True, "offload")] == ["false", "true", "offload"]
     assert Recompute.of("auto") is Recompute.NO
     assert "host memory" in Recompute.ON_HOST.sentence and "host memory" not in Recompute.YES.sentence
     assert Recompute.NO.sentence == ""

@@ -62,9 +62,11 @@ class HostStore:
 
     def _copy(self, target: Tensor, source: Tensor) -> torch.cuda.Event:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        copied = torch.cuda.Event()
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
-            return self._stream.record_event()
+            copied.record()
+        return copied
 
 
 @cache
