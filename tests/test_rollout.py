@@ -306,6 +306,24 @@ def test_turns_that_environments_bring_back_are_decoded_together(
     assert engine.num_polls <= 3 + 1
 
 
+def test_episodes_that_begin_one_after_the_other_are_decoded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after a time in which none of them had anything to sample."""
+    monkeypatch.setattr("rollcall.loop.rollout.FIRST_QUIET_S", 2.0)
+    monkeypatch.setattr("rollcall.loop.rollout.FIRST_GATHER_S", 0.5)
+    engine = AllAtOnce()
+
+    async def episode(rollouts: Rollouts, number: int) -> None:
+        for turn in range(2):
+            await asyncio.sleep(0.3 * turn + 0.01 * number)
+            await rollouts.sample(make_prompt("p").token_ids, seed=turn, sampling=SAMPLING, session=str(number))
+
+    async def work(rollouts: Rollouts) -> None:
+        await asyncio.gather(*(episode(rollouts, number) for number in range(4)))
+
+    drive(work, engine)
+    assert engine.num_polls == 2
+
+
 def test_a_refused_turn_fails_its_episode_with_the_engines_words() -> None:
     class Small(FakeEngine):
         def submit(self, request: Request) -> None:

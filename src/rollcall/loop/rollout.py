@@ -215,12 +215,12 @@ class Rollouts:
 
     async def pump(self) -> None:
         """Runs beside the callers of ``attempt``, until cancelled."""
-        self._is_pumping, worked = True, False
+        self._is_pumping, is_busy = True, False
         try:
             while True:
                 await self._work.wait()
                 self._work.clear()
-                if self._elsewhere is None and not worked and self.engine.num_unfinished:
+                if self._elsewhere is None and not is_busy and self._turns:
                     await self._gather(math.inf, quiet_s=FIRST_QUIET_S, most_s=FIRST_GATHER_S)
                 worked = bool(self.engine.num_unfinished)
                 num_turns = len(self._turns)
@@ -237,6 +237,7 @@ class Rollouts:
                     )
                 elif self._waiting or self._turns:
                     await self._rest(self._elsewhere)
+                is_busy = bool(self.engine.num_unfinished)
                 if self._waiting or self._turns:
                     self._work.set()
                 await asyncio.sleep(0)
