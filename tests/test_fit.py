@@ -182,6 +182,8 @@ def test_what_is_not_about_memory_is_not_caught() -> None:
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
         (RuntimeError("Triton Error [CUDA]: out of memory"), True),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), True),
+        (torch.AcceleratorError("CUDA error: out of memory"), True),
+        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), False),
         (RuntimeError("shapes differ"), False),
         (MemoryShortError("out of memory"), False),
     ],

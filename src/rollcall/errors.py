@@ -75,8 +75,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     torch: Any = sys.modules.get("torch")
     if isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError)):
         return True
+    # Pinned host memory, and what CUDA itself allocates, fail with a class of their own.
+    plain = (RuntimeError,) if torch is None else (RuntimeError, torch.AcceleratorError)
     words = ("out of memory", "ALLOC_FAILED", "can't allocate memory", "not enough memory")
-    return type(error) is RuntimeError and any(word in str(error) for word in words)
+    return type(error) in plain and any(word in str(error) for word in words)
 
 
 def in_one_line(error: BaseException) -> str:
