@@ -23,6 +23,7 @@ from rollcall.environments.frames import Opened, Worth
 from rollcall.environments.protocol import Environment, EnvironmentFailed, Opening, StepResult
 from rollcall.errors import ConfigError
 from rollcall.observe.prints import ChildPrints
+from rollcall.words import are
 
 START_TIMEOUT_S = 120.0
 _COLUMN = "environment"  # names the class where there are several, and is not for that class
@@ -33,11 +34,7 @@ class ProcessEnvironments:
     """Implements ``protocol.Environments``. Making it waits for the zygote, so a class that cannot be used is refused here."""
 
     def __init__(self, setup: Setup, *, max_processes: int, start_timeout_s: float = START_TIMEOUT_S) -> None:
-        if missing := [name for name in setup.env if name not in os.environ]:
-            raise ConfigError(
-                f"environment.env names {', '.join(missing)}, which is not set where environments run (here); export it, or take "
-                f"it out of environment.env"
-            )
+        refuse_unset(setup.env)
         allow_files(FILES_OF_CHILD * max_processes)
         setup = replace(setup, python=find_python(setup.python))
         self._setup = setup
@@ -190,6 +187,16 @@ def kind_of(kind: str, kinds: Collection[str]) -> str:
             else f"the row has no environment column, and environment.path has {', '.join(kinds)} to choose from"
         )
     return kind
+
+
+def refuse_unset(env: Sequence[str]) -> None:
+    """Of the variables that ``environment.env`` passes on."""
+    if missing := [name for name in env if name not in os.environ]:
+        it = "it" if len(missing) == 1 else "them"
+        raise ConfigError(
+            f"environment.env names {', '.join(missing)}, which {are(len(missing))} not set where environments run (here); export {it}, or "
+            f"take {it} out of environment.env"
+        )
 
 
 def allow_files(count: int) -> None:

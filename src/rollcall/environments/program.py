@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from rollcall.environments.processes import allow_files
+from rollcall.environments.processes import allow_files, refuse_unset
 from rollcall.environments.protocol import Ended, EnvironmentFailed
-from rollcall.errors import ConfigError
 from rollcall.process import Process, process_ids, read_row
 from rollcall.reward.confine import Confinement, environment, make_folder, remove_folder, sweep_folders
 from rollcall.reward.ending import how_it_ended
@@ -44,11 +43,7 @@ class ProgramsHere:
     """Implements ``protocol.Programs``: the programs of a run, as children of this process."""
 
     def __init__(self, command: str, *, env: Sequence[str], memory_mb: int, max_running: int) -> None:
-        if missing := [name for name in env if name not in os.environ]:
-            raise ConfigError(
-                f"environment.env names {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not set where programs "
-                "run (here); export it, or take it out of environment.env"
-            )
+        refuse_unset(env)
         allow_files(_FILES * max_running)
         sweep_folders()  # of a process that was killed
         self._command = command

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from rollcall.config.environments import VerifiersEnvironment
 from rollcall.environments.children import find_python
+from rollcall.environments.processes import refuse_unset
 from rollcall.environments.program import ProgramsHere, kill_leftovers
 from rollcall.environments.protocol import Ended, EnvironmentFailed
 from rollcall.errors import ConfigError
@@ -29,7 +30,6 @@ from rollcall.observe.prints import ChildPrints
 from rollcall.reward.confine import Confinement, environment, make_folder, remove_folder
 from rollcall.reward.ending import how_it_ended
 from rollcall.wait import warn
-from rollcall.words import are
 
 START_TIMEOUT_S = 300.0  # a taskset may download its data
 END_TIMEOUT_S = 15.0  # it gives itself 10
@@ -168,10 +168,6 @@ def _variables(section: VerifiersEnvironment, python: str, *, folder: str) -> di
     confinement = Confinement(
         own_files=False, network=True, env=tuple(section.env), processes=0, memory_mb=0, file_mb=0
     )
-    if missing := [name for name in section.env if name not in os.environ]:
-        raise ConfigError(
-            f"environment.env names {', '.join(missing)}, which {are(len(missing))} not set here; export {'it' if len(missing) == 1 else 'them'}, "
-            "or leave out of environment.env what is not needed"
-        )
+    refuse_unset(section.env)
     found = environment(confinement, folder=folder, environ=os.environ, root=_ROOT)
     return found | {"PATH": os.pathsep.join(filter(None, [str(Path(python).parent), found.get("PATH")]))}
