@@ -311,7 +311,7 @@ def test_a_row_that_fits_no_other_way_waits_in_host_memory(tmp_path: Path) -> No
     run = make_run(tmp_path, {"actor,rollout": "all"}, nodes=[1], card_gib=card, **long)
     actor = memory_of(run, "actor")
     assert run.problems == () and actor.tokens >= 32768
-    assert run.sizes is not None and actor.parked == actor.tokens * run.sizes.layers * run.sizes.hidden * 2
+    assert run.sizes is not None and actor.parked >= actor.tokens * run.sizes.layers * run.sizes.hidden * 2
     assert set(run.host.values()) == {2 * READ_AT_ONCE + actor.parked}
     assert any("their inputs wait in host memory (auto, by estimate)" in note for note in run.notes)
     on_card = make_run(

@@ -34,6 +34,45 @@ def test_on_a_cpu_offload_is_the_same_as_true() -> None:
         torch.testing.assert_close(gradient, kept[name])
 
 
+class HereStore:
+    """As ``HostStore``, without a card."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.taken: list[int] = []
+
+    def put(self, tensor: torch.Tensor) -> int:
+        self.tensors.append(tensor.detach().clone())
+        return len(self.tensors) - 1
+
+    def take(self, number: int) -> torch.Tensor:
+        self.taken.append(number)
+        return self.tensors[number]
+
+
+def test_a_store_gets_the_input_of_each_layer_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = make_samples(trainable())
+    expected = gradients(make_learner(trainable(), activation_checkpointing=True), samples)
+    stores: list[HereStore] = []
+
+    def store_of(recompute: Recompute, device: torch.device) -> Any:
+        assert recompute is Recompute.ON_HOST
+        stores.append(HereStore())
+        return stores[-1]
+
+    monkeypatch.setattr("rollcall.learner.whole.store_of", store_of)
+    learner = make_learner(trainable(), activation_checkpointing="offload", tokens_per_microbatch=60)
+    found = gradients(learner, samples)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient)
+    config = learner.model.config
+    used = [store for store in stores if store.tensors]
+    assert len(used) > 1, "one for each micro-batch"
+    for store in used:
+        assert {tensor.shape[1:] for tensor in store.tensors} == {(config.hidden_size,)}
+        assert store.taken == list(reversed(range(config.num_hidden_layers)))
+
+
 def test_settings_of_the_run_file_and_back() -> None:
     assert [Recompute.of(setting).setting for setting in (False, True, "offload")] == ["false", "true", "offload"]
     assert Recompute.of("auto") is Recompute.NO
@@ -49,11 +88,13 @@ def test_inputs_in_host_memory_are_counted_there() -> None:
             sizes=sizes, width=2, num_parameters=0, gradient_width=2, has_head=True, frozen=True, recompute=recompute
         )
 
-    tokens, of_layer = 1000, 1000 * 64 * 2
+    tokens, of_layer = 1024, 1024 * 64 * 2
     peaks = [passes(each).peak(tokens) for each in Recompute]
     assert peaks == sorted(peaks, reverse=True)
     assert peaks[Recompute.YES] - peaks[Recompute.ON_HOST] == (10 - ON_CARD) * of_layer
     assert [passes(each).on_host(tokens) for each in Recompute] == [0, 0, 10 * of_layer]
+    assert passes(Recompute.ON_HOST).on_host(tokens + 1) == 20 * of_layer, "as torch allocates pinned memory"
+    assert ON_CARD == IN_FLIGHT + 1
 
 
 @pytest.mark.gpu

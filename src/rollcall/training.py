@@ -195,8 +195,10 @@ class _Training:
             if resume:
                 console.phase(f"reading the checkpoint of step {start_step}")
                 workers.saving.read(resume.path)
-            base = workers.saving.base_identity() if config.model.lora is not None else {}
-            if base:
+            base = {}
+            if config.model.lora is not None:
+                console.phase("reading the weights of the adapter's model")
+                base = workers.saving.base_identity()
                 refuse_changed_base(run_dir, base, base=config.model.path)
             console.phase(None)
             # Only now: a run file that is refused must not become this directory's.

@@ -131,8 +131,10 @@ class Passes:
         return layers * self._input_of_layer
 
     def on_host(self, tokens: int) -> int:
-        """Bytes of host memory."""
-        return tokens * self.sizes.layers * self._input_of_layer if self.recompute is Recompute.ON_HOST else 0
+        """Bytes of pinned host memory; torch rounds each piece up to a power of two."""
+        if self.recompute is not Recompute.ON_HOST:
+            return 0
+        return self.sizes.layers * (1 << (tokens * self._input_of_layer - 1).bit_length())
 
     @property
     def _input_of_layer(self) -> int:

@@ -91,10 +91,8 @@ class Trained:
         local.tidy(run, keep=keep)
 
     def base_identity(self) -> dict[str, str]:
-        """As the model computes here; empty: there is no adapter."""
-        own = "" if self.learner is None else str(self.learner.body.dtype).removeprefix("torch.")
-        found = {} if self.learner is None else self.learner.base_identities
-        return {kind: one for kind, one in found.items() if kind == own}
+        """Empty: there is no adapter."""
+        return {} if self.learner is None else self.learner.base_identities
 
     def read_checkpoint(self, directory: Path) -> None:
         if self.learner is not None:

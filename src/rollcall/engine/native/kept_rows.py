@@ -85,7 +85,6 @@ class KeptRows:
 
     def __init__(self) -> None:
         self._sessions: KeptSessions[KeptRow] = KeptSessions()
-        self._num_bundles = 0
         self._holed: dict[Bundle, None] = {}  # those with many holes, in the order in which they got them
         self.num_tokens = 0  # the memory that it takes, as tokens of KV
         self.longest = 0  # columns of the longest row since it was empty
@@ -96,7 +95,6 @@ class KeptRows:
         which = places([row.row for row in rows])
         copies = [Plane(_copied(plane.columns(end - width, end), which), plane.dim) for plane in planes]
         bundle = Bundle(planes=copies, num_columns=width)
-        self._num_bundles += 1
         self.num_tokens += bundle.num_tokens
         self.longest = max(self.longest, width)
         for index, row in enumerate(rows):
@@ -165,7 +163,7 @@ class KeptRows:
     def forget_all(self) -> None:
         self._sessions.take_all()
         self._holed.clear()
-        self._num_bundles = self.num_tokens = self.longest = 0
+        self.num_tokens = self.longest = 0
 
     def _leave(self, kept: Kept[KeptRow] | None) -> None:
         if kept is not None:
@@ -180,9 +178,9 @@ class KeptRows:
         bundle.rows.remove(row)
         if not bundle.rows:
             self._holed.pop(bundle, None)
-            self._num_bundles -= 1
             self.num_tokens -= bundle.num_tokens
-            self.longest = self.longest if self._num_bundles else 0
+            if not self.num_tokens:
+                self.longest = 0
         elif HOLES * bundle.num_holes >= bundle.num_rows:
             self._holed[bundle] = None
 

@@ -231,9 +231,8 @@ class RowRunner:
             return
         # A turn comes back longer by more than its rows' steps: room before the first column spares it a copy of all rows.
         before = TURN if self._has_sessions else 0
-        rounded = -(-(lead + steps) // COLUMN_STEP) * COLUMN_STEP
-        rows, num_columns = self._new_capacity(lead + steps, rounded, before=before)
-        column = lead + min(before, max(0, num_columns - rounded))
+        rows, num_columns = self._new_capacity(lead + steps, before=before)
+        column = lead + min(before, max(0, num_columns - _rounded(lead + steps)))
         heads, dim = self.decoder.num_kv_heads, self.decoder.head_dim
         seats, kept = live[0] * heads, live[1]
         new, old = slice(column - kept, column), slice(self._column - kept, self._column)
@@ -249,11 +248,11 @@ class RowRunner:
             self._keys[index], self._values[index] = keys, values
         self._capacity, self._column = (rows, num_columns), column
 
-    def _new_capacity(self, needed: int, rounded: int, *, before: int) -> tuple[int, int]:
-        """Rows and columns with room for ``needed`` columns of every row, ``rounded`` up; where memory allows, ``before`` more, and no fewer
+    def _new_capacity(self, needed: int, *, before: int) -> tuple[int, int]:
+        """Rows and columns with room for ``needed`` columns of every row; where memory allows, rounded up, with ``before`` more, and no fewer
         than there are now."""
         num_rows, num_columns = self._capacity
-        roomy = -(-(needed + before) // COLUMN_STEP) * COLUMN_STEP
+        rounded, roomy = _rounded(needed), _rounded(needed + before)
         # Without a limit: one long row must not be as long in all rows that there once were.
         most = 2 * max(num_rows * num_columns, self.num_rows * roomy) if self.kv_tokens is None else math.inf
         for rows in (max(self.num_rows, num_rows), self.num_rows):
@@ -362,6 +361,10 @@ class RowRunner:
                 column.append(self._column - self._rows.position[filled_row] + fill.past + tokens)
             start += len(tokens)
         return tuple(torch.from_numpy(np.concatenate(part)) for part in (source, row, column))  # type: ignore[return-value]
+
+
+def _rounded(num_columns: int) -> int:
+    return -(-num_columns // COLUMN_STEP) * COLUMN_STEP
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
