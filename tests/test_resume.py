@@ -312,7 +312,8 @@ def test_an_adapter_without_a_checkpoint_is_not_trained_on_another_model_than_it
         finish(config)
     (config.run.dir / "base.json").unlink()  # as of an earlier version
     finish(config)
-    assert (config.run.dir / "base.json").exists()
+    noted = json.loads((config.run.dir / "base.json").read_text())["base"]
+    assert list(noted) == ["float32"], "a run that goes on in another precision has other sums of adapters"
 
 
 def test_dynamic_sampling_resumes_with_the_refills_it_had(tmp_path: Path) -> None:

@@ -91,8 +91,12 @@ class Trained:
         local.tidy(run, keep=keep)
 
     def base_identity(self) -> dict[str, str]:
-        """Empty: there is no adapter."""
-        return {} if self.learner is None else self.learner.base_identities
+        """In the type that the model computes in alone: where its model is an adapter too, another rounding is another sum. Empty: there is
+        no adapter."""
+        if self.learner is None:
+            return {}
+        own = str(self.learner.body.dtype).removeprefix("torch.")
+        return {kind: one for kind, one in self.learner.base_identities.items() if kind == own}
 
     def read_checkpoint(self, directory: Path) -> None:
         if self.learner is not None:
