@@ -638,10 +638,13 @@ def test_an_adapter_of_rounded_weights_is_compared_where_that_is_possible(tmp_pa
     load_causal_lm(str(folder), device=CPU, dtype=torch.float16)  # rounded in two ways
 
 
-def test_an_adapter_on_an_adapter_is_loaded_in_any_precision(tmp_path: Path) -> None:
+def test_an_adapter_on_an_adapter_is_loaded_in_any_precision_and_on_any_device(tmp_path: Path) -> None:
     folder = on_an_adapter(tmp_path)
+    assert read_probe(folder / PROBE).base == {}
     for dtype in (torch.float32, torch.bfloat16):  # the weights below it are rounded before the first adapter is added
         load_causal_lm(str(folder), device=CPU, dtype=dtype)
+    with mock.patch("torch.addmm", lambda c, b, a, *, alpha: c + alpha * (b.flip(1) @ a.flip(0))):  # in another order
+        load_causal_lm(str(folder), device=CPU, dtype=torch.float32)
     change_weights(tmp_path / "base", _reversed)
     with pytest.raises(ModelError, match="of other weights than those in"):
         load_causal_lm(str(folder), device=CPU, dtype=torch.float32)

@@ -198,7 +198,7 @@ class _Training:
             base = {}
             if config.model.lora is not None:
                 console.phase("reading the weights of the adapter's model")
-                base = workers.saving.base_identity()
+                base = workers.saving.base_identities()
                 refuse_changed_base(run_dir, base, base=config.model.path)
             console.phase(None)
             # Only now: a run file that is refused must not become this directory's.

@@ -85,9 +85,9 @@ class Saving:
         self._bring(directory)
         self.call(self.processes, "read_checkpoint", directory)
 
-    def base_identity(self) -> Mapping[str, str]:
+    def base_identities(self) -> Mapping[str, str]:
         """Of the weights that the trained adapter is added to, by their type; empty: there is no adapter."""
-        answers = self.call(self.processes, "base_identity")
+        answers = self.call(self.processes, "base_identities")
         return next((answer for answer in answers if answer), {})
 
     def _bring(self, directory: Path) -> None:

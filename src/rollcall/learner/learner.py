@@ -28,7 +28,7 @@ from rollcall.learner.tensor_parallel import refuse_indivisible
 from rollcall.learner.whole import LossOf, Whole
 from rollcall.model.adapter import Adapter
 from rollcall.model.arrays import on_device
-from rollcall.model.base import base_identities
+from rollcall.model.base import base_identities, is_adapter
 from rollcall.model.decoder import Decoder
 from rollcall.plan.mesh import indivisible_heads, split_of
 from rollcall.stored.tensors import Stored
@@ -94,8 +94,8 @@ class Learner:
 
     @cached_property
     def base_identities(self) -> dict[str, str]:
-        """Of the weights that the adapter is added to, which no update changes, by type; empty: there is no adapter."""
-        if self.adapter is None:
+        """Of the weights that the adapter is added to, which no update changes, by type; empty: there is no adapter, or they have none."""
+        if self.adapter is None or is_adapter(self.adapter.base):
             return {}
         return base_identities(self.body.base_tensors(), dtype=self.body.dtype)
 

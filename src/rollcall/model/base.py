@@ -107,10 +107,7 @@ def refuse_other_base(
 ) -> None:
     """``folder`` holds an adapter, ``model`` and its ``tensors`` are what is in ``base`` now. ``where`` names the adapter in messages;
     ``advice`` says what else can be done than to put the model back."""
-    saved, trained = _noted(folder, where=where)
-    own = _name(model.dtype)
-    if _is_adapter(base):  # what is rounded before an adapter is added differs from what is rounded after
-        saved = {kind: one for kind, one in saved.items() if kind == trained == own}
+    saved, own = {} if is_adapter(base) else _noted(folder, where=where), _name(model.dtype)
     if own in saved:
         kind = own
     elif saved and model.dtype == torch.float32:
@@ -138,28 +135,31 @@ def refuse_other_config(before: Any, now: Any, *, base: str, where: str, advice:
         )
 
 
-def _noted(folder: Path, *, where: str) -> tuple[Mapping[str, str], str]:
-    """The identities that were saved with an adapter, and the type of the weights that it was trained on; none where there is no probe."""
+def _noted(folder: Path, *, where: str) -> Mapping[str, str]:
+    """The identities that were saved with an adapter; none where there is no probe."""
     path = folder / PROBE
     if not path.exists() and not path.is_symlink():
-        return {}, ""
+        return {}
     try:
         found = json.loads(read_small(path, most=MOST_BYTES))
-        base, dtype = found.get("base") or {}, found["dtype"]
+        base = found.get("base") or {}
         if isinstance(base, str):  # an earlier version: a sum in which places did not count
             base = {}
-        if dtype not in _DTYPES or not all(kind in _DTYPES and isinstance(one, str) for kind, one in base.items()):
+        if found["dtype"] not in _DTYPES or not all(
+            kind in _DTYPES and isinstance(one, str) for kind, one in base.items()
+        ):
             raise ValueError("it names no type of weights")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelFilesError(
             f"{where}: {PROBE} is not as Rollcall writes it ({type(error).__name__}: {error}), so it is not known which weights the adapter is "
             "of; restore the file, or remove it to use the adapter without this check"
         ) from None
-    return base, dtype
+    return base
 
 
-def _is_adapter(base: str) -> bool:
-    """Whether the model of an adapter is one too, in a local folder."""
+def is_adapter(base: str) -> bool:
+    """Whether the model of an adapter is one too, in a local folder. Its weights are then a sum, whose last bits differ between devices, so
+    they have no identity; the model at the end has one, and is compared when it is loaded."""
     path = Path(base).expanduser()
     return path.is_dir() and adapter_folder(path) is not None
 

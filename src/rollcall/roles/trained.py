@@ -90,13 +90,8 @@ class Trained:
     def tidy_parts(self, run: str, keep: Collection[str]) -> None:
         local.tidy(run, keep=keep)
 
-    def base_identity(self) -> dict[str, str]:
-        """In the type that the model computes in alone: where its model is an adapter too, another rounding is another sum. Empty: there is
-        no adapter."""
-        if self.learner is None:
-            return {}
-        own = str(self.learner.body.dtype).removeprefix("torch.")
-        return {kind: one for kind, one in self.learner.base_identities.items() if kind == own}
+    def base_identities(self) -> dict[str, str]:
+        return {} if self.learner is None else self.learner.base_identities
 
     def read_checkpoint(self, directory: Path) -> None:
         if self.learner is not None:
