@@ -1,12 +1,14 @@
 """KV of sessions outside a CPU's dense rows.
 
 Rows that end together are copied together: a bundle has them side by side, in the columns that they had. So leaving and
-coming back are one copy of a layer for many rows. A row that is gone leaves a hole in its bundle, which counts as memory; where
-memory is short, bundles with holes are copied to their size.
+coming back are one copy of a layer for many rows. Where all rows end together, as those of quick environments do, the bundle is their
+memory itself, and if they all come back together it becomes the rows again. A row that is gone leaves a hole in its bundle, which
+counts as memory; where memory is short, bundles with holes are copied to their size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple
@@ -94,11 +96,18 @@ class KeptRows:
         width = max(row.past for row in rows)
         which = places([row.row for row in rows])
         copies = [Plane(_copied(plane.columns(end - width, end), which), plane.dim) for plane in planes]
-        bundle = Bundle(planes=copies, num_columns=width)
+        self._put(rows, Bundle(planes=copies, num_columns=width), indices=range(len(rows)), end=width)
+
+    def put_all(self, rows: list[Leaving], planes: list[Plane], *, end: int) -> None:
+        """As ``put``, of all rows that there are: their memory itself is kept, and nothing is copied."""
+        bundle = Bundle(planes=planes, num_columns=planes[0].tensor.shape[planes[0].dim])
+        self._put(rows, bundle, indices=[row.row for row in rows], end=end)
+
+    def _put(self, rows: list[Leaving], bundle: Bundle, *, indices: Iterable[int], end: int) -> None:
         self.num_tokens += bundle.num_tokens
-        self.longest = max(self.longest, width)
-        for index, row in enumerate(rows):
-            kv = KeptRow(bundle=bundle, index=index, start=width - row.past)
+        self.longest = max(self.longest, max(row.past for row in rows))
+        for index, row in zip(indices, rows, strict=True):
+            kv = KeptRow(bundle=bundle, index=index, start=end - row.past)
             bundle.rows.add(kv)
             self._add(Kept(session=row.session, order=row.order, ids=row.ids, kv=kv))
 
@@ -125,8 +134,9 @@ class KeptRows:
         self._take_out(kept.kv, -1)
         self._add(kept)
 
-    def restore(self, returning: list[Returning], planes: list[Plane]) -> None:
-        """Copy what was taken into rows, and forget it here. What is copied beside it is hidden by masks, or overwritten."""
+    def restore(self, returning: list[Returning], planes: list[Plane], *, home: Bundle | None = None) -> None:
+        """Copy what was taken into rows, and forget it here. What is copied beside it is hidden by masks, or overwritten. Of the bundle
+        ``home`` these planes are the memory."""
 
         def alike(one: Returning) -> tuple[int, int]:
             return id(one.kept.kv.bundle), one.column - one.kept.kv.start
@@ -134,13 +144,16 @@ class KeptRows:
         for (_, shift), group in groupby(sorted(returning, key=alike), key=alike):
             members = list(group)
             bundle = members[0].kept.kv.bundle
+            if bundle is home and not shift:
+                continue  # they are there
             start = min(one.kept.kv.start for one in members)
             end = max(one.kept.kv.start + one.num_tokens for one in members)
             runs = side_by_side([(one.row, one.kept.kv.index) for one in members])
             for plane, kept in zip(planes, bundle.planes, strict=True):
                 there, here = plane.columns(start + shift, end + shift), kept.columns(start, end)
                 for row, index, count in runs:  # an indexed copy takes several times as long
-                    there[row : row + count].copy_(here[index : index + count])
+                    source = here[index : index + count]
+                    there[row : row + count].copy_(source.clone() if bundle is home else source)
         for one in returning:
             self._take_out(one.kept.kv, -1)
             self._release(one.kept.kv)
@@ -183,6 +196,16 @@ class KeptRows:
                 self.longest = 0
         elif HOLES * bundle.num_holes >= bundle.num_rows:
             self._holed[bundle] = None
+
+
+def bundle_of_all(rows: Mapping[int, KeptRow]) -> Bundle | None:
+    """The bundle that has these rows, each in its place, and no others."""
+    bundles = {id(row.bundle): row.bundle for row in rows.values()}
+    if len(bundles) != 1:
+        return None
+    (bundle,) = bundles.values()
+    in_place = all(place == row.index for place, row in rows.items())
+    return bundle if in_place and len(bundle.rows) == len(rows) else None
 
 
 def _close_holes(bundle: Bundle) -> None:

@@ -16,19 +16,29 @@ import math
 from collections import deque
 from collections.abc import Callable
 from functools import cache
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from rollcall.engine.native.adapters import Served
 from rollcall.engine.native.extend import plan_extensions
 from rollcall.engine.native.fill import run_fills
 from rollcall.engine.native.kept import Kept
-from rollcall.engine.native.kept_rows import KeptRow, KeptRows, Leaving, Plane, Returning
-from rollcall.engine.native.runner import Chunk, Fill, RowState, Sequence, order_fills, plan_fills
+from rollcall.engine.native.kept_rows import (
+    Bundle,
+    KeptRow,
+    KeptRows,
+    Leaving,
+    Plane,
+    Returning,
+    bundle_of_all,
+    places,
+)
+from rollcall.engine.native.row_attention import ATTEND, AttendRows, Masks, hide_starts
+from rollcall.engine.native.runner import Chunk, Fill, RowState, Sequence, in_parts, order_fills, plan_fills
 from rollcall.engine.native.sampler import sample
 from rollcall.engine.uniform import uniforms
 from rollcall.model.attention import Way, cpu_way
@@ -37,6 +47,7 @@ from rollcall.model.decoder import Decoder
 KEPT_PER_ROW = 2  # conversations whose KV is kept for each row: one that waits to go on, one whose turn has just ended
 CHUNK = 8  # steps between two looks at the results
 COLUMN_STEP = 32  # rows grow by this many columns
+FILL_TOKENS = 1024  # at once: what a layer computes of so few stays in the cache
 TURN = 128  # columns before the first one, for the next turns of sessions
 
 
@@ -53,15 +64,15 @@ class RowRunner:
     ):
         """``attention`` is this machine's own way unless one is given."""
         self.decoder = decoder
-        self._attend = attend_by_products if (attention or cpu_way()) == "products" else attend_fused
+        self._way: Way = attention or cpu_way()
         self._logits = compiled_logits if compile else next_logits
         self.max_running = max_running
         self.kv_tokens = kv_tokens
         self.num_rows = 0
         self.num_filled_tokens = 0  # tokens whose KV was computed outside decoding
         self._capacity = (0, 0)  # rows, columns
-        self._keys: list[Tensor] = [torch.empty(0)] * len(decoder.layers)  # each [rows * Hkv, D, columns]
-        self._values: list[Tensor] = [torch.empty(0)] * len(decoder.layers)  # each [rows * Hkv, columns, D]
+        self._keys = _nothing(decoder)  # of each layer [rows * Hkv, D, columns]
+        self._values = _nothing(decoder)  # of each layer [rows * Hkv, columns, D]
         self._column = 0  # where the next token of every row goes
         self._chunks: deque[Chunk] = deque()  # sampled and not read
         self.ahead_from = math.inf  # the host computes: there is nothing to wait for
@@ -102,9 +113,10 @@ class RowRunner:
             self._rows.set(row, sequence)
             self.decoder.grow_rope(sequence.limit)
         self._draw_uniforms(admitted, first)
-        self._make_room(steps=1, live=(first, lead))
+        home = None if first else self._go_home(taken)
+        self._make_room(steps=1, live=(self.num_rows if home else first, lead))
         if taken:
-            self._restore(taken)
+            self._restore(taken, home)
         fills = plan_fills(admitted, first, past={row: num_tokens for row, (_, num_tokens) in taken.items()})
         if fills:
             self._fill(fills)
@@ -182,7 +194,11 @@ class RowRunner:
             room = self.kv_tokens - (self.num_rows - len(rows)) * int(self._rows.position[: self.num_rows].max())
         while self._kept.num_tokens + len(leaving) * longest > room and self._kept.give_way():
             pass
-        self._kept.put(leaving, self._planes(), end=self._column)
+        if len(leaving) == self.num_rows and self._kept.num_tokens + math.prod(self._capacity) <= room:
+            self._kept.put_all(leaving, self._planes(), end=self._column)
+            self._give_away()
+        else:
+            self._kept.put(leaving, self._planes(), end=self._column)
 
     def began(self, session: str | None) -> int | None:
         return self._kept.began(session)
@@ -193,17 +209,38 @@ class RowRunner:
         else:
             self._kept.forget(session)
 
+    def _give_away(self) -> None:
+        """Rows that leave together take the memory with them."""
+        self._keys, self._values = _nothing(self.decoder), _nothing(self.decoder)
+        self._capacity, self._column = (0, 0), 0
+
+    def _go_home(self, taken: dict[int, tuple[Kept[KeptRow], int]]) -> Bundle | None:
+        """Rows that left together and come back together bring their memory with them, if they fit into it. No other row is there."""
+        bundle = bundle_of_all({row: kept.kv for row, (kept, _) in taken.items()})
+        if bundle is None:
+            return None
+        rows, num_columns = bundle.num_rows, bundle.num_columns
+        column = max(kept.kv.start + int(self._rows.position[row]) for row, (kept, _) in taken.items())
+        lead = int(self._rows.position[: self.num_rows].max())
+        if self.num_rows > rows or not lead <= column < num_columns or not self._fits(rows, num_columns):
+            return None
+        layers = [plane.tensor.flatten(0, 1) for plane in bundle.planes]
+        keys, self._values = layers[: len(layers) // 2], layers[len(layers) // 2 :]
+        self._keys = keys if self._way == "products" else [layer.transpose(1, 2) for layer in keys]
+        self._capacity, self._column = (rows, num_columns), column
+        return bundle
+
     @torch.inference_mode()
-    def _restore(self, taken: dict[int, tuple[Kept[KeptRow], int]]) -> None:
+    def _restore(self, taken: dict[int, tuple[Kept[KeptRow], int]], home: Bundle | None) -> None:
         returning = [
             Returning(kept=kept, num_tokens=count, row=row, column=self._column - int(self._rows.position[row]))
             for row, (kept, count) in taken.items()
         ]
-        self._kept.restore(returning, self._planes())
+        self._kept.restore(returning, self._planes(), home=home)
 
     def _planes(self) -> list[Plane]:
         shape = (self._capacity[0], self.decoder.num_kv_heads)
-        transposed = self._attend is attend_by_products  # keys, in memory
+        transposed = self._way == "products"  # keys, in memory
         keys = [
             Plane(layer.unflatten(0, shape), 3) if transposed else Plane(layer.transpose(1, 2).unflatten(0, shape), 2)
             for layer in self._keys
@@ -226,13 +263,16 @@ class RowRunner:
         """Room for every row's past and ``steps`` more columns. ``live``: the rows and columns whose KV is kept; they end at
         the column of the next token."""
         lead = int(self._rows.position[: self.num_rows].max())
+        # A turn comes back longer by more than its rows' steps. Room before the first column spares it a copy of all rows, and rows that
+        # all come back need it behind the last.
+        spare = TURN if self._has_sessions else 0
+        if not live[0]:
+            self._column = max(lead, min(lead + spare, self._capacity[1] - steps - spare))
         is_there = self.num_rows <= self._capacity[0] and lead <= self._column
         if is_there and self._column + steps <= self._capacity[1] and self._fits(*self._capacity):
             return
-        # A turn comes back longer by more than its rows' steps: room before the first column spares it a copy of all rows.
-        before = TURN if self._has_sessions else 0
-        rows, num_columns = self._new_capacity(lead + steps, before=before)
-        column = lead + min(before, max(0, num_columns - _rounded(lead + steps)))
+        rows, num_columns = self._new_capacity(lead + steps, spare=2 * spare)
+        column = lead + min(spare, max(0, num_columns - _rounded(lead + steps)) // 2)
         heads, dim = self.decoder.num_kv_heads, self.decoder.head_dim
         seats, kept = live[0] * heads, live[1]
         new, old = slice(column - kept, column), slice(self._column - kept, self._column)
@@ -240,7 +280,7 @@ class RowRunner:
             # Zeros, not leftovers: what a mask hides still takes part in products, and zero times NaN is NaN.
             values = torch.zeros(rows * heads, num_columns, dim)
             keys = torch.zeros_like(values).transpose(1, 2)
-            if self._attend is attend_by_products:
+            if self._way == "products":
                 keys = torch.zeros(rows * heads, dim, num_columns)
             if seats and kept:
                 keys[:seats, :, new] = old_keys[:seats, :, old]
@@ -248,11 +288,11 @@ class RowRunner:
             self._keys[index], self._values[index] = keys, values
         self._capacity, self._column = (rows, num_columns), column
 
-    def _new_capacity(self, needed: int, *, before: int) -> tuple[int, int]:
-        """Rows and columns with room for ``needed`` columns of every row; where memory allows, rounded up, with ``before`` more, and no fewer
+    def _new_capacity(self, needed: int, *, spare: int) -> tuple[int, int]:
+        """Rows and columns with room for ``needed`` columns of every row; where memory allows, rounded up, with ``spare`` more, and no fewer
         than there are now."""
         num_rows, num_columns = self._capacity
-        rounded, roomy = _rounded(needed), _rounded(needed + before)
+        rounded, roomy = _rounded(needed), _rounded(needed + spare)
         # Without a limit: one long row must not be as long in all rows that there once were.
         most = 2 * max(num_rows * num_columns, self.num_rows * roomy) if self.kv_tokens is None else math.inf
         for rows in (max(self.num_rows, num_rows), self.num_rows):
@@ -274,14 +314,14 @@ class RowRunner:
         decoder = self.decoder
         column, lead = self._column, int(self._rows.position[:rows].max())
         seats, live = slice(rows * decoder.num_kv_heads), slice(column - lead, column + 1)
-        masks = {window: self._mask(rows, lead, window) for window in {layer.window for layer in decoder.layers}}
+        masks = {window: self._masks(rows, lead, window) for window in {layer.window for layer in decoder.layers}}
         step = Step(
             token_ids=torch.from_numpy(self._rows.next[:rows]),
             positions=torch.from_numpy(self._rows.position[:rows]),
             keys=[keys[seats, :, live] for keys in self._keys],
             values=[values[seats, live] for values in self._values],
             masks=[masks[layer.window] for layer in decoder.layers],
-            attend=self._attend,
+            attend=ATTEND[self._way],
             gain=self._rows.gain(rows),
         )
         sampled = self._sample(self._logits(decoder, step), rows)
@@ -302,73 +342,90 @@ class RowRunner:
         )
         return tokens.numpy(), logprobs.numpy()
 
-    def _mask(self, rows: int, lead: int, window: int) -> Tensor | None:
-        """One of ``Step.masks``."""
+    def _masks(self, rows: int, lead: int, window: int) -> Masks:
         past = self._rows.position[:rows]
         if window:
             past = past.clip(max=window - 1)
-        if int(past.min()) == lead:
-            return None
-        hidden = torch.arange(lead, -1, -1) > torch.from_numpy(past.repeat(self.decoder.num_kv_heads))[:, None]
-        return torch.zeros(len(hidden), 1, lead + 1).masked_fill_(hidden[:, None], -torch.inf)
+        return hide_starts((lead - past).repeat(self.decoder.num_kv_heads), num_columns=lead + 1, way=self._way)
+
+    def _fill(self, fills: list[Fill]) -> None:
+        for part in in_parts(order_fills(fills), num_tokens=FILL_TOKENS):
+            self._fill_together(part)
 
     @torch.inference_mode()
-    def _fill(self, fills: list[Fill]) -> None:
-        fills = order_fills(fills)
-        source, row, column = self._copy_plan(fills)
+    def _fill_together(self, fills: list[Fill]) -> None:
         heads = self.decoder.num_kv_heads
-        seats = row[:, None] * heads + torch.arange(heads)  # [copies, Hkv]
+        copies = _plan_copies(fills)
 
         def store(index: int, k: Tensor, v: Tensor) -> None:
-            self._keys[index][seats, :, column[:, None]] = k[source].float()
-            self._values[index][seats, column[:, None]] = v[source].float()
+            shape = (self._capacity[0], heads)
+            keys, values = self._keys[index].unflatten(0, shape), self._values[index].unflatten(0, shape)
+            for copy in copies:
+                columns = slice(self._column - copy.num_tokens, self._column)  # a row's fill ends with its past
+                keys[copy.rows, :, :, columns] = copy.of_rows(k).permute(0, 2, 3, 1)
+                values[copy.rows, :, columns] = copy.of_rows(v).transpose(1, 2)
 
-        extensions = plan_extensions(fills, kv_heads=heads)
+        extensions = plan_extensions(fills)
 
         def attend_past(index: int, q: Tensor) -> Tensor:
+            window = self.decoder.layers[index].window
             outs: list[Tensor] = []
             for extension in extensions:
-                keys, values = self._of_seats(index, extension.seats, num_columns=extension.longest)
-                window = self.decoder.layers[index].window
-                outs.append(extension.attend(q, keys, values, window=window, attend=self._attend))
+                end = extension.first_row + len(extension.lengths)
+                seats = slice(extension.first_row * heads, end * heads)
+                columns = slice(self._column - extension.longest, self._column)
+                keys, values = self._keys[index][seats, :, columns], self._values[index][seats, columns]
+                outs.append(extension.attend(q, keys, values, window=window, way=self._way))
             return outs[0] if len(outs) == 1 else torch.cat(outs)
 
         gain = self._rows.fill_gain(fills)
         self.num_filled_tokens += run_fills(self.decoder, fills, store, attend_past, gain=gain)
 
-    def _of_seats(self, index: int, seats: slice | Tensor, *, num_columns: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer for these of [rows * Hkv], in the last columns before the next token's."""
-        columns = slice(self._column - num_columns, self._column)
-        keys, values = self._keys[index][:, :, columns], self._values[index][:, columns]
-        if isinstance(seats, slice):
-            return keys[seats], values[seats]
-        # Twice as fast as keys[seats], if it goes over memory in its order.
-        if self._attend is attend_by_products:
-            return keys.index_select(0, seats), values.index_select(0, seats)
-        return keys.transpose(1, 2).index_select(0, seats).transpose(1, 2), values.index_select(0, seats)
 
-    def _copy_plan(self, fills: list[Fill]) -> tuple[Tensor, Tensor, Tensor]:
-        """For every row and token to fill: the packed token it comes from, its row, its column."""
-        source: list[np.ndarray] = []
-        row: list[np.ndarray] = []
-        column: list[np.ndarray] = []
-        start = 0
-        for fill in fills:
-            tokens = np.arange(len(fill.token_ids))
-            for filled_row in fill.rows:
-                source.append(start + tokens)
-                row.append(np.full(len(tokens), filled_row))
-                column.append(self._column - self._rows.position[filled_row] + fill.past + tokens)
-            start += len(tokens)
-        return tuple(torch.from_numpy(np.concatenate(part)) for part in (source, row, column))  # type: ignore[return-value]
+class _Copy(NamedTuple):
+    """Keys or values of packed fills of equal lengths, on their way to rows."""
+
+    start: int  # of their tokens among those of all fills
+    num_fills: int
+    num_tokens: int  # of each
+    rows: slice | Tensor
+    fills: Tensor | None  # which of them each row gets; None: one each, in order
+
+    def of_rows(self, packed: Tensor) -> Tensor:
+        """[N, Hkv, D] of all fills to float32 [rows, tokens, Hkv, D]."""
+        own = packed[self.start : self.start + self.num_fills * self.num_tokens].float()
+        own = own.unflatten(0, (self.num_fills, self.num_tokens))
+        return own if self.fills is None else own.index_select(0, self.fills)
+
+
+def _plan_copies(fills: list[Fill]) -> list[_Copy]:
+    copies: list[_Copy] = []
+    start = 0
+    for num_tokens, group in groupby(fills, key=lambda fill: len(fill.token_ids)):
+        members = list(group)
+        rows, sources = zip(
+            *sorted((row, place) for place, fill in enumerate(members) for row in fill.rows), strict=True
+        )
+        is_plain = sources == tuple(range(len(members)))
+        copies.append(
+            _Copy(
+                start=start,
+                num_fills=len(members),
+                num_tokens=num_tokens,
+                rows=places(list(rows)),
+                fills=None if is_plain else torch.tensor(sources),
+            )
+        )
+        start += num_tokens * len(members)
+    return copies
+
+
+def _nothing(decoder: Decoder) -> list[Tensor]:
+    return [torch.empty(0)] * len(decoder.layers)
 
 
 def _rounded(num_columns: int) -> int:
     return -(-num_columns // COLUMN_STEP) * COLUMN_STEP
-
-
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
-"""(q [rows * Hkv, heads of one KV head, D], keys and values and mask of a layer of ``Step``) -> as q"""
 
 
 class Step(NamedTuple):
@@ -378,8 +435,8 @@ class Step(NamedTuple):
     positions: Tensor  # [rows]
     keys: list[Tensor]  # of each layer [rows * Hkv, D, columns]
     values: list[Tensor]  # of each layer [rows * Hkv, columns, D]
-    masks: list[Tensor | None]  # of each layer, additive [rows * Hkv, 1, columns]; None: every row sees every column
-    attend: Attend
+    masks: list[Masks]  # of each layer
+    attend: AttendRows
     gain: Tensor | None = None  # which adapter each row has
 
 
@@ -397,23 +454,10 @@ def next_logits(decoder: Decoder, step: Step) -> Tensor:
     return decoder.logits(decoder.forward(step.token_ids, step.positions, attend, gain=step.gain))
 
 
-def attend_by_products(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-    scores = torch.bmm(q * q.shape[-1] ** -0.5, keys)
-    if mask is not None:
-        scores.add_(mask)
-    return torch.bmm(torch.softmax(scores, dim=-1), values)
-
-
-def attend_fused(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-    mask = None if mask is None else mask[:, None]
-    return F.scaled_dot_product_attention(q[:, None], keys.transpose(1, 2)[:, None], values[:, None], attn_mask=mask)[
-        :, 0
-    ]
-
-
 def compiled_logits(decoder: Decoder, step: Step) -> Tensor:
     """``next_logits`` as one graph, in which the numbers of rows and of columns are left open."""
-    columns = [(tensor, 2) for tensor in (*step.keys, *step.masks) if tensor is not None]
+    masks = [mask for masks in step.masks for _, mask in masks]
+    columns = [(tensor, 2) for tensor in (*step.keys, *masks)]
     columns += [(tensor, 1) for tensor in step.values]
     for tensor, dim in columns:
         torch._dynamo.maybe_mark_dynamic(tensor, dim)

@@ -159,3 +159,16 @@ def plan_fills(sequences: list[Sequence], first_row: int, *, past: Mapping[int, 
 def order_fills(fills: list[Fill]) -> list[Fill]:
     """Those without a past first; equal numbers of tokens side by side."""
     return sorted(fills, key=lambda fill: (fill.past > 0, len(fill.token_ids)))
+
+
+def in_parts(fills: list[Fill], *, num_tokens: int) -> list[list[Fill]]:
+    """In order, each with at most this many tokens, or a single fill."""
+    parts: list[list[Fill]] = []
+    left = 0
+    for fill in fills:
+        left -= len(fill.token_ids)
+        if left < 0 or not parts:
+            parts.append([])
+            left = num_tokens - len(fill.token_ids)
+        parts[-1].append(fill)
+    return parts
