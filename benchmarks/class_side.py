@@ -42,6 +42,7 @@ class Calling:
     def __init__(self, engine: Engine, *, num_around: int) -> None:
         self._engine, self._num_around = engine, num_around
         self.plans: Sequence[Lengths] = ()
+        self._calls: list[list[str]] = []  # of each plan, in each turn
         self._sessions: dict[str, tuple[int, int]] = {}  # the plan and the next turn
         self._texts: dict[str, str] = {}  # by request
 
@@ -49,12 +50,9 @@ class Calling:
         assert request.session is not None
         number, turn = self._sessions.get(request.session, (len(self._sessions), 0))
         self._sessions[request.session] = number, turn + 1
-        plan = self.plans[number]
-        observed = len(plan.observed[turn]) if turn < len(plan.observed) else self._num_around + 1
-        arguments = {"count": observed - self._num_around}
-        call = json.dumps({"name": "look", "arguments": arguments})
-        self._texts[request.id] = f"<tool_call>\n{call}\n</tool_call>"
-        self._engine.submit(replace(request, sampling=replace(request.sampling, max_tokens=plan.sampled[turn])))
+        self._texts[request.id] = self._calls[number][turn]
+        max_tokens = self.plans[number].sampled[turn]
+        self._engine.submit(replace(request, sampling=replace(request.sampling, max_tokens=max_tokens)))
 
     def poll(self) -> list[Finished]:
         return [self._called(finished) for finished in self._engine.poll()]
@@ -64,20 +62,29 @@ class Calling:
         return replace(finished, completions=(replace(turn, text=self._texts.pop(finished.request_id)),))
 
     def begin(self, plans: Sequence[Lengths]) -> None:
-        self.plans = plans
+        if plans is not self.plans:
+            self.plans = plans
+            self._calls = [
+                [self._call(plan, turn) for turn in range(len(plan.sampled))] for plan in plans
+            ]  # a model's text takes none of the time that is measured
         self._sessions.clear()
+
+    def _call(self, plan: Lengths, turn: int) -> str:
+        observed = len(plan.observed[turn]) if turn < len(plan.observed) else self._num_around + 1
+        call = json.dumps({"name": "look", "arguments": {"count": observed - self._num_around}})
+        return f"<tool_call>\n{call}\n</tool_call>"
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
 
 class ClassSide:
-    def __init__(self, engine: Any, *, max_turns: int, max_running: int) -> None:
+    def __init__(self, engine: Any, *, max_turns: int, episodes: int, running: int) -> None:
         self.tokenizer = engine.tokenizer
         self.tokenizer.add_tokens([BEGIN, END], special_tokens=True)
         self.tokenizer.chat_template = TEMPLATE
         section = ClassEnvironment(
-            path="benchmarks.class_environment:Looking", max_turns=max_turns, max_running=max_running
+            path="benchmarks.class_environment:Looking", max_turns=max_turns, max_running=episodes
         )
         self._environments = make_environments(section, chat_template=TEMPLATE)
         self._tools = self._environments.tools_of("")
@@ -92,7 +99,7 @@ class ClassSide:
             max_prompt_tokens=self._max_positions,
         )
         self._engine = Calling(engine, num_around=self._extended(1) - 1)
-        self._rollouts = Rollouts(self._engine)  # type: ignore[arg-type]
+        self._rollouts = Rollouts(self._engine, max_running=running)  # type: ignore[arg-type]
         self._episodes = Episodes(rollouts=self._rollouts, player=player)
         self._prompts: list[Prompt] = []
 

@@ -14,10 +14,11 @@ from benchmarks.sides import Lengths
 from rollcall.engine.protocol import Sampling
 from rollcall.environments.callers import Caller, Callers, Open, Served
 from rollcall.environments.conversation import Conversations
-from rollcall.environments.driver import EngineDriver
 from rollcall.environments.endpoint import Endpoint
 from rollcall.environments.histories import Histories, Templates
 from rollcall.environments.server import EndpointServer, in_loop
+from rollcall.loop.rollout import Rollouts
+from rollcall.types import Completion, Ints
 
 KEPT_TOKENS = 4_000_000
 PATH = "/inference/v1/generate"
@@ -26,9 +27,9 @@ PATH = "/inference/v1/generate"
 class EndpointSide:
     """A server and its clients, for as many rounds as wanted."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, *, running: int) -> None:
         self._loop = asyncio.new_event_loop()
-        self._driver = EngineDriver(engine)
+        self._rollouts = Rollouts(engine, max_running=running)
         self._callers = Callers()
         served = Served(name="policy", max_model_len=engine.max_positions, vocabulary=1 << 30)
         plain = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=1, stop_token_ids=(), stop_strings=())
@@ -50,7 +51,7 @@ class EndpointSide:
         histories = Histories(
             Templates(Conversations(self._tokenizer)), self._tokenizer, name=tag, max_kept=KEPT_TOKENS
         )
-        sample = in_loop(self._driver.sample, self._loop)
+        sample = in_loop(self._sample, self._loop)
         key = self._callers.add(Caller(name=tag, rules=self._rules, histories=histories, sample=sample))
         lengths = [
             {
@@ -65,9 +66,12 @@ class EndpointSide:
         self._callers.remove(key)
         return count
 
+    async def _sample(self, prompt_ids: Ints, **given: Any) -> Completion:
+        return (await self._rollouts.sample(prompt_ids, **given))[0]
+
     async def _play(self, line: bytes) -> int:
         assert self._clients.stdin is not None and self._clients.stdout is not None
-        pump = asyncio.create_task(self._driver.pump())
+        pump = asyncio.create_task(self._rollouts.pump())
         try:
             self._clients.stdin.write(line)
             self._clients.stdin.flush()

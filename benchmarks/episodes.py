@@ -128,9 +128,9 @@ class EngineSide:
 
 def make_side(engine: Any, args: argparse.Namespace) -> Side:
     if args.way == "endpoint":
-        return EndpointSide(engine)
+        return EndpointSide(engine, running=args.running)
     if args.way == "class":
-        return ClassSide(engine, max_turns=args.turns, max_running=args.episodes)
+        return ClassSide(engine, max_turns=args.turns, episodes=args.episodes, running=args.running)
     return EngineSide(engine, sessions=not args.without_sessions)
 
 

@@ -68,7 +68,9 @@ def play(
     kind = StepEnvironment if section.get("type") == "step" else ClassEnvironment
 
     async def main() -> Completion:
-        rollouts = Rollouts(NativeEngine(model or a_model(), make_tokenizer(), max_running=8, kv_tokens=None))
+        rollouts = Rollouts(
+            NativeEngine(model or a_model(), make_tokenizer(), max_running=8, kv_tokens=None), max_running=8
+        )
         player = Player(
             section=kind(**section),
             environments=environments,
@@ -123,7 +125,7 @@ def test_an_episode_of_one_turn_samples_what_a_plain_completion_would() -> None:
     made = play(Scripted(lambda row, texts: ends()), model=model, max_turn_tokens=None)
 
     async def plain() -> Any:
-        rollouts = Rollouts(NativeEngine(model, make_tokenizer(), max_running=8, kv_tokens=None))
+        rollouts = Rollouts(NativeEngine(model, make_tokenizer(), max_running=8, kv_tokens=None), max_running=8)
         pump = asyncio.create_task(rollouts.pump())
         try:
             return await rollouts.sample(prompt.token_ids, seed=5, sampling=SAMPLING, session="")
@@ -148,7 +150,7 @@ def test_sixty_four_conversations_go_on_at_once() -> None:
 
     async def main() -> list[Completion]:
         engine = NativeEngine(model, make_tokenizer(), max_running=num, kv_tokens=None)
-        rollouts, poll = Rollouts(engine), engine.poll
+        rollouts, poll = Rollouts(engine, max_running=num), engine.poll
 
         def noted_poll() -> Any:
             num_running.append(engine.num_unfinished)

@@ -589,7 +589,7 @@ def test_a_host_runs_nothing_but_its_own_command(tmp_path: Path, hosts: Hosts) -
     async def work() -> None:
         line = await environments.find_host()
         await line._say({"do": "run", "command": f"touch {tmp_path}/started", "variables": variables()})
-        said = await line._hear()
+        said = await line._hear(Ended)
         assert isinstance(said, Ended) and said.stdout == "mine\n"
         await line.close(broken=False)
         line = await environments.find_host()

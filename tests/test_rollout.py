@@ -132,7 +132,7 @@ def drive(work: Callable[[Rollouts], Awaitable[Any]], engine: Any) -> Any:
     """Run ``work`` beside the pump; a pump that ends or raises fails the test."""
 
     async def main() -> Any:
-        rollouts = Rollouts(engine)
+        rollouts = Rollouts(engine, max_running=8)
         pump = asyncio.create_task(rollouts.pump())
         task = asyncio.ensure_future(work(rollouts))
         done, _ = await asyncio.wait({pump, task}, timeout=30, return_when=asyncio.FIRST_COMPLETED)

@@ -274,7 +274,7 @@ async def _evaluate(
     sampling: Sampling,
     on_progress: OnProgress,
 ) -> Evaluation:
-    rollouts = Rollouts(engine)
+    rollouts = Rollouts(engine, max_running=config.rollout.max_running)
     environments = build_environments(config.environment, tokenizer, prompts)
     episodes = episodes_of(config, environments, tokenizer=tokenizer, rollouts=rollouts)
     work = evaluate(

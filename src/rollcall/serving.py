@@ -19,10 +19,8 @@ from typing import Any
 from rollcall.checkpoint.run_dir import RUN_FILE, run_file_of
 from rollcall.config import Config, load_config
 from rollcall.config.lora import LoraSection
-from rollcall.engine.protocol import Engine
 from rollcall.environments.callers import Caller, Callers, Open, Served
 from rollcall.environments.conversation import Conversations
-from rollcall.environments.driver import EngineDriver
 from rollcall.environments.endpoint import Endpoint, call_format_of
 from rollcall.environments.histories import Histories, Templates
 from rollcall.environments.server import EndpointServer, in_loop
@@ -30,10 +28,12 @@ from rollcall.errors import ConfigError
 from rollcall.evaluation import adapter_beside, newest_model_of, sets_model
 from rollcall.loop.aside import together
 from rollcall.loop.group_maker import sampling_of
+from rollcall.loop.rollout import Clock, Rollouts
 from rollcall.model.files import resolve_model
 from rollcall.model.load import resolve_device, resolve_dtype
 from rollcall.model.stop_tokens import stop_token_ids
 from rollcall.roles.build import check_engine, load_engine, set_threads, tokenizer_of
+from rollcall.types import Completion, Ints
 from rollcall.wait import say
 from rollcall.words import counted
 
@@ -101,20 +101,27 @@ def serve(plan: ServePlan, *, host: str, port: int, key: str | None, show: Calla
         trust_remote_code=config.model.trust_remote_code,
         lora=plan.lora,
     )
+    rollouts = Rollouts(engine, max_running=config.rollout.max_running)
     with closing(engine):
         stops = stop_token_ids(tokenizer, model.config, model.generation_config, rollout=config.rollout)
         served = Served(name=plan.name, max_model_len=engine.max_positions, vocabulary=model.config.vocab_size)
         rules = Open(served=served, default=sampling_of(config.rollout, stops))
-        work = _serve(engine, rules, tokenizer=tokenizer, host=host, port=port, key=key, show=show)
+        work = _serve(rollouts, rules, tokenizer=tokenizer, host=host, port=port, key=key, show=show)
         asyncio.run(work)
 
 
 async def _serve(
-    engine: Engine, rules: Open, *, tokenizer: Any, host: str, port: int, key: str | None, show: Callable[[str], None]
+    rollouts: Rollouts,
+    rules: Open,
+    *,
+    tokenizer: Any,
+    host: str,
+    port: int,
+    key: str | None,
+    show: Callable[[str], None],
 ) -> None:
-    driver = EngineDriver(engine)
     callers = Callers()
-    caller = open_caller(driver, rules, tokenizer=tokenizer)
+    caller = open_caller(rollouts, rules, tokenizer=tokenizer)
     made = key is None
     key = callers.add(caller, key=key or secrets.token_urlsafe(32))
     app = Endpoint(
@@ -129,30 +136,34 @@ async def _serve(
     if made:
         show(key)
     try:
-        await together(_tell(caller, driver), background=[driver.pump()])
+        await together(_tell(caller, rollouts.clock), background=[rollouts.pump()])
     finally:
         rules.is_stopping = True
         server.close()
 
 
-def open_caller(driver: EngineDriver, rules: Open, *, tokenizer: Any) -> Caller:
+def open_caller(rollouts: Rollouts, rules: Open, *, tokenizer: Any) -> Caller:
     """For a server of this event loop. Its tokenizer is a copy: the engine's is used by another thread."""
     own = copy.deepcopy(tokenizer)
     histories = Histories(Templates(Conversations(own)), own, name="serve", max_kept=KEPT_TOKENS)
-    sample = in_loop(driver.sample, asyncio.get_running_loop())
-    return Caller(name="serve", rules=rules, histories=histories, sample=sample)
+
+    async def sample(prompt_ids: Ints, **given: Any) -> Completion:
+        return (await rollouts.sample(prompt_ids, **given))[0]
+
+    here = asyncio.get_running_loop()
+    return Caller(name="serve", rules=rules, histories=histories, sample=in_loop(sample, here))
 
 
-async def _tell(caller: Caller, driver: EngineDriver) -> None:
+async def _tell(caller: Caller, clock: Clock) -> None:
     """Now and then a line of what was served since the last one."""
     requests, tokens, since = 0, 0, time.monotonic()
     while True:
         await asyncio.sleep(LINE_EVERY_S)
         now = time.monotonic()
         if caller.num_requests != requests:
-            speed = (driver.num_tokens - tokens) / (now - since)
+            speed = (clock.engine_tokens - tokens) / (now - since)
             refused = f", {caller.num_refused} refused" if caller.num_refused else ""
             say(
-                f"{counted(caller.num_requests, 'request')}{refused}, {driver.num_tokens:,} tokens, {speed:,.0f} tokens/s"
+                f"{counted(caller.num_requests, 'request')}{refused}, {clock.engine_tokens:,} tokens, {speed:,.0f} tokens/s"
             )
-        requests, tokens, since = caller.num_requests, driver.num_tokens, now
+        requests, tokens, since = caller.num_requests, clock.engine_tokens, now

@@ -95,14 +95,12 @@ class Child:
         self._is_asked = True
         try:
             await send(self._writer, request_bytes(request))
-            answer = read_answer(await receive(self._reader))
+            answer = read_answer(await receive(self._reader), wanted)
         except (EOFError, ConnectionError):
             raise EnvironmentFailed(await self._why_silent()) from None
         if isinstance(answer, Failed):
             self._has_failed = True
             raise EnvironmentFailed(visible(answer.failed))
-        if not isinstance(answer, wanted):
-            raise EnvironmentFailed("its process answered something else than it was asked for")
         self._is_asked = False
         return answer
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -75,8 +75,8 @@ class _Row:
 
     def _note(self, segment: Segment) -> None:
         if self.segments and self.segments[-1].version == segment.version:
-            last = self.segments.pop()
-            segment = replace(last, num_tokens=last.num_tokens + segment.num_tokens)
+            num_tokens = self.segments.pop().num_tokens + segment.num_tokens
+            segment = Segment(version=segment.version, num_tokens=num_tokens)
         self.segments.append(segment)
 
 
@@ -108,42 +108,79 @@ class Player:
                 one.fail(EndReason.ERROR, str(error))
             return one.completion()
 
-    async def call(self, work: Coroutine[Any, Any, T], name: str) -> T:
+    async def call(self, work: Awaitable[T], name: str) -> T:
         """A call of the environment, with its time limit."""
         limit_s = self.section.call_timeout_s
         return await within(work, limit_s, f"{name} took longer than environment.call_timeout_s={limit_s:g}")
 
 
-async def within(work: Coroutine[Any, Any, T], limit_s: float, late: str) -> T:
-    """Its result, or ``TooLong`` with the text ``late``."""
-    task = asyncio.ensure_future(work)
+async def within(work: Awaitable[T], limit_s: float, late: str) -> T:
+    """Its result, or ``TooLong`` with the text ``late``. It runs in the caller's task: an episode makes a call in each turn, and a task for
+    each would take longer than the call."""
+    limit = _Limit(limit_s)
     try:
-        if not await one_ends_within(limit_s, task):
-            raise TooLong(late)
-        return task.result()
+        return await work
+    except (asyncio.CancelledError, Exception):
+        if limit.has_ended_it():
+            raise TooLong(late) from None
+        raise
     finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        limit.close()
 
 
 async def one_ends_within(limit_s: float, *tasks: asyncio.Future[Any]) -> bool:
-    """Whether one of them ends in this time.
+    """Whether one of them ends in this time."""
+    try:
+        await within(asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED), limit_s, "")
+    except TooLong:
+        return False
+    return True
+
+
+class _Limit:
+    """Cancels the task that has made it, once its time is over.
 
     Only time counts in which this event loop runs: an update in this process stops the loop for minutes, and an answer that came
     meanwhile is not late. Nor does time count in which a debugger holds a process of the run: what holds still may be this
     environment, or an engine that it waits for.
     """
-    left = limit_s
-    while left > 0:
-        look_s, began = min(left, LOOK_S), running_s()
-        done, _ = await asyncio.wait(tasks, timeout=look_s, return_when=asyncio.FIRST_COMPLETED)
-        if done:
-            return True
+
+    def __init__(self, limit_s: float) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._num_cancels = task.cancelling()
+        self._left_s = limit_s
+        self._is_over = False
+        self._look()
+
+    def has_ended_it(self) -> bool:
+        """Whether it was this limit, and nobody else, that cancelled the task; the task is then as before."""
+        return self._is_over and self._uncancel() <= self._num_cancels
+
+    def close(self) -> None:
+        self._next.cancel()
+        if self._is_over:
+            self._uncancel()  # the work had ended in the same moment
+
+    def _uncancel(self) -> int:
+        self._is_over = False
+        return self._task.uncancel()
+
+    def _look(self) -> None:
+        look_s = min(self._left_s, LOOK_S)
+        if look_s > 0:
+            self._next = self._task.get_loop().call_later(look_s, self._count, look_s, running_s())
+        else:  # the loop may have stood still until now
+            self._next = self._task.get_loop().call_later(GRACE_S, self._end)
+
+    def _count(self, look_s: float, began_s: float) -> None:
         if not BOARD.is_held:
-            left -= min(running_s() - began, look_s)
-    done, _ = await asyncio.wait(tasks, timeout=GRACE_S)  # the loop may have stood still until now
-    return bool(done)
+            self._left_s -= min(running_s() - began_s, look_s)
+        self._look()
+
+    def _end(self) -> None:
+        self._is_over = self._task.cancel()
 
 
 class _OneEpisode:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, TypeVar, Union
 
 from pydantic import ConfigDict, TypeAdapter
 
@@ -39,7 +40,9 @@ class Running:
 
 
 Answer = Failed | Opened | Worth | StepResult | Running | Ended
-_ANSWER: TypeAdapter[Answer] = TypeAdapter(Answer, config=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
+_CONFIG = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+_ANSWER: TypeAdapter[Answer] = TypeAdapter(Answer, config=_CONFIG)
+_T = TypeVar("_T")
 
 
 async def send(writer: asyncio.StreamWriter, body: bytes) -> None:
@@ -62,11 +65,18 @@ def answer_bytes(answer: Answer) -> bytes:
     return _ANSWER.dump_json(answer)
 
 
-def read_answer(body: bytes) -> Answer:
+def read_answer(body: bytes, *wanted: type[_T]) -> _T | Failed:
+    """One of what was asked for, or why there is none."""
     try:
-        return _ANSWER.validate_json(body)
+        return _adapter(wanted).validate_json(body)
     except ValueError:
-        raise EnvironmentFailed("its process answered rubbish, which no environment of ours writes") from None
+        raise EnvironmentFailed("its process answered rubbish, or something else than it was asked for") from None
+
+
+@cache
+def _adapter(wanted: tuple[type, ...]) -> TypeAdapter[Any]:
+    """Of a few types alone: pydantic tries all that there are."""
+    return TypeAdapter(Union[(*wanted, Failed)], config=_CONFIG)  # noqa: UP007 - made from values
 
 
 def _plain(value: Any) -> Any:

@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 from rollcall.environments.child import MAX_ANSWER_BYTES
 from rollcall.environments.episode import one_ends_within
 from rollcall.environments.frames import (
-    Answer,
     Failed,
     Opened,
     Running,
@@ -216,10 +215,10 @@ class _Hosted:
         has_ended = False
         try:
             await self._say({"do": "run", "variables": dict(variables)})
-            while isinstance(said := await self._hear_in_time(), Running):
+            while not isinstance(said := await self._hear_in_time(), Ended):
                 continue
             has_ended = True
-            return _wanted(said, Ended)
+            return said
         except asyncio.CancelledError:
             with suppress(EnvironmentLost):  # who gave it up does not want it played again
                 await self.close(broken=True)
@@ -238,7 +237,8 @@ class _Hosted:
             if not self._is_lost:
                 await send(self._writer, request_bytes({"do": "close", "broken": broken}))
                 if broken:
-                    await asyncio.wait_for(self._hang_up(), ANSWER_S)
+                    async with asyncio.timeout(ANSWER_S):
+                        await self._hang_up()
         except _BROKEN as error:
             if broken:  # else the episode has ended well
                 raise self._lost(error) from None
@@ -257,7 +257,7 @@ class _Hosted:
 
     async def _ask(self, request: dict[str, Any], wanted: type[_T]) -> _T:
         await self._say(request)
-        return _wanted(await self._hear(), wanted)
+        return await self._hear(wanted)
 
     async def _say(self, request: dict[str, Any]) -> None:
         body = request_bytes(request)
@@ -271,17 +271,17 @@ class _Hosted:
         except _BROKEN as error:
             raise self._lost(error) from None
 
-    async def _hear(self) -> Answer:
+    async def _hear(self, *wanted: type[_T]) -> _T:
         try:
-            said = read_answer(await receive(self._reader))
+            said = read_answer(await receive(self._reader), *wanted)
         except _BROKEN as error:
             raise self._lost(error) from None
         if isinstance(said, Failed):
             raise EnvironmentFailed(said.failed)
         return said
 
-    async def _hear_in_time(self) -> Answer:
-        hearing = asyncio.create_task(self._hear())
+    async def _hear_in_time(self) -> Running | Ended:
+        hearing = asyncio.create_task(self._hear(Running, Ended))
         try:
             if not await one_ends_within(SILENT_S, hearing):
                 raise self._lost(TimeoutError(f"it has said nothing of its program for {SILENT_S:g} s"))
@@ -300,12 +300,6 @@ class _Hosted:
         why = _shown(error)
         self._owner.lose(self, why)
         return EnvironmentLost(f"{self.place.name} is lost: {why}")
-
-
-def _wanted(said: Answer, wanted: type[_T]) -> _T:
-    if not isinstance(said, wanted):
-        raise EnvironmentFailed("its host answered something else than it was asked for")
-    return said
 
 
 async def _connect_in_time(place: HostPlace) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

@@ -101,7 +101,7 @@ class Controller:
 
     async def run(self) -> None:
         """From the resumed step to the last; the trained model is then in ``run_dir/model``."""
-        self.rollouts = Rollouts(self.workers.engine, rewards=self.rewards)
+        self.rollouts = Rollouts(self.workers.engine, max_running=self.config.rollout.max_running, rewards=self.rewards)
         self.episodes = episodes_of(
             self.config, self.workers.environments, tokenizer=self.workers.tokenizer, rollouts=self.rollouts
         )

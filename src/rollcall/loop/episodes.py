@@ -94,7 +94,8 @@ class Episodes:
             return turn
 
         try:
-            return await self.player.play(prompt, seed=seed, sampling=sampling, session=session, sample=sample)
+            with self.rollouts.playing():
+                return await self.player.play(prompt, seed=seed, sampling=sampling, session=session, sample=sample)
         finally:
             for session in sessions:
                 self.rollouts.end_session(session)

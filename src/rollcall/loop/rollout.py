@@ -11,11 +11,14 @@ pump sleeps until there is something to see, and does not hold up the event loop
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, Protocol, runtime_checkable
 
 from rollcall.engine.protocol import Engine, Request, Sampling
@@ -31,7 +34,7 @@ REWARD_WAIT_S = 0.02  # one look at the reward workers when the engine has nothi
 # decoded. Where environments are slow, it waits for one pause in vain. Episodes that begin together stay together, so an engine
 # without work waits for them too.
 QUIET_S, QUIET_SHARE, GATHER_SHARE = 0.002, 0.05, 0.5
-FIRST_QUIET_S, FIRST_GATHER_S = 0.005, 0.2
+FIRST_QUIET_S, FIRST_GATHER_S, BURST = 0.005, 0.2, 16
 KEEP_EVERY_S = 1.0  # what has ended of a group that goes on is kept this often
 REWARD_LOOK_S = 0.005  # between two looks at them while an engine works elsewhere
 HERE = "local"
@@ -105,9 +108,11 @@ class _Waiting:
 
 
 class Rollouts:
-    def __init__(self, engine: Engine, *, rewards: BusySpans | None = None):
-        """``rewards`` is told when reward functions are busy."""
+    def __init__(self, engine: Engine, *, max_running: int, rewards: BusySpans | None = None):
+        """``max_running``: most completions that the engine decodes at once. ``rewards`` is told when reward functions are busy."""
         self.engine = engine
+        self._max_running = max_running
+        self._num_playing = 0
         self._rewards = rewards or BusySpans(REWARDS)
         self.clock = Clock()
         self._elsewhere = engine if isinstance(engine, Elsewhere) else None
@@ -163,6 +168,16 @@ class Rollouts:
             self._give_up(key)
             raise
 
+    @contextmanager
+    def playing(self) -> Iterator[None]:
+        """An episode goes on while the block runs."""
+        self._num_playing += 1
+        try:
+            yield
+        finally:
+            self._num_playing -= 1
+            self._work.set()  # nobody waits for its next turn
+
     def end_session(self, session: str) -> None:
         """No turn of it comes any more."""
         if self._is_pumping:
@@ -215,13 +230,14 @@ class Rollouts:
 
     async def pump(self) -> None:
         """Runs beside the callers of ``attempt``, until cancelled."""
+        _spare_the_collector()
         self._is_pumping, is_busy = True, False
         try:
             while True:
                 await self._work.wait()
                 self._work.clear()
                 if self._elsewhere is None and not is_busy and self._turns:
-                    await self._gather(math.inf, quiet_s=FIRST_QUIET_S, most_s=FIRST_GATHER_S)
+                    await self._gather(math.inf, quiet_s=FIRST_QUIET_S, most_s=FIRST_GATHER_S, burst=BURST)
                 worked = bool(self.engine.num_unfinished)
                 num_turns = len(self._turns)
                 decoded_s = self._poll_engine()
@@ -247,15 +263,21 @@ class Rollouts:
                 if task is not None:
                     task.cancel()
 
-    async def _gather(self, count: float, *, quiet_s: float, most_s: float) -> None:
-        """Wait for this many more requests, unless none comes for ``quiet_s``."""
-        wanted, until = self.engine.num_unfinished + count, time.perf_counter() + most_s
-        while self.engine.num_unfinished < wanted and (now := time.perf_counter()) < until:
+    async def _gather(self, count: float, *, quiet_s: float, most_s: float, burst: int = 1) -> None:
+        """Wait for this many more requests, as many as there are episodes, or as the engine decodes at once; no longer once none has come for
+        ``quiet_s``, or up to ``burst`` times as long: the more have come, the more are on their way."""
+        wanted = min(self.engine.num_unfinished + count, self._max_running)
+        until = time.perf_counter() + most_s
+        while (num_there := self.engine.num_unfinished) < min(wanted, self._num_playing or math.inf):
+            pause_s, now = quiet_s * min(max(num_there, 1), burst), time.perf_counter()
+            if now >= until:
+                return
             self._work.clear()
             try:
-                await asyncio.wait_for(self._work.wait(), quiet_s)
+                async with asyncio.timeout(pause_s):  # wait_for (3.11) may forget that it is cancelled
+                    await self._work.wait()
             except TimeoutError:
-                if time.perf_counter() - now < 2 * quiet_s:  # else others were at work here, and it was not quiet
+                if time.perf_counter() - now < 2 * pause_s:  # else others were at work here, and it was not quiet
                     return
 
     def _submit(self, request: Request) -> None:
@@ -368,3 +390,11 @@ def sampling_seeds(run_seed: int, step: int, prompt_id: str, count: int) -> tupl
         digest = hashlib.blake2b(f"{run_seed}/{step}/{prompt_id}/{attempt}".encode(), digest_size=8).digest()
         seeds.append(int.from_bytes(digest, "little", signed=True))
     return tuple(seeds)
+
+
+@cache
+def _spare_the_collector() -> None:
+    """What this process has loaded by now stays, so Python's collector need not look at it again: with torch and transformers a full look
+    takes a fifth of a second, and everything waits."""
+    gc.collect()
+    gc.freeze()
