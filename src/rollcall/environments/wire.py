@@ -274,7 +274,9 @@ def _prompt(value: Any) -> str | tuple[int, ...]:
 
 
 def _are_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(type(one) is int and 0 <= one < 1 << 31 for one in value)
+    if not isinstance(value, list) or not set(map(type, value)) <= {int}:  # a bool is no id
+        return False
+    return not value or (min(value) >= 0 and max(value) < 1 << 31)
 
 
 def _text(value: str, where: str) -> str:

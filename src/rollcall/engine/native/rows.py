@@ -7,7 +7,7 @@ is torch's fused kernel, and keys lie as values do. Both keep keys under the sam
 what the memory really is. It is float32 for bfloat16 models too: products of so few rows take longer in bfloat16.
 
 The KV of sessions is kept outside the rows and counts as room. It goes, oldest first, when rows need the room. Where room has
-no limit, it takes at most what ``max_running`` rows of its longest would take.
+no limit, it takes at most ``KEPT_PER_ROW`` times what ``max_running`` rows take.
 """
 
 from __future__ import annotations
@@ -189,12 +189,14 @@ class RowRunner:
             return
         longest = max(row.past for row in leaving)
         if self.kv_tokens is None:
-            room = KEPT_PER_ROW * self.max_running * max(longest, self._kept.longest)
+            num_columns = max(_rounded(max(longest, self._kept.longest) + 2 * TURN), self._capacity[1])
+            room = KEPT_PER_ROW * self.max_running * num_columns
         else:
             room = self.kv_tokens - (self.num_rows - len(rows)) * int(self._rows.position[: self.num_rows].max())
         while self._kept.num_tokens + len(leaving) * longest > room and self._kept.give_way():
             pass
-        if len(leaving) == self.num_rows and self._kept.num_tokens + math.prod(self._capacity) <= room:
+        is_full = len(leaving) == self.num_rows and 2 * self.num_rows >= self._capacity[0]
+        if is_full and self._kept.num_tokens + math.prod(self._capacity) <= room:
             self._kept.put_all(leaving, self._planes(), end=self._column)
             self._give_away()
         else:
