@@ -388,6 +388,21 @@ def test_a_connection_without_a_request_is_closed(
         assert chat(client), "a client that has asked may think between two requests"
 
 
+@pytest.mark.parametrize("begun", [b"GET /", b"GET / HTTP/1.1\r\nX: ", b"GET / HTTP/1.1\r\n"])
+def test_a_head_without_an_end_is_refused(stands: Standing, begun: bytes) -> None:
+    line_of = b"X-One: 1\r\n" if begun.endswith(b"\n") else b"x" * 10
+    with socket.create_connection(("127.0.0.1", stands.server.port), timeout=60) as line:
+        try:
+            line.sendall(begun)
+            for _ in range(100):
+                line.sendall(line_of * 1000)
+            received = line.recv(1 << 16)
+        except ConnectionError:
+            received = b" 400 "  # it has closed the connection before all was sent
+        assert b" 400 " in received[:20]
+    assert chat(stands.client())
+
+
 def gone(line: socket.socket) -> bool:
     try:
         return line.recv(1) == b""

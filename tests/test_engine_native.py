@@ -282,6 +282,42 @@ def test_kept_rows_come_back_as_they_left_and_holes_are_closed_before_a_session_
             assert torch.equal(shown, Plane(old, plane.dim).columns(4, 10)[source])
 
 
+@pytest.mark.parametrize("attention", ["products", "fused"])
+@pytest.mark.parametrize("observed", [(3, 3, 3, 3), (3, 5, 1, 3)])
+def test_rows_that_leave_and_come_back_together_keep_their_memory(
+    attention: Any, observed: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    homes: list[bool] = []
+    restore = KeptRows.restore
+
+    def noting(self: KeptRows, returning: Any, planes: Any, *, home: Any = None) -> None:
+        homes.append(home is not None)
+        restore(self, returning, planes, home=home)
+
+    monkeypatch.setattr(KeptRows, "restore", noting)
+    model, tokenizer = make_model(), make_tokenizer()
+    ends: list[Any] = []
+    for sessions in (True, False):
+        engine = make_engine(model, tokenizer, max_running=4, attention=attention)
+        talks = random_prompts(4, lengths=(20, 21))
+        for turn in range(4):
+            asked = [
+                request(
+                    ids, name=f"{place}", session=f"s{place}" if sessions else None, max_tokens=6, stop_token_ids=(), seeds=(turn,)
+                )
+                for place, ids in enumerate(talks)
+            ]  # fmt: skip
+            results = run(engine, asked)
+            told = random_prompts(4, lengths=(5, 6))
+            talks = [
+                np.concatenate((ids, results[f"{place}"][0].token_ids, told[place][: observed[place]]))
+                for place, ids in enumerate(talks)
+            ]
+        ends.append(talks)
+    assert homes == [True] * 3, "their memory was not theirs"
+    assert all(np.array_equal(one, other) for one, other in zip(*ends, strict=True))
+
+
 def held_tokens(engine: NativeEngine) -> int:
     """KV that the tensors of a CPU's rows and sessions have memory for."""
     runner: Any = engine.runner

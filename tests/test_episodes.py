@@ -26,7 +26,7 @@ from rollcall.durable.journal import Journal
 from rollcall.engine.native.engine import NativeEngine
 from rollcall.engine.protocol import Sampling
 from rollcall.environments.conversation import MESSAGES, Conversations
-from rollcall.environments.episode import Player, turn_seed, within
+from rollcall.environments.episode import Player, TooLong, turn_seed, within
 from rollcall.environments.processes import kind_of
 from rollcall.environments.protocol import EnvironmentFailed, Message
 from rollcall.errors import ConfigError, JournalError
@@ -263,6 +263,55 @@ def test_an_answer_that_came_while_the_loop_stood_still_is_not_late() -> None:
         return await within(call(), 0.2, "late")
 
     assert asyncio.run(main()) == "in time"
+
+
+def test_a_limit_ends_its_own_work_and_nothing_else() -> None:
+    async def inner_ends_first() -> str:
+        async def outer() -> str:
+            try:
+                await within(asyncio.sleep(60), 0.05, "inner")
+            except TooLong as late:
+                await asyncio.sleep(0.01)  # the task is not cancelled
+                return str(late)
+            return "no limit"
+
+        return await within(outer(), 60, "outer")
+
+    async def outer_ends_first() -> str:
+        try:
+            await within(within(asyncio.sleep(60), 60, "inner"), 0.05, "outer")
+        except TooLong as late:
+            await asyncio.sleep(0.01)
+            return str(late)
+        return "no limit"
+
+    async def cancelled_by_another() -> str:
+        task = asyncio.create_task(within(asyncio.sleep(60), 60, "late"))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        (ended,) = await asyncio.gather(task, return_exceptions=True)
+        return type(ended).__name__
+
+    async def fails_while_it_is_ended() -> str:
+        async def stubborn() -> None:
+            try:
+                await asyncio.sleep(60)
+            finally:
+                raise OSError("its host is gone")
+
+        try:
+            await within(stubborn(), 0.05, "late")
+        except TooLong as late:
+            return str(late)
+        return "no limit"
+
+    for work, expected in (
+        (inner_ends_first, "inner"),
+        (outer_ends_first, "outer"),
+        (cancelled_by_another, "CancelledError"),
+        (fails_while_it_is_ended, "late"),
+    ):
+        assert asyncio.run(asyncio.wait_for(work(), 30)) == expected
 
 
 # Conversations

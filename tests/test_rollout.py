@@ -384,3 +384,49 @@ def test_an_error_of_the_engine_reaches_whoever_runs_the_pump() -> None:
 
     with pytest.raises(RuntimeError, match="the card fell off"):
         drive(work, Broken())
+
+
+def test_a_pump_ends_also_when_work_comes_in_the_moment_in_which_it_is_cancelled() -> None:
+    class Busy(FakeEngine):
+        def poll(self) -> list[Finished]:
+            return []
+
+    async def main() -> bool:
+        rollouts = Rollouts(Busy(), max_running=8)
+        pump = asyncio.create_task(rollouts.pump())
+        turns = [asyncio.create_task(rollouts.sample(np.ones(3, np.int32), seed=0, sampling=SAMPLING, session="s"))]
+        for _ in range(3):
+            await asyncio.sleep(0)  # it waits for more turns now
+        rollouts._work.set()
+        pump.cancel()
+        done, _ = await asyncio.wait({pump}, timeout=10)
+        for task in (pump, *turns):
+            task.cancel()
+        return bool(done)
+
+    assert asyncio.run(main())
+
+
+def test_first_turns_are_waited_for_until_all_episodes_have_one() -> None:
+    class Counting(FakeEngine):
+        def __init__(self) -> None:
+            super().__init__()
+            self.batches: list[int] = []
+
+        def poll(self) -> list[Finished]:
+            self.batches.append(len(self.requests))
+            requests, self.requests = self.requests, []
+            return [Finished(request_id=one.id, completions=(make_completion(one.seeds[0]),)) for one in requests]
+
+    engine = Counting()
+
+    async def one(rollouts: Rollouts, wait_s: float) -> None:
+        with rollouts.playing():
+            await asyncio.sleep(wait_s)
+            await rollouts.sample(np.ones(3, np.int32), seed=0, sampling=SAMPLING, session="s")
+
+    async def work(rollouts: Rollouts) -> None:
+        await asyncio.gather(*(one(rollouts, wait_s) for wait_s in (0.0, 0.001, 0.002, 0.003)))
+
+    drive(work, engine)
+    assert sum(engine.batches) == 4 and max(engine.batches) >= 2, engine.batches
