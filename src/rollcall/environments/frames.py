@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, TypeVar, Union
+from functools import cache, reduce
+from operator import or_
+from typing import Any, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter
 
@@ -76,7 +77,8 @@ def read_answer(body: bytes, *wanted: type[_T]) -> _T | Failed:
 @cache
 def _adapter(wanted: tuple[type, ...]) -> TypeAdapter[Any]:
     """Of a few types alone: pydantic tries all that there are."""
-    return TypeAdapter(Union[(*wanted, Failed)], config=_CONFIG)  # noqa: UP007 - made from values
+    kinds: Any = reduce(or_, wanted, Failed)
+    return TypeAdapter(kinds, config=_CONFIG)
 
 
 def _plain(value: Any) -> Any:
