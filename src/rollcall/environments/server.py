@@ -19,23 +19,19 @@ from typing import Any, TypeVar
 from rollcall.engine.protocol import Sampling
 from rollcall.environments.callers import SampleTurn
 from rollcall.types import Completion, Ints
-from rollcall.words import are
 
 T = TypeVar("T")
 LOOPBACK = "127.0.0.1"
 MAX_CONNECTIONS = 8192
 KEEP_ALIVE_S = 120.0  # between two requests: a program may think for long
-MAX_HEAD_BYTES = 1 << 16
 HEAD_S = 30.0  # from connecting, or from the first byte of a request, to the end of its head
 START_S = 30.0
 END_S = 10.0
 
 
 def refuse_without_packages() -> None:
-    if missing := [name for name in ("uvicorn", "httptools") if find_spec(name) is None]:
-        raise ValueError(
-            f"the endpoint needs {' and '.join(missing)}, which {are(len(missing))} not installed; run: pip install 'rollcall-rl[view]'"
-        )
+    if find_spec("uvicorn") is None:
+        raise ValueError("the endpoint needs uvicorn, which is not installed; run: pip install 'rollcall-rl[view]'")
 
 
 class EndpointServer:
@@ -84,35 +80,29 @@ class EndpointServer:
 
 
 def _protocol(*, most_silent: int) -> type[asyncio.Protocol]:
-    """uvicorn's, which waits without end for the head of a request, however long. Until that has come nobody knows whether a caller has a
-    key, so a stranger could hold all connections: one that says too little is closed in time, and the oldest make way where there are many."""
-    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+    """uvicorn's, which waits without end for the head of a request. Until that has come nobody knows whether a caller has a key, so
+    a stranger could hold all connections: one that says too little is closed in time, and the oldest make way where there are many."""
+    from uvicorn.protocols.http.h11_impl import H11Protocol
 
     silent: dict[Any, asyncio.TimerHandle] = {}  # the oldest first
 
-    class Impatient(HttpToolsProtocol):
+    class Impatient(H11Protocol):
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            self.transport = _Together(transport, self.loop)  # type: ignore[assignment]
             self._wait()
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
             if self.cycle is not None and not self.cycle.response_complete:
                 self._wait_no_more()
-                return
-            if self not in silent:
+            elif self not in silent:
                 self._wait()
-            self._num_head_bytes += len(data)
-            if self._num_head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-                self.send_400_response(f"The head of the request has more than {MAX_HEAD_BYTES} bytes.")
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._wait_no_more()
             super().connection_lost(exc)
 
         def _wait(self) -> None:
-            self._num_head_bytes = 0
             silent[self] = self.loop.call_later(HEAD_S, self.transport.abort)
             if len(silent) > most_silent:
                 oldest = next(iter(silent))
@@ -124,31 +114,6 @@ def _protocol(*, most_silent: int) -> type[asyncio.Protocol]:
                 timer.cancel()
 
     return Impatient
-
-
-class _Together:
-    """A transport that sends what is written in one moment at once: head and body of an answer are one packet."""
-
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
-        self._transport, self._loop = transport, loop
-        self._written: list[bytes] = []
-
-    def write(self, data: bytes) -> None:
-        if not self._written:
-            self._loop.call_soon(self._send)
-        self._written.append(data)
-
-    def close(self) -> None:
-        self._send()
-        self._transport.close()
-
-    def _send(self) -> None:
-        written, self._written = self._written, []
-        if written and not self._transport.is_closing():
-            self._transport.write(b"".join(written))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
 
 
 def in_loop(sample: Callable[..., Awaitable[Completion]], loop: asyncio.AbstractEventLoop) -> SampleTurn:

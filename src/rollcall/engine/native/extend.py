@@ -59,7 +59,8 @@ class Extension:
         if way == "products" and not window:
             behind = torch.arange(self.num_new) > queries[:, None]
             starts = hide_starts(num_hidden, num_columns=self.longest, way=way)
-            return (*starts, (self.longest - self.num_new, additive(behind[None])))
+            ends = (self.longest - self.num_new, additive(behind[None]))
+            return (ends,) if starts is None else ((0, starts), ends)
         columns, own = torch.arange(self.longest), (queries + self.longest - self.num_new)[:, None]
         hidden = (columns > own)[None]
         if window:

@@ -7,13 +7,13 @@ equally long. A product's scores are masked only in the columns where something 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from rollcall.model.attention import Way
+from rollcall.types import Longs
 
 Masks = tuple[tuple[int, Tensor], ...]
 """Each from a column on, additive [rows * Hkv or 1, queries or 1, columns]; none: every query sees every column."""
@@ -39,13 +39,13 @@ def attend_fused(q: Tensor, keys: Tensor, values: Tensor, masks: Masks) -> Tenso
 ATTEND: dict[Way, AttendRows] = {"products": attend_by_products, "fused": attend_fused}
 
 
-def hide_starts(num_hidden: Any, *, num_columns: int, way: Way) -> Masks:
-    """Hide the first columns of each of [rows * Hkv], this many."""
+def hide_starts(num_hidden: Longs, *, num_columns: int, way: Way) -> Tensor | None:
+    """A mask from the first column on that hides this many columns of each of [rows * Hkv]; None: there is nothing to hide."""
     most = int(num_hidden.max())
     if not most:
-        return ()
+        return None
     columns = torch.arange(most if way == "products" else num_columns)
-    return ((0, additive(columns < torch.as_tensor(num_hidden)[:, None])[:, None]),)
+    return additive(columns < torch.from_numpy(num_hidden)[:, None])[:, None]
 
 
 def additive(hidden: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ from rollcall.engine.native.kept_rows import (
     bundle_of_all,
     places,
 )
-from rollcall.engine.native.row_attention import ATTEND, AttendRows, Masks, hide_starts
+from rollcall.engine.native.row_attention import ATTEND, AttendRows, hide_starts
 from rollcall.engine.native.runner import Chunk, Fill, RowState, Sequence, in_parts, order_fills, plan_fills
 from rollcall.engine.native.sampler import sample
 from rollcall.engine.uniform import uniforms
@@ -316,7 +316,7 @@ class RowRunner:
         decoder = self.decoder
         column, lead = self._column, int(self._rows.position[:rows].max())
         seats, live = slice(rows * decoder.num_kv_heads), slice(column - lead, column + 1)
-        masks = {window: self._masks(rows, lead, window) for window in {layer.window for layer in decoder.layers}}
+        masks = {window: self._mask(rows, lead, window) for window in {layer.window for layer in decoder.layers}}
         step = Step(
             token_ids=torch.from_numpy(self._rows.next[:rows]),
             positions=torch.from_numpy(self._rows.position[:rows]),
@@ -344,7 +344,8 @@ class RowRunner:
         )
         return tokens.numpy(), logprobs.numpy()
 
-    def _masks(self, rows: int, lead: int, window: int) -> Masks:
+    def _mask(self, rows: int, lead: int, window: int) -> Tensor | None:
+        """One of ``Step.masks``."""
         past = self._rows.position[:rows]
         if window:
             past = past.clip(max=window - 1)
@@ -437,7 +438,7 @@ class Step(NamedTuple):
     positions: Tensor  # [rows]
     keys: list[Tensor]  # of each layer [rows * Hkv, D, columns]
     values: list[Tensor]  # of each layer [rows * Hkv, columns, D]
-    masks: list[Masks]  # of each layer
+    masks: list[Tensor | None]  # of each layer, from its first column on; None: every row sees every column
     attend: AttendRows
     gain: Tensor | None = None  # which adapter each row has
 
@@ -451,15 +452,16 @@ def next_logits(decoder: Decoder, step: Step) -> Tensor:
         values[:, -1].view(v.shape).copy_(v)
         # The query heads of one KV head stand in the query axis: grouped attention without repeating keys.
         grouped = q.reshape(keys.shape[0], -1, decoder.head_dim).float()
-        return step.attend(grouped, keys, values, step.masks[index]).reshape(q.shape[0], -1).to(q.dtype)
+        mask = step.masks[index]
+        out = step.attend(grouped, keys, values, () if mask is None else ((0, mask),))
+        return out.reshape(q.shape[0], -1).to(q.dtype)
 
     return decoder.logits(decoder.forward(step.token_ids, step.positions, attend, gain=step.gain))
 
 
 def compiled_logits(decoder: Decoder, step: Step) -> Tensor:
     """``next_logits`` as one graph, in which the numbers of rows and of columns are left open."""
-    masks = [mask for masks in step.masks for _, mask in masks]
-    columns = [(tensor, 2) for tensor in (*step.keys, *masks)]
+    columns = [(tensor, 2) for tensor in (*step.keys, *step.masks) if tensor is not None]
     columns += [(tensor, 1) for tensor in step.values]
     for tensor, dim in columns:
         torch._dynamo.maybe_mark_dynamic(tensor, dim)
