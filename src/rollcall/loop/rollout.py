@@ -34,7 +34,7 @@ REWARD_WAIT_S = 0.02  # one look at the reward workers when the engine has nothi
 # decoded. Where environments are slow, it waits for one pause in vain. Episodes that begin together stay together, so an engine
 # without work waits for them too.
 QUIET_S, QUIET_SHARE, GATHER_SHARE = 0.002, 0.05, 0.5
-FIRST_QUIET_S, FIRST_GATHER_S, BURST = 0.005, 0.2, 16
+FIRST_QUIET_S, FIRST_GATHER_S, BURST = 0.005, 0.2, 8
 KEEP_EVERY_S = 1.0  # what has ended of a group that goes on is kept this often
 REWARD_LOOK_S = 0.005  # between two looks at them while an engine works elsewhere
 HERE = "local"
