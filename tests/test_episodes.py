@@ -17,6 +17,8 @@ import pytest
 from runs import IN_JOURNAL, IN_UPDATE, Kill, column, finish, groups, make_run, run_and_be_killed, write_rows
 from scripted import Scripted, ends, says
 from tiny import make_model, make_tokenizer, reference_logprobs
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from rollcall.cli.main import app
@@ -315,6 +317,29 @@ def test_a_limit_ends_its_own_work_and_nothing_else() -> None:
 
 
 # Conversations
+
+
+class Shouting(PreTrainedTokenizerFast):
+    """A tokenizer that does something of its own in Python."""
+
+    def __call__(self, text: Any, **given: Any) -> Any:
+        return super().__call__(text.upper(), **given)
+
+
+@pytest.mark.parametrize("kind", [PreTrainedTokenizerFast, Shouting])
+def test_texts_are_encoded_as_the_tokenizer_itself_encodes_them(kind: type[PreTrainedTokenizerFast]) -> None:
+    """Whatever its file says of truncation and padding."""
+    ids = {token: index for index, token in enumerate(["<pad>", "a", "b", "A", "B"])}
+    backend = Tokenizer(models.WordLevel(ids, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    backend.enable_truncation(max_length=3)
+    backend.enable_padding(length=16)
+    tokenizer = kind(tokenizer_object=backend, pad_token="<pad>")
+    said = (Message(role="user", content="abba" * 3, name=""),)
+    found = Conversations(tokenizer).extend(said, is_chat=False, tools=(), last_id=-1)
+    expected = "ABBA" if kind is Shouting else "abba"
+    assert found.tolist() == [ids[letter] for letter in expected * 3]
+
 
 CHATML = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 FORGETS = (

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -407,26 +409,35 @@ def test_a_pump_ends_also_when_work_comes_in_the_moment_in_which_it_is_cancelled
     assert asyncio.run(main())
 
 
-def test_first_turns_are_waited_for_until_all_episodes_have_one() -> None:
-    class Counting(FakeEngine):
-        def __init__(self) -> None:
-            super().__init__()
-            self.batches: list[int] = []
+class Batches(FakeEngine):
+    """Finishes all that it has with each poll."""
 
-        def poll(self) -> list[Finished]:
-            self.batches.append(len(self.requests))
-            requests, self.requests = self.requests, []
-            return [Finished(request_id=one.id, completions=(make_completion(one.seeds[0]),)) for one in requests]
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[int] = []
 
-    engine = Counting()
+    def poll(self) -> list[Finished]:
+        self.batches.append(len(self.requests))
+        requests, self.requests = self.requests, []
+        return [Finished(request_id=one.id, completions=(make_completion(one.seeds[0]),)) for one in requests]
 
-    async def one(rollouts: Rollouts, wait_s: float) -> None:
-        with rollouts.playing():
-            await asyncio.sleep(wait_s)
+
+@pytest.mark.parametrize(("num_turns", "are_episodes", "expected"), [(3, True, 3), (8, False, 8)])
+def test_first_turns_are_waited_for_until_there_is_one_of_each_episode_or_for_each_row(
+    num_turns: int, are_episodes: bool, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollcall.loop.rollout.FIRST_QUIET_S", 60.0)  # so that only their number can end the wait
+    monkeypatch.setattr("rollcall.loop.rollout.FIRST_GATHER_S", 60.0)
+    engine = Batches()
+
+    async def one(rollouts: Rollouts, place: int) -> None:
+        with rollouts.playing() if are_episodes else nullcontext():
+            await asyncio.sleep(0.02 * place)
             await rollouts.sample(np.ones(3, np.int32), seed=0, sampling=SAMPLING, session="s")
 
     async def work(rollouts: Rollouts) -> None:
-        await asyncio.gather(*(one(rollouts, wait_s) for wait_s in (0.0, 0.001, 0.002, 0.003)))
+        await asyncio.gather(*(one(rollouts, place) for place in range(num_turns)))
 
     drive(work, engine)
-    assert sum(engine.batches) == 4 and max(engine.batches) >= 2, engine.batches
+    assert engine.batches[0] == expected and sum(engine.batches) == num_turns
+    assert gc.get_freeze_count(), "the collector looks at all that is loaded again and again"

@@ -48,7 +48,7 @@ KEPT_PER_ROW = 2  # conversations whose KV is kept for each row: one that waits 
 CHUNK = 8  # steps between two looks at the results
 COLUMN_STEP = 32  # rows grow by this many columns
 FILL_TOKENS = 1024  # at once: what a layer computes of so few stays in the cache
-TURN = 128  # columns before the first one, for the next turns of sessions
+TURN = 128  # columns before the first one and behind the last, for the next turns of sessions
 
 
 class RowRunner:
@@ -114,7 +114,8 @@ class RowRunner:
             self.decoder.grow_rope(sequence.limit)
         self._draw_uniforms(admitted, first)
         home = None if first else self._go_home(taken)
-        self._make_room(steps=1, live=(self.num_rows if home else first, lead))
+        if home is None:
+            self._make_room(steps=1, live=(first, lead))
         if taken:
             self._restore(taken, home)
         fills = plan_fills(admitted, first, past={row: num_tokens for row, (_, num_tokens) in taken.items()})
@@ -195,8 +196,8 @@ class RowRunner:
             room = self.kv_tokens - (self.num_rows - len(rows)) * int(self._rows.position[: self.num_rows].max())
         while self._kept.num_tokens + len(leaving) * longest > room and self._kept.give_way():
             pass
-        is_full = len(leaving) == self.num_rows and 2 * self.num_rows >= self._capacity[0]
-        if is_full and self._kept.num_tokens + math.prod(self._capacity) <= room:
+        all_leave = len(leaving) == self.num_rows and 2 * self.num_rows >= self._capacity[0]
+        if all_leave and self._kept.num_tokens + math.prod(self._capacity) <= room:
             self._kept.put_all(leaving, self._planes(), end=self._column)
             self._give_away()
         else:
