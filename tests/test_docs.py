@@ -125,8 +125,8 @@ def test_every_metric_that_the_debugging_page_names_exists() -> None:
     assert len(named) > 20 and not missing, missing
 
 
-def test_a_name_beside_a_file_in_the_readme_is_in_that_file() -> None:
-    found = re.findall(r"`([\w/]+\.py)` \(`(\w+)`\)", (ROOT / "README.md").read_text())
+def test_a_name_after_a_file_on_the_architecture_page_is_in_that_file() -> None:
+    found = re.findall(r"`([\w/]+\.py)` \(`(\w+)`\)", (DOCS / "architecture.md").read_text())
     assert len(found) >= 2
     for name, inside in found:
         text = (ROOT / "src/rollcall" / name).read_text()
@@ -157,13 +157,24 @@ def test_what_a_user_reads_first_is_plain_english() -> None:
 
 
 def test_the_readme_explains_its_words_before_it_uses_them() -> None:
-    """Slot, role, group, step, journal and attempt stand first in the lines that say what they are."""
     readme = (ROOT / "README.md").read_text()
-    for word in ("slot", "role", "group", "step", "journal", "attempt"):
+    assert len(readme.splitlines()) <= 150
+    for word in ("slot", "role", "group", "journal"):
         first = re.search(rf"\b{word}s?\b", readme, re.IGNORECASE)
         assert first is not None and readme[first.start() - 2 : first.start()] == "**", (
             f"{word} is used before it is explained"
         )
+
+
+@pytest.mark.parametrize("page", ["from-trl.md", "from-verl.md"])
+def test_a_page_for_users_of_another_system_names_keys_that_exist(page: str) -> None:
+    known = docs_config.render_docs()
+    sections = "|".join(Config.model_fields)
+    for row in re.findall(r"^\| [^|]+ \| ([^|]+) \|", (DOCS / page).read_text(), re.MULTILINE):
+        for section, key in re.findall(rf"`({sections})\.(?:\d\.)?([a-z_.]+)", row):
+            table = known.split(f"\n## {section}\n")[1].split("\n## ")[0]
+            keys = table if section != "critic" else known
+            assert f"| `{key}` |" in keys or f"| `{key.split('.')[-1]}` |" in known, f"{page}: {section}.{key}"
 
 
 def test_every_metric_is_on_the_page() -> None:
