@@ -10,7 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -137,6 +137,24 @@ def test_a_master_that_has_just_appeared_is_not_said_to_stand_still(tmp_path: Pa
     worker._master._since -= 30
     worker._wait_for_master(SimpleNamespace(tell=told.append, is_over=False))  # type: ignore[arg-type]
     assert told[1].startswith("the master on one (process 7) has not moved for 30 s; waiting for it")
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"--phase": "both", "--rank-weights": "1,1"}, None),
+        ({"--phase": "rollout"}, "was started with --phase both, this worker with --phase rollout; give both the same"),
+        ({"--eval-interval": "6"}, "was started without --eval-interval, this worker with --eval-interval 6"),
+    ],
+)
+def test_a_worker_compares_its_options_with_the_masters(
+    tmp_path: Path, given: dict[str, str], told: str | None
+) -> None:
+    worker = FolderWorker(tmp_path, rank=1, num_nodes=2, options=given)
+    masters = {"--num-nodes": "2", "--phase": "both", "--split": "train", "--rank-weights": "1,1"}
+    worker._master.facts = {"host": "one", "options": masters, "folder": str(worker.folder)}
+    with nullcontext() if told is None else pytest.raises(ClusterError, match=told):
+        worker._check_master()
 
 
 def test_a_process_is_alive_when_its_counter_moves_and_not_because_its_file_is_there(
@@ -346,9 +364,9 @@ def run_of_three(
         started.append(start_train(config, share, "--num-nodes", "3", *more))
         return started[-1]
 
-    workers = {rank: start("--worker", str(rank)) for rank in (1, 2)}
+    workers = {rank: start(*options, "--worker", str(rank)) for rank in (1, 2)}
     try:
-        yield start("--master", *options), workers
+        yield start(*options, "--master"), workers
     finally:
         for command in [*started, *workers.values()]:
             command.kill()
@@ -371,8 +389,10 @@ def audit(config: Config) -> Counter[str]:
 
 
 def test_three_processes_train_through_a_folder_and_share_the_groups_by_rank_weights(share: Path) -> None:
+    """Every node gets the line of WebGym's guide, with its names."""
     config = make_run(share, "trainer.steps=3", "data.prompts_per_step=16")
-    with run_of_three(config, share, "--rank-weights", "2,1,1") as (master, workers):
+    webgym = ["--data-path", str(share.parent), "--rl-phase", "both", "--eval-interval", "6", "--rank-weights", "2,1,1"]
+    with run_of_three(config, share, *webgym) as (master, workers):
         assert master.wait() == 0, master.stderr
         assert [worker.wait() for worker in workers.values()] == [0, 0]
     assert "has ended" in workers[1].stderr
@@ -386,6 +406,19 @@ def test_three_processes_train_through_a_folder_and_share_the_groups_by_rank_wei
     lanes = ["actor 0 + rollout 0 @ node 0", "rollout 1 @ node 1", "rollout 2 @ node 2"]
     assert found.lanes == (CONTROLLER, *lanes, REWARDS)
     assert all({"rollout", "sync"} <= {span.kind for span in found.spans if span.lane == lane} for lane in lanes)
+
+
+def test_the_lines_of_webgyms_guide_for_one_node_sample_and_then_train(share: Path) -> None:
+    settings = make_run(share.parent / "settings", "trainer.steps=1").model_dump(mode="json", exclude_unset=True)
+    run_file = share.parent / "run.yaml"
+    run_file.write_text(json.dumps({**settings, "run": {"name": "x"}}))
+    line = ["train", str(run_file), "--data-path", str(share.parent), "--log-path", str(share)]
+    for phase in (["rollout", "--rollout-split", "train-only"], ["update"]):
+        done = commands.rollcall(*line, "--rl-phase", *phase, cwd=share.parent)
+        assert done.returncode == 0, done.stderr
+    assert (share / "run" / "model").is_dir()
+    both = commands.rollcall(*line, "run.dir=other", cwd=share.parent)
+    assert both.returncode == 2 and "both say where the run is" in both.stderr
 
 
 @pytest.mark.slow

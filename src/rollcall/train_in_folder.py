@@ -6,7 +6,7 @@ on node 0, an engine on every node.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ def train_as_master(
     *,
     num_nodes: int,
     rank_weights: Sequence[float] | None,
+    options: Mapping[str, str],
     fresh: bool = False,
     quiet: bool = False,
     bounds: Bounds | None = None,
@@ -34,13 +35,13 @@ def train_as_master(
     from rollcall.training import train
 
     config = with_folder(config, folder, num_nodes=num_nodes, rank_weights=rank_weights)
-    with FolderBackend(folder, num_nodes=num_nodes, run=config.run.name) as backend:
+    with FolderBackend(folder, num_nodes=num_nodes, run=config.run.name, options=options) as backend:
         say(f"master of {num_nodes} nodes, in {backend.folder}; run directory {config.run.dir}")
         return train(config, fresh=fresh, quiet=quiet, bounds=bounds, backend=backend)
 
 
-def serve_as_worker(folder: Path, *, rank: int, num_nodes: int) -> None:
-    """Be node ``rank`` until the master's run is over."""
+def serve_as_worker(folder: Path, *, rank: int, num_nodes: int, options: Mapping[str, str]) -> None:
+    """Serve as node ``rank`` until the master's run is over. Options that differ from the master's are refused."""
     if not 0 < rank < num_nodes:
         raise ConfigError(
             f"--worker {rank} with --num-nodes {num_nodes} is not a worker; node 0 is the master, the workers are 1 to "
@@ -52,7 +53,7 @@ def serve_as_worker(folder: Path, *, rank: int, num_nodes: int) -> None:
 
     if has_terminal():  # nodes that share only a folder cannot reach each other: without a terminal nobody could come
         serve()
-    FolderWorker(folder, rank=rank, num_nodes=num_nodes).run()
+    FolderWorker(folder, rank=rank, num_nodes=num_nodes, options=options).run()
 
 
 def with_folder(config: Config, folder: Path, *, num_nodes: int, rank_weights: Sequence[float] | None) -> Config:

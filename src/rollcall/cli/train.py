@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -31,16 +32,24 @@ def train(
         bool, typer.Option("--fresh", help="Start over. An existing run directory is moved aside, not deleted.")
     ] = False,
     phase: Annotated[
-        Phase,
+        Phase | None,
         typer.Option(
             "--phase",
+            "--rl-phase",
             help="rollout: sample groups for the next step (for 1 + trainer.staleness steps) into the journal, then stop. update: "
-            "train on the groups in the journal, then stop. both: train as usual.",
+            "train on the groups in the journal, then stop. both, the default: train as usual.",
         ),
-    ] = Phase.BOTH,
+    ] = None,
     split: Annotated[
-        Split, typer.Option(help="With --phase rollout. eval: only evaluate the newest checkpoint.")
-    ] = Split.TRAIN,
+        Split | None,
+        typer.Option(
+            "--split",
+            "--rollout-split",
+            parser=lambda text: Split(text.removesuffix("-only")),
+            metavar="train|eval",
+            help="With --phase rollout. eval: only evaluate the newest checkpoint.",
+        ),
+    ] = None,
     eval_interval: Annotated[
         int | None, typer.Option(metavar="N", min=0, help="The same as trainer.eval_every=N.")
     ] = None,
@@ -59,12 +68,19 @@ def train(
         typer.Option(
             "--rank-weights",
             metavar="W0,W1,..",
-            help="With --master: each node's share of the rollouts. Default: by speed.",
+            help="With --master or --worker: each node's share of the rollouts. Default: by speed.",
         ),
     ] = None,
     log_path: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="With --master or --worker: the shared folder. Its mode must be 700."),
+        typer.Option(
+            metavar="DIR",
+            help="The folder that the nodes share; its mode must be 700. Without run.dir, the run is in DIR/run.",
+        ),
+    ] = None,
+    data_path: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder of shared downloads: the hub's cache is DIR/.cache/huggingface."),
     ] = None,
     post_mortem: Annotated[
         bool,
@@ -102,8 +118,8 @@ def train(
     \b
     On three nodes that share nothing but the folder /share/x, one command on each:
       rollcall train run.yaml --master --num-nodes 3 --rank-weights 2,1,1 --log-path /share/x
-      rollcall train run.yaml --worker 1 --num-nodes 3 --log-path /share/x
-      rollcall train run.yaml --worker 2 --num-nodes 3 --log-path /share/x
+      rollcall train run.yaml --worker 1 --num-nodes 3 --rank-weights 2,1,1 --log-path /share/x
+      rollcall train run.yaml --worker 2 --num-nodes 3 --rank-weights 2,1,1 --log-path /share/x
     """
     from rollcall import api
     from rollcall.config.checks import say_unused
@@ -111,24 +127,28 @@ def train(
     from rollcall.nodes.which import wished_cluster
     from rollcall.worker_env.declared import environment
 
-    bounds = Bounds(phase=phase, split=split)
+    bounds = Bounds(phase=phase or Phase.BOTH, split=split or Split.TRAIN)
+    if data_path is not None:
+        if not data_path.is_dir():
+            raise typer.BadParameter(f"--data-path {data_path} is not a folder")
+        os.environ["HF_HOME"] = str(data_path.absolute() / ".cache/huggingface")  # read when its library is imported
     path, changes = split_arguments(file, overrides)
     if eval_interval is not None:
         changes = [*changes, f"trainer.eval_every={eval_interval}"]
     config = api.read_config(path, overrides=changes)
+    if log_path is not None:
+        if "dir" not in config.run.model_fields_set:
+            config = api.read_config(path, overrides=[*changes, f"run.dir={log_path / 'run'}"])
+        elif not master and worker is None:
+            raise typer.BadParameter(
+                f"--log-path {log_path} and run.dir={config.run.dir} both say where the run is; leave one out"
+            )
     if local_debug:
         if master or worker is not None:
             raise typer.BadParameter("--local-debug is one process; leave it out beside --master and --worker R")
         config = _for_local_debug(config, keeps_dir=any(change.startswith("run.dir=") for change in changes))
-    run = _on_a_folder(
-        master=master,
-        worker=worker,
-        num_nodes=num_nodes,
-        rank_weights=rank_weights,
-        log_path=log_path,
-        fresh=fresh,
-        bounds=bounds,
-    )
+    own = {"--phase": phase, "--split": split, "--rank-weights": rank_weights, "--eval-interval": eval_interval}
+    run = _on_a_folder(master=master, worker=worker, num_nodes=num_nodes, log_path=log_path, fresh=fresh, own=own)
     if master:
         say_unused(config, in_folder=True)
     if run is None and config.cluster is not None:
@@ -144,8 +164,8 @@ def train(
                     config,
                     fresh=fresh,
                     quiet=as_json,
-                    phase=phase,
-                    split=split,
+                    phase=bounds.phase,
+                    split=bounds.split,
                     post_mortem=post_mortem,
                     local_debug=local_debug,
                 ).result
@@ -173,29 +193,32 @@ def _on_a_folder(
     master: bool,
     worker: int | None,
     num_nodes: int | None,
-    rank_weights: str | None,
     log_path: Path | None,
     fresh: bool,
-    bounds: Bounds,
+    own: Mapping[str, object],
 ) -> Callable[..., dict[str, Any] | None] | None:
-    """What to run where nodes share only a folder; None: they do not."""
+    """The function that runs on nodes that share only a folder, or None. ``own`` are the options that a worker compares
+    with the master's."""
     if not master and worker is None:
-        if (num_nodes, rank_weights, log_path) != (None, None, None):
-            raise typer.BadParameter("--num-nodes, --rank-weights and --log-path go with --master or --worker R")
+        if num_nodes is not None or own["--rank-weights"] is not None:
+            raise typer.BadParameter("--num-nodes and --rank-weights go with --master or --worker R")
         return None
     if master and worker is not None:
         raise typer.BadParameter("--master is node 0 and --worker R another; give one of them")
     if num_nodes is None or log_path is None:
         raise typer.BadParameter("--master and --worker R need --num-nodes N and --log-path DIR")
-    if worker is not None and (fresh or rank_weights is not None or bounds != Bounds()):
-        raise typer.BadParameter(
-            "--fresh, --rank-weights, --phase and --split are the master's; leave them out beside --worker"
-        )
+    if worker is not None and fresh:
+        raise typer.BadParameter("--fresh is for the master; leave it out with --worker")
     from rollcall.train_in_folder import read_weights, serve_as_worker, train_as_master
 
+    weights = read_weights(own["--rank-weights"])
+    given = {name: str(value) for name, value in own.items() if value is not None}
+    if weights is not None:
+        given["--rank-weights"] = ",".join(f"{weight:g}" for weight in weights)
     if worker is not None:
-        return lambda config, **_: serve_as_worker(log_path, rank=worker, num_nodes=num_nodes)
-    return partial(train_as_master, folder=log_path, num_nodes=num_nodes, rank_weights=read_weights(rank_weights))
+        return lambda config, **_: serve_as_worker(log_path, rank=worker, num_nodes=num_nodes, options=given)
+    masters = {"--phase": str(Phase.BOTH), "--split": str(Split.TRAIN), **given}
+    return partial(train_as_master, folder=log_path, num_nodes=num_nodes, rank_weights=weights, options=masters)
 
 
 def _standing(run_dir: Path, *, num_steps: int, by: str) -> str:

@@ -86,6 +86,7 @@ class Post:
         *,
         num_nodes: int,
         run: str,
+        options: Mapping[str, str] | None = None,
         appear_s: float = APPEAR_S,
         silent_s: float = SILENT_S,
     ) -> None:
@@ -98,8 +99,12 @@ class Post:
         self._silent_s = silent_s
         self._presence = Presence(
             self._messages.master,
-            {**about_this_process(), "state": State.RUNNING, "why": "", "run": run, "num_nodes": num_nodes, "epoch": 0}
-            | {"folder": str(self.folder), "dismissed": []},
+            {**about_this_process(), "state": State.RUNNING, "why": "", "run": run, "epoch": 0}
+            | {
+                "options": {"--num-nodes": str(num_nodes), **(options or {})},
+                "folder": str(self.folder),
+                "dismissed": [],
+            },
         )
         self._peers = {rank: Peer(self._messages.node(rank)) for rank in range(num_nodes)}
         self.members: dict[int, Member] = {}

@@ -20,6 +20,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +63,19 @@ class _Terminated(BaseException):
 
 
 class FolderWorker:
-    def __init__(self, folder: Path, *, rank: int, num_nodes: int, wait_s: float = MASTER_WAIT_S) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        rank: int,
+        num_nodes: int,
+        options: Mapping[str, str] | None = None,
+        wait_s: float = MASTER_WAIT_S,
+    ) -> None:
         self.folder = own_folder(folder)
         self.rank = rank
         self.num_nodes = num_nodes
+        self._options = {"--num-nodes": str(num_nodes), **(options or {})}
         self._wait_s = wait_s
         self._messages = Messages(self.folder)
         self._own = self._messages.node(rank)
@@ -170,11 +180,12 @@ class FolderWorker:
 
     def _check_master(self) -> None:
         facts = self._master.facts
-        if facts["num_nodes"] != self.num_nodes:
-            raise ClusterError(
-                f"the master on {facts['host']} was started with --num-nodes {facts['num_nodes']}, this worker with --num-nodes "
-                f"{self.num_nodes}; give both the same"
-            )
+        for name, own in self._options.items():
+            if (masters := facts["options"].get(name)) != own:
+                started = f"without {name}" if masters is None else f"with {name} {masters}"
+                raise ClusterError(
+                    f"the master on {facts['host']} was started {started}, this worker with {name} {own}; give both the same"
+                )
         if facts["folder"] != str(self.folder):
             raise ClusterError(
                 f"the master sees the shared folder as {facts['folder']}, and here it is {self.folder}; paths travel between the "
