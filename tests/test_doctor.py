@@ -16,11 +16,12 @@ import pytest
 import yaml
 from lab.cluster import LabCluster, rollcall
 
-from rollcall.config import parse_config
+from rollcall.config import load_config, parse_config
 from rollcall.doctor import checks
 from rollcall.doctor import probe as doctor_facts
 from rollcall.doctor.checks import GIB, Disk, Finding, Gpu, NodeFacts, SharedFolder
 from rollcall.doctor.examine import Diagnosis, checkpoint_bytes, judge_plan, judge_slots, partners
+from rollcall.doctor.machine import examine_machine, judge_memory, judge_torch
 from rollcall.doctor.ports import firewall_rule, judge_exposure
 from rollcall.doctor.probe import Probe
 from rollcall.doctor.show import show
@@ -421,3 +422,32 @@ def test_ray_that_answers_beside_the_clusters_network_is_a_warning_unless_it_spe
 def test_a_probe_finds_the_other_addresses_at_which_a_port_is_open() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         assert Probe().open_beside("127.0.0.1", server.getsockname()[1], 1.0) == []
+
+
+# Without a cluster
+
+
+def test_a_machine_without_a_cluster_is_examined_with_the_parts_of_the_run_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("rollcall.doctor.probe.read_gpus", lambda: ([], None, None))
+    good = load_config(None, [f"run.dir={tmp_path / 'run'}"])
+    report = examine_machine(good)
+    assert not report.findings and report.cluster is None
+    show(report)
+    assert "this machine: Python 3" in capsys.readouterr().out
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "gpt2"}')
+    reward = 'reward=[{type: function, path: "no_such_module:f"}]'
+    (wrong_reward,) = examine_machine(load_config(None, [f"run.dir={tmp_path / 'run'}", reward])).findings
+    assert "there is no module 'no_such_module'" in wrong_reward.what and wrong_reward.severity == "breaks"
+    wrong_model = examine_machine(load_config(None, [f"model.path={tmp_path / 'model'}"])).findings[0]
+    assert "cannot run architecture 'gpt2'" in wrong_model.what
+
+
+def test_a_torch_without_cuda_and_a_model_larger_than_memory_break_a_run_on_this_machine() -> None:
+    (blind,) = judge_torch(make_node(0, gpus=(make_gpu(),)))
+    assert "is a build for CPUs" in blind.what
+    assert not list(judge_torch(make_node(0))) and not list(judge_memory(make_node(0), 40 * GIB))
+    (large,) = judge_memory(make_node(0), 48 * GIB)
+    assert "take 64.0 GiB, and 60.0 GiB of memory are available" in large.what

@@ -1,4 +1,4 @@
-"""`rollcall doctor`: what would break a run on this cluster, and how to fix it."""
+"""`rollcall doctor`: what would break a run on this machine or this cluster, and how to fix it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rollcall.cli import FAILED, Json, Overrides, answer
+from rollcall.cli import FAILED, Json, Overrides, answer, calm_libraries
 from rollcall.cli.cluster import Cluster
 
 
@@ -21,7 +21,10 @@ def doctor(
     cluster: Cluster = None,
     as_json: Json = False,
 ) -> None:
-    """Examine this node's cluster: versions, clocks, disks, memory, shared folder, ports, GPUs, bandwidth.
+    """Say what would break a run, before it starts.
+
+    On a cluster: versions, clocks, disks, memory, shared folder, ports, GPUs and bandwidth of its nodes. Without one: torch,
+    GPU, memory and disk of this machine, and with a run file its model, data and rewards.
 
     Each finding names the node, the problem, why it matters and the command that fixes it. Exits with status 1 if
     anything would break a run.
@@ -35,12 +38,18 @@ def doctor(
     """
     from rollcall.config import load_config
     from rollcall.doctor.examine import examine
+    from rollcall.doctor.machine import examine_machine
     from rollcall.doctor.show import show
-    from rollcall.nodes.which import find_cluster
+    from rollcall.nodes.which import find_cluster, wished_cluster
 
     config = load_config(file, overrides or []) if file is not None else None
-    address = config.cluster.ray_address if config is not None and config.cluster is not None else None
-    report = examine(find_cluster(cluster, ray_address=address), config=config, quick=quick)
+    section = config.cluster if config is not None else None
+    address = section.ray_address if section is not None else None
+    if (section is None or section.num_slots == 1) and wished_cluster(cluster, ray_address=address) is None:
+        calm_libraries()
+        report = examine_machine(config)
+    else:
+        report = examine(find_cluster(cluster, ray_address=address), config=config, quick=quick)
     answer(report, show, as_json=as_json)
     if report.breaks:
         raise typer.Exit(FAILED)

@@ -49,7 +49,7 @@ PINGS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    cluster: str
+    cluster: str | None  # None: this machine, without a cluster
     nodes: tuple[NodeFacts, ...]
     findings: tuple[Finding, ...]
     skews: Mapping[int, tuple[float, float]]  # rank to seconds ahead of this node, and the doubt in it

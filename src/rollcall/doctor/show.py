@@ -16,11 +16,13 @@ MAX_NODES = 16  # a longer table shows only nodes that have findings
 
 def show(diagnosis: Diagnosis) -> None:
     console = make_console()
-    console.print(_nodes(diagnosis))
+    console.print(
+        Text(_machine(diagnosis.nodes[0])) if diagnosis.cluster is None else _nodes(diagnosis), soft_wrap=True
+    )
     for text in _measured(diagnosis):
         console.print(Text(text), soft_wrap=True)  # a command is copied from it whole
     for finding in diagnosis.findings:
-        console.print(_finding(finding), soft_wrap=True)
+        console.print(_finding(finding, where="this machine" if diagnosis.cluster is None else None), soft_wrap=True)
     console.print(_verdict(diagnosis))
 
 
@@ -48,6 +50,13 @@ def _nodes(diagnosis: Diagnosis) -> Table:
     return table
 
 
+def _machine(node: NodeFacts) -> str:
+    cards = f"{len(node.gpus)} x {node.gpus[0].name}" if node.gpus else "no GPU"
+    memory = f"{node.memory_available / GIB:.1f} of {node.memory_total / GIB:.1f} GiB of memory available"
+    free = f"{node.disks[0].free / GIB:.1f} GiB free in {node.disks[0].path}"
+    return f"this machine: Python {node.python}, torch {_torch(node)}, {cards}, {memory}, {free}"
+
+
 def _torch(node: NodeFacts) -> str:
     build = f"CUDA {node.torch_cuda}" if node.torch_cuda else f"ROCm {node.torch_hip}" if node.torch_hip else "CPU"
     return f"{node.packages.get('torch')} {build}" + (f", driver {node.driver}" if node.driver else "")
@@ -67,9 +76,13 @@ def _measured(diagnosis: Diagnosis) -> list[str]:
     return lines
 
 
-def _finding(finding: Finding) -> Text:
+def _finding(finding: Finding, *, where: str | None = None) -> Text:
     style = "bold red" if finding.severity == "breaks" else "yellow"
-    where = "cluster" if finding.node is None else f"rank {finding.node}" + (f" {finding.host}" if finding.host else "")
+    where = (
+        where or "cluster"
+        if finding.node is None or where
+        else f"rank {finding.node}" + (f" {finding.host}" if finding.host else "")
+    )
     return Text.assemble(
         (finding.severity, style),
         f"  {where}: {finding.what}\n",

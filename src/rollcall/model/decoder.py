@@ -83,7 +83,7 @@ class Decoder:
     @classmethod
     def of(cls, model: nn.Module) -> Decoder:
         config: Any = model.config
-        _refuse_unsupported(config)
+        refuse_unsupported(config)
         body: Any = model.model
         embed = body.embed_tokens.weight.data
         head: Any = model.lm_head
@@ -384,7 +384,7 @@ def _add_linear(
 
 def fuse_parameters(model: nn.Module) -> None:
     """Re-lay q/k/v and gate/up (and, on a CPU, every linear weight) in the order the engine reads; in place."""
-    _refuse_unsupported(model.config)
+    refuse_unsupported(model.config)
     body: Any = model.model
     for layer in body.layers:
         attention, mlp = layer.self_attn, layer.mlp
@@ -480,7 +480,7 @@ def _window(config: Any, index: int) -> int:
     return (config.sliding_window or 0) if sliding else 0
 
 
-def _refuse_unsupported(config: Any) -> None:
+def refuse_unsupported(config: Any) -> None:
     kind = config.model_type
     if kind not in SUPPORTED:
         raise UnsupportedModel(

@@ -17,7 +17,7 @@ from rollcall.model.adapter import Adapter, add_to_weights
 from rollcall.model.arrays import on_device
 from rollcall.model.attention import layout_of, packed_attention
 from rollcall.model.base import refuse_other_base, refuse_other_config
-from rollcall.model.decoder import Attend, Decoder, fuse_parameters
+from rollcall.model.decoder import Attend, Decoder, UnsupportedModel, fuse_parameters, refuse_unsupported
 from rollcall.model.files import check_model_dir, model_folder
 from rollcall.model.hub import hub_options
 from rollcall.model.peft_files import read_base, read_section, read_tensors
@@ -197,6 +197,20 @@ def outline_causal_lm(path: str, *, dtype: torch.dtype, trust_remote_code: bool 
     if fused:
         fuse_parameters(model)
     return model
+
+
+def check_architecture(path: str, *, trust_remote_code: bool = False) -> None:
+    """Refuse a model that cannot be trained by its config.json, before data or weights are read."""
+    from transformers import AutoConfig
+
+    check_model_path(path)
+    path = str(model_folder(path) or path)
+    with loading(f"model.path={path}"):
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **hub_options(path))
+    try:
+        refuse_unsupported(config)
+    except UnsupportedModel as error:
+        raise ModelError(f"model.path={path}: {error}") from None
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from rollcall.loop.samples import ScoreSamples
 from rollcall.model.adapter import Adapter, add_to_weights
 from rollcall.model.decoder import Decoder, has_compiler
 from rollcall.model.files import resolve_model
-from rollcall.model.load import load_tokenizer, outline_causal_lm
+from rollcall.model.load import check_architecture, load_tokenizer, outline_causal_lm
 from rollcall.model.stop_tokens import check_stop_strings
 from rollcall.model.unread import WholeOnly, each_tensor, load_onto, open_unread, refuse_other_head
 from rollcall.plan.activations import COMPILE_FROM
@@ -111,8 +111,10 @@ def load_inputs(config: Config) -> Inputs:
 
 
 def tokenizer_of(config: Config, path: str) -> Any:
-    """The model's at ``path``, with the run's chat template; refuses stop strings that it would never show."""
+    """The model's at ``path``, with the run's chat template; refuses a model that cannot be run, before anything of it is loaded, and
+    stop strings that the tokenizer would never show."""
     model = config.model
+    check_architecture(path, trust_remote_code=model.trust_remote_code)
     tokenizer = load_tokenizer(path, chat_template=model.chat_template, trust_remote_code=model.trust_remote_code)
     check_stop_strings(tokenizer, config.rollout.stop)
     return tokenizer
