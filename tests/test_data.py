@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from rollcall.config import DataSection
+from rollcall.config import DataSection, load_config
 from rollcall.data.load import DataError, PromptSet, load_prompts
 from rollcall.data.order import DataOrder
+from rollcall.errors import ConfigError
 
 CHAT_TEMPLATE = (
     "<bos>{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
@@ -68,10 +69,21 @@ def test_rows_of_each_format_become_the_same_prompts(name: str, tmp_path: Path) 
     assert a_tokenizer().decode(second.token_ids.tolist()) == "<bos>\N{GREEK SMALL LETTER PI}?"
 
 
-@pytest.mark.parametrize(("value", "expected"), [("46", "46"), (46, "46"), (46.0, "46"), (0.5, "0.5"), (True, "True")])
+@pytest.mark.parametrize(
+    ("value", "expected"), [("46", "46"), (46, "46"), (46.0, "46"), (0.5, "0.5"), (True, "true"), (False, "false")]
+)
 def test_answers_become_text(value: Any, expected: str, tmp_path: Path) -> None:
     (prompt,) = load(a_file(tmp_path, {"prompt": "p", "answer": value})).prompts
     assert prompt.answer == expected
+
+
+def test_an_id_of_true_is_written_as_in_json(tmp_path: Path) -> None:
+    assert [prompt.id for prompt in load(a_file(tmp_path, {"prompt": "p", "id": True})).prompts] == ["true"]
+
+
+def test_a_prompt_cannot_be_its_own_answer() -> None:
+    with pytest.raises(ConfigError, match=r"data\.answer_key=answer is data\.prompt_key too"):
+        load_config(None, ["data.prompt_key=answer"])
 
 
 def test_plain_text_gets_the_tokenizers_own_special_tokens_once(tmp_path: Path) -> None:
@@ -174,6 +186,8 @@ def test_a_wrong_file_is_refused_with_its_row(
         ('{"prompt": "\\ud800", "answer": "1"}', r"row 1: prompt holds half a surrogate pair \(\\ud800\)"),
         ('{"prompt": "1", "note": {"a": ["\\udfff"]}}', "row 1: note holds half a surrogate pair"),
         ('{"prompt": "1", "\\ud800": 1}', "row 1: a column's name holds half a surrogate pair"),
+        ('{"prompt": "1", "answer": "1", "answer": "2"}', "row 1 has 'answer' twice in one object; leave one of them out"),
+        ('{"prompt": "1", "note": [{"a": 1, "b": 2, "b": 3}]}', "row 1 has 'b' twice in one object"),
         ('{"prompt": "1", "x": ' + "[" * 100_000, "row 1 has lists or maps too deep in each other"),
         ('{"prompt": "1", "x": ' + "[" * 60 + "]" * 60 + "}", "row 1: x has lists and maps nested more than 50 deep"),
         ('{"prompt": "1", "x": Infinity}', "row 1: x is infinite"),

@@ -30,6 +30,16 @@ class ColumnError(ValueError):
     """A value cannot be used; the message follows the name of its column."""
 
 
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object from its pairs; one with a key twice is refused, because readers disagree about which value counts."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ColumnError(f"{twice[:60]!r} twice in one object; leave one of them out")
+    return found
+
+
 def check_texts(value: Any, *, depth: int = 0) -> None:
     """Refuse what no file or tokenizer accepts: half a surrogate pair, which JSON can spell, and endless nesting."""
     if depth > MAX_DEPTH:
@@ -73,9 +83,11 @@ def plain(value: Any) -> Any:
 
 
 def answer_text(value: Any) -> str:
-    """An answer as text; NaN and infinity are refused."""
+    """An answer as text, ``true`` and ``false`` as JSON writes them; NaN and infinity are refused."""
     if value is None:
         return ""
+    if isinstance(value, bool):
+        return json.dumps(value)
     if isinstance(value, float | Decimal) and not math.isfinite(value):
         raise ColumnError(f"is {value}, which no completion can equal; give the row an answer, or leave the row out")
     if isinstance(value, float) and value.is_integer():
@@ -89,6 +101,8 @@ def row_name(value: Any) -> str:
     """A row's own id as text."""
     if isinstance(value, float) and not math.isfinite(value):
         raise ColumnError(f"is {value}; give every row an id, or leave the column out")
+    if isinstance(value, bool):
+        return json.dumps(value)
     if isinstance(value, str | int | float | Decimal | uuid.UUID | datetime.date):
         return str(value)
     raise ColumnError(f"is {type(value).__name__} ({str(value)[:60]}); it must be text or a number")

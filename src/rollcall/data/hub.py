@@ -5,6 +5,7 @@ The ``datasets`` library reads them. It is not among the core dependencies; ``pi
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -23,8 +24,7 @@ def default_name(source: str, *, split: str) -> str:
 def read_dataset(source: str, *, subset: str | None, split: str) -> Iterator[dict[str, Any]]:
     """The rows of one split, downloaded once and then read from the cache."""
     name = source.removeprefix(HUB)
-    if not name.strip():
-        raise DataError(f"{source} names no dataset; write for example hub:openai/gsm8k")
+    _check_name(name, source)
     datasets = _library(source)
     hides_bars = is_silent() and not datasets.utils.are_progress_bars_disabled()
     try:
@@ -40,6 +40,21 @@ def read_dataset(source: str, *, subset: str | None, split: str) -> Iterator[dic
         if hides_bars:
             datasets.enable_progress_bars()
     yield from found
+
+
+def _check_name(name: str, source: str) -> None:
+    """Refuse what is neither a folder by its own name nor a name that the hub accepts: of ``..`` every file below would be read."""
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        if Path(name).is_dir() and os.path.basename(name.rstrip("/")) not in ("", ".", ".."):
+            return
+        validate_repo_id(name)
+    except (OSError, ValueError):
+        raise DataError(
+            f"{source} names no dataset; write OWNER/NAME as the hub has it, such as hub:openai/gsm8k, or the dataset's own folder, "
+            "such as hub:../my_dataset"
+        ) from None
 
 
 def _library(source: str) -> Any:

@@ -20,7 +20,16 @@ import numpy as np
 from rollcall.config import DataSection
 from rollcall.config.checks import is_hub
 from rollcall.data.arithmetic import arithmetic
-from rollcall.data.columns import ColumnError, DataError, answer_text, check_texts, countdown_columns, plain, row_name
+from rollcall.data.columns import (
+    ColumnError,
+    DataError,
+    answer_text,
+    check_texts,
+    countdown_columns,
+    plain,
+    row_name,
+    unique_keys,
+)
 from rollcall.data.hub import default_name, read_dataset
 from rollcall.types import Prompt
 from rollcall.words import all_of, are
@@ -209,7 +218,9 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                     f"{path}, row {number} has more than {MAX_LINE_BYTES >> 20} MiB; each line holds one JSON object"
                 )
             try:
-                columns = json.loads(line)
+                columns = json.loads(line, object_pairs_hook=unique_keys)
+            except ColumnError as error:
+                raise DataError(f"{path}, row {number} has {error}") from None
             except RecursionError:
                 raise DataError(f"{path}, row {number} has lists or maps too deep in each other to be read") from None
             except ValueError as error:  # not JSON, or not UTF-8
