@@ -80,6 +80,24 @@ def test_a_row_without_a_prompt_is_named(tmp_path: Path) -> None:
         finish(config)
 
 
+@pytest.mark.parametrize("key", ["data.train", "data.val"])
+def test_a_row_without_the_answer_that_a_reward_takes_is_refused_before_the_model_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    (tmp_path / "takes_answer.py").write_text("def score(completion, answer): return float(completion == answer)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "other.jsonl").write_text('{"prompt": "a=", "answer": "a"}\n{"prompt": "b=", "solution": "b"}\n')
+    monkeypatch.setattr("rollcall.roles.local.load_onto", lambda *_, **__: pytest.fail("the model was read"))
+    rewards = [{"type": "function", "path": "takes_answer:score"}]
+    config = make_run(tmp_path, f"{key}={tmp_path}/other.jsonl", reward=rewards)
+    wanted = (
+        r"other\.jsonl, row 2 has no column 'answer', which the reward score needs; it has prompt, solution; did you mean "
+        r"'solution'\? set data\.answer_key=solution"
+    )
+    with pytest.raises(DataError, match=wanted):
+        finish(config)
+
+
 def test_overlong_prompts_are_left_out_counted_and_never_trained_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -207,6 +207,37 @@ def test_a_value_that_would_fail_later_is_refused_by_row_and_column(tmp_path: Pa
         load_prompts(str(path), data=DataSection(), tokenizer=a_tokenizer(), rewards=["countdown"])
 
 
+@pytest.mark.parametrize(
+    ("columns", "needs", "message"),
+    [
+        ({"ground_truth": "1"}, {"answer": "exact"}, "did you mean 'ground_truth'? set data.answer_key=ground_truth"),
+        ({"label": "1", "answers": "2"}, {"answer": "exact"}, "set data.answer_key=label"),
+        ({"x": "1"}, {"answer": "exact"}, "it has prompt, x; name the right one in data.answer_key"),
+        ({"answer": None}, {"answer": "math"}, "row 1: answer is empty, and the reward math needs it"),
+        ({"answer": " "}, {"answer": "math"}, "row 1: answer is empty, and the reward math needs it"),
+        ({"number": [1]}, {"numbers": "countdown"}, "row 1 has no column 'numbers', which the reward countdown needs; it has prompt, number; "
+         "rename one of them to it, such as data.columns: {number: numbers}"),
+    ],
+)  # fmt: skip
+def test_a_row_without_what_a_reward_needs_is_refused(
+    tmp_path: Path, columns: dict[str, Any], needs: dict[str, str], message: str
+) -> None:
+    source = a_file(tmp_path, {"prompt": "p", **columns})
+    assert len(load(source).prompts) == 1, "a reward that needs nothing takes it"
+    with pytest.raises(DataError) as caught:
+        load_prompts(source, data=DataSection(), tokenizer=a_tokenizer(), needs=needs)
+    assert message in str(caught.value)
+
+
+def test_answers_under_another_name_and_of_any_value_are_answers(tmp_path: Path) -> None:
+    source = a_file(tmp_path, {"prompt": "p", "solution": 0}, {"prompt": "q", "solution": False})
+    data = DataSection(answer_key="solution")
+    found = load_prompts(source, data=data, tokenizer=a_tokenizer(), needs={"answer": "exact"})
+    assert [prompt.answer for prompt in found.prompts] == ["0", "false"]
+    with pytest.raises(DataError, match="builtin:environment has rows without 'answer', which the reward exact needs"):
+        load_prompts("builtin:environment", data=data, tokenizer=a_tokenizer(), needs={"answer": "exact"})
+
+
 def test_countdown_rows_written_as_text_are_numbers(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "1", "numbers": ["3", 5.0, 8], "target": "24"}\n{"prompt": "1", "numbers": "[1, 2]"}\n')

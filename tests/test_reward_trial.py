@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rewards_bad import RAISES
@@ -12,6 +13,15 @@ from typer.testing import CliRunner
 
 from rollcall.cli.main import app
 from rollcall.config import Config, dump_config
+from rollcall.config.rewards import (
+    CountdownReward,
+    EnvironmentReward,
+    FunctionReward,
+    JudgeReward,
+    NumberReward,
+    RegexReward,
+)
+from rollcall.reward.scorer import columns_needed
 from rollcall.roles.reward_trial import ANSWER, EMPTY, SAMPLE, try_run
 
 
@@ -51,6 +61,39 @@ def test_a_reward_that_fails_on_everything_ends_the_command_with_status_1_and_it
     as_json = CliRunner().invoke(app, ["reward", "test", run_file, "--json"])
     told = json.loads(as_json.stdout)
     assert as_json.exit_code == 1 and told["broken"] == ["raises"] and len(told["scored"]) == 6
+
+
+def test_a_row_without_the_answer_that_the_reward_takes_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a=", "target": "a"}\n')
+    run_file = a_run_file(make_run(tmp_path, f"data.train={tmp_path}/rows.jsonl"), tmp_path)
+    shown = CliRunner().invoke(app, ["reward", "test", run_file])
+    assert shown.exit_code and "set data.answer_key=target" in shown.output
+
+
+@pytest.mark.parametrize(
+    ("reward", "needed"),
+    [
+        ("def score(completion, answer): return 1", {"answer": "score"}),
+        ("def score(completion, answer=''): return 1", {}),
+        ("def score(completion): return 1", {}),
+        ("def score(p, c, a, m): return 1", {}),
+        (NumberReward(), {"answer": "number"}),
+        (CountdownReward(), {"numbers": "countdown", "target": "countdown"}),
+        (RegexReward(pattern="a"), {}),
+        (JudgeReward(url="http://x/v1", model="m", rubric="{completion} {answer}"), {"answer": "judge"}),
+        (JudgeReward(url="http://x/v1", model="m", rubric="{completion}"), {}),
+    ],
+    ids=str,
+)
+def test_columns_that_a_reward_needs(
+    reward: Any, needed: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if isinstance(reward, str):
+        name = f"needs_{abs(hash(reward))}"
+        (tmp_path / f"{name}.py").write_text(f"{reward}\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        reward = FunctionReward(path=f"{name}:score")
+    assert columns_needed([reward, EnvironmentReward()]) == needed
 
 
 def test_answers_that_score_nothing_are_pointed_out(tmp_path: Path) -> None:

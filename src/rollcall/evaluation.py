@@ -36,7 +36,7 @@ from rollcall.model.stop_tokens import stop_token_ids
 from rollcall.observe.headline import Headline, headline_of
 from rollcall.observe.summary import sample_rows
 from rollcall.reward.model import load_reward_models
-from rollcall.reward.scorer import Failure, Scorer
+from rollcall.reward.scorer import Failure, Scorer, columns_needed
 from rollcall.roles.build import (
     NUM_REWARD_WORKERS,
     LocalEngine,
@@ -170,6 +170,7 @@ def run_evaluation(plan: EvalPlan, *, on_progress: OnProgress) -> EvalReport:
         split="val",
         limit=config.eval.max_prompts,
         rewards={reward.type for reward in config.reward},
+        needs=columns_needed(_rewards(config)),
     )
     dtype = resolve_dtype(config.model.dtype, device)
     model, engine = load_engine(
@@ -255,11 +256,14 @@ def _sampling(config: Config, prompts: PromptSet, *, engine: LocalEngine, stops:
     return sampling_of(config.rollout, stops, temperature=config.eval.temperature, max_tokens=longest)
 
 
-def _scorer(config: Config, device: torch.device) -> Scorer:
+def _rewards(config: Config) -> list[Any]:
     """The run's rewards that judge an answer; where there are none, whether it is exactly right."""
     rewards: list[Any] = [reward for reward in config.reward if reward.type != "self_certainty"]
-    if all(reward.type == "model" for reward in rewards):
-        rewards = [ExactReward()]
+    return [ExactReward()] if all(reward.type == "model" for reward in rewards) else rewards
+
+
+def _scorer(config: Config, device: torch.device) -> Scorer:
+    rewards = _rewards(config)
     models = load_reward_models(rewards, device=device, trust_remote_code=config.model.trust_remote_code)
     return Scorer(rewards, num_workers=NUM_REWARD_WORKERS, model_rewards=models)
 

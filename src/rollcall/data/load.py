@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -39,6 +40,7 @@ NO_DATA = "builtin:environment"  # the environment owns the task
 NUM_ROWS = 1024
 _ROWS_PER_ENCODE = 1024
 _COLUMNS_SHOWN = 20
+_ANSWERS = ("solution", "target", "ground_truth", "label")  # what others call the answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,15 +75,22 @@ def load_prompts(
     limit: int | None = None,
     split: Literal["train", "val"] = "train",
     rewards: Collection[str] = (),
+    needs: Mapping[str, str] = MappingProxyType({}),
 ) -> PromptSet:
     """The prompts of ``source``, at most ``limit``. ``split`` says which part of a built-in task is meant; ``rewards`` are the
-    types of the run's, some of which read columns of their own."""
+    types of the run's, some of which read columns of their own; ``needs`` are the columns that a row must have, each with the
+    reward that reads it."""
     _check_section(data, tokenizer)
     if source == NO_DATA:
+        for column, reward in needs.items():
+            raise DataError(
+                f"{NO_DATA} has rows without {column!r}, which the reward {reward} needs; give a data file, or a reward that does "
+                "not take it"
+            )
         return _without_data(data, tokenizer, split=split, limit=limit)
     prompts: list[Prompt] = []
     num_overlong, shortest = 0, None
-    rows = _rendered_rows(source, data=data, tokenizer=tokenizer, split=split)
+    rows = _rendered_rows(source, data=data, tokenizer=tokenizer, split=split, needs=needs)
     while batch := list(islice(rows, _ROWS_PER_ENCODE)):
         for rendered, token_ids in zip(batch, _encode(batch, tokenizer), strict=True):
             if len(token_ids) > data.max_prompt_tokens:
@@ -264,13 +273,14 @@ _READERS = {".jsonl": _read_jsonl, ".json": _read_jsonl, ".parquet": _read_parqu
 
 
 def _rendered_rows(
-    source: str, *, data: DataSection, tokenizer: Any, split: Literal["train", "val"]
+    source: str, *, data: DataSection, tokenizer: Any, split: Literal["train", "val"], needs: Mapping[str, str]
 ) -> Iterator[_Rendered]:
     for row in _data_rows(source, data=data, split=split):
         if data.prompt_key not in row.columns:
             raise DataError(
                 f"{row.where} has no column {data.prompt_key!r}; {_nearest(data.prompt_key, row, 'prompt_key')}"
             )
+        _check_needs(row, data, needs)
         messages = _messages(row, data, has_template=bool(tokenizer.chat_template))
         if messages is not None:
             text = _apply_chat_template(row, messages, tokenizer)
@@ -341,10 +351,33 @@ def _answer(row: Row, data: DataSection) -> str:
     return _of_column(row, "the answer", answer_text, row.columns[data.answer_key])
 
 
+def _check_needs(row: Row, data: DataSection, needs: Mapping[str, str]) -> None:
+    """Refuse a row without what a reward reads: an empty completion equals an empty answer."""
+    for column, reward in needs.items():
+        key = data.answer_key if column == "answer" else column
+        value = row.columns.get(key)
+        if key not in row.columns:
+            option = "answer_key" if column == "answer" else "columns"
+            raise DataError(
+                f"{row.where} has no column {key!r}, which the reward {reward} needs; {_nearest(key, row, option)}"
+            )
+        if value is None or (isinstance(value, str) and not value.strip()):
+            raise DataError(
+                f"{row.where}: {key} is empty, and the reward {reward} needs it; fill it in, or leave the row out. A function that can "
+                "do without it gives it a default"
+            )
+
+
 def _nearest(key: str, row: Row, option: str) -> str:
-    names = list(row.columns)
-    near = difflib.get_close_matches(key, [name for name in names[:1000] if len(name) < 60], n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}? set data.{option}={near[0]}" if near else f"name the right one in data.{option}"
+    names = [name for name in list(row.columns)[:1000] if len(name) < 60]
+    near = [name for name in _ANSWERS if name in names] if option == "answer_key" else []
+    near += difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+    if option == "columns":
+        hint = f"rename one of them to it, such as data.columns: {{{near[0] if near else 'NAME'}: {key}}}"
+    else:
+        hint = (
+            f"did you mean {near[0]!r}? set data.{option}={near[0]}" if near else f"name the right one in data.{option}"
+        )
     return f"it has {_listed(row.columns)}; {hint}"
 
 

@@ -30,6 +30,7 @@ from rollcall.words import all_of
 ModelRewardFunction = Callable[[Prompt, tuple[Completion, ...]], list[float]]
 
 ENVIRONMENT = "environment"  # the reward that comes with an episode
+_COLUMNS = {"countdown": ("numbers", "target"), "reasoning_gym": ("reasoning_gym",)}
 _MAX_FAILURES_KEPT = 3  # for each reward and kind of failure
 _MAX_LINES_TOLD = 25  # of a traceback
 _WAIT_S = 1.0
@@ -90,9 +91,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         asked: dict[int, Any] = {}
         for index, reward in enumerate(self._rewards):
             if reward.type in PROCESS_TYPES:
-                specs[index] = with_pickled(reward.model_dump(), index=index)
-                # They reach code that may raise them, and what it raises is shown.
-                remember(os.environ.get(name, "") for name in specs[index].get("env", ()))
+                specs[index] = _spec(reward, index=index)
             elif reward.type in ASKED_TYPES:
                 asked[index] = reward
             elif reward.type != ENVIRONMENT and index not in self._model_rewards:
@@ -306,6 +305,29 @@ def why_unscored(groups: Sequence[Group], *, reward: str, scorer: Scorer) -> str
     what = "environment" if reward == ENVIRONMENT else f"reward {reward}"
     whole = "\n".join(f"  {line}" for line in shown)
     return f"the {what} failed on {all_of(len(scores), 'completion')} ({how}). The first failure:\n{whole}"
+
+
+def columns_needed(rewards: Sequence[Any]) -> dict[str, str]:
+    """The columns that rows must have, each with the name of a reward that needs it. Functions are loaded, to see what they take."""
+    specs = {index: _spec(reward, index=index) for index, reward in enumerate(rewards) if reward.type == "function"}
+    needs: dict[int, list[str]] = {}
+    if specs:
+        with RewardPool(specs, num_workers=1) as pool:
+            needs = pool.needs
+    found: dict[str, str] = {}
+    for index, (name, reward) in enumerate(zip(reward_names(rewards), rewards, strict=True)):
+        reads_answer = reward.type in ("exact", "number", "math") or "{answer}" in getattr(reward, "rubric", "")
+        for column in needs.get(index, ["answer"] if reads_answer else _COLUMNS.get(reward.type, ())):
+            found.setdefault(column, name)
+    return found
+
+
+def _spec(reward: Any, *, index: int) -> dict[str, Any]:
+    """What a worker process gets of a reward."""
+    spec = with_pickled(reward.model_dump(), index=index)
+    # They reach code that may raise them, and what it raises is shown.
+    remember(os.environ.get(name, "") for name in spec.get("env", ()))
+    return spec
 
 
 def reward_names(rewards: Sequence[Any]) -> list[str]:

@@ -114,6 +114,13 @@ def user_function(path: str, target: Any) -> UserFunction:
     return UserFunction(target, (), is_batched=False, is_async=is_async)
 
 
+def needed_columns(function: UserFunction) -> list[str]:
+    """The columns of a row without which it cannot be called: arguments by name that have no default."""
+    ours = ("prompt", "completion", "completions", "metadata")
+    parameters = inspect.signature(function.call).parameters if function.names else {}
+    return [name for name in function.names if name not in ours and parameters[name].default is inspect.Parameter.empty]
+
+
 def _named(signature: inspect.Signature) -> tuple[str, ...] | None:
     """The arguments to give by name; None: some that must be given have other names, or no name decides."""
     known: list[str] = []

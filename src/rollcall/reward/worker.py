@@ -35,7 +35,7 @@ from rollcall.redact import guard_streams, remember
 from rollcall.reward import user_function
 from rollcall.reward.confine import Confinement, confine, limit_cpu, unlimit_cpu
 from rollcall.reward.functions import RewardFunction, build_function, check_score
-from rollcall.reward.user_function import UserFunction, check_scores
+from rollcall.reward.user_function import UserFunction, check_scores, needed_columns
 
 LENGTH = struct.Struct("<Q")
 STACK_SIGNAL = signal.SIGUSR1
@@ -73,6 +73,7 @@ class Item:
 class Ready:
     in_force: dict[str, str]  # what confines this process, by thing
     kinds: dict[int, str]  # rewards that take groups, by place: "batched" or "async"
+    needs: dict[int, list[str]]  # columns that the user's functions need, by place
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +138,9 @@ def main(arguments: list[str]) -> None:
             _send(sink, NotReady(f"reward.{index}.{error}"[:_MAX_WHY]))
             return
     own = {index: function for index, function in loaded.items() if isinstance(function, UserFunction)}
-    _send(sink, Ready(in_force, {index: function.kind for index, function in own.items() if function.kind}))
+    kinds = {index: function.kind for index, function in own.items() if function.kind}
+    needs = {index: needed_columns(function) for index, function in own.items()}
+    _send(sink, Ready(in_force, kinds, needs))
     caller = _Caller(memory_mb=setup.confinement.memory_mb, examine=line.examine if setup.post_mortem else None)
     own_pid = os.getpid()
     while (items := _receive(source)) is not None:

@@ -36,7 +36,7 @@ from rollcall.model.stop_tokens import check_stop_strings
 from rollcall.model.unread import WholeOnly, each_tensor, load_onto, open_unread, refuse_other_head
 from rollcall.plan.activations import COMPILE_FROM
 from rollcall.plan.engine import kv_fraction
-from rollcall.reward.scorer import ModelRewardFunction, Scorer
+from rollcall.reward.scorer import ModelRewardFunction, Scorer, columns_needed
 from rollcall.roles.engine_seat import CountingEngine
 from rollcall.roles.host_memory import keep_freed_memory
 from rollcall.stored.find import is_model_dir
@@ -92,15 +92,18 @@ def load_inputs(config: Config) -> Inputs:
     path = resolve_model(config.model.path)
     if path != config.model.path and not config.model.path.startswith("builtin:"):
         say(f"reading model.path={config.model.path} from its checkpoint {path}")
+    needs = columns_needed(config.reward)
     say(f"reading the tokenizer and the prompts of {config.data.train}")
     tokenizer = tokenizer_of(config, path)
     load = partial(
         load_prompts, data=config.data, tokenizer=tokenizer, rewards={reward.type for reward in config.reward}
     )
-    train = load(config.data.train, split="train")
+    train = load(config.data.train, split="train", needs=needs)
     val = None
     if config.data.val is not None:
-        val = load(config.data.val, split="val", limit=config.eval.max_prompts)
+        if all(reward.type in ("self_certainty", "model") for reward in config.reward):
+            needs = columns_needed([ExactReward()])  # `build_scorers` evaluates by it
+        val = load(config.data.val, split="val", limit=config.eval.max_prompts, needs=needs)
     for prompts in (train, val):
         if prompts is not None and prompts.num_overlong:
             say(

@@ -17,7 +17,7 @@ import numpy as np
 from rollcall.config import Config
 from rollcall.config.rewards import AskedReward, Reward
 from rollcall.reward.functions import decode_entry
-from rollcall.reward.scorer import Failure, Scorer
+from rollcall.reward.scorer import Failure, Scorer, columns_needed
 from rollcall.types import Completion, Prompt
 
 SAMPLE_TEXT = "Let me think about it. I do not know the answer."
@@ -78,7 +78,9 @@ def try_run(config: Config, *, num_rows: int) -> Trial:
     model, data = config.model, config.data
     path = resolve_model(model.path)
     tokenizer = load_tokenizer(path, chat_template=model.chat_template, trust_remote_code=model.trust_remote_code)
-    return try_rewards(config, load_prompts(data.train, data=data, tokenizer=tokenizer, limit=num_rows).prompts)
+    needs = columns_needed(config.reward)
+    prompts = load_prompts(data.train, data=data, tokenizer=tokenizer, limit=num_rows, needs=needs).prompts
+    return try_rewards(config, prompts)
 
 
 def try_rewards(config: Config, prompts: list[Prompt]) -> Trial:
