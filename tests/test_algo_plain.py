@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 from branching import make_branch, make_episode, make_group, make_turn
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rollcall.algo import recipe
 from rollcall.config import Cispo, Dapo, DrGrpo, Grpo, Gspo, Intuitor, Ppo, ReinforcePlusPlus, Rloo
@@ -302,3 +304,39 @@ def test_rewards_that_the_score_does_not_count_stay_out_of_the_turns() -> None:
     raw = [1.25 * 0.5 ** (len(last) - 1 - step) for step in range(len(last))]
     steps = np.diff(without[0].advantages[last]) / np.diff(raw)
     np.testing.assert_allclose(steps, steps[0], rtol=1e-3)
+
+
+FLOAT = st.floats(-100, 100, allow_subnormal=False)
+GROUP_ALGORITHMS = [algorithm for algorithm in ALGORITHMS if algorithm.name not in ("ppo", "reinforce_pp")]
+
+
+def advantages_of(algorithm: Any, attempts: list[tuple[list[float], float]], *, weight: float) -> list[np.ndarray]:
+    """Per attempt. An attempt is the rewards of its turns and that of its end, scored as the scorer does. Two tokens a turn."""
+    completions = [
+        make_episode([make_turn(2, 1, reward=reward) for reward in along], seed=seed, reward=end)
+        for seed, (along, end) in enumerate(attempts)
+    ]
+    group = make_group(completions, [weight * (sum(along) + end) for along, end in attempts])
+    rows = make_samples(
+        [group], algorithm=algorithm, max_response_tokens=LONGEST, reference=None, values=None, environment_weight=weight
+    )  # fmt: skip
+    return [row.advantages[row.mask] for row in rows]
+
+
+@given(rewards=st.lists(FLOAT, min_size=1, max_size=5), order=st.randoms(use_true_random=False), weight=FLOAT)
+@settings(max_examples=20, deadline=None)
+def test_rewards_that_are_equal_but_for_rounding_give_exact_zeros(
+    rewards: list[float], order: Any, weight: float
+) -> None:
+    orders = [order.sample(rewards, len(rewards)) for _ in range(4)]
+    last_turn_scores_0 = [([*along, 0.0], 0.0) for along in orders]
+    for algorithm in GROUP_ALGORITHMS:
+        assert not any(map(np.any, advantages_of(algorithm, last_turn_scores_0, weight=weight)))
+        if not isinstance(algorithm, Intuitor):
+            turn = algorithm.model_copy(update={"advantage": "turn"})
+            for numbers in advantages_of(turn, last_turn_scores_0, weight=weight):
+                assert not numbers[:2].any() and not numbers[-2:].any(), (
+                    "the same return from the first turn and from the last"
+                )
+    at_the_end = [([0.0] * 3 + along[:1], sum(along[1:])) for along in orders]
+    assert not any(map(np.any, advantages_of(ReinforcePlusPlus(), at_the_end, weight=weight)))

@@ -74,7 +74,7 @@ def test_an_empty_completion_is_allowed() -> None:
 
 
 def test_a_group_has_one_score_per_completion() -> None:
-    assert group().rewards.tolist() == [1.0, 0.5] and group().rewards.dtype == np.float32
+    assert group().rewards.tolist() == [1.0, 0.5] and group().rewards.dtype == np.float64
     assert group().num_tokens == 5
     with pytest.raises(AssertionError, match="one score per completion"):
         group(scores=(score(1.0),))

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
 Floats = NDArray[np.float32]
+Doubles = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
 
@@ -200,8 +201,8 @@ class Group:
         assert len(self.completions) == len(self.scores), "one score per completion"
 
     @property
-    def rewards(self) -> Floats:
-        return np.array([score.value for score in self.scores], dtype=np.float32)
+    def rewards(self) -> Doubles:
+        return np.array([score.value for score in self.scores], dtype=np.float64)
 
     @property
     def num_tokens(self) -> int:

@@ -1,6 +1,6 @@
 """Advantages: what each completion, or each of its tokens, did better than expected. Numpy, on the host.
 
-Sums are taken in float64 and results given in float32. Axes: G completions of a group, T tokens of a completion.
+Rewards stay float64 until they are compared; advantages are float32. Axes: G completions of a group, T tokens of a completion.
 Every token function takes the loss mask and steps over masked-out tokens (tool or user turns) as if they were not
 there: their entries come out as 0.
 """
@@ -12,13 +12,24 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rollcall.types import Bools, Floats
+from rollcall.types import Bools, Doubles, Floats
 
 STD_EPSILON = 1e-6  # added to a group's deviation, which has the scale of the rewards
 VARIANCE_EPSILON = 1e-8  # added to a batch's variance
+ROUNDING = 1e-12  # of the rewards' size; a smaller difference between sums in float64 is no preference
 
 
-def group_normalized(rewards_G: Floats) -> Floats:
+def all_equal(values: NDArray[np.floating], *, size: float = 0.0) -> bool:
+    """Whether nothing is to be preferred: none or one, or differences that are rounding. ``size`` is the largest number that went
+    into sums which may have cancelled each other.
+
+    >>> all_equal(np.array([0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1])), all_equal(np.array([0.6, 0.6000001]))
+    (True, False)
+    """
+    return len(values) == 0 or bool(np.ptp(values) <= ROUNDING * max(size, np.abs(values).max()))
+
+
+def group_normalized(rewards_G: NDArray[np.floating]) -> Floats:
     """GRPO (arXiv:2402.03300): rewards less the group's mean, over its (unbiased) standard deviation.
 
     Zeros when all rewards are equal, or when there is only one: there is nothing to prefer.
@@ -28,31 +39,31 @@ def group_normalized(rewards_G: Floats) -> Floats:
     >>> group_normalized(np.array([0.1, 0.1, 0.1], dtype=np.float32)).tolist()
     [0.0, 0.0, 0.0]
     """
-    if _all_equal(rewards_G):
+    if all_equal(rewards_G):
         return np.zeros(len(rewards_G), dtype=np.float32)
     rewards = rewards_G.astype(np.float64)
     return ((rewards - rewards.mean()) / (rewards.std(ddof=1) + STD_EPSILON)).astype(np.float32)
 
 
-def group_centered(rewards_G: Floats) -> Floats:
+def group_centered(rewards_G: NDArray[np.floating]) -> Floats:
     """Dr. GRPO (arXiv:2503.20783): rewards less the group's mean, with no division by the deviation.
 
     >>> group_centered(np.array([1.0, 0.0, 0.0, 1.0], dtype=np.float32)).tolist()
     [0.5, -0.5, -0.5, 0.5]
     """
-    if _all_equal(rewards_G):
+    if all_equal(rewards_G):
         return np.zeros(len(rewards_G), dtype=np.float32)
     rewards = rewards_G.astype(np.float64)
     return (rewards - rewards.mean()).astype(np.float32)
 
 
-def leave_one_out(rewards_G: Floats) -> Floats:
+def leave_one_out(rewards_G: NDArray[np.floating]) -> Floats:
     """RLOO (arXiv:2402.14740): each reward less the mean of the others; 0 for a completion without others.
 
     >>> leave_one_out(np.array([3.0, 0.0, 0.0], dtype=np.float32)).tolist()
     [3.0, -1.5, -1.5]
     """
-    if _all_equal(rewards_G):
+    if all_equal(rewards_G):
         return np.zeros(len(rewards_G), dtype=np.float32)
     rewards = rewards_G.astype(np.float64)
     others_mean = (rewards.sum() - rewards) / (len(rewards) - 1)
@@ -61,7 +72,7 @@ def leave_one_out(rewards_G: Floats) -> Floats:
 
 def token_rewards(
     reward: float, kl_T: Floats | None, *, kl_coef: float, mask_T: Bools, along: Sequence[tuple[int, float]] = ()
-) -> Floats:
+) -> Doubles:
     """The scalar reward on the last loss token, less ``kl_coef`` times the KL of each loss token.
 
     This is the per-token reward of PPO for language models (arXiv:2203.02155) and REINFORCE++ (arXiv:2501.03262).
@@ -74,7 +85,7 @@ def token_rewards(
     >>> token_rewards(1.0, None, kl_coef=0, mask_T=np.array([True, False, True, True]), along=[(0, 0.25)]).tolist()
     [0.25, 0.0, 0.0, 0.75]
     """
-    rewards = np.zeros(len(mask_T), dtype=np.float32)
+    rewards = np.zeros(len(mask_T))
     if kl_T is not None:
         rewards[mask_T] = -kl_coef * kl_T[mask_T]
     loss_tokens = np.flatnonzero(mask_T)
@@ -85,7 +96,7 @@ def token_rewards(
     return rewards
 
 
-def discounted_returns(token_rewards_T: Floats, mask_T: Bools, *, gamma: float) -> Floats:
+def discounted_returns(token_rewards_T: NDArray[np.floating], mask_T: Bools, *, gamma: float) -> Doubles:
     """Reward to go: ``R_t = r_t + gamma * R_next``, where next is the next loss token (arXiv:2501.03262).
 
     >>> mask = np.array([True, False, True])
@@ -101,7 +112,9 @@ def discounted_returns(token_rewards_T: Floats, mask_T: Bools, *, gamma: float) 
     return _scatter(returns[::-1], mask_T)
 
 
-def gae(token_rewards_T: Floats, values_T: Floats, mask_T: Bools, *, gamma: float, lam: float) -> tuple[Floats, Floats]:
+def gae(
+    token_rewards_T: NDArray[np.floating], values_T: Floats, mask_T: Bools, *, gamma: float, lam: float
+) -> tuple[Doubles, Doubles]:
     """Generalised advantage estimation (arXiv:1506.02438): advantages, and returns for the critic.
 
     ``delta_t = r_t + gamma * V_next - V_t`` and ``A_t = delta_t + gamma * lam * A_next``, where next is the next loss
@@ -124,24 +137,24 @@ def gae(token_rewards_T: Floats, values_T: Floats, mask_T: Bools, *, gamma: floa
     return _scatter(advantages[::-1], mask_T), _scatter(returns, mask_T)
 
 
-def batch_normalized(values: list[Floats], masks: list[Bools]) -> list[Floats]:
+def batch_normalized(values: list[Doubles], masks: list[Bools], *, size: float = 0.0) -> list[Floats]:
     """Normalise to mean 0 and (unbiased) variance 1 over all loss tokens of the batch; one [T] array per completion.
 
     REINFORCE++ (arXiv:2501.03262) does this to token returns; PPO does it to GAE's advantages, where it is called
-    whitening. Zeros when all values are equal, or when there are fewer than two loss tokens.
+    whitening. Zeros when all values are equal (``size`` as in :func:`all_equal`), or when there are fewer than two loss tokens.
 
-    >>> values = [np.array([1.0, 5.0], dtype=np.float32), np.array([3.0], dtype=np.float32)]
+    >>> values = [np.array([1.0, 5.0]), np.array([3.0])]
     >>> [x.tolist() for x in batch_normalized(values, [np.array([True, False]), np.array([True])])]
     [[-0.7071067690849304, 0.0], [0.7071067690849304]]
     """
     chosen = [array[mask] for array, mask in zip(values, masks, strict=True)]
     flat = np.concatenate([np.zeros(0), *chosen])
     normalized = np.zeros(len(flat))
-    if not _all_equal(flat):
+    if not all_equal(flat, size=size):
         normalized = (flat - flat.mean()) / np.sqrt(flat.var(ddof=1) + VARIANCE_EPSILON)
     ends = np.cumsum([len(part) for part in chosen])
     parts = np.split(normalized, ends[:-1]) if chosen else []
-    return [_scatter(part, mask) for part, mask in zip(parts, masks, strict=True)]
+    return [_scatter(part, mask).astype(np.float32) for part, mask in zip(parts, masks, strict=True)]
 
 
 def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer: int, penalty: float) -> float:
@@ -160,13 +173,8 @@ def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer: int, penalty: 
     return -penalty * min(exceeded / buffer, 1.0)
 
 
-def _scatter(values: list[float] | NDArray[np.float64], mask_T: Bools) -> Floats:
+def _scatter(values: list[float] | Doubles, mask_T: Bools) -> Doubles:
     """One value per loss token, put in its place among the zeros of the others."""
-    whole = np.zeros(len(mask_T), dtype=np.float32)
+    whole = np.zeros(len(mask_T))
     whole[mask_T] = values
     return whole
-
-
-def _all_equal(values: NDArray[np.floating]) -> bool:
-    """True for none or one, too. Exact, so that rounding in the mean never turns equal rewards into a preference."""
-    return len(values) == 0 or bool((values == values[0]).all())

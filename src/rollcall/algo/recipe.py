@@ -31,7 +31,7 @@ from rollcall.config import (
     ReinforcePlusPlus,
     Rloo,
 )
-from rollcall.types import Bools, Floats, Longs
+from rollcall.types import Bools, Doubles, Floats, Longs
 
 # Axes: one entry per group, in it one per attempt, in that one per token of all its rows.
 Masks = list[list[Bools]]
@@ -61,7 +61,7 @@ class BatchLoss:
 def compute_advantages(
     algorithm: Algorithm,
     *,
-    rewards: list[Floats],
+    rewards: list[Doubles],
     masks: Masks,
     kl: PerToken | None,
     values: PerToken | None,
@@ -73,7 +73,7 @@ def compute_advantages(
     all comes at the end. Algorithms that compare whole attempts do not look at them. ``kl`` is each token's estimated KL to the reference; it is needed, and used, only with ``kl_in="reward"`` and
     ``kl_coef > 0``. ``values`` are the critic's; only PPO needs them.
 
-    >>> rewards = [np.array([1.0, 0.0], dtype=np.float32)]
+    >>> rewards = [np.array([1.0, 0.0])]
     >>> masks = [[np.array([True, True]), np.array([True, False, True])]]
     >>> group = compute_advantages(DrGrpo(), rewards=rewards, masks=masks, kl=None, values=None)[0]
     >>> [token.advantages.tolist() for token in group]
@@ -241,7 +241,7 @@ def _surrogate(
 def _group_advantages(
     algorithm: Grpo | DrGrpo | Dapo | Gspo | Cispo | Rloo | Intuitor,
     *,
-    rewards: list[Floats],
+    rewards: list[Doubles],
     masks: Masks,
     kl: PerToken | None,
 ) -> list[list[TokenAdvantages]]:
@@ -250,7 +250,7 @@ def _group_advantages(
     for i, (rewards_G, masks_G) in enumerate(zip(rewards, masks, strict=True)):
         if kl is not None:
             divergence_G = [float(kl_T[mask_T].sum()) for kl_T, mask_T in zip(kl[i], masks_G, strict=True)]
-            rewards_G = (rewards_G - algorithm.kl_coef * np.array(divergence_G)).astype(np.float32)
+            rewards_G = rewards_G - algorithm.kl_coef * np.array(divergence_G)
         scalars_G = compare(rewards_G)
         out.append(
             [
@@ -264,7 +264,7 @@ def _group_advantages(
 def _turn_advantages(
     algorithm: Grpo | DrGrpo | Dapo | Gspo | Cispo | Rloo,
     *,
-    rewards: list[Floats],
+    rewards: list[Doubles],
     masks: Masks,
     kl: PerToken | None,
     turns: list[list[TurnRewards]],
@@ -272,20 +272,23 @@ def _turn_advantages(
     """One number per turn: its discounted return, compared with that of the same turn in the attempts that have one."""
     compare, out = COMPARE[algorithm.name], []
     for i, (rewards_G, masks_G, turns_G) in enumerate(zip(rewards, masks, turns, strict=True)):
-        returns_G: list[Floats] = []
+        returns_G: list[Doubles] = []
+        size = _largest(rewards_G, turns_G)
         for j, (reward, mask_T, turn) in enumerate(zip(rewards_G, masks_G, turns_G, strict=True)):
-            each = turn.rewards.astype(np.float64)
-            each[-1] += float(reward) - each.sum()
+            each = turn.rewards.copy()
+            each[-1] += reward - each.sum()
             if kl is not None and mask_T.any():
                 of_token = np.repeat(np.arange(len(each)), turn.num_sampled)
                 each -= algorithm.kl_coef * np.bincount(of_token, weights=kl[i][j][mask_T], minlength=len(each))
             everything = np.ones(len(each), dtype=np.bool_)
-            returns_G.append(adv.discounted_returns(each.astype(np.float32), everything, gamma=algorithm.gamma))
+            returns_G.append(adv.discounted_returns(each, everything, gamma=algorithm.gamma))
         numbers_G = [np.zeros(len(returns), dtype=np.float32) for returns in returns_G]
         for place in range(max((len(returns) for returns in returns_G), default=0)):
             there = [j for j, returns in enumerate(returns_G) if len(returns) > place]
-            numbers = compare(np.array([returns_G[j][place] for j in there], dtype=np.float32))
-            for j, number in zip(there, numbers, strict=True):
+            returns = np.array([returns_G[j][place] for j in there])
+            if adv.all_equal(returns, size=size):
+                continue
+            for j, number in zip(there, compare(returns), strict=True):
                 numbers_G[j][place] = number
         out.append(
             [
@@ -307,7 +310,7 @@ def _spread(numbers: Floats, turn: TurnRewards, mask_T: Bools) -> Floats:
 def _batch_advantages(
     algorithm: ReinforcePlusPlus | Ppo,
     *,
-    rewards: list[Floats],
+    rewards: list[Doubles],
     masks: Masks,
     kl: PerToken | None,
     values: PerToken | None,
@@ -322,6 +325,7 @@ def _batch_advantages(
         adv.token_rewards(reward, kl_T, kl_coef=algorithm.kl_coef, mask_T=mask_T, along=parts)
         for reward, kl_T, mask_T, parts in zip(flat_rewards, flat_kl, flat_masks, along, strict=True)
     ]
+    raw: list[Doubles]
     returns: list[Floats | None]
     if isinstance(algorithm, Ppo):
         assert values is not None, "ppo needs the critic's values"
@@ -331,18 +335,24 @@ def _batch_advantages(
             for rewards_T, values_T, mask_T in zip(token_rewards, flat_values, flat_masks, strict=True)
         ]
         raw = [advantages_T for advantages_T, _ in estimates]
-        returns = [returns_T for _, returns_T in estimates]
+        returns = [returns_T.astype(np.float32) for _, returns_T in estimates]
     else:
         raw = [
             adv.discounted_returns(rewards_T, mask_T, gamma=algorithm.gamma)
             for rewards_T, mask_T in zip(token_rewards, flat_masks, strict=True)
         ]
         returns = [None] * len(raw)
+    size = max((_largest(*group) for group in zip(rewards, turns or [[]] * len(rewards), strict=True)), default=0.0)
     flat = iter(
         TokenAdvantages(advantages=advantages_T, returns=returns_T)
-        for advantages_T, returns_T in zip(adv.batch_normalized(raw, flat_masks), returns, strict=True)
+        for advantages_T, returns_T in zip(adv.batch_normalized(raw, flat_masks, size=size), returns, strict=True)
     )
     return [[next(flat) for _ in masks_G] for masks_G in masks]
+
+
+def _largest(rewards_G: Doubles, turns_G: Sequence[TurnRewards]) -> float:
+    """The size of a group's rewards, of attempts and of their turns."""
+    return float(np.abs(np.concatenate([rewards_G, *(turn.rewards for turn in turns_G)])).max(initial=0.0))
 
 
 def _along(turn: TurnRewards) -> Sequence[tuple[int, float]]:
@@ -351,7 +361,7 @@ def _along(turn: TurnRewards) -> Sequence[tuple[int, float]]:
     return [(place, reward) for place, reward in zip(last.tolist(), turn.rewards.tolist(), strict=True) if reward]
 
 
-def _check_rewards(rewards: list[Floats], masks: Masks) -> None:
+def _check_rewards(rewards: list[Doubles], masks: Masks) -> None:
     assert len(rewards) == len(masks), f"{len(rewards)} groups of rewards and {len(masks)} of masks"
     for i, (rewards_G, masks_G) in enumerate(zip(rewards, masks, strict=True)):
         assert len(rewards_G) == len(masks_G), f"group {i}: {len(rewards_G)} rewards and {len(masks_G)} masks"

@@ -11,10 +11,10 @@ import numpy as np
 from rollcall.algo import advantages as adv
 from rollcall.config import Algorithm, EnvironmentBase, GroupAlgorithm
 from rollcall.config.environments import Treatment
-from rollcall.types import Completion, EndReason, Floats, Group, Longs, rows_of
+from rollcall.types import Completion, Doubles, EndReason, Floats, Group, Longs, rows_of
 
 # One number per completion, from its group alone. The other algorithms look at the whole batch.
-COMPARE: dict[str, Callable[[Floats], Floats]] = {
+COMPARE: dict[str, Callable[[Doubles], Floats]] = {
     "grpo": adv.group_normalized,
     "dr_grpo": adv.group_centered,
     "dapo": adv.group_normalized,
@@ -64,10 +64,10 @@ def trained(group: Group, environment: EnvironmentBase | None) -> Group:
 def has_signal(group: Group) -> bool:
     """Whether the completions of a group differ in reward, before any punishment of their length. Only then can the group
     teach anything (DAPO, arXiv:2503.14476, equation 11)."""
-    return len(group.completions) > 1 and bool(np.ptp(group.rewards) > 0)
+    return not adv.all_equal(group.rewards)
 
 
-def shaped_rewards(group: Group, algorithm: Algorithm, max_response_tokens: int) -> Floats:
+def shaped_rewards(group: Group, algorithm: Algorithm, max_response_tokens: int) -> Doubles:
     """The rewards that the advantage sees: with the soft overlong punishment, when the algorithm has one.
 
     A group that dynamic sampling would leave out is not punished: it may stand in for a step without any signal. The length is
@@ -84,8 +84,7 @@ def shaped_rewards(group: Group, algorithm: Algorithm, max_response_tokens: int)
                     penalty=algorithm.overlong_penalty,
                 )
                 for completion in group.completions
-            ],
-            dtype=np.float32,
+            ]
         )
     return rewards
 
@@ -95,7 +94,7 @@ class TurnRewards:
     """What an attempt got along the way. Its turns follow each other over the sampled tokens of all its rows."""
 
     num_sampled: Longs  # [turns]
-    rewards: Floats  # [turns] a part of the attempt's reward; the rest comes at its end
+    rewards: Doubles  # [turns] a part of the attempt's reward; the rest comes at its end
 
 
 def turn_rewards(completion: Completion, *, weight: float) -> TurnRewards:
@@ -103,16 +102,16 @@ def turn_rewards(completion: Completion, *, weight: float) -> TurnRewards:
     num_sampled = completion.num_sampled
     episode = completion.episode
     if episode is None:
-        return TurnRewards(num_sampled=np.array([num_sampled]), rewards=np.zeros(1, dtype=np.float32))
+        return TurnRewards(num_sampled=np.array([num_sampled]), rewards=np.zeros(1))
     turns = episode.turns
     ends = np.minimum(np.cumsum([turn.num_sampled for turn in turns], dtype=np.int64), num_sampled)
     counts = np.diff(ends, prepend=0)
-    rewards = np.array([turn.reward or 0.0 for turn in turns], dtype=np.float32) * np.float32(weight)
+    rewards = np.array([turn.reward or 0.0 for turn in turns]) * weight
     if episode.error:
         rewards = np.zeros_like(rewards)
     if not turns or ends[-1] < num_sampled:  # one turn, or one that the environment did not answer
         counts = np.append(counts, num_sampled - counts.sum())
-        rewards = np.append(rewards, np.float32(0))
+        rewards = np.append(rewards, 0.0)
     return TurnRewards(num_sampled=counts, rewards=rewards)
 
 
