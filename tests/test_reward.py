@@ -238,6 +238,63 @@ def test_math_takes_the_final_answer_and_nothing_before_it(completion: str, answ
     assert score_one({"type": "math"}, completion=completion, answer=answer) == expected
 
 
+@pytest.mark.parametrize(
+    ("answer", "same", "different"),
+    [
+        ("ABC", ("abc", r"\text{ABC}", "The answer is ABC."), ("CAB", "$CAB$", r"\boxed{BCA}")),
+        ("no", ("No.", "**NO**", "The answer is no"), ("on", "no solution")),
+        ("Yes", ("YES!", "yes"), ("no",)),
+        ("C", ("so it is C", "(c)", r"\boxed{\text{(C)}}"), ("B",)),
+        ("abc", ("abc",), ("cab",)),
+        ("pi", (r"\pi", "PI"), ("ip", "3")),
+    ],
+)
+def test_math_compares_letters_as_text(answer: str, same: tuple[str, ...], different: tuple[str, ...]) -> None:
+    _compare(answer, same, different)
+
+
+@pytest.mark.parametrize(
+    ("answer", "same", "different"),
+    [
+        ("xy", ("yx", r"x \cdot y"), ("x", "yz")),
+        ("$ab$", ("ba", "$ba$"), ("a",)),
+        ("2ab", ("2ba", "$2ba$"), ("2", "2a", "ab")),
+        ("2m + 3h", ("3h+2m",), ("2m + 3", "2m+3t")),
+    ],
+)
+def test_math_still_reads_products(answer: str, same: tuple[str, ...], different: tuple[str, ...]) -> None:
+    _compare(answer, same, different)
+
+
+@pytest.mark.parametrize(
+    ("answer", "same", "different"),
+    [
+        (
+            "10 m",
+            ("10", "10m", "10 meters", r"10\,\text{m}", "It is 10 m."),
+            ("10 cm", r"$10\text{ cm}$", "10 m^2", "9 m"),
+        ),
+        ("10", ("10 m", "10m", r"10\text{ cm}", "10 apples"), ("11 m",)),
+        ("10m", ("10 m", "10 metres"), ("10 km", "10n")),
+        (r"25\text{ cm}^2", ("25 cm²", "25 square centimeters", "25 cm^{2}", "25"), ("25 cm", "25 m^2")),
+        ("60 mph", ("60 miles per hour", "60 mi/h"), ("60 km/h", "60 miles")),
+        (r"\$5", ("5 dollars", "$5", "5"), ("5 cents", r"5\text{ euros}")),
+        ("5%", ("0.05", r"5\%", "5"), ("6%",)),
+        (r"90^\circ", ("90 degrees", "90°", "90"), ("90 radians",)),
+        (r"\frac{1}{2} kg", ("0.5 kg", "x = 1/2 kg"), ("0.5 g",)),
+        ("3:30 pm", ("3:30 PM",), ("3:30 am",)),
+        ("72 apples", ("72", "72 apples in all", r"72\text{ apples}"), ("71 apples",)),
+    ],
+)
+def test_math_compares_units(answer: str, same: tuple[str, ...], different: tuple[str, ...]) -> None:
+    _compare(answer, same, different)
+
+
+def _compare(answer: str, same: tuple[str, ...], different: tuple[str, ...]) -> None:
+    scored = {text: score_one({"type": "math"}, completion=text, answer=answer) for text in (answer, *same, *different)}
+    assert scored == dict.fromkeys((answer, *same), 1.0) | dict.fromkeys(different, 0.0)
+
+
 def test_math_is_as_generous_as_math_verify_on_what_that_reads() -> None:
     from math_verify import parse, verify
 

@@ -5,16 +5,19 @@ in ``<answer>...</answer>``. Where there is no mark it follows the last "answer 
 of a sentence, what follows its last word. math-verify reads LaTeX inside ``\boxed{}`` alone as a whole, so the answer is
 boxed before it is parsed; a sentence that ends in a word ("72 apples") is left to math-verify's own search for numbers.
 
-math-verify reads a word as a product of its letters, in any order. So words are compared as text.
+math-verify reads a word as a product of its letters, in any order. So letters alone are compared as text. Only a row's answer
+of the unknowns w, x, y and z (``xy``), or one between dollar signs (``$ab$``), is a product.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 from rollcall.reward.eval_guard import guarded
+from rollcall.reward.units import Quantity, spell_out_money, split_unit
 
 _MAX_ANSWER_CHARS = 1000  # a longer text is not an answer, and takes minutes to parse
 _MAX_SEARCH_CHARS = 2000  # of the end of a text without a mark
@@ -27,6 +30,7 @@ _WRAPPED = re.compile(
 )
 _MATH_WITHIN = re.compile(r"(?<!\\)\$[^$]+\$|\\\(|\\\[")
 _TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
+_TEXT_AT_END = re.compile(r"(?<=[\d)}.])\s*\\(?:text|mathrm|mbox)\s*\{[^{}]*\}(?:\^\{?\d\}?)?$")  # 5\text{ apples}
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _WORD = re.compile(r"\b(?:[A-Za-z]{3,}|is|so|of|to|be|we|it|in|an|at|by|if|as|no|us)\b")
 _NOT_WORDS = frozenset({
@@ -38,28 +42,61 @@ _BARE_NAME = re.compile(
 )
 _BARE_ROOT = re.compile(r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)")
 _LETTERS = re.compile(r"[^\W\d_]+(?:[ '-][^\W\d_]+)*")
-_SHORTEST_WORD = 4  # letters; shorter ones (ab, xyz) are products
+_LONGEST_NAME = 3  # letters; a shorter text may name a number (e, pi) or be a product (ab) of what a formula says
+_UNKNOWNS = re.compile(r"[w-z]{2,3}")
 
 
 def math_equal(prompt: str, completion: str, answer: str, metadata: dict[str, Any]) -> float:
-    """1 if math-verify finds the completion's final answer equal to the row's."""
-    from math_verify import verify
-
+    """1 if the completion's final answer is the row's: as text, or as math-verify reads it with the unit compared."""
     wanted, given = final_answer(answer), final_answer(completion)
     if wanted is None:
         raise ValueError(f"the row's answer {answer[:80]!r} is empty or too long; check data.answer_key")
     if given is None:
         return 0.0
-    if is_word(wanted):
+    is_product = _UNKNOWNS.fullmatch(wanted) or _WRAPPED.fullmatch(_final(answer).strip())
+    if is_word(wanted) and not is_product:
         within = [match[0].strip("$") for match in _MATH_WITHIN.finditer(given)]
-        return float(plain_words(wanted) in map(plain_words, (given, *within[-1:])))
+        words = plain_words(wanted)
+        if words in map(plain_words, (given, _after_words(given), *within[-1:])):
+            return 1.0
+        if len(words) > _LONGEST_NAME or is_word(given):
+            return 0.0
     with guarded():
-        gold = _parse(_readable(wanted))
-        if not gold:
+        if not _parse(_readable(wanted)):
             raise ValueError(f"math-verify cannot read the answer {answer[:80]!r}; check data.answer_key")
-        found = _parse(_readable(given))
-        # Its own limits use signals, and the worker's parent already keeps the time: they are off.
-        return float(bool(found) and verify(list(gold), list(found), timeout_seconds=None))
+        return float(_same(wanted, given))
+
+
+def _same(wanted: str, given: str) -> bool:
+    """Two units must be the same. An answer without one is compared with the other's number, or with all of it (``10m``)."""
+    gold, found = _quantity(wanted), _quantity(given)
+    if gold and found and (gold.is_sure or found.is_sure):
+        return gold.unit == found.unit and _verified(gold.number, found.number)
+    is_number = not _has_letters(wanted)
+    gold_number = gold.number if gold and gold.is_sure else wanted
+    found_number = found.number if found and (found.is_sure or is_number) else given
+    if _verified(gold_number, found_number):
+        return True
+    return (gold_number, found_number) != (wanted, given) and _verified(wanted, given)
+
+
+def _quantity(answer: str) -> Quantity | None:
+    """A number with a unit, at the end of a sentence too; None: there is no unit, or letters stand before it (``2m + 3h``)."""
+    found = split_unit(answer)
+    number = _after_words(found.number).rpartition("=")[2].strip() if found else ""
+    return replace(found, number=number) if found and number and not _has_letters(number) else None
+
+
+def _has_letters(expression: str) -> bool:
+    return re.search(r"[A-Za-z]", _COMMAND.sub("", expression)) is not None
+
+
+def _verified(wanted: str, given: str) -> bool:
+    from math_verify import verify
+
+    gold, found = _parse(_readable(wanted)), _parse(_readable(given))
+    # Its own limits use signals, and the worker's parent already keeps the time: they are off.
+    return bool(gold) and bool(found) and bool(verify(list(gold), list(found), timeout_seconds=None))
 
 
 def final_answer(text: str) -> str | None:
@@ -68,16 +105,17 @@ def final_answer(text: str) -> str | None:
     >>> [final_answer(text) for text in (r"so \boxed{2\sqrt{3}} cm", "#### 72 apples", "it is\nx^2+1.", "<answer>5</answer>")]
     ['2\\sqrt{3}', '72 apples', 'x^2+1', '5']
     """
-    marked = last_marked(text)
-    if marked is not None:
-        # A box or a #### may stand inside a tag, a box after a ####.
-        while (inner := last_marked(marked)) is not None:
-            marked = inner
-        found = marked
-    else:
-        found = _unmarked(text)
-    found = _bare(found)
+    found = _bare(_final(text))
     return found if found and len(found) <= _MAX_ANSWER_CHARS else None
+
+
+def _final(text: str) -> str:
+    """The final answer with what stands around it."""
+    marked = last_marked(text)
+    # A box or a #### may stand inside a tag, a box after a ####.
+    while marked is not None and (inner := last_marked(marked)) is not None:
+        marked = inner
+    return _unmarked(text) if marked is None else marked
 
 
 def last_marked(text: str) -> str | None:
@@ -123,8 +161,7 @@ def _last_box(text: str) -> tuple[int, int] | None:
 def is_word(answer: str) -> bool:
     """Whether an answer is one word or several ("even", "no solution"), and not a formula of letters."""
     words = plain_words(answer)
-    letters = sum(map(str.isalpha, words))
-    return _LETTERS.fullmatch(words) is not None and letters >= _SHORTEST_WORD and not words.startswith("sqrt")
+    return _LETTERS.fullmatch(words) is not None and not words.startswith("sqrt")
 
 
 def plain_words(answer: str) -> str:
@@ -147,7 +184,7 @@ def _bare(text: str) -> str:
     text = text.strip().strip("*").strip().rstrip(".,;").strip().strip("*")
     if wrapped := _WRAPPED.fullmatch(text):
         return next(part for part in wrapped.groups() if part is not None).strip().rstrip(".,;")
-    text = text.replace("\\$", "")
+    text = spell_out_money(text).replace("\\$", "")
     return text.replace("$", "") if text.count("$") == 1 else text
 
 
@@ -156,8 +193,9 @@ def _readable(answer: str) -> str:
     if _MATH_WITHIN.search(answer):
         return answer
     expression = answer if " " not in answer else _after_words(answer)
+    expression = _TEXT_AT_END.sub("", expression)
     expression = _BARE_ROOT.sub(r"\\sqrt{\1}", _BARE_NAME.sub(r"\\\g<0>", expression))
-    return f"\\boxed{{{expression}}}" if expression else answer
+    return f"{_BOX}{expression}}}" if expression else answer
 
 
 def _after_words(sentence: str) -> str:
@@ -171,6 +209,9 @@ def _after_words(sentence: str) -> str:
 @lru_cache(maxsize=256)
 def _parse(text: str) -> tuple[Any, ...]:
     """Kept, because the completions of a group are compared with one answer."""
-    from math_verify import parse
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
-    return tuple(parse(text, parsing_timeout=None))  # pyright: ignore[reportArgumentType]
+    # In a formula of ours what it takes for units are factors: 2ab. Of a sentence that it reads by itself it may drop them.
+    normal = replace(LatexExtractionConfig().normalization_config, units=not text.startswith(_BOX))
+    kinds = (LatexExtractionConfig(normalization_config=normal), ExprExtractionConfig())
+    return tuple(parse(text, extraction_config=kinds, parsing_timeout=None))  # pyright: ignore[reportArgumentType]
