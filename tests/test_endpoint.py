@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import socket
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import endpoints
 import openai
 import pytest
+from debugged import wait_for
 from endpoints import NAME, Standing, Writer, standing
 
 TOOLS: Any = [
@@ -259,7 +261,8 @@ def test_64_conversations_at_once_are_each_their_own(stands: Standing, writer: W
     assert stands.caller.histories.num_extended == 64 * 2 and len(set(writer.sessions)) == 64
 
 
-def test_a_client_that_hangs_up_frees_its_work(tokenizer: Any) -> None:
+def test_a_client_that_hangs_up_frees_its_work(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollcall.net.http_door.LOOK_S", 0.05)
     slow = Writer(tokenizer=tokenizer, says=said, delay_s=600)
     with standing(slow, tokenizer=tokenizer) as one:
         with pytest.raises(openai.APITimeoutError):
@@ -271,12 +274,29 @@ def test_a_client_that_hangs_up_frees_its_work(tokenizer: Any) -> None:
         assert slow.num_left == 1
 
 
+def test_a_client_that_sends_no_more_gets_its_answer(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollcall.net.http_door.LOOK_S", 0.05)
+    with standing(Writer(tokenizer=tokenizer, says=said, delay_s=0.2), tokenizer=tokenizer) as one:
+        body = b'{"messages": [{"role": "user", "content": "hello"}]}'
+        with socket.create_connection(("127.0.0.1", one.server.port), timeout=60) as line:
+            line.sendall(request(one, f"{POST}\nContent-Length: {len(body)}", body))
+            line.shutdown(socket.SHUT_WR)
+            answer = http.client.HTTPResponse(line)  # it passes over interim answers
+            answer.begin()
+            assert answer.status == 200 and b"characters" in answer.read()
+            assert line.recv(1) == b"", "the server closes what has no more to ask"
+
+
 # Harm
+
+
+def request(stands: Standing, head: str, body: bytes, *, key: str | None = None) -> bytes:
+    return head.replace("KEY", key or stands.key).replace("\n", "\r\n").encode() + b"\r\n\r\n" + body
 
 
 def raw(stands: Standing, head: str, body: bytes = b"", *, key: str | None = None) -> bytes:
     """What the server answers to these bytes before it closes the connection or has nothing more to say."""
-    text = head.replace("KEY", key or stands.key).replace("\n", "\r\n").encode() + b"\r\n\r\n" + body
+    text = request(stands, head, body, key=key)
     with socket.create_connection(("127.0.0.1", stands.server.port), timeout=60) as line:
         try:
             line.sendall(text)
@@ -344,14 +364,28 @@ def test_a_slow_client_holds_up_nobody(stands: Standing, monkeypatch: pytest.Mon
     monkeypatch.setattr("rollcall.environments.endpoint.READ_TIMEOUT_S", 0.3)
     lines = [socket.create_connection(("127.0.0.1", stands.server.port)) for _ in range(20)]
     for line in lines:
-        line.sendall(
-            f"{POST}\nContent-Length: 100\n\n".replace("KEY", stands.key).replace("\n", "\r\n").encode() + b"{"
-        )
+        line.sendall(request(stands, f"{POST}\nContent-Length: 100", b"{"))
     assert chat(stands.client())
     for line in lines:
         line.settimeout(60)
         assert b" 408 " in line.recv(1000)
         line.close()
+
+
+@pytest.mark.parametrize("stream", ["true", "false"])
+def test_a_client_that_never_reads_its_answer_is_dropped(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, stream: str
+) -> None:
+    monkeypatch.setattr("rollcall.net.http_door.READ_S", 0.2)
+    with standing(Writer(tokenizer=tokenizer, says=lambda prompt: "x" * 3000), tokenizer=tokenizer) as one:
+        one.server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        with socket.socket() as line:
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            line.connect(("127.0.0.1", one.server.port))
+            body = b'{"prompt": "hello", "max_tokens": 3000, "logprobs": 0, "stream": %s}' % stream.encode()
+            line.sendall(request(one, f"{POST}\nContent-Length: {len(body)}".replace("chat/", ""), body))
+            wait_for(lambda: one.caller.num_requests)
+            wait_for(lambda: not one.server._server.server_state.connections)
 
 
 def test_prompts_times_choices_are_bounded(stands: Standing) -> None:
@@ -362,7 +396,7 @@ def test_prompts_times_choices_are_bounded(stands: Standing) -> None:
 def test_a_stranger_who_says_nothing_takes_nobodys_place(
     writer: Writer, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollcall.environments.server.MAX_CONNECTIONS", 16)
+    monkeypatch.setattr("rollcall.net.http_door.MAX_CONNECTIONS", 16)
     with standing(writer, tokenizer=tokenizer) as one:
         lines = [socket.create_connection(("127.0.0.1", one.server.port)) for _ in range(30)]
         for line in lines[::2]:
@@ -377,7 +411,7 @@ def test_a_stranger_who_says_nothing_takes_nobodys_place(
 def test_a_connection_without_a_request_is_closed(
     writer: Writer, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollcall.environments.server.HEAD_S", 0.1)
+    monkeypatch.setattr("rollcall.net.http_door.HEAD_S", 0.1)
     with standing(writer, tokenizer=tokenizer) as one:
         client = one.client()
         assert chat(client)

@@ -11,11 +11,13 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -53,7 +55,7 @@ from rollcall.view.keys import OPEN, Keys
 from rollcall.view.metrics_table import MetricsTable
 from rollcall.view.places import ShownRuns
 from rollcall.view.record import PageRecord, parse_record
-from rollcall.view.server import make_app
+from rollcall.view.server import PageServer, make_app
 
 HOSTILE = "<script>window.harmed=1</script>\u202e\u0000\ud800<img src=x onerror=window.harmed=1>"
 
@@ -104,6 +106,29 @@ def test_without_its_key_every_address_answers_401(two_runs: Path) -> None:
         answer = client.get(path)
         assert answer.status == 401, path
         assert b"alpha" not in answer.body and not client.cookies
+
+
+def test_a_stranger_who_says_nothing_does_not_hold_the_page(two_runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollcall.net.http_door.MAX_CONNECTIONS", 16)
+    server = PageServer(ShownRuns([two_runs]))
+    serving = threading.Thread(target=server.run, daemon=True)
+    serving.start()
+    lines = [socket.create_connection(("127.0.0.1", server.port), timeout=60) for _ in range(30)]
+    try:
+        for line in lines:
+            line.sendall(b"GET / HTTP/1.1\r\nHost: ")
+        with urllib.request.urlopen(server.new_address(), timeout=60) as answer:
+            assert answer.status == 200
+        with suppress(ConnectionError):
+            assert lines[0].recv(1) == b"", "the oldest makes way"
+        lines[-1].sendall(b"127.0.0.1\r\n\r\n")
+        answers = b"".join(iter(lambda: lines[-1].recv(1 << 16), b""))
+        assert b" 401 " in answers, "and a connection without a key ends with its answer"
+    finally:
+        for line in lines:
+            line.close()
+        server.stop()
+        serving.join()
 
 
 def test_an_address_works_once_and_the_cookie_goes_on(two_runs: Path) -> None:

@@ -53,7 +53,6 @@ from rollcall.words import visible
 
 MAX_BODY_BYTES = 16 << 20  # ids of a million tokens have half of it
 READ_TIMEOUT_S = 60.0  # for a body, from its first byte to its last
-WRITE_TIMEOUT_S = 60.0  # for one piece of an answer
 EPISODES = "/episodes/"
 MAX_METRICS = 100
 
@@ -405,15 +404,7 @@ async def _send(reply: Reply, send: Send) -> None:
         headers.append((b"content-length", str(len(reply.body)).encode()))
     if reply.closes:
         headers.append((b"connection", b"close"))
-    try:
-        async with asyncio.timeout(WRITE_TIMEOUT_S):
-            await send({"type": "http.response.start", "status": reply.status, "headers": headers})
-            if reply.events is None:
-                await send({"type": "http.response.body", "body": reply.body})
-                return
-        for event in reply.events:
-            async with asyncio.timeout(WRITE_TIMEOUT_S):
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
-    except TimeoutError:
-        logging.getLogger("rollcall").info("a client of the endpoint does not read its answer; it is left")
+    await send({"type": "http.response.start", "status": reply.status, "headers": headers})
+    for event in reply.events or ():
+        await send({"type": "http.response.body", "body": event, "more_body": True})
+    await send({"type": "http.response.body", "body": reply.body})

@@ -65,6 +65,8 @@ class Guard:
                 for name, value in HEADERS.items():
                     own[name] = value
                 own.setdefault("cache-control", "no-store")
+                if answer is not None:
+                    own["connection"] = "close"  # a stranger keeps none
             await send(message)
 
         await (answer or self._app)(scope, receive, with_headers)

@@ -1,4 +1,4 @@
-"""The server of the page: Starlette on uvicorn, on the loopback interface.
+"""The server of the page: Starlette on the loopback interface.
 
 ``Api`` answers questions in JSON, ``Guard`` decides who may ask. Charts are drawn by Plotly's own script, which is served from the
 installed ``plotly`` package.
@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import gzip
 import os
-import socket
 import webbrowser
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import lru_cache
 from importlib.resources import files
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -25,6 +23,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from rollcall.net.http_door import http_server, listen
 from rollcall.view.access import Guard
 from rollcall.view.api import ADDRESSES, Api, answering, as_json
 from rollcall.view.keys import OPEN, Keys
@@ -89,13 +88,11 @@ class PageServer:
 
     def __init__(self, places: ShownRuns, *, port: int = 0, keys: Keys | None = None) -> None:
         self.keys = keys or Keys()
-        self._socket = _listen(port)
+        self._socket = listen(HOST, port)
         self.port: int = self._socket.getsockname()[1]
         self.on_open: Callable[[], None] = lambda: None
         app = make_app(places, keys=self.keys, on_open=lambda: self.on_open())
-        self._server = uvicorn.Server(
-            uvicorn.Config(app, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=1)
-        )
+        self._server = http_server(app, lifespan="on")
 
     def new_address(self) -> str:
         return f"http://{HOST}:{self.port}{OPEN}{self.keys.new()}"
@@ -118,21 +115,6 @@ def serve(shown: ShownRuns, *, port: int, open_browser: bool, tell: Callable[[st
     if open_browser and not webbrowser.open(address):
         tell("no browser was found; open the address yourself")
     server.run()
-
-
-def _listen(port: int) -> socket.socket:
-    listener = socket.socket()
-    # So that the same port can be had again right after a server on it has ended.
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((HOST, port))
-        listener.listen(128)
-    except OSError as error:
-        listener.close()
-        raise OSError(
-            error.errno, f"port {port} of this machine cannot be used ({error.strerror}); give another --port"
-        ) from None
-    return listener
 
 
 def _step_back() -> None:
