@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -127,6 +130,16 @@ def test_a_deadline_names_the_missing_rank_and_how_to_start_it(head: list) -> No
     head += [answer(make_node(0), make_node(1), make_node(2))]
     with pytest.raises(ClusterError, match=r"24 of 32 .*missing: rank 3; .*--num-nodes 4 --rendezvous /shared"):
         wait(32, timeout_s=0.05)
+
+
+def test_a_node_that_was_there_is_missed_by_address_and_time(head: list) -> None:
+    write_record(replace(make_record(), accelerator="cpu", cluster="mine"))
+    lost_s = time.mktime((2026, 11, 18, 12, 3, 44, 0, 0, -1))
+    dead = replace(make_node(3, alive=False), ended_ms=round(lost_s * 1000))
+    head += [answer(*map(make_node, range(3)), dead)]
+    wanted = "missing: rank 3 (10.0.0.3, lost at 12:03:44); there run `rollcall node --rank 3 --num-nodes 4 --rendezvous /shared"
+    with pytest.raises(ClusterError, match=rf"{re.escape(wanted)} --slots 8 --cluster mine`"):
+        wait_for_slots(OurCluster("mine"), num_slots=32, timeout_s=0.0)
 
 
 def test_ranks_that_are_missing_are_told_in_spans(head: list) -> None:

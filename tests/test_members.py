@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rollcall.errors import ClusterError
+from rollcall.errors import ClusterError, NoRoomError
 from rollcall.groups.backend import Ask
+from rollcall.nodes.plain_ray import PlainRay
 from rollcall.on_ray import members, reserve
 from rollcall.on_ray.members import RayNode, ranked_nodes, settle_ranks
+from rollcall.wait import speaking
 
 
 def listed(address: str, *, node_id: str = "", label: int | None = None, resource: int | None = None) -> dict[str, Any]:
@@ -78,7 +82,7 @@ def test_a_silent_node_is_left_out_until_it_answers(monkeypatch: pytest.MonkeyPa
     nodes = [listed("10.0.0.1"), listed("10.0.0.2")]
     settle_ranks(look(monkeypatch, *nodes))
     answers: list[Any] = [None]
-    monkeypatch.setitem(members._suspects, "10.0.0.1", "call")
+    monkeypatch.setitem(members._suspects, "10.0.0.1", ("call", 0.0))
     monkeypatch.setattr(ray, "wait", lambda calls, timeout: ([] if answers[0] is None else calls, []))
 
     def get(call: Any) -> Any:
@@ -104,6 +108,48 @@ def test_slots_are_tied_to_a_rank_else_to_an_address_else_to_the_node_itself(mon
         ({"ray.io/node-id": "a"}, {}),
         ({"ray.io/node-id": "b"}, {}),
     ]
+
+
+def test_a_wait_names_the_lost_nodes_since_when_and_the_command_to_run_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+    from ray.core.generated.gcs_pb2 import GcsNodeInfo
+
+    lost_s = time.mktime((2026, 11, 18, 12, 3, 44, 0, 0, -1))
+    infos = {
+        b"a": GcsNodeInfo(node_manager_address="10.0.0.1", labels={"rollcall.rank": "0"}),
+        b"b": GcsNodeInfo(
+            node_manager_address="10.0.0.2", labels={"rollcall.rank": "1"}, end_time_ms=round(lost_s * 1000),
+            state=GcsNodeInfo.GcsNodeState.DEAD,
+        ),
+        b"c": GcsNodeInfo(node_manager_address="10.0.0.3"),
+    }  # fmt: skip
+    client = SimpleNamespace(get_all_node_info=lambda timeout: infos)
+    monkeypatch.setattr("ray._private.worker.global_worker", SimpleNamespace(gcs_client=client))
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(members, "_this_ray", lambda: "")
+    monkeypatch.setattr(members, "_settled", {"": {"10.0.0.3": 2}})
+    monkeypatch.setattr(members, "_suspects", {b"c".hex(): (None, lost_s + 1)})
+    monkeypatch.setattr(reserve, "ranked_nodes", lambda: left)
+    left = look(monkeypatch, listed("10.0.0.1", label=0))
+    backend, said = reserve.RayBackend(PlainRay("10.0.0.1:6379")), []
+
+    def ask(*slots: int) -> str:
+        wanted = Ask(name="x", slots_per_node=slots, use_gpus=True, num_colocated=1, node_ranks=None)
+        with speaking(said.append), pytest.raises(NoRoomError) as caught:
+            backend.reserve(wanted, timeout_s=0.0)
+        return str(caught.value)
+
+    rank_1 = "10.0.0.2, lost at 12:03:44"
+    assert ask(8, 8) == (
+        f"no room after 0 s of waiting for rank 1 ({rank_1}); there run `ray start --address=10.0.0.1:6379`"
+    )
+    assert f"ranks 1 ({rank_1}), 2 (10.0.0.3, lost at 12:03:45), 3-4; on each of those run" in ask(8, 8, 8, 8, 8)
+    assert "no room after 0 s of waiting for slots: 9 slots were asked for" in ask(9)
+    with pytest.raises(
+        NoRoomError, match=rf"min_nodes=2 is more than the 1 node that joined.*rank 1 \({rank_1}\); there"
+    ):
+        monkeypatch.setattr(reserve, "NODES_DEADLINE_S", 0.0)
+        reserve.wait_for_nodes(backend.cluster, 2, fewest=2, wait_s=0.0)
 
 
 def test_where_no_node_declares_a_gpu_the_wait_says_how_to_declare_slots(monkeypatch: pytest.MonkeyPatch) -> None:

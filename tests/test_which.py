@@ -40,7 +40,7 @@ def heard(said: list[str], name: str | None = None, **wish: str) -> which.Cluste
 def told_by_a_stranger(monkeypatch: pytest.MonkeyPatch, *, status: int = 0, err: str = "", **row: Any) -> HeadAnswer:
     """The answer of a head that says this of its one node."""
     good = {
-        "node_id": "ab", "alive": True, "is_head": True, "address": "192.0.2.7", "host": "theirs", "started_ms": 1, "temp_dir": "/t",
+        "node_id": "ab", "alive": True, "is_head": True, "address": "192.0.2.7", "host": "theirs", "started_ms": 1, "ended_ms": 0, "temp_dir": "/t",
         "labels": {}, "resources": {"GPU": 2}, "ports": {},
     }  # fmt: skip
     found = {"nodes": [{**good, **row}], "dashboard": None, "open": True, "versions": {"Ray": 2}}

@@ -289,7 +289,7 @@ class _Examination:
         for rank, why_not in failures.items():
             info = self.infos[rank]
             logs = f"{info.temp_dir}/session_latest/logs"
-            again = self.cluster.join_command(rank, num_nodes=self.roster.num_nodes)
+            again = self.cluster.join_command(rank)
             fix = f"on {info.host}: {self.cluster.leave_command}, then {again} ... ; logs are in {logs}"
             why = "a worker placed there would fail too"
             self.findings.append(find(info, "breaks", f"could not {what}: {why_not}", why=why, fix=fix))
@@ -307,12 +307,12 @@ def partners(rank: int, ranks: Sequence[int]) -> list[int]:
 
 def _judge_roster(roster: Roster, cluster: Cluster) -> list[Finding]:
     if not roster.alive:
-        raise ClusterError(f"no node of {roster.title} is alive; start them: {_start(cluster, 'R', roster)}")
+        raise ClusterError(f"no node of {roster.title} is alive; start them: {cluster.join_command('R')}")
     found = [
         Finding(
             node=rank, host=None, severity="breaks", what=f"rank {rank} of {roster.num_nodes} has not joined, or has died",
             why="its slots are missing",
-            fix=f"there: {_start(cluster, rank, roster)} ...",
+            fix=f"there: {cluster.join_command(rank)} ...",
         )
         for rank in roster.missing
     ]  # fmt: skip
@@ -321,10 +321,6 @@ def _judge_roster(roster: Roster, cluster: Cluster) -> list[Finding]:
         fix = "start its nodes with RAY_AUTH_MODE=token and the same RAY_AUTH_TOKEN"
         found.append(find(None, "warns", f"{roster.title} has no token", why=why, fix=fix))
     return found
-
-
-def _start(cluster: Cluster, rank: int | str, roster: Roster) -> str:
-    return cluster.join_command(rank, num_nodes=roster.num_nodes)
 
 
 def judge_slots(config: Config, roster: Roster, cluster: Cluster) -> Iterator[Finding]:
@@ -342,7 +338,7 @@ def judge_slots(config: Config, roster: Roster, cluster: Cluster) -> Iterator[Fi
         yield find(
             None, "breaks", f"the run file asks for {counted(len(wanted), 'node')}, the cluster has {roster.num_nodes}",
             why="every slot of the run file must exist",
-            fix=f"set cluster.num_nodes={roster.num_nodes}, or add nodes: {_start(cluster, 'R', roster)} ...",
+            fix=f"set cluster.num_nodes={roster.num_nodes}, or add nodes: {cluster.join_command('R')} ...",
         )  # fmt: skip
 
 

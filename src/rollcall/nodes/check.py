@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rollcall.errors import ClusterError
@@ -10,7 +11,7 @@ from rollcall.nodes.address import split_address
 from rollcall.nodes.head import HeadAnswer, HeadUnreachable, NodeInfo
 from rollcall.nodes.which import Cluster
 from rollcall.wait import Wait
-from rollcall.words import ranges
+from rollcall.words import plural, ranges
 
 ASK_EVERY_S = 1.0
 
@@ -89,9 +90,26 @@ def describe(found: Roster, *, num_slots: int) -> str:
     """One line: how many there are, whose, and which ranks are missing."""
     parts = [f"{found.num_slots} of {num_slots} accelerators have joined: {who(found.alive) or 'nobody'}"]
     if found.missing:
-        ranks = ranges(found.missing).replace(",", ", ")  # so a hundred nodes fit on a line
-        parts.append(f"missing: rank{'' if len(found.missing) == 1 else 's'} {ranks}")
+        parts.append(f"missing: {missing_ranks(found.missing, {node.rank: node for node in found.nodes})}")
     return "; ".join(parts)
+
+
+def missing_ranks(ranks: Sequence[int], lost: Mapping[int | None, NodeInfo]) -> str:
+    """Those that were there by address, with the time of their loss; the others in spans, so that a hundred fit on a line."""
+    parts = [
+        f"{rank} ({lost[rank].address}, lost at {time.strftime('%H:%M:%S', time.localtime(lost[rank].ended_ms / 1000))})"
+        for rank in ranks
+        if rank in lost
+    ]
+    parts += filter(None, ranges(rank for rank in ranks if rank not in lost).split(","))
+    return f"{plural('rank', len(ranks))} {', '.join(parts)}"
+
+
+def start_there(cluster: Cluster, ranks: Sequence[int]) -> str:
+    """The command that brings these ranks in."""
+    if len(ranks) == 1:
+        return f"there run `{cluster.join_command(ranks[0])}`"
+    return f"on each of those run `{cluster.join_command('R')}`"
 
 
 def who(nodes: Sequence[NodeInfo]) -> str:
@@ -102,6 +120,6 @@ def _advice(cluster: Cluster, found: Roster | None) -> str:
     if found is None:
         return f"; run `rollcall status` on {split_address(cluster.head_address)[0]} to see whether it is up"
     if found.missing:
-        return f"; on each of those run `{cluster.join_command('R', num_nodes=found.num_nodes)}`"
+        return f"; {start_there(cluster, found.missing)}"
     fewer = f"ask for {found.num_slots}, or " if found.num_slots else ""
     return f"; all {found.num_nodes} nodes are there, so {fewer}give them more slots (`{cluster.more_slots('N')}`)"

@@ -56,6 +56,7 @@ class NodeInfo:
     temp_dir: str
     ports: dict[str, int]
     mark: str | None = None  # its own, new with every start
+    ended_ms: int = 0  # when its head took it for dead
 
     @classmethod
     def of(cls, row: dict[str, Any]) -> NodeInfo:
@@ -76,6 +77,7 @@ class NodeInfo:
             node_id=row["node_id"],
             mark=labels.get(LABEL + "mark"),
             started_ms=row["started_ms"],
+            ended_ms=row["ended_ms"],
             temp_dir=row["temp_dir"],
             ports={name: port for name, port in row["ports"].items() if port > 0},
         )

@@ -10,6 +10,7 @@ from rollcall.nodes.address import listens
 from rollcall.nodes.head import ASK_S, CONNECT_S, HeadAnswer, HeadUnreachable, JobServer, NodeInfo, ask_own_head
 from rollcall.nodes.processes import is_coming_up
 from rollcall.nodes.state import (
+    DEFAULT_CLUSTER,
     NodeRecord,
     auth_env,
     note_driver,
@@ -107,10 +108,12 @@ class OurCluster:
     def note_driver(self) -> None:
         note_driver(self.name)
 
-    def join_command(self, rank: int | str, *, num_nodes: int) -> str:
+    def join_command(self, rank: int | str) -> str:
         record = self.record
         where = f"--rendezvous {record.rendezvous}" if record.rendezvous else f"--head-address {record.head_address}"
-        return f"rollcall node --rank {rank} --num-nodes {num_nodes} {where}"
+        slots = f" --slots {record.slots}" if record.accelerator == "cpu" else ""
+        name = f" --cluster {self.name}" if self.name != DEFAULT_CLUSTER else ""
+        return f"rollcall node --rank {rank} --num-nodes {record.num_nodes} {where}{slots}{name}"
 
     def more_slots(self, num_slots: int | str) -> str:
         return f"rollcall node ... --slots {num_slots}"

@@ -119,7 +119,7 @@ class PlainRay:
     def note_driver(self) -> None:
         """Nobody asks: what started this Ray knows nothing of its drivers."""
 
-    def join_command(self, rank: int | str, *, num_nodes: int) -> str:
+    def join_command(self, rank: int | str) -> str:
         return f"ray start --address={self.head_address}"
 
     def more_slots(self, num_slots: int | str) -> str:

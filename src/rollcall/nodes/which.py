@@ -106,7 +106,7 @@ class Cluster(Protocol):
         """This process drives a run on it."""
         ...
 
-    def join_command(self, rank: int | str, *, num_nodes: int) -> str:
+    def join_command(self, rank: int | str) -> str:
         """What makes a machine a node of it."""
         ...
 

@@ -44,10 +44,11 @@ def init_ray(*, num_gpus: int | None = None, backend: Literal["ray", "local"] | 
 
     from rollcall.on_ray.reserve import RayBackend
 
-    use_by_default(RayBackend())
     if ray.is_initialized():
+        use_by_default(RayBackend())
         return
     cluster = wished_cluster()
+    use_by_default(RayBackend(cluster))
     if cluster is not None:
         connect(cluster)
         return

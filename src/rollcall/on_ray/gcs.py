@@ -57,6 +57,29 @@ def token_source() -> str:
     return path if os.path.exists(path) and open(path).read().strip() else "none"
 
 
+def node_rows(nodes: Any) -> list[dict[str, Any]]:
+    """What ``get_all_node_info`` tells of each node, for ``NodeInfo.of``."""
+    gcs: Any = importlib.import_module("ray.core.generated.gcs_pb2")
+    fields = ("node_manager_port", "object_manager_port", "metrics_export_port", "runtime_env_agent_port")
+    agents = ("metrics_agent_port", "dashboard_agent_listen_port")
+    return [
+        {
+            "node_id": node_id.hex(),
+            "alive": node.state == gcs.GcsNodeInfo.GcsNodeState.ALIVE,
+            "is_head": node.is_head_node,
+            "address": node.node_manager_address,
+            "host": node.node_manager_hostname,
+            "started_ms": node.start_time_ms,
+            "ended_ms": node.end_time_ms,
+            "temp_dir": node.temp_dir,
+            "labels": dict(node.labels),
+            "resources": dict(node.resources_total),
+            "ports": {name.removesuffix("_port"): getattr(node, name) for name in (*fields, *agents)},
+        }
+        for node_id, node in nodes.items()
+    ]
+
+
 def main() -> None:
     given, wished, is_open = sys.stdin.read().strip(), os.environ.get("RAY_AUTH_MODE", ""), False
     source = "given" if given else token_source()
@@ -73,27 +96,10 @@ def main() -> None:
     if client is None:
         print(json.dumps({"refused": source}))
         return
-    gcs: Any = importlib.import_module("ray.core.generated.gcs_pb2")
     dashboard = client.internal_kv_get(b"dashboard", b"dashboard", timeout=30)
     metadata = json.loads(client.internal_kv_get(b"CLUSTER_METADATA", b"cluster", timeout=30) or b"{}")
     versions = {"Ray": metadata.get("ray_version"), "Python": metadata.get("python_version")}
-    fields = ("node_manager_port", "object_manager_port", "metrics_export_port", "runtime_env_agent_port")
-    agents = ("metrics_agent_port", "dashboard_agent_listen_port")
-    rows = [
-        {
-            "node_id": node_id.hex(),
-            "alive": node.state == gcs.GcsNodeInfo.GcsNodeState.ALIVE,
-            "is_head": node.is_head_node,
-            "address": node.node_manager_address,
-            "host": node.node_manager_hostname,
-            "started_ms": node.start_time_ms,
-            "temp_dir": node.temp_dir,
-            "labels": dict(node.labels),
-            "resources": dict(node.resources_total),
-            "ports": {name.removesuffix("_port"): getattr(node, name) for name in (*fields, *agents)},
-        }
-        for node_id, node in nodes.items()
-    ]
+    rows = node_rows(nodes)
     found: dict[str, Any] = {
         "nodes": rows,
         "dashboard": dashboard.decode() if dashboard else None,

@@ -5,13 +5,16 @@ Ray is imported in here: it reads variables while it is imported, which ``connec
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rollcall.errors import ClusterError
+from rollcall.nodes.head import NodeInfo
 from rollcall.nodes.rank import rank_by_address, rank_offered
 from rollcall.on_ray.each_node import pinned
+from rollcall.on_ray.gcs import node_rows
 
 RANK_LABEL = "rollcall.rank"  # what `rollcall node` labels its node with
 NODE_ID_LABEL = "ray.io/node-id"
@@ -20,9 +23,9 @@ LITTLE = 0.001  # of a resource that pins: it leaves room for all others
 
 # Ranks of nodes that carry none, once a run has been placed on them: by the Ray and the node's place.
 _settled: dict[str, dict[str, int]] = {}
-# Nodes that were silent in a run, each with a call that is waiting for its answer. Ray itself lists a dead node as alive for a
-# minute or more, unless it was started with other settings.
-_suspects: dict[str, Any] = {}
+# Nodes that were silent in a run, each with a call that is waiting for its answer, and since when. Ray itself lists a dead node as
+# alive for a minute or more, unless it was started with other settings.
+_suspects: dict[str, tuple[Any, float]] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +85,23 @@ def ranked_nodes() -> list[RayNode]:
     ]
 
 
+def lost_nodes() -> dict[int | None, NodeInfo]:
+    """The nodes that are dead or silent, by the rank that they had; of several, the last."""
+    import ray
+
+    client = ray._private.worker.global_worker.gcs_client
+    settled = _settled.get(_this_ray(), {})
+    found: dict[int | None, NodeInfo] = {}
+    for node in sorted(
+        map(NodeInfo.of, node_rows(client.get_all_node_info(timeout=30))), key=lambda node: node.started_ms
+    ):
+        if node.node_id in _suspects:
+            node = replace(node, alive=False, ended_ms=round(_suspects[node.node_id][1] * 1000))
+        if not node.alive:
+            found[settled.get(node.address) if node.rank is None else node.rank] = node
+    return found
+
+
 def settle_ranks(nodes: Sequence[RayNode]) -> None:
     """A run is placed on these: from now on they keep their ranks in this process, and so does what comes back in their places."""
     now = {node.place: node.rank for node in nodes}
@@ -94,7 +114,7 @@ def suspect(node_id: str) -> None:
     import ray
 
     if node_id not in _suspects:
-        _suspects[node_id] = ray.remote(_here).options(**pinned(node_id), max_retries=0).remote()
+        _suspects[node_id] = ray.remote(_here).options(**pinned(node_id), max_retries=0).remote(), time.time()
 
 
 def _here() -> None:
@@ -113,10 +133,11 @@ def _answers(node_id: str) -> bool:
 
     if node_id not in _suspects:
         return True
-    if not ray.wait([_suspects[node_id]], timeout=0)[0]:
+    call, _ = _suspects[node_id]
+    if not ray.wait([call], timeout=0)[0]:
         return False
     try:
-        ray.get(_suspects[node_id])
+        ray.get(call)
     except RayError:  # Ray takes it for dead, or soon will
         return False
     del _suspects[node_id]

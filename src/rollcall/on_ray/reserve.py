@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import ray
@@ -22,16 +23,22 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rollcall.errors import ClusterError, NoRoomError
 from rollcall.groups.backend import Ask, NodeSeats, Reservation
+from rollcall.nodes.check import missing_ranks, start_there
+from rollcall.nodes.which import Cluster
 from rollcall.on_ray.crew import RayCrew
-from rollcall.on_ray.members import RayNode, ranked_nodes, settle_ranks
+from rollcall.on_ray.members import RayNode, lost_nodes, ranked_nodes, settle_ranks
 from rollcall.wait import Wait, say
+from rollcall.words import counted
 
 PLACE_TRY_S = 10.0  # with room, a placement group is placed in milliseconds; after this, another one has taken the room
 POLL_S = 0.25
 NODES_DEADLINE_S = 180.0
 
 
+@dataclass(frozen=True, slots=True)
 class RayBackend:
+    cluster: Cluster | None = None  # None: a script has joined its Ray by itself
+
     def reserve(self, ask: Ask, *, timeout_s: float) -> Reservation:
         if not ray.is_initialized():
             raise ClusterError("this process is not connected to a cluster; call init_ray() first")
@@ -48,15 +55,18 @@ class RayBackend:
                         crew=partial(RayCrew, group=group),
                         release=partial(remove_placement_group, group),
                     )
-            waiting = f"waiting for slots: {_asked(ask)}; {_has(ask, nodes)}{_logical(ask, nodes)}"
-            if not wait.again(waiting, after_s=POLL_S):
-                raise NoRoomError(
-                    f"no room after {timeout_s:g} s: {_asked(ask)}; {_has(ask, nodes)}. Entries take nodes in rank order; ask for "
-                    f"fewer, stop what uses the others, or add nodes (`rollcall status` lists them){_logical(ask, nodes)}"
-                )
+            missing = sorted(set(ask.node_ranks or range(len(ask.slots_per_node))) - {node.rank for node in nodes})
+            if missing:
+                awaited = _missing(self.cluster, missing)
+            else:
+                awaited = f"slots: {_asked(ask)}; {_has(ask, nodes)}{_logical(ask, nodes)}"
+            if not wait.again(f"waiting for {awaited}", after_s=POLL_S):
+                advice = "ask for fewer, stop what uses the others, or add nodes (`rollcall status` lists them)"
+                more = "" if missing else f". Entries take nodes in rank order; {advice}"
+                raise NoRoomError(f"no room after {timeout_s:g} s of waiting for {awaited}{more}")
 
 
-def wait_for_nodes(num_nodes: int, *, fewest: int, wait_s: float) -> list[int]:
+def wait_for_nodes(cluster: Cluster | None, num_nodes: int, *, fewest: int, wait_s: float) -> list[int]:
     """The ranks of the nodes that have joined: all, or after ``wait_s`` at least ``fewest``."""
     wait = Wait()
     while True:
@@ -64,17 +74,27 @@ def wait_for_nodes(num_nodes: int, *, fewest: int, wait_s: float) -> list[int]:
         missing = sorted(set(range(num_nodes)) - set(here))
         if not missing:
             return here
-        names = f"node {', '.join(map(str, missing))} of {num_nodes}"
+        awaited = _missing(cluster, missing)
         if wait.waited_s >= wait_s and len(here) >= fewest:
-            say(f"{names} is missing after {wait_s:g} s; the run continues with {len(here)}")
+            say(
+                f"the run continues with {counted(len(here), 'node')}; after {wait_s:g} s it does not wait any longer for {awaited}"
+            )
             return here
         if wait.waited_s >= max(wait_s, NODES_DEADLINE_S):
             raise NoRoomError(
-                f"{names} is missing after {wait.waited_s:.0f} s, and trainer.elastic.min_nodes={fewest} is more than the "
-                f"{len(here)} that joined; start them (`rollcall node`, or `ray start` on a Ray of your own)"
+                f"trainer.elastic.min_nodes={fewest} is more than the {counted(len(here), 'node')} that joined; after "
+                f"{wait.waited_s:.0f} s the run still waits for {awaited}"
             )
-        wait.tell(f"waiting for {names}")
+        wait.tell(f"waiting for {awaited}")
         time.sleep(POLL_S)
+
+
+def _missing(cluster: Cluster | None, ranks: Sequence[int]) -> str:
+    """Who is missing, since when, and the command to run there."""
+    start = (
+        start_there(cluster, ranks) if cluster else "start them (`rollcall node`, or `ray start` on a Ray of your own)"
+    )
+    return f"{missing_ranks(ranks, lost_nodes())}; {start}"
 
 
 def choose_nodes(ask: Ask, nodes: Sequence[RayNode]) -> list[RayNode] | None:
@@ -113,7 +133,7 @@ def _place(ask: Ask, chosen: Sequence[RayNode], *, timeout_s: float) -> Placemen
 
 
 def _asked(ask: Ask) -> str:
-    kind = "GPU slots" if ask.use_gpus else "CPUs"
+    kind = "slots" if ask.use_gpus else "CPUs"
     counts = [count * _per_slot(ask) for count in ask.slots_per_node]
     where = f" (nodes {', '.join(map(str, ask.node_ranks))})" if ask.node_ranks is not None else ""
     return f"{sum(counts)} {kind} were asked for, {counts} by node{where}"

@@ -27,6 +27,7 @@ from rollcall.groups.group import WorkerBuilder, WorkerGroup
 from rollcall.learner.learner import TokenScores
 from rollcall.learner.optimizer import optimizer_class
 from rollcall.loop.attempts import Budget, headline
+from rollcall.nodes.which import Cluster
 from rollcall.observe.live import Look
 from rollcall.on_ray.connect import connect
 from rollcall.plan.elastic import shrink
@@ -138,15 +139,14 @@ def build_remote_workers(config: Config, *, backend: Backend | None = None) -> R
     """Place the plan's processes and load every role; ``backend`` None: on the cluster that this node belongs to."""
     assert config.cluster is not None
     plan = workable_plan(config, config.cluster)
-    on_ray = backend is None
+    on_ray, joined_cluster = backend is None, None
     if backend is None:
-        connect(
-            ray_address=config.cluster.ray_address
-        )  # before anything slow, so that a node outside any cluster is refused at once
+        # Before anything slow, so that a node outside any cluster is refused at once.
+        joined_cluster = connect(ray_address=config.cluster.ray_address)
         from rollcall.on_ray.reserve import RayBackend  # here: nodes that share only a folder need no Ray
 
-        backend = RayBackend()
-    plan, section, kept = _fit_nodes(config, plan)
+        backend = RayBackend(joined_cluster)
+    plan, section, kept = _fit_nodes(config, plan, joined_cluster)
     inputs = load_inputs(config)
     in_parts = roles_in_parts(config, plan)
     _refuse_impossible(config, plan, in_parts, model_path=inputs.model_path)
@@ -227,7 +227,7 @@ def _environments(
     return next(iter(hosts), None), found
 
 
-def _fit_nodes(config: Config, plan: Plan) -> tuple[Plan, ClusterSection, list[int]]:
+def _fit_nodes(config: Config, plan: Plan, cluster: Cluster | None) -> tuple[Plan, ClusterSection, list[int]]:
     """The plan on the nodes that have joined, where the run may use fewer than it asks for; its section; the nodes' ranks."""
     assert config.cluster is not None
     section, elastic, everyone = config.cluster, config.trainer.elastic, list(range(plan.num_nodes))
@@ -235,7 +235,7 @@ def _fit_nodes(config: Config, plan: Plan) -> tuple[Plan, ClusterSection, list[i
         return plan, section, everyone
     from rollcall.on_ray.reserve import wait_for_nodes
 
-    kept = wait_for_nodes(plan.num_nodes, fewest=elastic.min_nodes, wait_s=elastic.wait_s)
+    kept = wait_for_nodes(cluster, plan.num_nodes, fewest=elastic.min_nodes, wait_s=elastic.wait_s)
     if kept == everyone:
         return plan, section, everyone
     section = shrink(section, plan, kept=kept)
