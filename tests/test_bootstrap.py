@@ -44,6 +44,7 @@ from rollcall.nodes.state import (
     write_record,
 )
 from rollcall.on_ray import gcs as ask_gcs
+from rollcall.stop import STOPPED
 from rollcall.wait import speaking
 
 ROOT = Path(__file__).parents[1]
@@ -598,7 +599,9 @@ def held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return happened
 
 
-def hold_and_tell(*numbers: int, save_s: float = 60.0, too_early: int | None = None) -> int | None:
+def hold_and_tell(
+    *numbers: int, save_s: float = 60.0, until: Callable[[], int | None] | None = None, too_early: int | None = None
+) -> int | None:
     """Hold the node, with one signal after the other."""
 
     def tell() -> None:
@@ -608,7 +611,7 @@ def hold_and_tell(*numbers: int, save_s: float = 60.0, too_early: int | None = N
 
     teller = threading.Thread(target=tell)
     teller.start()
-    status = foreground.hold(make_record(), save_s=save_s, too_early=too_early)
+    status = foreground.hold(make_record(), save_s=save_s, until=until, too_early=too_early)
     teller.join()
     return status
 
@@ -625,6 +628,27 @@ def test_a_node_in_the_foreground_lets_its_run_save_before_ray_goes(
     monkeypatch.setattr(foreground, "has_run", has_run)
     hold_and_tell(signal.SIGUSR1, signal.SIGTERM)
     assert held == ["SIGUSR1", "SIGTERM", *["looked"] * 4, "stopped"]
+
+
+def test_ray_stays_until_the_one_who_follows_the_run_has_printed_its_end(
+    held: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last line says that it is saved; with Ray, the log would be gone."""
+    looks = iter([True])
+    monkeypatch.setattr(foreground, "has_run", lambda record: next(looks, False))
+
+    def until() -> int | None:
+        if "SIGTERM" not in held:
+            return None
+        held.append("asked")
+        return STOPPED if held.count("asked") == 2 else None
+
+    with speaking(held.append):
+        assert hold_and_tell(signal.SIGTERM, until=until) == STOPPED
+    assert held[0] == "SIGTERM" and held[2:4] == ["asked", "asked"] and held[-1] == "stopped"
+    assert "the run was stopped; what it finished is saved, and the same command continues (status 75)" in held[4]
+    del held[:]
+    assert hold_and_tell(signal.SIGTERM, until=lambda: None) is None, "no run, so nothing to wait for"
 
 
 def test_a_node_that_is_told_ahead_before_its_run_has_begun_ends_as_one_that_can_go_on(held: list[str]) -> None:

@@ -704,7 +704,7 @@ def test_a_failed_job_ends_the_command_with_its_status_and_its_words(one_node: O
     user = one_node.write_run("fails")
     result = rollcall("submit", "run.yaml", *one_node.address, "model.path=/no/such", cwd=user, **one_node.elsewhere)
     assert result.returncode == 1 and "model.path=/no/such is not a directory" in result.stdout
-    assert "failed with status 1" in result.stderr and "Traceback" not in result.stdout + result.stderr
+    assert "failed (status 1)" in result.stderr and "Traceback" not in result.stdout + result.stderr
 
 
 @pytest.mark.slow

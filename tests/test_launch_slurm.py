@@ -230,8 +230,14 @@ def test_the_state_after_the_end_is_the_jobs_own_status_or_slurms_account(tmp_pa
     record, _, _ = launched(tmp_path)
     (tools.queue / "41").unlink()
     assert Slurm().status(record) == "job 41 is TIMEOUT, exit code 0:0"
-    (record.folder / "status").write_text("0\n")
-    assert Slurm().status(record) == "it has ended with status 0"
+    for status, words in (
+        (0, "ended well"),
+        (75, "was stopped; what it finished is saved, and the same command continues"),
+        (143, "was ended by SIGTERM"),
+        (1, "failed"),
+    ):
+        (record.folder / "status").write_text(f"{status}\n")
+        assert Slurm().status(record) == f"it {words} (status {status})"
     Slurm().stop(record)
     assert not tools.called("scancel"), "it has ended already"
 

@@ -60,7 +60,7 @@ def test_a_run_file_without_a_cluster_is_refused(tmp_path: Path) -> None:
         WholeRun(tmp_path / "run.yaml")
 
 
-@pytest.mark.parametrize(("left", "status"), [("0", 0), ("3", 3), (None, STOPPED)])
+@pytest.mark.parametrize(("left", "status"), [("0", 0), ("3", 3), ("-9", 137), (None, STOPPED)])
 def test_a_node_ends_as_the_run_did(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: str | None, status: int
 ) -> None:

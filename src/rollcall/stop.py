@@ -38,6 +38,24 @@ SAME_S = 2.0  # one request may come twice: sent to all processes of a job, and 
 AGAIN_S = 5.0  # an exception raised while an object is being destroyed gets lost
 
 
+def status_words(status: int) -> str:
+    """How a run ended, by the exit status of its command, or as ``subprocess`` has it.
+
+    >>> status_words(0), status_words(143), status_words(-9)
+    ('ended well (status 0)', 'was ended by SIGTERM (status 143)', 'was ended by SIGKILL (status 137)')
+    """
+    status = 128 - status if status < 0 else status
+    if status == STOPPED:
+        how = "was stopped; what it finished is saved, and the same command continues"
+    elif status == INTERRUPTED:
+        how = "was interrupted by Ctrl-C; the same command continues"
+    elif status in (128 + number for number in signal.Signals):
+        how = f"was ended by {signal.Signals(status - 128).name}"
+    else:
+        how = "failed" if status else "ended well"
+    return f"{how} (status {status})"
+
+
 class Stopped(KeyboardInterrupt):
     """This process got the signal of that name and has to stop. It is handled wherever Ctrl-C is handled."""
 

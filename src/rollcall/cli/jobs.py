@@ -232,11 +232,8 @@ def _end_as(job: Job) -> None:
         say(f"{job.id} succeeded")
         return
     # Ray's message of a failed driver repeats the end of the log, which has just been shown.
-    if job.exit_code == STOPPED:
-        say(f"{job.id} was told to stop; submit the same run again to continue")
-        raise typer.Exit(STOPPED)
-    why = f"with status {job.exit_code}" if job.exit_code else job.message
-    say(f"error: {job.id} {job.status.lower()} {why}".rstrip())
+    how = job.stands if job.exit_code else f"{job.stands} {job.message}".rstrip()
+    say(f"{'' if job.exit_code == STOPPED else 'error: '}{job.id} {how}")
     raise typer.Exit(job.exit_status)
 
 

@@ -34,6 +34,7 @@ from rollcall.nodes.rendezvous import Head, Rendezvous
 from rollcall.nodes.state import NodeRecord, current_cluster, read_record, read_token, token_path
 from rollcall.nodes.which import wished_cluster, wished_dashboard
 from rollcall.redact import Redactor, redact, redact_end, remember
+from rollcall.stop import status_words
 from rollcall.version import __version__
 from rollcall.wait import Wait, say
 from rollcall.words import visible
@@ -78,6 +79,11 @@ class Job:
         if self.status == "SUCCEEDED":
             return 0
         return self.exit_code if self.exit_code and 0 < self.exit_code < 256 else 1
+
+    @property
+    def stands(self) -> str:
+        """What follows its name in a sentence."""
+        return status_words(self.exit_code) if self.is_over and self.exit_code is not None else f"is {self.status}"
 
     def as_json(self) -> dict[str, Any]:
         ended = self.ended.isoformat() if self.ended else None

@@ -17,7 +17,7 @@ from rollcall.launch.errors import ElsewhereError, LaunchError
 from rollcall.launch.record import LaunchRecord, Part
 from rollcall.launch.rendered import Command
 from rollcall.launch.tool import ask as ask_tool
-from rollcall.stop import INTERRUPTED
+from rollcall.stop import INTERRUPTED, status_words
 from rollcall.wait import Wait, say
 from rollcall.words import visible
 
@@ -166,7 +166,7 @@ def status(record: LaunchRecord) -> str:
         return f"{kind} {found.id} is {found.state}{why}{where}"
     ended = _ended(record)
     if ended is not None:
-        return f"it has ended with status {ended}"
+        return f"it {status_words(ended)}"
     job = record.parts[0].id if record.parts and record.parts[0].kind == "job" else ""
     words = ("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}", "--format=State,ExitCode")
     accounted = ask(Command(words=words, what="ask for its account"), may_fail=True).strip() if job else ""
@@ -192,8 +192,10 @@ def follow(record: LaunchRecord) -> int:
         say(f"the run goes on; `rollcall launch logs --follow {record.name}` shows it again")
         return INTERRUPTED
     ended = _ended(record)
-    if ended is None:
-        say(f"{record.name!r} has left Slurm's queue without a status of its own: it was cancelled or killed")
+    how = (
+        "has left Slurm's queue without a status: it was cancelled or killed" if ended is None else status_words(ended)
+    )
+    say(f"{record.name!r} {how}")
     return FAILED if ended is None else ended
 
 

@@ -89,18 +89,21 @@ class WholeRun:
         ended = Path(record.temp_dir) / ENDED
         ended.unlink(missing_ok=True)
         if record.rank:
-            status = hold(record, save_s=save_s, until=_Ended(ended).status)
-            return STOPPED if status is None else status
+            return _exit_status(hold(record, save_s=save_s, until=_Ended(ended).status))
         words = [sys.executable, "-m", __name__, record.cluster, str(self._run_file), str(timeout_s)]
         # A signal reaches it through the run, whose job ends. Slurm may signal every process of a task, from its first moment on.
         beside = subprocess.Popen(words, start_new_session=True, preexec_fn=_ignore_signals)
         try:
-            status = hold(record, save_s=save_s, until=beside.poll, too_early=STOPPED)
-            return (beside.poll() or STOPPED) if status is None else status
+            return _exit_status(hold(record, save_s=save_s, until=beside.poll, too_early=STOPPED))
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(beside.pid, signal.SIGKILL)  # with a command of prepare.once that it may be waiting for
             beside.wait()
+
+
+def _exit_status(status: int | None) -> int:
+    """None: a signal ended the node before the run's own status was known."""
+    return STOPPED if status is None else 128 - status if status < 0 else status
 
 
 def cluster_of(config: Config) -> ClusterSection:

@@ -20,7 +20,7 @@ from rollcall.nodes.bootstrap import is_running, stop_node
 from rollcall.nodes.processes import find_processes, signal_processes
 from rollcall.nodes.state import NodeRecord, noted_drivers, read_record, state_dir
 from rollcall.process import Process, command_of
-from rollcall.stop import SAME_S, heeded_signals
+from rollcall.stop import SAME_S, heeded_signals, status_words
 from rollcall.wait import Wait, say
 
 LOOK_EVERY_S = 1.0
@@ -53,13 +53,13 @@ def hold(
     record: NodeRecord,
     *,
     save_s: float = SAVE_S,
-    until: Callable[[], int | None] = lambda: None,
+    until: Callable[[], int | None] | None = None,
     too_early: int | None = None,
 ) -> int | None:
     """Return when a signal has stopped the node, or `rollcall down` has; an error if Ray died by itself.
 
-    ``until``: asked every second. When it gives a number, this stops the node and returns the number. ``too_early``: the same for
-    a SIGUSR1 that comes before there is a run to hear it.
+    ``until``: asked every second for the exit status of the run. When it gives one, this stops the node and returns it.
+    ``too_early``: the same for a SIGUSR1 that comes before there is a run to hear it.
     """
     told = Told()
     before = {number: signal.signal(number, told.hear) for number in (*heeded_signals(), signal.SIGINT)}
@@ -75,8 +75,8 @@ def hold(
                     say("told to stop before the run has begun; stopping Ray on this node")
                     stop_node(record.cluster)
                     return too_early
-            if (status := until()) is not None:
-                say(f"the run is over (status {status}); stopping Ray on this node")
+            if until is not None and (status := until()) is not None:
+                say(f"the run {status_words(status)}; stopping Ray on this node")
                 stop_node(record.cluster)
                 return status
             if is_running(record):
@@ -90,10 +90,11 @@ def hold(
                 f"Ray on this node ({record.node_ip}, rank {record.rank} of cluster {record.cluster!r}) has ended by itself; "
                 f"its logs are in {record.temp_dir}/session_latest/logs; start it again with `rollcall node`"
             )
-        _let_save(record, told, save_s=save_s)
-        say(f"stopping Ray on this node (rank {record.rank} of cluster {record.cluster!r})")
+        status = _let_save(record, told, save_s=save_s, until=until)
+        how = "" if status is None else f"the run {status_words(status)}; "
+        say(f"{how}stopping Ray on this node (rank {record.rank} of cluster {record.cluster!r})")
         stop_node(record.cluster)
-        return None
+        return status
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -113,13 +114,18 @@ def has_run(record: NodeRecord) -> bool:
     return any(title.startswith("ray::") and not title.startswith(FOR_NOBODY) for title in titles)
 
 
-def _let_save(record: NodeRecord, told: Told, *, save_s: float) -> None:
+def _let_save(record: NodeRecord, told: Told, *, save_s: float, until: Callable[[], int | None] | None) -> int | None:
+    """Returns the exit status of the run, where ``until`` has given it in time: its last lines are printed by then."""
     signal_processes(drivers(record), signal.SIGTERM)
-    wait = Wait(save_s)
-    if has_run(record):
-        say(f"waiting at most {save_s:g} s for the run on this node to save; a second signal stops Ray at once")
-    while has_run(record) and not wait.is_over and not told.hurry.wait(0.3):
-        continue
+    wait, status = Wait(save_s), None
+    if not has_run(record):
+        return None
+    say(f"waiting at most {save_s:g} s for the run on this node to save; a second signal stops Ray at once")
+    while not wait.is_over and not told.hurry.wait(0.3):
+        status = until() if until is not None else None
+        if status is not None or (until is None and not has_run(record)):
+            break
+    return status
 
 
 def _reap() -> None:

@@ -147,7 +147,7 @@ class Ssh:
             except KeyboardInterrupt:
                 say(f"\n{job_id} goes on; follow it with `rollcall launch logs {record.name} --follow`")
                 return INTERRUPTED
-        say(f"{job.id} is {job.status}")
+        say(f"{job.id} {job.stands}")
         return job.exit_status
 
     def status(self, record: LaunchRecord) -> str:
@@ -162,7 +162,7 @@ class Ssh:
         nodes = f"{alive} of {counted(found.num_nodes, 'node')} alive"
         with jobs_of(record) as jobs:
             job = find_job(jobs, job_id_of(record))
-        return f"{nodes}; {f'{job.id} is {job.status}' if job else 'the run is not submitted'}"
+        return f"{nodes}; {f'{job.id} {job.stands}' if job else 'the run is not submitted'}"
 
     def logs(self, record: LaunchRecord) -> None:
         with jobs_of(record) as jobs:
