@@ -1,7 +1,7 @@
 """A stand-in for `ssh`: a "host" is a folder, in which bash runs with a `rollcall` that answers as the real one would.
 
 Run as the program `ssh`; the folder of the hosts is beside it. ``hosts/NAME/`` is a host's home. Files in it say how the host is:
-``unreachable`` (what ssh says of it), ``drops`` (a line for each connection that a server drops before the login), ``version``, ``fails-COMMAND`` (what the command prints before it fails), ``waits-COMMAND``
+``unreachable`` (what ssh says of it), ``drops`` (a line for each connection that a server drops before the login), ``version``, ``python``, ``fails-COMMAND`` (what the command prints before it fails), ``waits-COMMAND``
 (it goes on until its stdin ends). ``calls`` gets a line for each `rollcall` command. A forwarded port is really forwarded.
 """
 
@@ -23,8 +23,9 @@ if [ -e ~/waits-$1 ]; then echo "waiting in $1"; cat >/dev/null; echo "let go"; 
 case $1 in
 here)
   version=VERSION; [ -e ~/version ] && version=$(cat ~/version)
+  python=3.11.7; [ -e ~/python ] && python=$(cat ~/python)
   rank=null; [ -e ~/rank ] && rank=$(cat ~/rank)
-  echo "{\"version\": \"$version\", \"host\": \"$(basename ~)\", \"address\": \"10.0.0.1:7000\", \"is_alone\": false, \"rank\": $rank}" ;;
+  echo "{\"version\": \"$version\", \"host\": \"$(basename ~)\", \"address\": \"10.0.0.1:7000\", \"is_alone\": false, \"rank\": $rank, \"versions\": {\"Python\": \"$python\", \"torch\": \"2.13.0\"}}" ;;
 node) while [ "$1" != --rank ]; do shift; done; echo "$2" > ~/rank; echo "Ray started" ;;
 down) rm -f ~/rank; echo "stopped 3 processes" ;;
 check) echo "{\"num_slots\": $2, \"dashboard_url\": \"http://127.0.0.1:$(cat ~/../dashboard)\"}" ;;

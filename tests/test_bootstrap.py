@@ -25,6 +25,7 @@ import pytest
 from sleeping import set_sleep
 from test_check import make_node, make_record
 
+from rollcall.cli.cluster import down
 from rollcall.durable.atomic import write_atomic
 from rollcall.errors import ClusterError
 from rollcall.nodes import bootstrap, foreground, ray_start
@@ -32,7 +33,7 @@ from rollcall.nodes.bootstrap import start_node, stop_node
 from rollcall.nodes.head import HeadAnswer, HeadRefuses, ask_head, dashboard_url
 from rollcall.nodes.processes import MARK, find_processes, stop_processes
 from rollcall.nodes.rank import LAUNCHERS, find_identity
-from rollcall.nodes.ray_start import NodeRequest, Start, choose_temp_dir, find_slots
+from rollcall.nodes.ray_start import NodeRequest, Start, choose_temp_dir, find_slots, own_temp_dir
 from rollcall.nodes.rendezvous import Head, Rendezvous
 from rollcall.nodes.state import (
     NodeRecord,
@@ -457,6 +458,24 @@ def test_a_ray_that_fails_to_start_shows_its_own_words_and_leaves_nothing(
     assert not (tmp_path / "shared" / "default" / "head.json").exists()
 
 
+def test_logs_of_a_start_that_failed_stay_until_the_next_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ROLLCALL_STATE_DIR", str(tmp_path))
+    logs = [state_dir("default") / "start.log", own_temp_dir("default") / "session_1/logs/raylet.out"]
+    for path in logs:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    down(cluster="default", keep_logs=True)
+    assert (
+        f"nothing of cluster 'default' runs on this node; its logs are in {tmp_path}/default" in capsys.readouterr().out
+    )
+    assert all(path.exists() for path in logs)
+    down(cluster="default")
+    assert capsys.readouterr().out == "nothing of cluster 'default' runs on this node\n"
+    assert not (tmp_path / "default").exists()
+
+
 @pytest.mark.chaos
 def test_processes_are_found_by_their_mark_session_or_parent_and_only_those_are_stopped(tmp_path: Path) -> None:
     script = "sleep 600 & env -i setsid sleep 601 & exec env -i sleep 602"  # a child, one that hides, one unmarked
@@ -578,9 +597,10 @@ def test_a_node_in_the_foreground_ends_with_an_error_when_its_ray_dies(
     monkeypatch.setenv("ROLLCALL_STATE_DIR", str(tmp_path))
     monkeypatch.setattr(foreground, "LOOK_EVERY_S", 0.01)
     write_record(make_record())
+    (tmp_path / "default/start.log").touch()
     with pytest.raises(ClusterError, match="rank 0 of cluster 'default'.* has ended by itself; its logs are in"):
         foreground.hold(make_record())
-    assert read_record("default") is None
+    assert read_record("default") is None and (tmp_path / "default/start.log").exists()
     foreground.hold(make_record())  # taken down by another command, which is no error
 
 

@@ -214,6 +214,17 @@ def test_every_host_that_cannot_be_used_is_named_before_anything_is_started(host
     assert "node" not in calls(hosts, "d")
 
 
+def test_hosts_with_different_versions_are_named_before_ray_starts(hosts: Path, tmp_path: Path) -> None:
+    (hosts / "b/python").write_text("3.11.9")
+    with pytest.raises(LaunchError) as caught:
+        start(request_on(tmp_path))
+    assert str(caught.value) == (
+        "1 problem with the hosts, so nothing was started:\n"
+        "  b: Python 3.11.9, and a has Python 3.11.7; install the same there"
+    )
+    assert [calls(hosts, name) for name in HOSTS] == [["here"], ["here"]]
+
+
 def test_an_older_rollcall_there_is_named_by_its_version(hosts: Path, tmp_path: Path) -> None:
     (hosts / "b/bin/rollcall").write_text(
         '#!/bin/sh\n[ "$1" = version ] || { echo "No such command" >&2; exit 2; }\necho "rollcall 0.0.7 (Python 3.11)"\n'
@@ -267,7 +278,8 @@ def test_a_node_that_does_not_start_takes_all_of_it_down(
     (hosts / "b/fails-node").write_text("Ray did not start: no space left on device")
     with pytest.raises(LaunchError, match="1 host without a node:\n  b: failed with status 1\n    Ray did not start"):
         start(request_on(tmp_path))
-    assert [calls(hosts, name)[-1] for name in HOSTS] == ["down", "down"]
+    last = [(hosts / name / "calls").read_text().splitlines()[-1] for name in HOSTS]
+    assert last == ["down --cluster one --keep-logs"] * 2
     assert "a | let go" in capsys.readouterr().err
     assert find_record("one") is None
 
@@ -326,7 +338,7 @@ def kill_at_write(when: int, monkeypatch: pytest.MonkeyPatch, request: LaunchReq
 
     with monkeypatch.context() as patch:
         patch.setattr(LaunchRecord, "save", saved_and_killed)
-        patch.setattr("rollcall.launch.ssh.target._undo", lambda record: None)
+        patch.setattr("rollcall.launch.ssh.target._undo", lambda record, *, has_failed: None)
         patch.setattr("rollcall.launch.launch._forget_if_nothing_started", lambda name: None)
         try:
             start(request)

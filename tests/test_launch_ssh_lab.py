@@ -294,7 +294,7 @@ def test_a_head_that_was_rebooted_is_started_again_and_its_run_goes_on(lab: Lab,
     assert left(lab, lab.hosts[:2]) == {}
 
 
-def test_a_host_whose_disk_is_full_is_named_and_nothing_is_left(lab: Lab) -> None:
+def test_a_host_whose_disk_is_full_is_named_and_only_logs_are_left(lab: Lab) -> None:
     full = lab.hosts[1]
     run = make_run(lab, "full", ["node0", "node1"], num_nodes=2)
     assert full.run(["mount", "-n", "-o", "remount,size=4k", "/tmp"]).returncode == 0
@@ -305,4 +305,8 @@ def test_a_host_whose_disk_is_full_is_named_and_nothing_is_left(lab: Lab) -> Non
     assert ended.returncode == 1 and re.search(r"node1: .*(\n.*)*the disk of /tmp/.* of free space", ended.stderr), (
         ended.stderr
     )
+    found = left(lab, lab.hosts[:2])
+    assert all(each.startswith("/tmp/rollcall-0/full/") for what in found.values() for each in what), found
+    for host in lab.hosts[:2]:
+        assert rollcall(host, "down", "--cluster", "full").returncode == 0
     assert left(lab, lab.hosts[:2]) == {}

@@ -193,7 +193,12 @@ def status(
     answer(_as_json(found), lambda _: _show(found), as_json=as_json)
 
 
-def down(cluster: Cluster = None) -> None:
+def down(
+    cluster: Cluster = None,
+    keep_logs: Annotated[
+        bool, typer.Option("--keep-logs", help="Keep Ray's logs until the next `rollcall node` or `down`.")
+    ] = False,
+) -> None:
     """Stop what this cluster started on this node, and nothing else. A Ray that someone else started is left as it is.
 
     \b
@@ -202,6 +207,7 @@ def down(cluster: Cluster = None) -> None:
       rollcall down --cluster mine
     """
     from rollcall.nodes.bootstrap import stop_node
+    from rollcall.nodes.state import state_dir
     from rollcall.nodes.which import find_cluster
 
     meant = find_cluster(cluster)
@@ -210,12 +216,11 @@ def down(cluster: Cluster = None) -> None:
             f"nothing was stopped: Rollcall did not start {meant.title}; `{meant.leave_command}` on a node stops Ray there"
         )
         return
-    count = stop_node(meant.name)
-    print(
-        f"stopped {counted(count, 'process')} of {meant.title}"
-        if count
-        else f"nothing of {meant.title} runs on this node"
-    )
+    folder = state_dir(meant.name)
+    count = stop_node(meant.name, keep_logs=keep_logs)
+    title = meant.title
+    what = f"stopped {counted(count, 'process')} of {title}" if count else f"nothing of {title} runs on this node"
+    print(f"{what}; its logs are in {folder}" if keep_logs and folder.exists() else what)
 
 
 def here(

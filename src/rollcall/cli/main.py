@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from importlib import metadata
 from typing import Annotated
 
 import typer
@@ -29,7 +28,7 @@ from rollcall.cli.trace import trace
 from rollcall.cli.train import train
 from rollcall.cli.view import view
 from rollcall.redact import guard_streams
-from rollcall.version import __version__
+from rollcall.version import __version__, installed
 
 HELP = """Reinforcement learning for language models, from one run file.
 
@@ -101,15 +100,8 @@ def version() -> None:
     Example:
       rollcall version
     """
-    libraries = ", ".join(f"{name} {_installed(name)}" for name in ("torch", "transformers"))
+    libraries = ", ".join(f"{name} {installed(name)}" for name in ("torch", "transformers"))
     print(f"rollcall {__version__} (Python {sys.version.split()[0]}, {libraries})")
-
-
-def _installed(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 app.command("train")(reported(train))

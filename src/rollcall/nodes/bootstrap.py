@@ -104,16 +104,20 @@ def start_node(request: NodeRequest) -> tuple[NodeRecord, bool]:
         return _launch(request, start), False
 
 
-def stop_node(cluster: str) -> int:
-    """Stop what this cluster runs on this node, and remove what it wrote; returns how many processes there were."""
+def stop_node(cluster: str, *, keep_logs: bool = False) -> int:
+    """Stop what this cluster runs on this node, and remove what it wrote; returns how many processes there were.
+
+    ``keep_logs``: something has failed, and Ray's folder stays until the next start or stop.
+    """
     with sole_owner(cluster):
         record = read_record(cluster)
         count = _stop(cluster)
-        folder = state_dir(cluster)
+        if keep_logs:
+            return count
         if record is not None:  # a folder of the user's own may hold more than this session
             shutil.rmtree(Path(record.temp_dir, "session_latest").resolve(), ignore_errors=True)
         shutil.rmtree(own_temp_dir(cluster), ignore_errors=True)
-        (folder / "start.log").unlink(missing_ok=True)
+        (state_dir(cluster) / "start.log").unlink(missing_ok=True)
         return count
 
 

@@ -85,7 +85,7 @@ def hold(
             if now is None or now.cluster_id != record.cluster_id:
                 say("this node was taken down by another command")
                 return None
-            stop_node(record.cluster)
+            stop_node(record.cluster, keep_logs=True)
             raise ClusterError(
                 f"Ray on this node ({record.node_ip}, rank {record.rank} of cluster {record.cluster!r}) has ended by itself; "
                 f"its logs are in {record.temp_dir}/session_latest/logs; start it again with `rollcall node`"

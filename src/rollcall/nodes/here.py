@@ -1,11 +1,12 @@
-"""What a launcher asks a machine before it starts a node there: which Rollcall it has, where it could be the head, and whether
-it is a node of that cluster already."""
+"""What a launcher asks a machine before it starts a node there: which Rollcall, Python, Ray and torch it has, where it could
+be the head, and whether it is a node of that cluster already."""
 
 from __future__ import annotations
 
 import json
+import platform
 import socket
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import ClassVar
 
 from pydantic import ConfigDict, TypeAdapter
@@ -13,8 +14,9 @@ from pydantic import ConfigDict, TypeAdapter
 from rollcall.errors import ClusterError
 from rollcall.nodes.address import free_ports, is_loopback, join_address, own_address, split_address
 from rollcall.nodes.bootstrap import is_running
+from rollcall.nodes.plain_ray import for_ray
 from rollcall.nodes.state import read_record, sole_owner
-from rollcall.version import __version__
+from rollcall.version import __version__, installed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +28,7 @@ class Here:
     address: str  # HOST:PORT at which a head could listen; of rank 0 that runs already: where it listens
     is_alone: bool  # whether other machines cannot reach that address
     rank: int | None  # None: it is not a node of the cluster
+    versions: dict[str, str] = field(default_factory=dict)  # that all nodes need to have in common
 
     @classmethod
     def of(cls, text: str) -> Here | None:
@@ -37,7 +40,7 @@ class Here:
                     split_address(here.address)
                 except (ValueError, ClusterError):
                     continue
-                if f"{here.version}{here.host}{here.address}".isprintable():
+                if f"{here.version}{here.host}{here.address}{''.join(here.versions.values())}".isprintable():
                     return here
         return None
 
@@ -57,4 +60,9 @@ def look_here(cluster: str, *, interface: str | None) -> Here:
         address=running.head_address if running and is_head else join_address(ip, free_ports(1)[0]),
         is_alone=is_loopback(ip),
         rank=running.rank if running else None,
+        versions={
+            "Python": for_ray(platform.python_version()),
+            "Ray": installed("ray"),
+            "torch": installed("torch"),
+        },
     )

@@ -6,7 +6,6 @@ no token is used without. Nodes that carry no rank get one by address.
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ from rollcall.nodes.head import (
 )
 from rollcall.nodes.processes import raylets_here
 from rollcall.nodes.rank import rank_by_address
+from rollcall.version import installed
 from rollcall.wait import Wait
 from rollcall.worker_env.declared import process_token
 
@@ -89,11 +89,10 @@ class PlainRay:
 
     def _refuse_other_versions(self, answer: HeadAnswer) -> None:
         """Ray refuses too, in many lines."""
-        mine = {"Ray": importlib.metadata.version("ray"), "Python": platform.python_version()}
-        parts = 2 if os.environ.get(LEVEL) == "minor" else 3
+        mine = {"Ray": installed("ray"), "Python": platform.python_version()}
         for what, theirs in answer.versions.items():
-            short = parts if what == "Python" else None
-            if theirs.split(".")[:short] != mine[what].split(".")[:short]:
+            is_same = theirs == mine[what] if what == "Ray" else for_ray(theirs) == for_ray(mine[what])
+            if not is_same:
                 raise ClusterError(
                     f"{self.title} runs {what} {theirs}, and this is {what} {mine[what]}: Ray joins only processes of the same "
                     f"version; use an environment with {what} {theirs} here, or start that Ray with {mine[what]}"
@@ -124,6 +123,11 @@ class PlainRay:
 
     def more_slots(self, num_slots: int | str) -> str:
         return f"ray start ... --num-gpus {num_slots}"
+
+
+def for_ray(version: str) -> str:
+    """Of a version of Python, what Ray compares."""
+    return ".".join(version.split(".")[: 2 if os.environ.get(LEVEL) == "minor" else 3])
 
 
 def _mode() -> str:

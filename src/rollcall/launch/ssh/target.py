@@ -1,6 +1,6 @@
 """Machines that ssh reaches: `rollcall node` on all of them at once, then a job, submitted from here through a tunnel.
 
-    look      connect to every host; which Rollcall it has, whether it can be used. All problems at once, nothing is started
+    look      connect to every host; which versions it has, whether it can be used. All problems at once, nothing is started
     prepare   `rollcall prepare` on every host
     nodes     `rollcall node` on every host
     check     all slots have joined, as the head says; `rollcall doctor --quick` there
@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -133,9 +133,9 @@ class Ssh:
             record = _start_nodes(site, rendered, record)
             record = _see_all_joined(site, rendered, record)
             return _submit(request, rendered, record)
-        except BaseException:
+        except BaseException as error:
             if is_fresh:
-                _undo(get_record(record.name))
+                _undo(get_record(record.name), has_failed=isinstance(error, Exception))
             raise
 
     def follow(self, record: LaunchRecord) -> int:
@@ -251,6 +251,7 @@ def _look(site: Site, rendered: Rendered, record: LaunchRecord) -> str:
         for rank, each in enumerate(outcomes)
         if (problem := _problem(each, seen[each.host], rank=rank, record=record, alone=len(site.hosts) == 1))
     ]
+    problems += _other_versions({host: here for host, here in seen.items() if here is not None})
     machines: dict[tuple[str, str], str] = {}
     for host, here in seen.items():
         if here is not None:
@@ -265,6 +266,17 @@ def _look(site: Site, rendered: Rendered, record: LaunchRecord) -> str:
     assert head is not None
     # A launcher that was killed may have told nodes of a head that does not run yet.
     return head.address if head.rank == 0 else record.facts.get(HEAD, head.address)
+
+
+def _other_versions(seen: Mapping[str, Here]) -> list[str]:
+    """Ray joins only nodes of one Python and one Ray, and workers of another torch cannot compute with the others."""
+    first = next(iter(seen), "")
+    return [
+        f"{host}: {what} {seen[host].versions.get(what)}, and {first} has {what} {version}; install the same there"
+        for what, version in (seen[first].versions if first else {}).items()
+        for host in seen
+        if seen[host].version == seen[first].version and seen[host].versions.get(what) != version
+    ]
 
 
 def _problem(outcome: Outcome, here: Here | None, *, rank: int, record: LaunchRecord, alone: bool) -> str | None:
@@ -388,12 +400,12 @@ def _part(record: LaunchRecord, kind: str, where: str) -> Part | None:
     return next((part for part in record.parts if (part.kind, part.where) == (kind, where)), None)
 
 
-def _undo(record: LaunchRecord) -> None:
-    """Of a start that failed: nothing stays."""
+def _undo(record: LaunchRecord, *, has_failed: bool) -> None:
+    """Of a start that failed, nothing stays but logs; of one that Ctrl-C ended, nothing."""
     if not record.parts:
         return
     say("taking down what was started")
-    problems = _take_down(record)
+    problems = _take_down(record, keep_logs=has_failed)
     if not problems:
         forget(record)
         return
@@ -401,14 +413,15 @@ def _undo(record: LaunchRecord) -> None:
     say(f"run `rollcall launch down {record.name}` when these hosts answer")
 
 
-def _take_down(record: LaunchRecord) -> list[str]:
+def _take_down(record: LaunchRecord, *, keep_logs: bool = False) -> list[str]:
     """End the node, and the container it runs in, on every host that has one or was about to; returns the problems. What is down
     leaves the record."""
     site = Site.of_record(record)
     hosts = list(dict.fromkeys(part.where for part in record.parts if part.kind in (NODE, CONTAINER)))
     tell = prefixed(hosts)
     if site.container is None:
-        outcomes = site.run("rollcall", "down", "--cluster", record.name, hosts=hosts, timeout_s=DOWN_S, tell=tell)
+        words = ("rollcall", "down", "--cluster", record.name, *(["--keep-logs"] if keep_logs else []))
+        outcomes = site.run(*words, hosts=hosts, timeout_s=DOWN_S, tell=tell)
     else:
         scripts = dict.fromkeys(hosts, f"{site.container}; exit\n")
         outcomes = run_on_all(site.login, scripts, timeout_s=DOWN_S, tell=tell)
