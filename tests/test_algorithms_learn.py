@@ -110,6 +110,8 @@ def test_ppo_with_a_critic_raises_the_reward_and_its_critic_learns(tmp_path: Pat
     assert_learns(config)
     assert_engine_and_learner_agree(config)
     assert_on_policy(config)
+    explained = column(config, "train/value_explained_variance")
+    assert max(explained) <= 1 and np.mean(explained[-3:]) > np.mean(explained[:3])
     losses = column(config, "train/value_loss")
     assert len(losses) == STEPS and all(math.isfinite(loss) for loss in losses)
     # A critic that stayed at zero would have half the mean square of the rewards, which end above 0.4, as its loss.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from rollcall.algo.shaping import compared, group_advantages, has_signal, shaped
 from rollcall.config import Dapo, DrGrpo, Grpo, ReinforcePlusPlus, StepEnvironment, parse_config
 from rollcall.environments.protocol import EnvironmentFailed
 from rollcall.loop.evaluate import summarize
+from rollcall.loop.group_maker import _is_finite
 from rollcall.loop.rollout import Clock
 from rollcall.loop.samples import make_samples
 from rollcall.loop.step_metrics import batch_metrics
@@ -128,6 +130,13 @@ def test_plain_completions_are_kept_whatever_the_section_says() -> None:
     assert compared(episodes, section) is episodes and trained(episodes, None) is episodes
 
 
+def one_step(group: Group) -> StepBatch:
+    return StepBatch(
+        step=1, groups=[group], cursor=Cursor.of({"next_draw": 1}, where=""), num_refills=0, num_from_journal=0,
+        zero_variance=0.0, wall_s=1.0,
+    )  # fmt: skip
+
+
 def test_the_metrics_of_episodes() -> None:
     branch = make_branch([4, 9], [True, False, True], seed=9)
     turns = [make_turn(2, 3, calls=2), make_turn(1, 0)]
@@ -140,11 +149,7 @@ def test_the_metrics_of_episodes() -> None:
         ],
         [1.0, 0.0, 0.0, 0.0],
     )
-    batch = StepBatch(
-        step=1, groups=[group], cursor=Cursor.of({"next_draw": 1}, where=""), num_refills=0, num_from_journal=0,
-        zero_variance=0.0, wall_s=1.0,
-    )  # fmt: skip
-    found = batch_metrics(batch, [], clock=Clock(), threshold=1.0, first_reward="environment")
+    found = batch_metrics(one_step(group), [], clock=Clock(), threshold=1.0, first_reward="environment")
     check_names(found)
     assert {name: value for name, value in found.items() if name.startswith(("episode/", "env/"))} == {
         "episode/turns_mean": 5 / 4, "episode/tool_calls_mean": 6 / 4, "episode/failed_fraction": 0.25,
@@ -155,6 +160,35 @@ def test_the_metrics_of_episodes() -> None:
     assert found["rollout/truncated_fraction"] == 0.25, "the limit of tokens ended it after a turn that was whole"
     evaluated = summarize([group], first_reward="environment", threshold=1.0).metrics()
     assert evaluated["eval/response_length_mean"] == 2.5 and evaluated["eval/truncated_fraction"] == 0.25
+
+
+def test_explained_variance_is_that_of_all_loss_tokens_of_the_step() -> None:
+    group = make_group([make_episode([make_turn(2, 1), make_turn(1, 0)], seed=seed) for seed in range(2)], [1.0, 0.0])
+
+    def explained(*returns: list[float]) -> float | None:
+        values = np.array([1.0, 1.0, 9.0, 0.0], dtype=np.float32)
+        samples = [
+            Sample.of(one, draw=0, attempt=place, prompt_ids=group.prompt.token_ids).with_(
+                returns=np.array(returns[place], dtype=np.float32), values=values
+            )
+            for place, one in enumerate(group.completions)
+        ]
+        found = batch_metrics(one_step(group), samples, clock=Clock(), threshold=1.0, first_reward="environment")
+        check_names(found)
+        return found.get("train/value_explained_variance")
+
+    assert explained([1.0, 1.0, 5.0, 0.0], [1.0, 1.0, 5.0, 0.0]) == 1.0, "the third token is an observation"
+    returns, values = np.array([2.0, 1.0, 0.0, 1.0, 0.0, 0.0]), np.array([1.0, 1.0, 0.0, 1.0, 1.0, 0.0])
+    expected = 1 - np.var(returns - values) / np.var(returns)
+    assert explained([2.0, 1.0, 5.0, 0.0], [1.0, 0.0, 5.0, 0.0]) == pytest.approx(expected)
+    assert explained([0.5] * 4, [0.5] * 4) is None, "there is no variance to explain"
+
+
+def test_log_probs_of_a_branch_count_when_a_group_is_looked_at_for_divergence() -> None:
+    branch = make_branch([4, 9], [True, False, True], seed=9)
+    bad = replace(branch, logprobs=branch.logprobs * np.float32("nan"))
+    groups = [make_group([make_episode([make_turn(2, 0)], seed=0, branches=[one])], [1.0]) for one in (branch, bad)]
+    assert [_is_finite(group) for group in groups] == [True, False]
 
 
 @pytest.mark.parametrize("ended", [EndReason.TURNS, EndReason.TOKENS, EndReason.DONE])

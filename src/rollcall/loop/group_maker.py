@@ -25,7 +25,7 @@ from rollcall.loop.protocols import Workers
 from rollcall.loop.rollout import Rollouts, sampling_seeds
 from rollcall.loop.supply import NothingLeftError, StepBatch, SuppliedGroup
 from rollcall.reward.scorer import ENVIRONMENT, why_unscored
-from rollcall.types import Completion, Group, Prompt, failed_on_all
+from rollcall.types import Completion, Group, Prompt, failed_on_all, rows_of
 
 
 @dataclass(slots=True, kw_only=True)
@@ -165,7 +165,7 @@ def _what_to_do(failed: str) -> str:
 
 
 def _is_finite(group: Group) -> bool:
-    return all(np.isfinite(completion.logprobs).all() for completion in group.completions)
+    return all(np.isfinite(row.logprobs).all() for completion in group.completions for row in rows_of(completion))
 
 
 def sampling_of(

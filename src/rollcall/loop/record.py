@@ -204,10 +204,8 @@ class Record:
         """The step's row, put together while the next rollout runs."""
         first_reward, threshold = self.workers.scorer.names[0], self.config.eval.threshold
         metrics = batch_metrics(batch, update.samples, clock=clock, threshold=threshold, first_reward=first_reward)
-        metrics |= {f"train/{name}": value for name, value in update.metrics.items()}
-        for name in ("mismatch", "mismatch_max"):
-            if f"train/{name}" in metrics:  # a step without a token to train on has none
-                metrics[f"rollout/logprob_{name}"] = metrics.pop(f"train/{name}")
+        others = {"mismatch": "rollout/logprob_mismatch", "mismatch_max": "rollout/logprob_mismatch_max"}
+        metrics |= {others.get(name, f"train/{name}"): value for name, value in update.metrics.items()}
         return metrics | {
             "rollout/preemptions": float(self.workers.take_preemptions()),
             "train/tokens": float(update.num_tokens),

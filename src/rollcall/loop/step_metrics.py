@@ -6,6 +6,7 @@ from collections import Counter
 
 import numpy as np
 
+from rollcall.algo.advantages import all_equal
 from rollcall.loop.rollout import Clock
 from rollcall.loop.supply import StepBatch
 from rollcall.types import EndReason, Episode, Sample, rows_of
@@ -45,7 +46,22 @@ def batch_metrics(
     # An environment that failed is among them, also where no reward of the run is its own.
     for name, count in Counter(name for score in scores for name in score.errors).items():
         metrics[f"reward_errors/{name}"] = float(count)
-    return metrics | _episode_metrics([completion.episode for completion in completions if completion.episode])
+    return (
+        metrics
+        | _critic_metrics(samples)
+        | _episode_metrics([completion.episode for completion in completions if completion.episode])
+    )
+
+
+def _critic_metrics(samples: list[Sample]) -> dict[str, float]:
+    """How well the values that the advantages were made with predicted the returns, over the loss tokens of the whole step."""
+    rows = [(s.returns[s.mask], s.values[s.mask]) for s in samples if s.returns is not None and s.values is not None]
+    if not rows:
+        return {}
+    returns, values = (np.concatenate(column).astype(np.float64) for column in zip(*rows, strict=True))
+    if all_equal(returns):
+        return {}  # there is nothing to explain
+    return {"train/value_explained_variance": float(1 - np.var(returns - values) / np.var(returns))}
 
 
 def _episode_metrics(episodes: list[Episode]) -> dict[str, float]:

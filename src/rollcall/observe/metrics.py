@@ -50,7 +50,9 @@ METRICS: dict[str, Metric] = {
         "the weights do not count.",
     ),
     "train/value_loss": Metric("", "Loss of the critic (PPO)."),
-    "train/value_explained_variance": Metric("", "Share of the returns' variance that the critic explains (PPO)."),
+    "train/value_explained_variance": Metric(
+        "", "Share of the returns' variance that the critic's values before the update explain; 1 is best (PPO)."
+    ),
     "rollout/tokens": Metric(
         "tokens",
         "Sampled tokens in the step's groups, also those from the journal. What an environment answered does not count.",
