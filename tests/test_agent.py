@@ -114,12 +114,14 @@ chat([{"role": "user", "content": "x"}])
 large = "1" + "0" * 400
 for text in ('{"reward": %s}' % large, '{"reward": 1, "metrics": {"a": %s}}' % large, '{"reward": 1e16}'):
     assert post("/reward", text.encode())[0] == 400
-post("/reward", {"reward": 2, "metrics": {"\x1b[2J": 1}})
+names = ["\x1b[2J", "len<100", "", "<part>", *map(str, range(200))]
+assert post("/reward", {"reward": 2, "metrics": {name: 1 for name in names}})[0] == 200
 print('{"reward": %s}' % large)
 """
     episode = played(tokenizer, programs.write(tmp_path, body)).episode
     assert episode and (episode.ended, episode.reward) == (EndReason.DONE, 2.0), episode
-    assert episode.metrics == {"\N{REPLACEMENT CHARACTER}[2J": 1.0, "requests_refused": 4.0}
+    assert [*episode.metrics][:3] == ["\N{REPLACEMENT CHARACTER}[2J", "len<100", "metrics_dropped"]
+    assert episode.metrics["requests_refused"] == 4.0 and episode.metrics["metrics_dropped"] == 204 - 99
 
 
 def test_a_program_that_rewrites_its_history_has_branches(tmp_path: Path, tokenizer: Any) -> None:

@@ -51,7 +51,7 @@ def test_documented_names_pass_and_others_are_refused_with_the_nearest() -> None
     check_names(["reward/exact", "reward_errors/my_module:score"])
     with pytest.raises(ValueError, match="'train/reward_men' is not documented; did you mean train/reward_mean"):
         check_names(["train/reward_men"])
-    for name in ("loss", "train/", "reward/", "reward/<part>"):
+    for name in ("loss", "train/", "reward/"):
         with pytest.raises(ValueError, match="not documented"):
             check_names([name])
 

@@ -11,7 +11,7 @@ import pytest
 from branching import make_branch, make_episode, make_group, make_turn
 from runs import column, finish
 from scripted import Scripted, ends, says
-from test_episodes import game, scripted
+from test_episodes import game, play, scripted
 
 from rollcall.algo.shaping import compared, group_advantages, has_signal, shaped_rewards, trained
 from rollcall.config import Dapo, DrGrpo, Grpo, ReinforcePlusPlus, StepEnvironment, parse_config
@@ -23,6 +23,7 @@ from rollcall.loop.samples import make_samples
 from rollcall.loop.step_metrics import batch_metrics
 from rollcall.loop.supply import Cursor, StepBatch
 from rollcall.observe.metrics import check_names
+from rollcall.observe.sinks import make_sinks, read_rows
 from rollcall.reward.scorer import environment_reward
 from rollcall.types import EndReason, Group, Sample
 
@@ -153,13 +154,32 @@ def test_the_metrics_of_episodes() -> None:
     check_names(found)
     assert {name: value for name, value in found.items() if name.startswith(("episode/", "env/"))} == {
         "episode/turns_mean": 5 / 4, "episode/tool_calls_mean": 6 / 4, "episode/failed_fraction": 0.25,
-        "episode/truncated_fraction": 0.5, "episode/timed_out_fraction": 0.25, "env/found": 0.5, "env/lost": 2.0,
+        "episode/truncated_fraction": 0.5, "episode/timed_out_fraction": 0.25, "episode/metrics_dropped": 0, "env/found": 0.5, "env/lost": 2.0,
     }  # fmt: skip
     assert found["rollout/tokens"] == 5 + 2 + 0 + 3, "sampled tokens, branches too; no observations"
     assert found["rollout/response_length_mean"] == 2.5 and found["rollout/staleness_max"] == 0
     assert found["rollout/truncated_fraction"] == 0.25, "the limit of tokens ended it after a turn that was whole"
     evaluated = summarize([group], first_reward="environment", threshold=1.0).metrics()
     assert evaluated["eval/response_length_mean"] == 2.5 and evaluated["eval/truncated_fraction"] == 0.25
+
+
+def test_names_of_metrics_are_data_and_none_can_end_a_run(tmp_path: Path) -> None:
+    names = ["len<100", "<part>", "", " ", "a\x1b", "a\x07", "a  b", "x" * 10**6, "x" * 200, "\ud800", "env/loss"]
+    made = play(Scripted(lambda row, texts: ends(reward=1.0, metrics=dict.fromkeys(names, 2.0))))
+    assert made.episode is not None and not made.episode.error
+    shown = {"len<100", "<part>", "a\ufffd", "a b", "x" * 100, "\ufffd", "env/loss"}
+    assert made.episode.metrics == {**dict.fromkeys(shown, 2.0), "metrics_dropped": 4.0}
+    journaled = dict.fromkeys(filter(str.isprintable, names), 2.0)  # before names were cleaned
+    old = replace(made, episode=replace(made.episode, metrics=journaled))
+    many = [replace(made, episode=replace(made.episode, metrics={f"{i}": 1.0})) for i in range(1000)]
+    for attempts, dropped in (([made], 4), ([old], 1), ([made, *many], 4 + 7 + 1000 - 500)):
+        found = batch_metrics(one_step(make_group(attempts, [1.0] * len(attempts))), [], clock=Clock(), threshold=1.0,
+                              first_reward="environment")  # fmt: skip
+        assert found["episode/metrics_dropped"] == dropped
+        for sink in make_sinks(parse_config({"trainer": {"loggers": ["tensorboard"]}}), tmp_path, None):
+            sink.log(1, found)
+            sink.close()
+    assert len(read_rows(tmp_path / "metrics.jsonl")) == 1
 
 
 def test_explained_variance_is_that_of_all_loss_tokens_of_the_step() -> None:

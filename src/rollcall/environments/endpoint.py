@@ -35,7 +35,7 @@ from rollcall.environments.answers import (
 from rollcall.environments.callers import Caller, Callers, Served, check_ids
 from rollcall.environments.calls import CallFormat, format_of, parse_calls
 from rollcall.environments.histories import Asked, Call
-from rollcall.environments.protocol import EnvironmentFailed
+from rollcall.environments.protocol import EnvironmentFailed, add_metrics
 from rollcall.environments.wire import (
     ChatRequest,
     Refused,
@@ -49,12 +49,10 @@ from rollcall.environments.wire import (
 from rollcall.errors import ConfigError
 from rollcall.reward.functions import LARGEST_SCORE
 from rollcall.types import Completion, FinishReason
-from rollcall.words import visible
 
 MAX_BODY_BYTES = 16 << 20  # ids of a million tokens have half of it
 READ_TIMEOUT_S = 60.0  # for a body, from its first byte to its last
 EPISODES = "/episodes/"
-MAX_METRICS = 100
 
 Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -318,15 +316,10 @@ def take_reward(caller: Caller, given: dict[str, Any]) -> None:
     if not finite(reward) or abs(reward) > LARGEST_SCORE:
         text = f"reward must be a number between -{LARGEST_SCORE:g} and {LARGEST_SCORE:g}"
         raise Refused(400, text, code="invalid_value", param="reward")
-    if not isinstance(metrics, dict) or len(metrics) > MAX_METRICS or not all(map(finite, metrics.values())):
-        text = f"metrics must be a map of at most {MAX_METRICS} names to finite numbers"
-        raise Refused(400, text, code="invalid_value", param="metrics")
-    told = {visible(name[:100]): float(value) for name, value in metrics.items()}
-    if len(caller.metrics.keys() | told.keys()) > MAX_METRICS:
-        text = f"the metrics of all rewards of this episode have more than {MAX_METRICS} names"
-        raise Refused(400, text, code="invalid_value", param="metrics")
+    if not isinstance(metrics, dict) or not all(map(finite, metrics.values())):
+        raise Refused(400, "metrics must be a map of names to finite numbers", code="invalid_value", param="metrics")
     caller.reward = float(reward)
-    caller.metrics |= told
+    add_metrics(caller.metrics, metrics)
 
 
 class _Left(Exception):  # noqa: N818 - an outcome

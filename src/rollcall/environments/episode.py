@@ -29,10 +29,10 @@ from rollcall.environments.protocol import (
     Host,
     Opening,
     StepResult,
+    add_metrics,
 )
 from rollcall.reward.functions import LARGEST_SCORE
 from rollcall.types import Completion, EndReason, Episode, FinishReason, Ints, Prompt, Segment, Turn
-from rollcall.words import visible
 
 T = TypeVar("T")
 KIND = "environment"  # the column that names a row's environment, where there are several
@@ -286,9 +286,8 @@ class _OneEpisode:
         return None
 
     def _note(self, turn: Completion, result: StepResult, observed: Ints | None) -> None:
-        self._metrics |= {
-            visible(name): _number(value, f"the metric {name!r}") for name, value in result.metrics.items()
-        }
+        told = {name: _number(value, f"the metric {name!r}") for name, value in result.metrics.items()}
+        add_metrics(self._metrics, told)
         self._turns.append(
             replace(
                 _turn_of(turn),

@@ -12,6 +12,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rollcall.types import ToolCall
+from rollcall.words import visible
+
+MOST_METRICS, LONGEST_NAME = 100, 100  # of an episode; in characters
+DROPPED = "metrics_dropped"  # in the metrics of an episode: how many were left out
 
 
 class EnvironmentFailed(Exception):  # noqa: N818 - an outcome, not a defect of ours
@@ -44,6 +48,19 @@ class StepResult:
     reward: float | None  # for this turn alone; None: the environment gives none along the way
     metrics: dict[str, float]
     calls: tuple[ToolCall, ...]  # for people to read
+
+
+def add_metrics(known: dict[str, float], told: Mapping[str, float]) -> None:
+    """Of an episode. Names are data, perhaps a model's words: an empty one, one that reads like another of the same call, and those
+    beyond the limit are dropped and counted."""
+    taken: set[str] = set()
+    for given, value in told.items():
+        name = visible(" ".join(given.split()))[:LONGEST_NAME]
+        if not name or name in taken or (name not in known and len(known) >= MOST_METRICS):
+            known[DROPPED] = known.get(DROPPED, 0.0) + 1
+        else:
+            taken.add(name)
+            known[name] = float(value)
 
 
 class Environment(Protocol):

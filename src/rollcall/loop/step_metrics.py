@@ -7,9 +7,12 @@ from collections import Counter
 import numpy as np
 
 from rollcall.algo.advantages import all_equal
+from rollcall.environments.protocol import DROPPED
 from rollcall.loop.rollout import Clock
 from rollcall.loop.supply import StepBatch
 from rollcall.types import EndReason, Episode, Sample, rows_of
+
+MOST_NAMES = 500  # of environments' metrics in a step: those that most episodes have
 
 
 def batch_metrics(
@@ -74,7 +77,9 @@ def _episode_metrics(episodes: list[Episode]) -> dict[str, float]:
     own: dict[str, list[float]] = {}
     for episode in episodes:
         for name, value in episode.metrics.items():
-            own.setdefault(f"env/{name}", []).append(value)
+            own.setdefault(name, []).append(value)
+    dropped = sum(own.pop(DROPPED, ())) + len(own.pop("", ()))  # journals of older versions have empty names
+    kept = sorted(own, key=lambda name: -len(own[name]))[:MOST_NAMES]
     return {
         "episode/turns_mean": float(np.mean([len(episode.turns) for episode in episodes])),
         "episode/tool_calls_mean": float(
@@ -83,7 +88,8 @@ def _episode_metrics(episodes: list[Episode]) -> dict[str, float]:
         "episode/failed_fraction": fraction(EndReason.ERROR),
         "episode/truncated_fraction": fraction(EndReason.TURNS, EndReason.TOKENS),
         "episode/timed_out_fraction": fraction(EndReason.TIMEOUT),
-        **{name: float(np.mean(values)) for name, values in own.items()},
+        "episode/metrics_dropped": float(dropped + len(own) - len(kept)),
+        **{f"env/{name}": float(np.mean(own[name])) for name in kept},
     }
 
 

@@ -91,6 +91,11 @@ METRICS: dict[str, Metric] = {
     "episode/failed_fraction": Metric("share", "Episodes whose environment raised, died or returned rubbish."),
     "episode/truncated_fraction": Metric("share", "Episodes that the limit of turns or tokens ended."),
     "episode/timed_out_fraction": Metric("share", "Episodes that took too long, or one call of their environment did."),
+    "episode/metrics_dropped": Metric(
+        "count",
+        "Metrics of environments that were left out: without a name, with a name that reads like another one, more than 100 of an "
+        "episode, or more than 500 of a step.",
+    ),
     "env/<part>": Metric("", "Mean of a metric that the environment gives, over the episodes that have it."),
     "eval/accuracy": Metric("share", "Held-out completions whose first reward is at least `eval.threshold`."),
     "eval/graded_fraction": Metric(
@@ -142,9 +147,7 @@ def check_names(metrics: Iterable[str]) -> None:
     """Raise on a name that METRICS does not document."""
     for name in metrics:
         group, _, rest = name.partition("/")
-        if name in METRICS and "<" not in name:
-            continue
-        if f"{group}/<part>" in METRICS and rest and "<" not in rest:
+        if name in METRICS or (f"{group}/<part>" in METRICS and rest):
             continue
         near = difflib.get_close_matches(name, METRICS, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else "document it in rollcall.observe.metrics.METRICS"
