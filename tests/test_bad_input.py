@@ -32,6 +32,7 @@ from test_journal import small_disk, unmount
 from tiny import make_model, make_tokenizer, save_model
 
 from rollcall.checkpoint.store import CheckpointStore
+from rollcall.cli.runs import show_run
 from rollcall.config import Config
 from rollcall.data.load import DataError
 from rollcall.durable.journal import Journal
@@ -214,11 +215,17 @@ def test_a_tokenizer_without_a_pad_token_trains(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp"])
-def test_equal_rewards_teach_nothing_and_the_run_goes_on(tmp_path: Path, name: str) -> None:
+def test_equal_rewards_teach_nothing_and_the_run_goes_on_and_says_so_at_its_end(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     reward = [{"type": "function", "path": "rewards_bad:always_equal"}]
     overrides = (f"algorithm.name={name}", "actor.weight_decay=0.1", "trainer.steps=2")
     config = make_run(tmp_path, *overrides, reward=reward)
-    assert finish(config)["steps"] == 2
+    summary = finish(config)
+    assert (summary["steps"], summary["no_signal"]) == (2, {"steps": 2, "of": 2})
+    assert "no step had a signal: nothing was learned in 2 steps" in caplog.text and "scored alike" in caplog.text
+    show_run(config.run.dir, as_json=False)
+    assert "no signal in 2 of 2 steps" in capsys.readouterr().out
     assert column(config, "train/zero_variance_groups") == [1.0] * 2
     assert column(config, "train/grad_norm") == [0.0] * 2 and column(config, "train/skipped_fraction") == [1.0] * 2
     assert_unchanged(config, start_weights(tmp_path))

@@ -27,8 +27,10 @@ from rollcall.loop.evaluate import summarize
 from rollcall.observe.console import Console, LineConsole, LiveConsole, make_console
 from rollcall.observe.headline import ACCURACY, GRADED, headline_of, is_graded
 from rollcall.observe.metrics import METRICS, check_names
+from rollcall.observe.outcome import finished, say_result
 from rollcall.observe.plot import learning_curve, smooth
 from rollcall.observe.progress import Progress, format_duration
+from rollcall.observe.signal import ADVANTAGE
 from rollcall.observe.sinks import JsonlSink, WandbSink, make_sinks, read_rows
 from rollcall.observe.summary import build_summary, peak_memory_gib, sample_rows, write_samples, write_summary
 from rollcall.types import Score
@@ -500,6 +502,24 @@ def test_the_summary_covers_the_whole_run_also_before_a_resume(tmp_path: Path) -
     assert summary["peak_memory_gib"] == 99.5
     assert summary["reward_errors"] == 6 and summary["run"] == "demo"
     assert build_summary(path, seconds=10.0, resume_step=None)["seconds"] == 10.0
+
+
+def test_the_end_of_a_run_says_how_many_steps_taught_nothing_and_what_helps(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def told(advantages: list[float]) -> str:
+        rows = [{"step": step, ADVANTAGE: value} for step, value in enumerate(advantages, start=1)]
+        summary = build_summary(write_rows(tmp_path / "metrics.jsonl", rows), seconds=1.0, resume_step=10)
+        summary |= {"reward_failures": []}
+        caplog.clear()
+        say_result(tmp_path, summary, None)
+        assert all(record.message in finished(tmp_path, summary) for record in caplog.records)
+        return caplog.text
+
+    assert "11 of 12 steps had no signal" in told([0.0] * 11 + [0.5])
+    assert "rollout.samples_per_prompt" in caplog.text and "rollcall reward test" in caplog.text
+    assert "no step had a signal: nothing was learned in 12 steps" in told([0.0] * 12)
+    assert told([0.0] + [0.5] * 11) == "", "one step in twelve is nothing to worry about"
 
 
 def test_a_summary_without_rows_says_none_and_writes_valid_json(tmp_path: Path) -> None:

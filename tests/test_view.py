@@ -194,11 +194,14 @@ def test_a_run_that_was_killed_failed_or_has_finished_says_so(tmp_path: Path) ->
     with (tmp_path / "failed" / "events.jsonl").open("a") as file:
         file.write(json.dumps(begun | {"end_s": BEGAN_S + 11, "result": "failed: ValueError"}) + "\n")
     (tmp_path / "finished" / "summary.json").write_text('{"steps": 2}')
+    with (tmp_path / "finished" / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps({"step": step, "train/advantage_abs_mean": 0.0}) + "\n" for step in (1, 2))
     rows = {row["name"]: row for row in open_page(tmp_path).get("/api/runs").json["runs"]}
     assert {name: row["state"] for name, row in rows.items()} == {
         "killed": "killed", "failed": "failed", "finished": "finished"
     }  # fmt: skip
-    assert rows["failed"]["text"] == "ValueError in update of step 3"
+    assert rows["failed"]["text"] == "ValueError in update of step 3" and rows["failed"]["no_signal"] is None
+    assert rows["finished"]["no_signal"] == "no step had a signal: nothing was learned in 2 steps"
 
 
 def test_a_run_says_why_it_failed_and_what_it_waits_for(tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.observe.headline import BY_METRIC
+from rollcall.observe.signal import ADVICE, no_signal
 from rollcall.stored.find import ADAPTER_CONFIG
-from rollcall.wait import say
+from rollcall.wait import say, warn
 from rollcall.words import all_of, are, counted
 
 
@@ -24,12 +25,23 @@ def _course(summary: dict[str, Any]) -> str | None:
     return f"{headline.words} {course['first']:.3f} -> {course['last']:.3f}"
 
 
+def _no_signal(run_dir: Path, summary: dict[str, Any]) -> str | None:
+    found = summary.get("no_signal") or {"steps": 0, "of": 0}  # summaries of older versions have none
+    words = no_signal(found["steps"], num_steps=found["of"])
+    if words is None:
+        return None
+    return (
+        f"{words}. {ADVICE}. {run_dir / 'samples'} has answers with their rewards, and `rollcall reward test "
+        f"{run_dir / 'run.yaml'}` tries the reward"
+    )
+
+
 def finished(run_dir: Path, summary: dict[str, Any]) -> str:
     course = _course(summary)
     return (
         f"{run_dir} is finished: {trained(summary['steps'])}{f', {course}' if course else ''}, and the model is in "
         f"{run_dir / 'model'}\nto train further: rollcall train {run_dir} trainer.steps={2 * summary['steps']}; to start over: "
-        "the same command with --fresh"
+        "the same command with --fresh" + (f"\n{told}" if (told := _no_signal(run_dir, summary)) else "")
     )
 
 
@@ -40,6 +52,8 @@ def say_result(run_dir: Path, summary: dict[str, Any], curve: Path | None) -> No
         say(f"{counted(summary['reward_errors'], 'completion')} could not be scored and counted as 0; the first ones:")
         for failure in summary["reward_failures"][:3]:
             say(f"  {failure['reward']} {failure['kind']} on {failure['prompt']}: {failure['why'].splitlines()[-1]}")
+    if told := _no_signal(run_dir, summary):
+        warn(told)
     if not (run_dir / "model").exists():
         say(f"trained to step {summary['steps']}; go on with --phase rollout, or with --phase both")
         return

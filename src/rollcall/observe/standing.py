@@ -13,7 +13,9 @@ from typing import Any
 from rollcall.durable.lease import Holder
 from rollcall.observe.headline import Headline, headline_of
 from rollcall.observe.progress import STEPS_COUNTED, format_duration
+from rollcall.observe.signal import ADVANTAGE, no_signal
 from rollcall.observe.sinks import read_rows
+from rollcall.words import counted
 
 # Metrics under ``episode/``, and what they are called in a line.
 EPISODE_COUNTS = {"turns_mean": "turns", "tool_calls_mean": "tool calls"}
@@ -31,6 +33,7 @@ class Standing:
     first: float | None
     last: float | None
     left_s: float | None  # None: nothing runs, or no whole step of this process has been measured
+    without_signal: tuple[int, int]  # how many steps taught nothing, of how many
     episodes: Mapping[str, float] | None  # what their turns were in that step, by metric; None: it had none
 
     def rows(self) -> list[tuple[str, str]]:
@@ -43,6 +46,11 @@ class Standing:
             found.append(("episodes", _in_words(self.episodes)))
         if self.first is not None and self.last is not None:
             found.append((self.headline.words, f"{self.first:.3f} -> {self.last:.3f}"))
+        num, num_steps = self.without_signal
+        if no_signal(num, num_steps=num_steps):
+            found.append(
+                ("no signal in", f"{num} of {counted(num_steps, 'step')} (all completions of each group scored alike)")
+            )
         if self.left_s is not None:
             found.append(("left", format_duration(self.left_s)))
         return found
@@ -54,6 +62,7 @@ class Standing:
             "reward": self.reward,
             "headline": {"metric": self.headline.metric, "first": self.first, "last": self.last},
             "left_s": None if self.left_s is None else round(self.left_s),
+            "no_signal": dict(zip(("steps", "of"), self.without_signal, strict=True)),
             "episodes": self.episodes,
         }
 
@@ -65,6 +74,7 @@ def standing(run_dir: Path, *, num_steps: int | None, holder: Holder | None) -> 
     headline = headline_of(rows)
     values = headline.values(rows)
     step = steps[-1]["step"] if steps else 0
+    advantages = [row.get(ADVANTAGE) for row in steps]
     since = None if holder is None or holder.is_gone else _since(holder)
     return Standing(
         step=step,
@@ -74,6 +84,7 @@ def standing(run_dir: Path, *, num_steps: int | None, holder: Holder | None) -> 
         first=values[0] if values else None,
         last=values[-1] if values else None,
         left_s=None if since is None else _left_s(steps, num_steps=num_steps, since=since),
+        without_signal=(advantages.count(0), len(advantages)),
         episodes=_episodes(steps[-1]) if steps else None,
     )
 

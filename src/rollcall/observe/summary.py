@@ -15,6 +15,7 @@ from typing import Any
 
 from rollcall.durable.atomic import write_atomic
 from rollcall.observe.headline import ACCURACY, REWARD, headline_of
+from rollcall.observe.signal import ADVANTAGE
 from rollcall.observe.sinks import read_rows
 from rollcall.observe.transcript import episode_columns, transcript
 from rollcall.types import Group, Prompt
@@ -36,7 +37,7 @@ def build_summary(
     # A replayed step generates little or nothing, so its speed says nothing.
     generated = [row for row in rows if not row.get("rollout/groups_from_journal")]
     errors = sum(row[name] or 0 for row in rows for name in row if name.startswith("reward_errors/"))
-    rewards = _values(rows, "train/reward_mean")
+    rewards, advantages = _values(rows, "train/reward_mean"), _values(rows, ADVANTAGE)
     return {
         "steps": max((row["step"] for row in rows if "time/step_s" in row), default=0),
         "seconds": round(before_s + seconds, 3),
@@ -52,6 +53,7 @@ def build_summary(
         "logprob_mismatch_max": max(_values(rows, "rollout/logprob_mismatch_max"), default=None),
         "peak_memory_gib": round(max([*_values(rows, "perf/peak_memory_gib"), peak_gib]), 3),
         "reward_errors": int(errors),
+        "no_signal": {"steps": advantages.count(0), "of": len(advantages)},
         **extra,
     }
 

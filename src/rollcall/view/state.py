@@ -17,6 +17,7 @@ from rollcall.errors import ConfigError
 from rollcall.observe.events import EVENTS, Mark, PhaseEvent, last_phase_in
 from rollcall.observe.headline import ACCURACY, GRADED, REWARD
 from rollcall.observe.progress import STEPS_COUNTED
+from rollcall.observe.signal import ADVANTAGE, no_signal
 from rollcall.observe.timeline import ATTEMPT_LOST, RUN_FAILED
 from rollcall.redact import redact
 from rollcall.stored.manifest import MANIFEST, STEP_NAME
@@ -119,12 +120,14 @@ class StateReader:
         state = self._state(step=step, num_steps=num_steps)
         all_times = table.column("step")[1]
         recent = seconds[-STEPS_COUNTED:].tolist()
+        advantages = table.column(ADVANTAGE)[2].tolist()
         left_s = None
         if state.word == "running" and recent and num_steps is not None and num_steps > step:
             left_s = statistics.fmean(recent) * (num_steps - step)
         return {
             "state": state.word,
             "text": redact(state.text[:LONGEST_TEXT]),
+            "no_signal": no_signal(advantages.count(0), num_steps=len(advantages)),
             "step": step,
             "steps": num_steps,
             "headline": headline.words,

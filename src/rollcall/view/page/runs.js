@@ -42,7 +42,8 @@ function cells(run, now) {
   return [
     el("td", {}, el("a", { class: "strong", href: address("curves", { run: run.id }) }, shown(run.name)),
       el("div", { class: "soft small nowrap" }, [run.algorithm, run.model].filter(Boolean).flatMap((text, place) => [place ? " · " : "", ...shown(text)]))),
-    el("td", {}, badge(run.state, KIND[run.state] || ""), el("div", { class: "soft small" }, shown(run.text))),
+    el("td", {}, badge(run.state, KIND[run.state] || ""), el("div", { class: "soft small" }, shown(run.text)),
+      run.no_signal ? el("div", { class: "bad-text small" }, run.no_signal) : null),
     el("td", { class: "number" }, progress(run)),
     el("td", { class: "nowrap" }, course(run)),
     el("td", { class: "number" }, number(run.reward)),
