@@ -516,33 +516,56 @@ def test_a_run_directory_is_not_continued_by_another_run(finished: Config, overr
     assert before == (journal_bytes(finished), metric_rows(finished), (folder / "run.yaml").read_text())
 
 
-CHANGES: dict[str, Callable[[list[dict[str, Any]]], list[dict[str, Any]]]] = {
-    "a-row-more": lambda rows: [*rows, {"id": "new", "prompt": "9a=", "answer": "a"}],
-    "other-text": lambda rows: [{**row, "prompt": row["prompt"].replace("=", "+")} for row in rows],
-    "other-answers": lambda rows: [{**row, "answer": "z"} for row in rows],
-    "other-order": lambda rows: rows[::-1],
+CHANGES: dict[str, tuple[Callable[[list[dict[str, Any]]], list[dict[str, Any]]], str]] = {
+    "a-row-more": (lambda rows: [*rows, {**rows[0], "id": "new"}], "it had 16 rows and has 17 now[.]"),
+    "a-row-less": (lambda rows: rows[1:], "it had 16 rows and has 15 now; 15 rows are different, the first is 'row-1'"),
+    "other-text": (lambda rows: [{**row, "prompt": row["prompt"].replace("=", "+")} for row in rows], "16 rows are"),
+    "an-answer": (lambda rows: [*rows[:3], {**rows[3], "answer": "z"}, *rows[4:]], "1 row is different, .* 'row-3'"),
+    "a-column": (lambda rows: [*rows[:5], {**rows[5], "price": [2]}, *rows[6:]], "1 row is different, .* 'row-5'"),
+    "columns-moved": (lambda rows: [{**row, "price": [10 - row["price"][0]]} for row in rows], "16 rows are"),
+    "other-order": (lambda rows: rows[::-1], "16 rows are different, the first is 'row-15'"),
 }
 
 
-def test_a_data_file_that_changed_under_the_run_is_refused(tmp_path: Path) -> None:
-    config = make_run(tmp_path)
-    run_and_be_killed(config, Kill(call=IN_UPDATE, number=4))
+def priced() -> list[dict[str, Any]]:
+    return [{**row, "price": [place % 2]} for place, row in enumerate(letter_rows())]
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_rows_that_changed_since_the_run_began_are_refused_before_its_first_checkpoint_too(
+    tmp_path: Path, split: str
+) -> None:
+    config = make_run(tmp_path, "trainer.steps=1", "trainer.eval_every=1", rows=priced(), val=priced())
+    run_and_be_killed(config, Kill(call=IN_UPDATE, number=1))
     before = journal_bytes(config)
-    for name, change in CHANGES.items():
-        write_rows(tmp_path / "train.jsonl", change(letter_rows()))
-        with pytest.raises(JournalError, match=r"train\.jsonl has changed since this run began.*restore it"):
+    for name, (change, why) in CHANGES.items():
+        write_rows(tmp_path / f"{split}.jsonl", change(priced()))
+        with pytest.raises(
+            DataError, match=rf"data.{split}=.*{split}.jsonl is not as it was when the run .*{why}.*--fresh"
+        ):
             finish(config)
         assert journal_bytes(config) == before, name
-    write_rows(tmp_path / "train.jsonl", letter_rows())
-    assert finish(config)["steps"] == 6
-
-
-def test_data_that_changed_before_the_first_checkpoint_is_refused_by_the_journal(tmp_path: Path) -> None:
-    config = make_run(tmp_path)
-    run_and_be_killed(config, Kill(call=IN_UPDATE, number=1))
-    write_rows(tmp_path / "train.jsonl", CHANGES["other-text"](letter_rows()))
-    with pytest.raises(JournalError, match=r"different prompts for draw 0 of step 1"):
+    write_rows(tmp_path / f"{split}.jsonl", priced())
+    (config.run.dir / "data.json").write_text('{"train": 1')
+    with pytest.raises(
+        CheckpointError, match="data.json is not as Rollcall writes it .* which rows the run began with"
+    ):
         finish(config)
+    (config.run.dir / "data.json").unlink()  # as of an earlier version
+    assert finish(config)["steps"] == 1
+
+
+def test_another_number_of_held_out_rows_is_compared_in_those_that_the_run_had(tmp_path: Path) -> None:
+    def limited(most: int) -> Config:
+        return make_run(tmp_path, "trainer.steps=2", "trainer.save_every=1", f"eval.max_prompts={most}", val=priced())
+
+    run_and_be_killed(limited(4), Kill(call=IN_UPDATE, number=2))
+    for most in (2, 6):
+        config = limited(most)
+        write_rows(tmp_path / "val.jsonl", CHANGES["other-text"][0](priced()))
+        with pytest.raises(DataError, match=f"data.val=.*: {min(most, 4)} rows are different, the first is 'row-0'"):
+            finish(config)
+    assert finish(limited(6))["steps"] == 2
 
 
 def test_fresh_moves_the_old_run_aside_and_starts_over(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from rollcall.cli.main import app
 from rollcall.config import ClassEnvironment, Config, DataSection, StepEnvironment
-from rollcall.data.load import PromptSet
+from rollcall.data.load import DataError, PromptSet
 from rollcall.durable.journal import Journal
 from rollcall.engine.native.engine import NativeEngine
 from rollcall.engine.protocol import Sampling
@@ -31,7 +31,7 @@ from rollcall.environments.conversation import MESSAGES, Conversations
 from rollcall.environments.episode import Player, TooLong, turn_seed, within
 from rollcall.environments.processes import kind_of
 from rollcall.environments.protocol import EnvironmentFailed, Message
-from rollcall.errors import ConfigError, JournalError
+from rollcall.errors import ConfigError
 from rollcall.inspect.audit import audit
 from rollcall.loop.attempts import RunError
 from rollcall.loop.episodes import Episodes
@@ -546,7 +546,7 @@ def test_attempts_at_a_row_whose_columns_have_changed_are_not_joined_with_new_on
         finish(config)
     write_rows(tmp_path / "train.jsonl", rows(2, 1))
     scripted(Scripted(letters_game))
-    with pytest.raises(JournalError, match="different columns for draw 0 of step 1"):
+    with pytest.raises(DataError, match="2 rows are different, the first is 'train:1'"):
         finish(config)
     write_rows(tmp_path / "train.jsonl", rows(1, 2))
     finish(config)

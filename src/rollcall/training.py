@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rollcall.checkpoint.base_note import note_base, refuse_changed_base
 from rollcall.checkpoint.exported import finished_summary
+from rollcall.checkpoint.origin import note_base, note_rows, refuse_changed_base
 from rollcall.checkpoint.run_dir import RUN_FILE, clear_leftovers, has_begun, move_aside, unless_begun
 from rollcall.checkpoint.size import run_size
 from rollcall.checkpoint.store import CheckpointStore
@@ -204,6 +204,7 @@ class _Training:
             # Only now: a run file that is refused must not become this directory's.
             _claim(config, run_dir, continued=(run_dir / "journal").exists())
             _keep_tokenizer(workers.tokenizer, run_dir / TOKENIZER)
+            note_rows(run_dir, workers.train, workers.val, limit=config.eval.max_prompts)
             if base:
                 note_base(run_dir, base)
             sinks = make_sinks(config, run_dir, resume.step if resume else None)

@@ -157,12 +157,6 @@ def _episode_arrays(episodes: Sequence[Episode]) -> list[bytes]:
     ]
 
 
-def columns_as_text(prompt: Prompt) -> str:
-    """What a row has besides its prompt, in the form in which a record keeps it: the same text for a row and for its record."""
-    columns = json.dumps({"answer": prompt.answer, "metadata": prompt.metadata}, default=_plain)
-    return json.dumps(json.loads(columns), sort_keys=True)
-
-
 def _plain(value: Any) -> Any:
     """Columns of a Parquet row are often numpy."""
     if isinstance(value, np.generic | np.ndarray):

@@ -37,7 +37,6 @@ from rollcall.checkpoint.store import Checkpoint
 from rollcall.config import Config
 from rollcall.durable.journal import Journal
 from rollcall.durable.lease import Lease
-from rollcall.errors import JournalError
 from rollcall.loop.aside import in_thread, together
 from rollcall.loop.attempts import Regrow, RunError
 from rollcall.loop.episodes import Episodes, episodes_of
@@ -86,11 +85,6 @@ class Controller:
         last = self.bounds.last_step(self.config.trainer, start_step=self.start_step)
         self.steps_ahead = range(self.start_step + 1, last + 1)
         self.version = self.start_step
-        if state.get("data", self.record.data_mark) != self.record.data_mark:
-            raise JournalError(
-                f"{self.workers.train.source} has changed since this run began (rows, answers or tokenizer differ), so the data "
-                f"order of step {self.start_step} is lost; restore it, or start over with --fresh"
-            )
         self.rollouts: Rollouts
         self.episodes: Episodes | None
         self.maker: GroupMaker

@@ -15,10 +15,8 @@ import numpy as np
 from rollcall.algo.shaping import has_signal
 from rollcall.config import Config, RolloutSection
 from rollcall.data.order import DataOrder
-from rollcall.durable.group_record import columns_as_text
 from rollcall.durable.journal import Journal
 from rollcall.engine.protocol import Sampling
-from rollcall.errors import JournalError
 from rollcall.loop.attempts import RunError
 from rollcall.loop.episodes import Episodes
 from rollcall.loop.protocols import Workers
@@ -58,7 +56,6 @@ class GroupMaker:
         group = self._take_journaled(step, draw)
         if group is None:
             return SuppliedGroup(group=await self._generate(step, draw, prompt), from_journal=False)
-        self._refuse_other_row(group, prompt)
         if step in self._unscored and not self._is_trained(draw):  # its rewards failed, which ended an earlier process
             group = await self._make_again(group, failed=self._unscored[step])
             await self.call(partial(self.journal.append, group, again=True))
@@ -93,18 +90,6 @@ class GroupMaker:
                 self._unscored[step] = failed
         return self._journaled[step].pop(draw, None)
 
-    def _refuse_other_row(self, journaled: Group, prompt: Prompt) -> None:
-        """Rows of an environment may differ in nothing but their columns: the price, the seed of a game."""
-        before = journaled.prompt
-        is_same = before.id == prompt.id and np.array_equal(before.token_ids, prompt.token_ids)
-        if is_same and (self.episodes is None or columns_as_text(before) == columns_as_text(prompt)):
-            return
-        what = "columns" if is_same else "prompts"
-        raise JournalError(
-            f"the journal and the data have different {what} for draw {journaled.draw} of step {journaled.step} ({before.id!r} "
-            f"and {prompt.id!r}): the data has changed since the run began; restore it, or start over with --fresh"
-        )
-
     async def _make_again(self, group: Group, *, failed: frozenset[str]) -> Group:
         """The same completions with new scores; episodes whose environment failed are played again."""
         if ENVIRONMENT not in failed or self.episodes is None or not self.generates:
@@ -116,7 +101,7 @@ class GroupMaker:
         if not self.generates:
             raise NothingLeftError
         given = self._given(step, draw, prompt)
-        earlier = self._earlier_attempts(prompt, step=step, draw=draw, seeds=given["seeds"])
+        earlier = self._earlier_attempts(step=step, draw=draw, seeds=given["seeds"])
         maker = self.rollouts if self.episodes is None else self.episodes
         group = await maker.attempt(prompt, **given, earlier=earlier, keep=self._keep_attempt)
         if not _is_finite(group):
@@ -135,15 +120,11 @@ class GroupMaker:
         sampling = sampling_of(self.config.rollout, self.workers.stop_token_ids)
         return {"step": step, "draw": draw, "seeds": seeds, "sampling": sampling, "scorer": self.workers.scorer}
 
-    def _earlier_attempts(
-        self, prompt: Prompt, *, step: int, draw: int, seeds: tuple[int, ...]
-    ) -> dict[int, Completion]:
+    def _earlier_attempts(self, *, step: int, draw: int, seeds: tuple[int, ...]) -> dict[int, Completion]:
         """What an earlier process finished of this group."""
         if step not in self._attempts:
             self._attempts[step] = self.journal.read_attempts(step)
         found = self._attempts[step].pop(draw, {})
-        for one in found.values():
-            self._refuse_other_row(one, prompt)
         return {
             place: one.completions[0]
             for place, one in found.items()

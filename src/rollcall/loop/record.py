@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
@@ -29,7 +28,7 @@ from rollcall.observe.headline import ACCURACY, REWARD, headline_of
 from rollcall.observe.sinks import Sink, read_rows
 from rollcall.observe.summary import peak_memory_gib, write_samples
 from rollcall.observe.token_scores import FOLDER, GROUPS, write_token_scores
-from rollcall.types import Group, Prompt, Sample
+from rollcall.types import Group, Sample
 from rollcall.wait import warn
 
 
@@ -57,7 +56,6 @@ class Record:
     def __post_init__(self) -> None:
         self._run_dir = self.config.run.dir
         self._num_steps = self.config.trainer.steps
-        self.data_mark = _fingerprint(self.workers.train.prompts)  # a checkpoint keeps it
         # Trained since the newest checkpoint, or since the one that is being written.
         self.unsaved: StepBatch | None = None
         self.update_s = 0.0  # of the last step
@@ -138,7 +136,6 @@ class Record:
             "next_draw": batch.cursor.next_draw,
             "pending": list(batch.cursor.pending),
             "version": step,
-            "data": self.data_mark,
             "owes_evaluation": evaluates and self._evaluated_step < step,
         }
         with self.explaining_divergence(step, lost="this step was not saved"):
@@ -214,11 +211,3 @@ class Record:
             "perf/train_tokens_per_s": update.num_tokens / (update.score_s + update.update_s),
             "perf/peak_memory_gib": peak_memory_gib(),
         }
-
-
-def _fingerprint(prompts: Iterable[Prompt]) -> str:
-    digest = hashlib.blake2b(digest_size=8)
-    for prompt in prompts:
-        digest.update(f"{prompt.id}\0{prompt.answer}\0".encode("utf-8", "surrogatepass"))
-        digest.update(prompt.token_ids.tobytes())
-    return digest.hexdigest()

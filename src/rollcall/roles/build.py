@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 
+from rollcall.checkpoint.origin import refuse_changed_rows
 from rollcall.config import Config, EnvironmentSection, ExactReward, Ppo, RolloutSection
 from rollcall.config.lora import LoraSection
 from rollcall.config.rewards import Reward
@@ -99,11 +100,13 @@ def load_inputs(config: Config) -> Inputs:
         load_prompts, data=config.data, tokenizer=tokenizer, rewards={reward.type for reward in config.reward}
     )
     train = load(config.data.train, split="train", needs=needs)
+    refuse_changed_rows(config.run.dir, "train", train)
     val = None
     if config.data.val is not None:
         if all(reward.type in ("self_certainty", "model") for reward in config.reward):
             needs = columns_needed([ExactReward()])  # `build_scorers` evaluates by it
         val = load(config.data.val, split="val", limit=config.eval.max_prompts, needs=needs)
+        refuse_changed_rows(config.run.dir, "val", val, limit=config.eval.max_prompts)
     for prompts in (train, val):
         if prompts is not None and prompts.num_overlong:
             say(

@@ -1,0 +1,125 @@
+"""What a run began with, noted in its directory: its rows and its model. A resume with other ones is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from rollcall.checkpoint.run_dir import has_begun
+from rollcall.config.yaml import read_small
+from rollcall.data.columns import DataError
+from rollcall.data.load import PromptSet
+from rollcall.durable.atomic import write_atomic
+from rollcall.durable.patience import persist
+from rollcall.errors import CheckpointError
+from rollcall.model.base import other_weights
+from rollcall.types import Prompt
+from rollcall.words import ANOTHER_RUN, are, counted
+
+ROWS, BASE = "data.json", "base.json"
+MOST_BYTES = 1 << 31  # 16 for each row
+T = TypeVar("T")
+
+
+# Rows
+
+
+def refuse_changed_rows(run_dir: Path, split: str, prompts: PromptSet, *, limit: int | None = None) -> None:
+    """``prompts`` are the rows of ``data.train`` or ``data.val`` now. Of a run whose ``limit`` changes, those are compared that it had
+    and still has."""
+    noted = _noted(run_dir, ROWS, lambda found: _read_rows(found, split), what="which rows the run began with")
+    if noted is None:
+        return
+    (before, limit_before), now = noted, _identities(prompts)
+    shared = min(len(before), len(now))
+    differ = np.flatnonzero(before[:shared] != now[:shared])
+    told = []
+    if len(before) != len(now) and limit == limit_before:
+        told.append(f"it had {counted(len(before), 'row')} and has {len(now):,} now")
+    if len(differ):
+        told.append(
+            f"{counted(len(differ), 'row')} {are(len(differ))} different, the first is {prompts.prompts[differ[0]].id!r}"
+        )
+    if told:
+        raise DataError(
+            f"data.{split}={prompts.source} is not as it was when the run in {run_dir} began: {'; '.join(told)}. The rows of a run must "
+            f"stay the same in all their columns and in their tokens: restore the file (or the tokenizer and the chat template), or begin "
+            f"a run with these rows: {ANOTHER_RUN}"
+        )
+
+
+def note_rows(run_dir: Path, train: PromptSet, val: PromptSet | None, *, limit: int | None) -> None:
+    """``limit`` is that of ``val``."""
+
+    def rows() -> dict[str, Any]:
+        sets = {"train": (train, None)} | ({} if val is None else {"val": (val, limit)})
+        return {
+            split: {"rows": _identities(prompts).tobytes().hex(), "limit": most}
+            for split, (prompts, most) in sets.items()
+        }
+
+    _note(run_dir, ROWS, rows, what="the identity of the rows")
+
+
+def _identities(prompts: PromptSet) -> np.ndarray:
+    """8 bytes for each row."""
+    return np.frombuffer(b"".join(map(_identity, prompts.prompts)), dtype="<u8")
+
+
+def _identity(prompt: Prompt) -> bytes:
+    """Covers all that anything can read of a row."""
+    read = [prompt.id, prompt.text, prompt.answer, prompt.metadata]
+    digest = blake2b(json.dumps(read, sort_keys=True, default=str).encode(), digest_size=8)
+    digest.update(prompt.token_ids.tobytes())
+    return digest.digest()
+
+
+def _read_rows(found: Any, split: str) -> tuple[np.ndarray, int | None]:
+    return np.frombuffer(bytes.fromhex(found[split]["rows"]), dtype="<u8"), found[split]["limit"]
+
+
+# The model
+
+
+def refuse_changed_base(run_dir: Path, found: Mapping[str, str], *, base: str) -> None:
+    """``found`` is the identity of the weights in ``base`` now, by their type."""
+    noted = _noted(run_dir, BASE, lambda file: dict(file["base"]), what="which model the run's adapter is of") or {}
+    if any(noted[kind] != found[kind] for kind in noted.keys() & found.keys()):
+        advice = f", or begin a run with this one: {ANOTHER_RUN}"
+        raise other_weights(f"run.dir={run_dir}", base=base, advice=advice)
+
+
+def note_base(run_dir: Path, found: Mapping[str, str]) -> None:
+    _note(run_dir, BASE, lambda: {"base": dict(found)}, what="the identity of the adapter's model")
+
+
+# Files
+
+
+def _note(run_dir: Path, name: str, facts: Callable[[], Mapping[str, Any]], *, what: str) -> None:
+    """Once the run has begun, what is noted stays."""
+    path = run_dir / name
+    if not has_begun(run_dir) or not path.exists():
+        data = json.dumps({"format": 1, **facts()})
+        persist(lambda: write_atomic(path, data), path=path, what=what)
+
+
+def _noted(run_dir: Path, name: str, read: Callable[[Any], T], *, what: str) -> T | None:
+    """None: the run has not begun, or an earlier version noted nothing."""
+    path = run_dir / name
+    if not has_begun(run_dir):
+        return None
+    try:
+        return read(json.loads(read_small(path, most=MOST_BYTES)))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} is not as Rollcall writes it ({type(error).__name__}: {error}), so it is not known {what}; restore the file, or "
+            "remove it if nothing has changed"
+        ) from None
