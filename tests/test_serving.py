@@ -14,7 +14,8 @@ from tiny import save_model
 
 from rollcall.config import Config
 from rollcall.errors import ConfigError
-from rollcall.serving import plan_serving, read_key
+from rollcall.net.http_door import listen
+from rollcall.serving import plan_serving, read_key, serve
 
 
 def test_a_directory_a_name_and_a_run_are_each_a_model(tmp_path: Path, undisturbed: Config) -> None:
@@ -55,3 +56,9 @@ def test_the_command_serves_until_ctrl_c(tmp_path: Path) -> None:
         assert command.wait() == 130 and "stopped by Ctrl-C" in command.stderr and "Traceback" not in command.stderr
     finally:
         command.kill()
+
+
+def test_a_port_that_is_taken_is_refused_before_the_model_is_read(tmp_path: Path) -> None:
+    plan = plan_serving(str(tmp_path / "no-such-model"), overrides=[])
+    with listen("127.0.0.1", 0) as taken, pytest.raises(OSError, match="cannot be used .*give another port"):
+        serve(plan, host="127.0.0.1", port=taken.getsockname()[1], key=None, show=print)

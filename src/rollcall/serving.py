@@ -9,6 +9,7 @@ import asyncio
 import copy
 import os
 import secrets
+import socket
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -32,6 +33,7 @@ from rollcall.loop.rollout import Clock, Rollouts
 from rollcall.model.files import resolve_model
 from rollcall.model.load import resolve_device, resolve_dtype
 from rollcall.model.stop_tokens import stop_token_ids
+from rollcall.net.http_door import listen
 from rollcall.roles.build import check_engine, load_engine, set_threads, tokenizer_of
 from rollcall.types import Completion, Ints
 from rollcall.wait import say
@@ -86,6 +88,7 @@ def read_key(file: Path | None) -> str | None:
 def serve(plan: ServePlan, *, host: str, port: int, key: str | None, show: Callable[[str], None]) -> None:
     """Until Ctrl-C. ``show`` gets the address, and the key if it was made here."""
     config = plan.config
+    listener = listen(host, port)  # a port that is taken is refused before the model is loaded
     set_threads(config.trainer.num_threads)
     check_engine(config.rollout)
     path = resolve_model(plan.model_path)
@@ -106,7 +109,7 @@ def serve(plan: ServePlan, *, host: str, port: int, key: str | None, show: Calla
         stops = stop_token_ids(tokenizer, model.config, model.generation_config, rollout=config.rollout)
         served = Served(name=plan.name, max_model_len=engine.max_positions, vocabulary=model.config.vocab_size)
         rules = Open(served=served, default=sampling_of(config.rollout, stops))
-        work = _serve(rollouts, rules, tokenizer=tokenizer, host=host, port=port, key=key, show=show)
+        work = _serve(rollouts, rules, tokenizer=tokenizer, host=host, listener=listener, key=key, show=show)
         asyncio.run(work)
 
 
@@ -116,7 +119,7 @@ async def _serve(
     *,
     tokenizer: Any,
     host: str,
-    port: int,
+    listener: socket.socket,
     key: str | None,
     show: Callable[[str], None],
 ) -> None:
@@ -127,7 +130,7 @@ async def _serve(
     app = Endpoint(
         callers, served=rules.served, tokenizer=tokenizer, call_format=call_format_of(tokenizer.chat_template)
     )
-    server = EndpointServer(app, host=host, port=port)
+    server = EndpointServer(app, host=host, listener=listener)
     say(
         f"serving {rules.served.name!r} with {rules.served.max_model_len:,} positions; Ctrl-C ends it. The address"
         f"{' and the key' if made else ''}:"

@@ -8,6 +8,7 @@ crosses to the engine's loop once, and its completion comes back once.
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
@@ -32,9 +33,9 @@ def refuse_without_packages() -> None:
 class EndpointServer:
     """Listens from the moment it is made. Coroutines that touch what the app owns run in its loop (``run``)."""
 
-    def __init__(self, app: Any, *, host: str = LOOPBACK, port: int = 0) -> None:
+    def __init__(self, app: Any, *, host: str = LOOPBACK, listener: socket.socket | None = None) -> None:
         refuse_without_packages()
-        self._socket = listen(host, port)
+        self._socket = listener or listen(host, 0)
         self.host, self.port = host, int(self._socket.getsockname()[1])
         self._server = http_server(app, lifespan="off")
         self.loop = asyncio.new_event_loop()
