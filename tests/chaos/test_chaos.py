@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -33,6 +34,23 @@ RANDOM_FAULTS = [
 ]  # fmt: skip
 
 
+def every_pair(*axes: list[str]) -> list[tuple[str, ...]]:
+    """Fewest combinations in which each value of an axis meets each value of every other axis.
+
+    All combinations of three axes take two hours; what breaks has depended on two of them.
+    """
+
+    def pairs(combination: tuple[str, ...]) -> set[tuple[tuple[int, str], ...]]:
+        return set(combinations(enumerate(combination), 2))
+
+    left = list(product(*axes))
+    missing, chosen = set().union(*map(pairs, left)), list[tuple[str, ...]]()
+    while missing:
+        chosen.append(max(left, key=lambda one: len(pairs(one) & missing)))
+        missing -= pairs(chosen[-1])
+    return chosen
+
+
 @pytest.fixture(scope="module")
 def arena(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
     with open_arena(tmp_path_factory.mktemp("chaos")) as arena:
@@ -45,9 +63,10 @@ def test_a_killed_worker_costs_nothing_that_was_finished(arena: Arena) -> None:
         run.end()
 
 
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("fault", ["worker killed", "worker stopped", "node lost and back", "network cut for 60 s"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mode", "fault", "phase"),
+    every_pair(MODES, ["worker killed", "worker stopped", "node lost and back", "network cut for 60 s"], PHASES),
+)
 def test_workers_and_nodes_may_go_in_any_phase(arena: Arena, mode: str, fault: str, phase: str) -> None:
     with arena.run(mode) as run:
         strike(run, fault, phase=phase, step=4 if phase == "checkpoint" else 3)
@@ -81,18 +100,21 @@ def test_an_actor_rank_may_die_at_any_point_of_its_work(arena: Arena, mode: str,
         run.end()
 
 
-@pytest.mark.parametrize("point", [point for point in POINTS if point != "save"])  # node 0 saves, which is the head's
-@pytest.mark.parametrize("fault", ["node lost and back", "node gone"])
-@pytest.mark.parametrize("mode", ["collocated", "disaggregated, actors"])
+@pytest.mark.parametrize(
+    ("mode", "fault", "point"),
+    every_pair(
+        ["collocated", "disaggregated, actors"],
+        ["node lost and back", "node gone"],
+        [point for point in POINTS if point != "save"],  # node 0 saves, which is the head's
+    ),
+)
 def test_an_actor_node_may_go_at_any_point_of_its_work(arena: Arena, mode: str, fault: str, point: str) -> None:
     with arena.run(mode, **(ELASTIC if fault == "node gone" else {})) as run:
         strike_held(run, fault, point=point, phase="rollout", step=3)
         run.end()
 
 
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("fault", ["node gone", "network cut for good"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "fault", "phase"), every_pair(MODES, ["node gone", "network cut for good"], PHASES))
 def test_a_node_that_does_not_come_back_is_done_without(arena: Arena, mode: str, fault: str, phase: str) -> None:
     # A node that only samples is done without in any case; one that trains, where the run may shrink.
     with arena.run(mode, **({} if mode == "disaggregated" else ELASTIC)) as run:
@@ -117,18 +139,20 @@ def test_a_run_grows_back_when_the_node_returns(arena: Arena, mode: str) -> None
         run.end()
 
 
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("fault", ["controller killed", "head killed"])
-@pytest.mark.parametrize("mode", ["collocated", "disaggregated"])
+@pytest.mark.parametrize(
+    ("mode", "fault", "phase"),
+    every_pair(["collocated", "disaggregated"], ["controller killed", "head killed"], PHASES),
+)
 def test_the_same_command_resumes(arena: Arena, mode: str, fault: str, phase: str) -> None:
     with arena.run(mode) as run:
         strike(run, fault, phase=phase, step=4 if phase == "checkpoint" else 3)
         run.end()
 
 
-@pytest.mark.parametrize("phase", ["rollout", "checkpoint"])
-@pytest.mark.parametrize("fault", ["disk full", "folder unwritable"])
-@pytest.mark.parametrize("mode", ["collocated", "disaggregated"])
+@pytest.mark.parametrize(
+    ("mode", "fault", "phase"),
+    every_pair(["collocated", "disaggregated"], ["disk full", "folder unwritable"], ["rollout", "checkpoint"]),
+)
 def test_a_disk_that_takes_nothing_is_waited_for(arena: Arena, mode: str, fault: str, phase: str) -> None:
     with arena.run(mode) as run:
         strike(run, fault, phase=phase, step=2)
