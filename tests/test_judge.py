@@ -27,6 +27,7 @@ from rollcall.reward.scorer import Scorer
 from rollcall.reward.user_function import RewardLoadError
 from rollcall.stop import Stopped, heed
 from rollcall.types import Completion, EndReason, Episode, Prompt, Score, Turn
+from rollcall.wait import waiting
 
 KEY = "sk-test-4242424242"
 RUBRIC = "Question: {prompt}\nReference: {answer}\nGrade this:{completion}Is it right?"
@@ -266,8 +267,11 @@ def test_an_outage_is_waited_for_with_a_message_and_nothing_is_lost(caplog: pyte
         scorer.submit(1, a_prompt(), completions(*"abc"))
         while "does not answer since" not in caplog.text:
             assert scorer.poll(0.02) == []
+        what = waiting()
+        assert what is not None and f"{service.url}/chat/completions does not answer: " in what[0]
         with serving(lambda asked: scored(1), port=port):
             ((_, scores),) = scorer.poll(60)
+        assert waiting() is None
     assert [score.value for score in scores] == [1.0] * 3 and not scorer.counts["judge"].failed
     assert f"the judge at {service.url}/chat/completions does not answer since" in caplog.text
     assert "at most 60 s (reward.0.outage_s). Start the service again" in caplog.text and "answers again" in caplog.text

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rollcall.cli.config import init
 from rollcall.cli.runs import show_run
 from rollcall.config import load_config
-from rollcall.durable.lease import hold, read_holder
+from rollcall.durable.lease import Lease, hold, read_holder
+from rollcall.durable.patience import persist
 from rollcall.observe.headline import GRADED
 from rollcall.observe.standing import standing
+from rollcall.view.doing import Marks
+from rollcall.view.metrics_table import MetricsTable
+from rollcall.view.state import StateReader
+from rollcall.wait import Wait
 
 
 def write_run(run_dir: Path, *, last: int, started_s: float) -> Path:
@@ -61,6 +69,62 @@ def test_a_run_that_nobody_has_or_that_is_new_has_no_time_left(tmp_path: Path) -
     assert standing(run_dir, num_steps=100, holder=None).left_s is None
     empty = standing(tmp_path, num_steps=None, holder=None)
     assert empty.rows() == [("step", "0")]
+
+
+def told_status(run_dir: Path, lease: Lease, capsys: pytest.CaptureFixture[str]) -> str:
+    lease._beat()
+    capsys.readouterr()
+    show_run(run_dir, as_json=False)
+    return capsys.readouterr().out
+
+
+def test_a_run_that_waits_shows_for_what_since_when_and_no_time_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = write_run(tmp_path / "run", last=20, started_s=time.time() + 600)
+    ended = {"phase": "rollout", "step": 20, "start_s": 1.0, "end_s": 2.0, "duration_s": 1.0}
+    (run_dir / "events.jsonl").write_text(json.dumps(ended) + "\n")
+    with hold(run_dir) as lease:
+        wait, work = Wait(first_s=0), Wait(first_s=0, stalls=False)
+        work.tell("waiting for rank 0, which computes")
+        assert "between phases: rollout of step 20" in told_status(run_dir, lease, capsys)
+        wait.tell("waiting for node 2 (10.0.0.3): run `rollcall node` there")
+        shown = told_status(run_dir, lease, capsys)
+        assert re.search(
+            r"now +waiting for node 2 \(10.0.0.3\): run `rollcall node` there \(waiting since [0-9:]{8}, \d+ s\)", shown
+        )
+        assert "between phases" not in shown and "left" not in shown
+        assert told(run_dir, capsys)["lease"]["waiting"]["for"].startswith("waiting for node 2")
+        state = StateReader(run_dir, MetricsTable(run_dir), Marks(run_dir)).row()
+        assert (state["state"], state["left_s"]) == ("waiting", None) and "node 2" in state["text"]
+        del wait
+        assert "between phases" in told_status(run_dir, lease, capsys), "the wait is over"
+        assert told(run_dir, capsys)["lease"]["waiting"] is None
+
+
+def test_a_run_whose_disk_is_full_shows_that_it_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, shown = write_run(tmp_path / "run", last=20, started_s=time.time()), []
+    with hold(run_dir) as lease:
+
+        def write() -> None:
+            if not shown:
+                raise OSError(errno.ENOSPC, "full")
+
+        monkeypatch.setattr(
+            "rollcall.durable.patience.time.sleep", lambda seconds: shown.append(told_status(run_dir, lease, capsys))
+        )
+        persist(write, path=run_dir / "journal", what="the group of draw 3")
+        assert (
+            f"{run_dir}/journal: cannot write the group of draw 3: No space left on device (waiting since" in shown[0]
+        )
+        assert "waiting since" not in told_status(run_dir, lease, capsys)
+
+
+def told(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    show_run(run_dir, as_json=True)
+    return json.loads(capsys.readouterr().out)
 
 
 def test_init_writes_a_run_file_that_is_the_demo_and_never_over_another(

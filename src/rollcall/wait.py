@@ -3,6 +3,8 @@
 A process has one voice. It is on stderr, unless a block runs ``speaking`` otherwise: a run's console speaks through its panel.
 What a user has to know even in a quiet run is a warning (``warn``). It goes to the logger ``rollcall``, which is a program's to
 direct.
+
+What a process waits for is known to it (``waiting``): the holder of a run directory writes it where `rollcall status` finds it.
 """
 
 from __future__ import annotations
@@ -10,9 +12,11 @@ from __future__ import annotations
 import logging
 import math
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from weakref import WeakSet
 
 Say = Callable[[str], None]
 SHORTEST_S = 0.001  # as a timeout, 0 means "do not wait" to a socket
@@ -59,10 +63,16 @@ def speaking(voice: Say) -> Iterator[None]:
 
 
 class Wait:
-    """Begins when it is made. ``tell`` speaks first after ``first_s``, then every ``every_s`` seconds."""
+    """Begins when it is made. ``tell`` speaks first after ``first_s``, then every ``every_s`` seconds. ``stalls``: nothing else
+    happens meanwhile, so the status of a run shows it; work that takes its time does not stall."""
 
-    def __init__(self, timeout_s: float = math.inf, *, first_s: float = 2.0, every_s: float = 10.0) -> None:
+    def __init__(
+        self, timeout_s: float = math.inf, *, first_s: float = 2.0, every_s: float = 10.0, stalls: bool = True
+    ) -> None:
         self.timeout_s = timeout_s
+        self.what = ""
+        self._stalls = stalls
+        self._noted = -math.inf
         self._began = time.monotonic()
         self._next = self._began + first_s
         self._every_s = every_s
@@ -93,8 +103,20 @@ class Wait:
         self._began += seconds
         self._next += seconds
 
+    def note(self, text: str) -> None:
+        """What is waited for. It counts while it is noted again and again, and while this object lives."""
+        self.what, self._noted = text, time.monotonic()
+        with _lock:
+            _waits.add(self)
+
+    @property
+    def is_noted(self) -> bool:
+        return time.monotonic() - self._noted < self._every_s + 5
+
     def tell(self, text: str) -> None:
         """Say what is waited for, if that is due."""
+        if self._stalls and (self.is_word_due or self.what):
+            self.note(text)
         if self.is_word_due:
             self._next = time.monotonic() + self._every_s
             waited_s = round(self.waited_s)
@@ -110,3 +132,15 @@ class Wait:
         self.tell(text)
         self.sleep(after_s)
         return True
+
+
+_waits: WeakSet[Wait] = WeakSet()  # of this process, in any thread
+_lock = threading.Lock()
+
+
+def waiting() -> tuple[str, float] | None:
+    """What this process has waited for longest, and since when (unix time); None: for nothing."""
+    with _lock:
+        found = [wait for wait in _waits if wait.is_noted]
+    oldest = max(found, key=lambda wait: wait.waited_s, default=None)
+    return None if oldest is None else (oldest.what, time.time() - oldest.waited_s)

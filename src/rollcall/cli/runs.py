@@ -18,6 +18,7 @@ from rollcall.cli import Json, RunDir, answer
 from rollcall.words import counted, span
 
 if TYPE_CHECKING:
+    from rollcall.durable.lease import Holder
     from rollcall.inspect.compare import Comparison
     from rollcall.inspect.recover import RunReport
     from rollcall.observe.events import PhaseEvent
@@ -82,7 +83,7 @@ def show_run(run_dir: Path, *, as_json: bool) -> None:
         return
     print(f"run      {run_dir}\nheld by  {describe(holder)}")
     ended = holder is None or holder.is_gone
-    print(f"{'last' if ended else 'now':<8} {_now(current, ended=ended)}")
+    print(f"{'last' if ended else 'now':<8} {_waiting(holder) or _now(current, ended=ended)}")
     print(f"{'stands':<8} {', '.join(f'{label} {text}' for label, text in stands.rows())}")
     for step in steps:
         print(f"step {step}")
@@ -93,6 +94,13 @@ def show_run(run_dir: Path, *, as_json: bool) -> None:
             if took == "0.00 s" and not notes:
                 continue  # such as a release of an engine that needs none
             print(f"  {event.phase:<20} {took:>10}  {'; '.join(notes)}".rstrip())
+
+
+def _waiting(holder: Holder | None) -> str | None:
+    if holder is None or holder.is_gone or not holder.waits:
+        return None
+    since = time.strftime("%H:%M:%S", time.localtime(holder.waits_since))
+    return f"{holder.waits} (waiting since {since}, {time.time() - holder.waits_since:.0f} s)"
 
 
 def _now(event: PhaseEvent | None, *, ended: bool) -> str:

@@ -12,7 +12,7 @@ clock. Otherwise it refuses and names the holder.
 A holder that was frozen until another took over finds the next number and stops: ``check`` is called before each write of
 the journal and before each checkpoint is put in place, and looks whenever this process cannot be sure of its lease.
 
-The counter is written in place, into a field of fixed width: a full disk must not make a holder look dead.
+The counter, and what the holder waits for, are written in place: a full disk must not make a holder look dead or hide that it waits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -34,16 +34,18 @@ from rollcall.durable.atomic import create_atomic
 from rollcall.durable.patience import persist, refusing
 from rollcall.errors import ConfigError
 from rollcall.process import STOPPED, Process, process_state
-from rollcall.wait import warn
+from rollcall.redact import redact
+from rollcall.wait import waiting, warn
 
 BEAT_S = 2.0
 WATCH_S = 20.0
 LOOK_S = 0.5  # between two looks at another's counter
 AGAIN_S = 0.02  # between two lists of files that are all gone when they are read
 SURE_S = WATCH_S / 2  # nobody else can have taken over this soon after a beat
-_WIDTH = 16  # digits of the counter
+_LENGTH, _LONGEST_WAIT = 4096, 250  # bytes of a lease file; characters in it that say what is waited for
 _MOST_BYTES = 1 << 16  # of a lease file that are read
-_KINDS = {"owner": str, "host": str, "pid": int, "place": str, "process_start": int, "since": str, "released": bool}
+_KINDS = {"owner": str, "host": str, "pid": int, "place": str, "process_start": int, "since": str, "released": bool,
+          "waits": str, "waits_since": int}  # fmt: skip
 
 
 def unguarded() -> None:
@@ -67,6 +69,8 @@ class Holder:
     number: int
     counter: int
     released: bool
+    waits: str = ""  # for what; empty: it does not wait
+    waits_since: int = 0  # unix time
 
     @property
     def is_here(self) -> bool:
@@ -120,6 +124,8 @@ class Lease:
 
     def _beat(self) -> None:
         self._counter += 1
+        what, since = waiting() or ("", 0)
+        self.me = replace(self.me, waits=redact(what)[:_LONGEST_WAIT], waits_since=int(since))
         try:
             self._write(released=False)
         except OSError as error:
@@ -233,7 +239,7 @@ def _read(path: Path, number: int) -> Holder:
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         text = file.read(_MOST_BYTES)
     try:
-        fields = json.loads(text)
+        fields = {"waits": "", "waits_since": 0} | json.loads(text)
         if not all(isinstance(fields[name], kind) for name, kind in _KINDS.items()):
             raise TypeError("not what a holder writes")
         return Holder(**{**fields, "counter": int(fields["counter"]), "number": number})
@@ -259,9 +265,8 @@ def _path(run_dir: Path, number: int) -> Path:
 
 def _encode(holder: Holder, *, counter: int, released: bool) -> bytes:
     """Always of one length, so that it can be written in place."""
-    fields = asdict(holder) | {"counter": f"{counter:0{_WIDTH}d}", "released": released}
-    filler = " " if released else ""  # "true" is one letter shorter than "false"
-    return f"{json.dumps(fields)}{filler}\n".encode()
+    fields = asdict(holder) | {"counter": counter, "released": released}
+    return f"{json.dumps(fields):<{_LENGTH - 1}}\n".encode()
 
 
 def _myself(*, number: int) -> Holder:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rollcall.stop import heeded
-from rollcall.wait import warn
+from rollcall.wait import Wait, warn
 
 T = TypeVar("T")
 
@@ -47,6 +47,7 @@ class NodeDiskError(OSError):
 def persist(action: Callable[[], T], *, path: Path, what: str, refuse: Callable[[str], Exception] = DiskError) -> T:
     """What ``action`` returns, once the disk lets it. ``path`` and ``what`` are for the messages: "the group of draw 3"."""
     started = said = None
+    wait = Wait()
     while True:
         try:
             result = action()
@@ -64,6 +65,7 @@ def persist(action: Callable[[], T], *, path: Path, what: str, refuse: Callable[
                     f"{why}{waited}; {_advice(fault)}, then run the same command again: it resumes, and what was written "
                     "before is kept"
                 ) from error
+            wait.note(why)
             if said is None or now - said >= SAY_EVERY_S:
                 said = now
                 left = "" if on_node else f"; {_free(path)} left"

@@ -271,7 +271,7 @@ class WorkerGroup:
         """
         entries = list(futures) if isinstance(futures, list | tuple) else [futures]
         flat = [future for entry in entries for future in _futures(entry)]
-        results = iter(self._running.gather(flat, wait=Wait(timeout_s, first_s=30, every_s=30)))
+        results = iter(self._running.gather(flat, wait=Wait(timeout_s, first_s=30, every_s=30, stalls=False)))
         found = [self._arrange(entry, [next(results) for _ in _futures(entry)]) for entry in entries]
         return found[0] if isinstance(futures, MultiWorkerFuture) else found
 
@@ -314,7 +314,7 @@ class WorkerGroup:
         if cleanup_method is not None and not force:
             calls = [crew.call(rank, cleanup_method, (), (), {}) for rank in range(self.world_size)]
             try:
-                crew.gather(calls, wait=Wait(timeout_s, first_s=30, every_s=30))
+                crew.gather(calls, wait=Wait(timeout_s, first_s=30, every_s=30, stalls=False))
             except WorkerError as error:
                 say(f"{cleanup_method} of {self.name_prefix} failed, its workers are ended anyway: {error}")
                 clean = False

@@ -134,7 +134,9 @@ def holder_as_json(holder: Holder | None) -> dict[str, Any] | None:
     if holder is None:
         return None
     state = "released" if holder.released else "gone" if holder.is_gone else "alive" if holder.is_here else "unknown"
-    return {"host": holder.host, "pid": holder.pid, "since": holder.since, "counter": holder.counter, "state": state}
+    waits = {"for": holder.waits, "since_s": holder.waits_since} if holder.waits and not holder.is_gone else None
+    about = {"host": holder.host, "pid": holder.pid, "since": holder.since, "counter": holder.counter}
+    return {**about, "state": state, "waiting": waits}
 
 
 def describe(holder: Holder | None) -> str:

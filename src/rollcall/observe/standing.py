@@ -32,7 +32,7 @@ class Standing:
     headline: Headline
     first: float | None
     last: float | None
-    left_s: float | None  # None: nothing runs, or no whole step of this process has been measured
+    left_s: float | None  # None: nothing runs, it waits, or no whole step of this process has been measured
     without_signal: tuple[int, int]  # how many steps taught nothing, of how many
     episodes: Mapping[str, float] | None  # what their turns were in that step, by metric; None: it had none
 
@@ -75,7 +75,7 @@ def standing(run_dir: Path, *, num_steps: int | None, holder: Holder | None) -> 
     values = headline.values(rows)
     step = steps[-1]["step"] if steps else 0
     advantages = [row.get(ADVANTAGE) for row in steps]
-    since = None if holder is None or holder.is_gone else _since(holder)
+    since = None if holder is None or holder.is_gone or holder.waits else _since(holder)
     return Standing(
         step=step,
         num_steps=num_steps,

@@ -37,7 +37,7 @@ from rollcall.config.rewards import AskedReward
 from rollcall.redact import redact, remember
 from rollcall.reward.user_function import RewardLoadError
 from rollcall.reward.worker import FailureKind
-from rollcall.wait import warn
+from rollcall.wait import Wait, warn
 from rollcall.words import visible
 
 MAX_ANSWER_BYTES = 4 << 20
@@ -80,7 +80,7 @@ class Problem(Exception):  # noqa: N818 - an outcome, not a defect of ours
 
 @dataclass(slots=True, kw_only=True)
 class _Outage:
-    began_s: float = field(default_factory=time.monotonic)
+    wait: Wait = field(default_factory=lambda: Wait(every_s=SAY_EVERY_S))
     since: str = field(default_factory=lambda: time.strftime("%H:%M:%S"))
     back: asyncio.Event = field(default_factory=asyncio.Event)
     said_s: float = -math.inf
@@ -88,7 +88,7 @@ class _Outage:
 
     @property
     def lasted_s(self) -> float:
-        return time.monotonic() - self.began_s
+        return self.wait.waited_s
 
 
 class Endpoint:
@@ -209,6 +209,8 @@ class Endpoint:
                     f"(reward.{self._place}.outage_s): {problem}. {_advice(problem.cause, self._place)}, then run the same command "
                     "again (leave out --fresh): it resumes, and what was scored is kept"
                 )
+            if outage.lasted_s >= SAY_FIRST_S:
+                outage.wait.note(f"{self._name} does not answer: {problem}")
             if outage.lasted_s >= SAY_FIRST_S and time.monotonic() - outage.said_s >= SAY_EVERY_S:
                 outage.said_s = time.monotonic()
                 warn(

@@ -175,6 +175,8 @@ class StateReader:
         holder = self._holder()
         alive, phase = self._pulse.is_alive(holder), self.last_phase()
         mark = next(reversed(self._marks.all()), None)
+        if alive and holder is not None and holder.waits:
+            return RunState(word="waiting", text=holder.waits)
         if alive and mark is not None and mark.name == ATTEMPT_LOST:
             return RunState(word="waiting", text=f"for the next attempt: {mark.note}")
         if alive or (alive is None and phase is not None and time.time() - (self._moved_s() or 0) < WATCH_S):
