@@ -32,6 +32,7 @@ from rollcall.training import train
 
 WHY = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB"
 ROWS = Rows(prompt=6, response=4, group=3)
+CONFIG = parse_config({"data": {"prompts_per_step": 32, "max_prompt_tokens": 32}, "rollout": {"samples_per_prompt": 8}})
 
 
 def test_the_measured_pass_corrects_the_estimate(
@@ -40,7 +41,7 @@ def test_the_measured_pass_corrects_the_estimate(
     learner = make_learner(trainable(), activation_checkpointing=False)
     monkeypatch.setattr(card, "room_on", lambda device: 10_000_000)
     monkeypatch.setattr(card, "measured", lambda model, rows: Line(fixed=1_000_000, per_token=900.0))
-    need = card._size(learner, kv=NO_KV, rows=ROWS)
+    need = card._size(learner, config=CONFIG, kv=NO_KV, rows=ROWS)
     assert (learner.fit.tokens, learner.fit.recompute) == (10_000, False)
     assert need == 1_000_000 + 900 * 10_000
     told = capsys.readouterr().err
@@ -53,17 +54,47 @@ def test_kv_is_set_aside_before_micro_batches_grow(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(card, "room_on", lambda device: 20_000_000)
     monkeypatch.setattr(card, "measured", lambda model, rows: Line(fixed=0, per_token=1000.0))
     learner = make_learner(trainable())
-    card._size(learner, kv=KvNeed(least=1000, most=100_000_000), rows=ROWS)
+    card._size(learner, config=CONFIG, kv=KvNeed(least=1000, most=100_000_000), rows=ROWS)
     assert learner.fit.tokens == 14_000, "three tenths are for KV"
-    card._size(learner, kv=KvNeed(least=1000, most=2_000_000), rows=ROWS)
+    card._size(learner, config=CONFIG, kv=KvNeed(least=1000, most=2_000_000), rows=ROWS)
     assert learner.fit.tokens == 18_000, "which takes no more than it can use"
+
+
+def test_little_room_is_accepted_only_with_what_it_costs_and_what_helps(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    room = 0
+    monkeypatch.setattr(card, "room_on", lambda device: room)
+    monkeypatch.setattr(card, "measured", lambda model, rows: Line(fixed=1_000_000, per_token=1000.0))
+    engine = card.engine_needs(CONFIG, Decoder.of(trainable()))
+    learner = make_learner(trainable())
+
+    def told() -> str:
+        caplog.clear()
+        card._size(learner, config=CONFIG, kv=NO_KV, rows=ROWS)
+        card._kv_tokens(engine, device=torch.device("cpu"), needs=[])
+        return caplog.text
+
+    assert (
+        "actor: a micro-batch has room for 10 tokens, and by estimate even that needs 1.01 MB where 0 bytes are free"
+        in told()
+    )
+    assert (
+        f"room for 1 of the 256 completions that an engine gets in a step (of {engine.longest} tokens each)"
+        in caplog.text
+    )
+    assert "256 times as long" in caplog.text and "model.lora.rank=16" in caplog.text
+    room = 1_020_000
+    assert "room for 20 tokens, so an update of 256 completions takes up to 128 passes" in told()
+    room = 10**9
+    assert told() == ""
 
 
 def test_a_number_in_the_run_file_stays_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(card, "room_on", lambda device: 1000)
     monkeypatch.setattr(card, "measured", lambda model, rows: pytest.fail("nothing is to be chosen"))
     learner = make_learner(trainable(), tokens_per_microbatch=777, activation_checkpointing=False)
-    card._size(learner, kv=NO_KV, rows=ROWS)
+    card._size(learner, config=CONFIG, kv=NO_KV, rows=ROWS)
     assert (learner.fit.tokens, learner.fit.recompute) == (777, False)
 
 

@@ -82,6 +82,33 @@ def as_text(run: RunPlan, *, width: int = 120) -> str:
     return capture.get()
 
 
+def test_a_plan_says_what_little_room_for_kv_and_micro_batches_costs(tmp_path: Path) -> None:
+    seven_b = dict(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
+                   vocab_size=152064, tie_word_embeddings=False)  # fmt: skip
+
+    def notes(**sections: Any) -> str:
+        data, rollout = (
+            {"prompts_per_step": 32, "max_prompt_tokens": 128},
+            {"samples_per_prompt": 8, "max_response_tokens": 512},
+        )
+        run = make_run(
+            tmp_path,
+            {"actor,rollout": "all"},
+            nodes=[1],
+            card_gib=140,
+            sizes=seven_b,
+            data=data,
+            rollout=rollout,
+            **sections,
+        )
+        return " ".join(run.notes)
+
+    assert "micro-batch has room for 640 tokens, so an update of 256 completions takes up to 256 passes" in notes()
+    assert "room for 1 of the 256 completions" in notes() and "set actor.optimizer.state=bfloat16" in notes()
+    for sections in ({"actor": {"optimizer": {"state": "bfloat16"}}}, {"model": {"lora": {"rank": 16}}}):
+        assert "has room for" not in notes(**sections)
+
+
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
 def test_parameters_are_counted_from_config_json_as_they_are_in_the_model(tmp_path: Path, name: str) -> None:
     model = make_model(name)

@@ -13,6 +13,7 @@ from rollcall.config import ClusterSection, Config, RolloutSection
 from rollcall.config.checks import unused
 from rollcall.config.environments import AgentEnvironment, VerifiersEnvironment
 from rollcall.errors import PlacementError, SizesUnknown
+from rollcall.plan.engine import kv_is_open
 from rollcall.plan.memory import (
     GIB,
     PARTS,
@@ -26,6 +27,7 @@ from rollcall.plan.memory import (
 )
 from rollcall.plan.mesh import indivisible_heads, split_problems
 from rollcall.plan.placement import HOLDERS, SCORERS, TRAINED, Plan, PlannedProcess, Role, plan_for, roles_together
+from rollcall.plan.room import on_kv, on_microbatch
 from rollcall.words import counted, ranges
 
 DEFAULT_CARD_GIB = 80.0
@@ -97,7 +99,7 @@ def plan_run(config: Config, *, card_gib: float | None = None, model_config: Pat
         notes.append(f"memory is not estimated: {error}")
     problems += role_problems(config, config.cluster, plan)
     _judge_memory(memory, card, notes=notes, problems=problems)
-    notes += _on_sizes(config, memory, card)
+    notes += _on_sizes(config, plan, memory, card)
     notes += _on_host(host)
     notes += _on_adapter(config)
     notes += [*_on_batch(config, plan), *_on_overlap(config, plan), *_on_inference(config, plan)]
@@ -266,13 +268,21 @@ def _judge_memory(memory: tuple[SlotMemory, ...], card: int | None, *, notes: li
             notes.append(f"{who}: {gib(entry.total)} of {gib(card)} is tight, since this is an estimate")
 
 
-def _on_sizes(config: Config, memory: tuple[SlotMemory, ...], card: int | None) -> Iterator[str]:
-    """What ``auto`` comes to; the run measures a pass first, and may choose a little differently."""
+def _on_sizes(config: Config, plan: Plan, memory: tuple[SlotMemory, ...], card: int | None) -> Iterator[str]:
+    """What ``auto`` comes to, and costs; the run measures a pass first, and may choose a little differently."""
     for role in (role for entry in memory for role in entry.roles if role.tokens and card is not None):
         section = config.critic if role.role is Role.CRITIC else config.actor
         chosen = section.activation_checkpointing == "auto" and role.recompute
         if section.tokens_per_microbatch == "auto" or chosen:
             yield f"{role.role}: {role.tokens} tokens in a micro-batch{role.recompute.sentence} (auto, by estimate)"
+            num_ranks = plan.meshes[role.role].data
+            if about := on_microbatch(config, role.role, tokens=role.tokens, longest=role.longest, num_ranks=num_ranks):
+                yield about
+    for role in (role for entry in memory for role in entry.roles if role.role is Role.ROLLOUT and card is not None):
+        tokens, num_engines = role.kv // role.kv_per_token, len(plan.processes[Role.ROLLOUT])
+        about = on_kv(config, tokens=tokens, longest=role.longest, per_token=role.kv_per_token, num_engines=num_engines)
+        if about is not None and kv_is_open(config.rollout):
+            yield about
 
 
 def _on_host(host: dict[int, int]) -> Iterator[str]:

@@ -125,6 +125,7 @@ class RoleMemory:
     parked: int = 0  # activations that wait in host memory
     tokens: int = 0  # of a micro-batch, where this role trains
     longest: int = 0  # a rank's tokens of the longest row; a micro-batch has no fewer
+    kv_per_token: int = 0
     divides: bool = False  # vLLM's, whose weights more slots of a process would share
     adapts: bool = False  # all weights are trained, and an adapter could be in their place
 
@@ -414,6 +415,8 @@ class _Job:
             kv=kv,
             activations=working,
             lent=lent,
+            longest=engine.longest,
+            kv_per_token=engine.kv_per_token,
             divides=vllm > 0 and not rollout.keeps_policy,
         )
 

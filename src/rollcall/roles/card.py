@@ -22,7 +22,9 @@ from rollcall.model.decoder import Decoder
 from rollcall.plan.activations import Recompute
 from rollcall.plan.choose import KV_BLOCK, NO_KV, SAFE, Choice, KvNeed, Line, Needs, choose
 from rollcall.plan.engine import EngineNeeds, kv_is_open
-from rollcall.wait import say
+from rollcall.plan.placement import Role, plan_for
+from rollcall.plan.room import on_kv, on_microbatch
+from rollcall.wait import say, warn
 from rollcall.words import size
 
 
@@ -53,7 +55,7 @@ def settle(config: Config, model: Any, *, learners: Sequence[Learner | Critic], 
     engine = engine_needs(config, Decoder.of(model)) if samples else None
     kv = NO_KV if engine is None else _kv_of(engine, model, card=torch.cuda.get_device_properties(device).total_memory)
     rows = Rows(prompt=data.max_prompt_tokens, response=rollout.max_response_tokens, group=rollout.samples_per_prompt)
-    needs = [_size(learner, kv=kv, rows=rows) for learner in learners]
+    needs = [_size(learner, config=config, kv=kv, rows=rows) for learner in learners]
     if engine is None or not kv_is_open(rollout):
         return None
     return _kv_tokens(engine, device=device, needs=needs)
@@ -93,7 +95,7 @@ def _kv_of(engine: EngineNeeds, model: Any, *, card: int) -> KvNeed:
     return KvNeed(least=fixed, most=fixed)
 
 
-def _size(learner: Learner | Critic, *, kv: KvNeed, rows: Rows) -> int:
+def _size(learner: Learner | Critic, *, config: Config, kv: KvNeed, rows: Rows) -> int:
     """Set the learner's ``fit``; returns the bytes that its passes need."""
     fit, body, section = learner.fit, learner.body, learner.section
     sums = 4 * sum(tensor.numel() for tensor in body.named.values())
@@ -113,9 +115,21 @@ def _size(learner: Learner | Critic, *, kv: KvNeed, rows: Rows) -> int:
 
     if line is not None:
         _agreed(learner, choose(section, room=room, passes=known, longest=longest, kv=kv))
+    needed = known(fit.recompute).peak(fit.tokens)
     if body.gang.rank == 0:
         say(_chosen(fit, line, room=room))
-    return known(fit.recompute).peak(fit.tokens)
+        about = on_microbatch(
+            config,
+            fit.name,
+            tokens=fit.tokens,
+            longest=longest,
+            num_ranks=body.gang.size // (body.context.size * body.num_tensor),
+            needed=needed,
+            room=room - kv.least,
+        )
+        if about is not None and section.tokens_per_microbatch == "auto":
+            warn(about)
+    return needed
 
 
 def _agreed(learner: Learner | Critic, choice: Choice) -> Choice:
@@ -144,9 +158,15 @@ def _chosen(fit: Fit, line: Line | None, *, room: int) -> str:
 
 def _kv_tokens(engine: EngineNeeds, *, device: torch.device, needs: Sequence[int]) -> int:
     """What the learners leave. The engine's own work takes turns with theirs, but its graphs keep their memory."""
+    config = engine.config
     room = room_on(device) - engine.graphs - max([engine.filling, *needs])
     tokens = max(1, engine.open_kv.of(room) // (engine.kv_per_token * KV_BLOCK)) * KV_BLOCK
     say(f"KV cache: {tokens} tokens, {size(tokens * engine.kv_per_token)} (auto)")
+    num_engines = 1 if config.cluster is None else len(plan_for(config, config.cluster).processes[Role.ROLLOUT])
+    per_token = engine.kv_per_token
+    about = on_kv(config, tokens=tokens, longest=engine.longest, per_token=per_token, num_engines=num_engines)
+    if about is not None:
+        warn(about)
     return tokens
 
 
