@@ -69,5 +69,8 @@ class One:
     async def reward(self) -> float | None:
         return self._script.of(self._texts)
 
+    async def attributes(self) -> dict[str, Any]:
+        return {}
+
     async def close(self, *, broken: bool) -> None:
         self._script.closed.append(broken)

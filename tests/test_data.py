@@ -63,7 +63,12 @@ def test_rows_of_each_format_become_the_same_prompts(name: str, tmp_path: Path) 
     ]
     loaded = load(a_file(tmp_path, *rows, name=name))
     first, second = loaded.prompts
-    assert (first.id, first.text, first.answer, first.metadata) == ("train:1", "1+2=", "3", {"level": [1, 2]})
+    assert (first.id, first.text, first.answer, first.metadata) == (
+        "train:1",
+        "1+2=",
+        "3",
+        {"level": [1, 2], "answer": 3},
+    )
     assert (second.id, second.answer) == ("pi", "")
     assert first.token_ids.dtype == np.int32
     assert a_tokenizer().decode(second.token_ids.tolist()) == "<bos>\N{GREEK SMALL LETTER PI}?"

@@ -76,6 +76,7 @@ def test_an_environment_is_played_through_its_host_and_failures_are_its_own(host
         assert (await environment.step("3", [5, 6])).messages[0].name == "judge"
         assert (await environment.step("4", [5, 6])).metrics == {"tokens": 2.0}
         assert await environment.reward() is None
+        assert await environment.attributes() == {"number": "4"}
         await environment.close(broken=False)
         again = await (await environments.find_host()).start("")
         with pytest.raises(EnvironmentFailed, match="KeyError: 'answer'"):

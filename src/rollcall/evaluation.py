@@ -280,7 +280,7 @@ async def _evaluate(
 ) -> Evaluation:
     rollouts = Rollouts(engine, max_running=config.rollout.max_running)
     environments = build_environments(config.environment, tokenizer, prompts)
-    episodes = episodes_of(config, environments, tokenizer=tokenizer, rollouts=rollouts)
+    episodes = episodes_of(config, environments, tokenizer=tokenizer, rollouts=rollouts, scorer=scorer)
     work = evaluate(
         prompts.prompts,
         section=config.eval,

@@ -112,6 +112,9 @@ class Episode:
     ended: EndReason
     error: str  # why the environment failed; empty: it did not
     opening: str = ""  # what the environment added to the prompt
+    attributes: dict[str, Any] = field(
+        default_factory=dict
+    )  # that it left in the environment, where a reward reads them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

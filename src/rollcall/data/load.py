@@ -406,12 +406,18 @@ def _prompt(rendered: _Rendered, token_ids: list[int], data: DataSection, reward
     row = rendered.row
     if not token_ids:
         raise DataError(f"{row.where}: the prompt {rendered.text[:40]!r} has no tokens")
-    own = {data.prompt_key, data.answer_key, "id"}
+    own = {data.prompt_key, "id"}
     metadata = {key: _of_column(row, key, plain, value) for key, value in row.columns.items() if key not in own}
+    if metadata.get("answer") == rendered.answer:
+        del metadata["answer"]  # a number, or an answer under another name, stays as TRL's functions expect it
     if "countdown" in rewards:
         metadata = _of_column(row, "column", countdown_columns, metadata)
     if rendered.messages is not None:
         metadata["prompt_messages"] = rendered.messages  # a reward model renders them by its own template
+        if isinstance(row.columns[data.prompt_key], str):
+            metadata["prompt_text"] = row.columns[
+                data.prompt_key
+            ]  # TRL gives functions the prompt as it is in the data
     identity = row.columns.get("id")
     return Prompt(
         id=row.default_id if identity is None else _of_column(row, "the id", row_name, identity),

@@ -140,6 +140,7 @@ def _told(episode: Episode) -> dict[str, Any]:
         "ended": episode.ended.value,
         "error": episode.error,
         "opening": episode.opening,
+        "attributes": episode.attributes,
     }
 
 
@@ -261,6 +262,7 @@ def _episodes(told: Sequence[dict[str, Any] | None], arrays: _Arrays) -> list[Ep
             ended=EndReason(one["ended"]),
             error=one["error"],
             opening=one.get("opening", ""),
+            attributes=one.get("attributes", {}),
         )
 
     return [None if one is None else episode(one) for one in told]

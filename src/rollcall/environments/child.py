@@ -2,7 +2,8 @@
 
 A message is its length and JSON, in both directions: what a child says may be controlled by the text that it was given, and the
 parent must be able to read it without running it. Requests are ``{"do": "reset", "row": ...}``, ``{"do": "step", "text": ..., "token_ids":
-...}`` and ``{"do": "reward"}``. Answers are ``{"text": ...}``, a step's result, ``{"worth": ...}``, or ``{"failed": why}``.
+...}``, ``{"do": "reward"}`` and ``{"do": "attributes"}``. Answers are ``{"text": ...}``, a step's result, ``{"worth": ...}``,
+``{"attributes": ...}``, or ``{"failed": why}``.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ _OWN_FILES = (__file__, class_env.__file__, stepwise.__file__)
 
 
 class Player(Protocol):
+    instance: Any  # of the user's class
+
     def reset(self, row: Mapping[str, Any], run: Any) -> str | None: ...
     def step(self, text: str, token_ids: list[int], run: Any) -> dict[str, Any]: ...
     def reward(self, run: Any) -> float | None: ...
@@ -172,6 +175,8 @@ class _Child:
                 return self._player.step(request["text"], request["token_ids"], self._run)
             case "reward":
                 return {"worth": self._player.reward(self._run)}
+            case "attributes":
+                return {"attributes": _attributes(self._player.instance)}
             case other:
                 raise AssertionError(f"the parent asked for {other!r}")
 
@@ -192,6 +197,27 @@ class _Child:
             error = MemoryError(f"{error} (this process may use memory_mb={self._limits.memory_mb})".strip())
         why = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
         return why if len(why) <= _MAX_WHY else f"{why[: _MAX_WHY // 2]}\n...\n{why[-_MAX_WHY // 2 :]}"
+
+
+def _attributes(instance: Any) -> dict[str, Any]:
+    """Its data, properties too, as far as JSON can hold it."""
+    found: dict[str, Any] = {}
+    for name in dir(instance):
+        if name.startswith("__"):
+            continue
+        try:
+            value = getattr(instance, name)
+            text = json.dumps(value, default=_plain, allow_nan=False)
+        except Exception:  # noqa: BLE001 - a method, a client, or a property of the user's that raises
+            continue
+        if len(text) <= _MAX_OPENING_CHARS:
+            found[name] = json.loads(text)
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """Of numpy and torch."""
+    return value.tolist()
 
 
 def flush() -> None:

@@ -99,15 +99,15 @@ class ClassPlayer:
     def __init__(self, kind: ClassKind, *, examine: Callable[[BaseException], None]) -> None:
         self._kind = kind
         self._examine = examine
-        self._instance: Any = None
+        self.instance: Any = None
 
     def reset(self, row: Mapping[str, Any], run: Callable[[Any], Any]) -> str | None:
         if self._kind.cls is None:
             text = None
         else:
-            if self._instance is None:
-                self._instance = self._kind.cls(**self._kind.kwargs)
-            reset = self._instance.reset
+            if self.instance is None:
+                self.instance = self._kind.cls(**self._kind.kwargs)
+            reset = self.instance.reset
             text = run(reset(**_taken(reset, row)))
         if text is not None and not isinstance(text, str):
             raise WrongResult(f"reset returned {type(text).__name__}; return a string or None")
@@ -126,7 +126,7 @@ class ClassPlayer:
         }
 
     def reward(self, run: Callable[[Any], Any]) -> float | None:
-        get_reward = getattr(self._instance, "get_reward", None)
+        get_reward = getattr(self.instance, "get_reward", None)
         if get_reward is None:
             return None
         return number(run(get_reward()), what="get_reward returned")
@@ -157,7 +157,7 @@ class ClassPlayer:
         return self._kind.tools[name]
 
     def _function(self, name: str) -> Callable[..., Any]:
-        return self._kind.functions.get(name) or getattr(self._instance, name)
+        return self._kind.functions.get(name) or getattr(self.instance, name)
 
 
 def _taken(reset: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:

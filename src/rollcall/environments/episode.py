@@ -32,6 +32,7 @@ from rollcall.environments.protocol import (
     add_metrics,
 )
 from rollcall.reward.functions import LARGEST_SCORE
+from rollcall.reward.trl import TEXT
 from rollcall.types import Completion, EndReason, Episode, FinishReason, Ints, Prompt, Segment, Turn
 
 T = TypeVar("T")
@@ -88,6 +89,7 @@ class Player:
     environments: Environments
     conversations: Conversations
     max_prompt_tokens: int
+    keeps_attributes: bool = False  # of environments, which a reward reads
 
     async def play(
         self, prompt: Prompt, *, seed: int, sampling: Sampling, session: str, sample: SampleTurn
@@ -198,6 +200,7 @@ class _OneEpisode:
         self._unanswered: Completion | None = None  # the turn that the environment has before it
         self._metrics: dict[str, float] = {}
         self._reward: float | None = None
+        self._attributes: dict[str, Any] = {}
         self._finish = FinishReason.ABORT  # until a turn is sampled
         self._ended = EndReason.DONE
         self.error = ""
@@ -212,6 +215,8 @@ class _OneEpisode:
             ended = await self._take_turns(environment, opening.tools)
             reward = await call(environment.reward(), "the reward")
             self._reward = None if reward is None else _reward(reward, "the reward of the episode")
+            if self._player.keeps_attributes:
+                self._attributes = await call(environment.attributes(), "reading the attributes")
             self._ended, broken = ended, False
         finally:
             await environment.close(broken=broken)
@@ -320,14 +325,17 @@ class _OneEpisode:
                 ended=self._ended,
                 error=self.error,
                 opening=self._opening,
+                attributes=self._attributes,
             ),
         )
 
 
 def row_of(prompt: Prompt) -> dict[str, Any]:
     """The row of the data as its columns, which is what `reset` gets."""
-    columns = {name: value for name, value in prompt.metadata.items() if name != MESSAGES}
-    return {"prompt": prompt.metadata.get(MESSAGES, prompt.text), "answer": prompt.answer, **columns}
+    columns = {name: value for name, value in prompt.metadata.items() if name not in (MESSAGES, TEXT)}
+    if not isinstance(columns.get("answer"), str):
+        columns["answer"] = prompt.answer  # as text, whatever it is in the data
+    return {"prompt": prompt.metadata.get(MESSAGES, prompt.text), **columns}
 
 
 def turn_seed(seed: int, turn: int) -> int:

@@ -34,13 +34,18 @@ class Worth:
 
 
 @dataclass(frozen=True, slots=True)
+class Left:
+    attributes: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class Running:
     """Said again and again while a program runs."""
 
     runs_s: float
 
 
-Answer = Failed | Opened | Worth | StepResult | Running | Ended
+Answer = Failed | Opened | Worth | Left | StepResult | Running | Ended
 _CONFIG = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 _ANSWER: TypeAdapter[Answer] = TypeAdapter(Answer, config=_CONFIG)
 _T = TypeVar("_T")

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollcall.environments.frames import Answer, Failed, Opened, Running, Worth, answer_bytes, receive, send
+from rollcall.environments.frames import Answer, Failed, Left, Opened, Running, Worth, answer_bytes, receive, send
 from rollcall.environments.processes import ProcessEnvironments
 from rollcall.environments.program import ProgramsHere
 from rollcall.environments.protocol import Ended, Environment, EnvironmentFailed
@@ -170,6 +170,8 @@ class _Episode:
                 return await self._environment.step(request["text"], request["token_ids"])
             case "reward":
                 return Worth(await self._environment.reward())
+            case "attributes":
+                return Left(await self._environment.attributes())
             case other:
                 raise AssertionError(f"the controller asked for {other!r}")
 

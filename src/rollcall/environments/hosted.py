@@ -20,6 +20,7 @@ from rollcall.environments.child import MAX_ANSWER_BYTES
 from rollcall.environments.episode import one_ends_within
 from rollcall.environments.frames import (
     Failed,
+    Left,
     Opened,
     Running,
     Worth,
@@ -208,6 +209,9 @@ class _Hosted:
 
     async def reward(self) -> float | None:
         return (await self._ask({"do": "reward"}, Worth)).worth
+
+    async def attributes(self) -> dict[str, Any]:
+        return (await self._ask({"do": "attributes"}, Left)).attributes
 
     async def run(self, variables: Mapping[str, str], *, stop: asyncio.Event) -> Ended:
         """``EnvironmentLost``: its host is gone, and the program is not to blame."""

@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from rollcall.environments.children import FILES_OF_CHILD, Child, Setup, Zygote, find_python
-from rollcall.environments.frames import Opened, Worth
+from rollcall.environments.frames import Left, Opened, Worth
 from rollcall.environments.protocol import Environment, EnvironmentFailed, Opening, StepResult
 from rollcall.errors import ConfigError
 from rollcall.observe.prints import ChildPrints
@@ -165,6 +165,9 @@ class _ProcessEnvironment:
 
     async def reward(self) -> float | None:
         return (await self._child.ask({"do": "reward"}, Worth)).worth
+
+    async def attributes(self) -> dict[str, Any]:
+        return (await self._child.ask({"do": "attributes"}, Left)).attributes
 
     async def close(self, *, broken: bool) -> None:
         if self._is_closed:

@@ -78,6 +78,10 @@ class Environment(Protocol):
         """What the episode was worth, asked once after the last step; None: other rewards decide."""
         ...
 
+    async def attributes(self) -> dict[str, Any]:
+        """What the episode left in the object of the user's class, as far as JSON can hold it."""
+        ...
+
     async def close(self, *, broken: bool) -> None:
         """The episode has ended. ``broken``: a call failed or was given up, so what still runs is killed."""
         ...

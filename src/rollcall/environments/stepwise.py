@@ -182,15 +182,15 @@ class StepPlayer:
 
     def __init__(self, kind: StepKind) -> None:
         self._kind = kind
-        self._instance: Any = None
+        self.instance: Any = None
 
     def reset(self, row: Mapping[str, Any], run: Callable[[Any], Any]) -> str | None:
-        if self._instance is None:
-            self._instance = self._kind.cls(**self._kind.kwargs)
-        return opening_of(run(self._instance.reset(dict(row))))
+        if self.instance is None:
+            self.instance = self._kind.cls(**self._kind.kwargs)
+        return opening_of(run(self.instance.reset(dict(row))))
 
     def step(self, text: str, token_ids: list[int], run: Callable[[Any], Any]) -> dict[str, Any]:
-        result = result_of(run(self._instance.step(text, token_ids)))
+        result = result_of(run(self.instance.step(text, token_ids)))
         seen = result.observation
         messages = (
             [{"role": seen.role, "content": seen.text, "name": seen.name}] if isinstance(seen, Observation) else []

@@ -97,7 +97,11 @@ class Controller:
         """From the resumed step to the last; the trained model is then in ``run_dir/model``."""
         self.rollouts = Rollouts(self.workers.engine, max_running=self.config.rollout.max_running, rewards=self.rewards)
         self.episodes = episodes_of(
-            self.config, self.workers.environments, tokenizer=self.workers.tokenizer, rollouts=self.rollouts
+            self.config,
+            self.workers.environments,
+            tokenizer=self.workers.tokenizer,
+            rollouts=self.rollouts,
+            scorer=self.workers.scorer,
         )
         self.maker = GroupMaker(
             config=self.config,

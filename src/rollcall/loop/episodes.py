@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rollcall.config import Config, EnvironmentBase
+from rollcall.config.environments import ClassEnvironment, StepEnvironment
 from rollcall.engine.protocol import Sampling
 from rollcall.environments.agent import AgentEnvironments
 from rollcall.environments.conversation import Conversations
 from rollcall.environments.episode import Player, SampleTurn
 from rollcall.environments.protocol import Environments
+from rollcall.errors import ConfigError
 from rollcall.loop.rollout import HERE, UNSCORED, Keep, Rollouts
 from rollcall.reward.scorer import Scorer
 from rollcall.types import Completion, Group, Prompt
@@ -102,9 +104,14 @@ class Episodes:
 
 
 def episodes_of(
-    config: Config, environments: Environments | None, *, tokenizer: Any, rollouts: Rollouts
+    config: Config, environments: Environments | None, *, tokenizer: Any, rollouts: Rollouts, scorer: Scorer
 ) -> Episodes | None:
     """None: the run has no environment, and a completion is one turn."""
+    if scorer.environment_readers and not isinstance(config.environment, ClassEnvironment | StepEnvironment):
+        raise ConfigError(
+            f"the reward {scorer.environment_readers[0]} takes environments, and there are none: the run file needs an environment of "
+            "type class or step"
+        )
     if config.environment is None or environments is None:
         return None
     if isinstance(environments, AgentEnvironments):
@@ -119,6 +126,7 @@ def episodes_of(
         environments=environments,
         conversations=Conversations(tokenizer),
         max_prompt_tokens=config.data.max_prompt_tokens,
+        keeps_attributes=bool(scorer.environment_readers),
     )
     return Episodes(rollouts=rollouts, player=player)
 

@@ -88,7 +88,7 @@ class _Crew:
 
     specs: dict[int, dict[str, Any]]
     confinement: Confinement
-    told: Ready = Ready({}, {}, {})  # by the worker that was ready last
+    told: Ready = Ready({}, {}, {}, {})  # by the worker that was ready last
     queue: deque[Task] = field(default_factory=deque)
     workers: list[_Worker] = field(default_factory=list)
     ever_ready: bool = False
@@ -146,6 +146,11 @@ class RewardPool(AbstractContextManager["RewardPool"]):
     def needs(self) -> dict[int, list[str]]:
         """Columns that the user's functions need, by place in the run file's list."""
         return {index: crew.told.needs.get(index, []) for index, crew in self._crew_of.items()}
+
+    @property
+    def trl(self) -> dict[int, list[str]]:
+        """Rewards that are called as TRL calls them, with the arguments that they name."""
+        return {index: crew.told.trl[index] for index, crew in self._crew_of.items() if index in crew.told.trl}
 
     @property
     def _workers(self) -> list[_Worker]:

@@ -22,6 +22,7 @@ from rollcall.reward.asker import ASKED_TYPES, Asker
 from rollcall.reward.functions import PROCESS_TYPES
 from rollcall.reward.given import with_pickled
 from rollcall.reward.pool import RewardPool, Task
+from rollcall.reward.trl import lists_of
 from rollcall.reward.worker import ASYNC_GRACE_S, FailureKind, Item, RewardResult, checked
 from rollcall.stop import heeded
 from rollcall.types import Completion, EndReason, Episode, Group, Prompt, Score
@@ -110,6 +111,7 @@ class Scorer(AbstractContextManager["Scorer"]):
                 self._asker.close()
             raise
         self._kinds = self._pool.kinds if self._pool else {}
+        self._trl = self._pool.trl if self._pool else {}
         self._num_unfinished = 0
         self._finished: list[_Job] = []
 
@@ -126,6 +128,11 @@ class Scorer(AbstractContextManager["Scorer"]):
     def in_force(self) -> dict[str, dict[str, str]]:
         """What confines each reward's processes on this machine, by thing; rewards that run in this process are not there."""
         return {self.names[index]: told for index, told in (self._pool.in_force if self._pool else {}).items()}
+
+    @property
+    def environment_readers(self) -> list[str]:
+        """Rewards that read attributes of the environments."""
+        return [self.names[index] for index, names in self._trl.items() if "environments" in names]
 
     @property
     def num_unfinished(self) -> int:
@@ -187,11 +194,21 @@ class Scorer(AbstractContextManager["Scorer"]):
     def _tasks(self, job: _Job, index: int) -> Iterator[Task]:
         """A task for each completion, or one for all of them where the reward takes groups."""
         kind, limit_s = self._kinds.get(index), self._rewards[index].timeout_s
-        texts = [completion.text for completion in job.completions]
-        for first, given in enumerate([texts] if kind else texts):
-            item = Item(index, job.prompt.text, given, job.prompt.answer, job.prompt.metadata)
+        places = list(range(len(job.completions)))
+        prompt, lists = job.prompt, None
+        if index in self._trl:
+            # An environment that failed has left nothing to read, and its episode scores 0.
+            places = [place for place in places if not _has_failed(job.completions[place])]
+            for place in sorted(set(range(len(job.completions))) - set(places)):
+                self._record(job, RewardResult(0.0), place=place, index=index)
+            if not places:
+                return
+            lists = lists_of(prompt, [job.completions[place] for place in places])
+        for group in [places] if kind else [[place] for place in places]:
+            texts = [job.completions[place].text for place in group]
+            item = Item(index, prompt.text, texts if kind else texts[0], prompt.answer, prompt.metadata, lists)
             grace_s = ASYNC_GRACE_S if kind == "async" else 0
-            yield Task(item=item, timeout_s=limit_s + grace_s, owner=(job, first, index))
+            yield Task(item=item, timeout_s=limit_s + grace_s, owner=(job, group, index))
 
     def _call_model_reward(self, index: int, prompt: Prompt, completions: tuple[Completion, ...]) -> list[RewardResult]:
         try:
@@ -209,8 +226,8 @@ class Scorer(AbstractContextManager["Scorer"]):
             self._collect_answers(min(timeout_s, _LOOK_S) if self._pool is not None else timeout_s)
             timeout_s = 0.0
         for task, results in self._pool.poll(timeout_s) if self._pool is not None else []:
-            job, first, index = task.owner
-            for place, result in enumerate(results, start=first):
+            job, places, index = task.owner
+            for place, result in zip(places, results, strict=True):
                 self._record(job, result, place=place, index=index)
 
     def _collect_answers(self, timeout_s: float) -> None:
@@ -245,7 +262,7 @@ class Scorer(AbstractContextManager["Scorer"]):
 
     def _finish(self, job: _Job) -> None:
         for place, completion in enumerate(job.completions if not self._own_rewards else ()):
-            if completion.episode is not None and completion.episode.error:
+            if _has_failed(completion):
                 failed = environment_reward(completion)
                 self._keep(job, failed.kind, failed.why, name=ENVIRONMENT, place=place)
         weights = {name: reward.weight for name, reward in zip(self.names, self._rewards, strict=True)}
@@ -262,6 +279,11 @@ class Scorer(AbstractContextManager["Scorer"]):
         )
         if job.key is not None:
             self._finished.append(job)
+
+
+def _has_failed(completion: Completion) -> bool:
+    """Whether its environment did."""
+    return completion.episode is not None and bool(completion.episode.error)
 
 
 def environment_reward(completion: Completion) -> RewardResult:

@@ -1,8 +1,9 @@
 """A reward function of the user's: found, and called as its signature says.
 
 Its arguments are taken by name: ``completion`` or, for a whole group, ``completions``; ``prompt``, ``answer``, ``metadata``. It may
-be ``async``. One with other names gets the four of a plain reward in their order. Only the standard library is imported here,
-because the worker process has to start fast.
+be ``async``. One with other names gets the four of a plain reward in their order. One with ``**kwargs`` and TRL's names is called
+as TRL 1.16 calls it: with a list for everything (trl.py makes them). Only the standard library is imported here, because the
+worker process has to start fast.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from typing import Any
 from rollcall.importing import load_named
 
 ARGUMENTS = ("prompt", "completion", "answer", "metadata")
+_TRL_LISTS = ("prompts", "completions", "completion_ids", "environments")
+_TRL_OTHERS = ("log_extra", "log_metric", "trainer_state")
 _EXPECTED = (
     "f(completion, answer) -> float, or f(completions, answer) -> list[float] for a group, each with prompt and metadata too if "
-    "you like, each async if you like"
+    "you like, each async if you like; or f(completions, **kwargs) as TRL has it, with a list for each column that it names"
 )
 
 
@@ -36,12 +39,26 @@ class UserFunction:
     names: tuple[str, ...]  # the arguments that it takes by name; empty: the four in their order
     is_batched: bool  # called once for all completions of a group
     is_async: bool
+    needs: frozenset[str] = frozenset()  # the row's columns that it cannot be called without
+    is_trl: bool = False  # called with lists, as TRL does
 
     @property
     def kind(self) -> str:
         """Empty: it gets one completion. "batched" or "async": all completions of a group, an async one so that its calls
         wait together."""
         return "async" if self.is_async else "batched" if self.is_batched else ""
+
+    def call_with_lists(self, lists: dict[str, Any]) -> Any:
+        """As TRL calls it. What it logs is not kept."""
+        if missing := [name for name in self.needs if name not in lists]:
+            there_are = ", ".join(name for name in lists if name not in _TRL_LISTS)
+            raise ValueError(
+                f"the row has no column {missing[0]!r}, which the function takes; it has {there_are}. data.columns renames one"
+            )
+        others: dict[str, Any] = dict.fromkeys(("log_extra", "log_metric"), _log_nothing)
+        if "environments" in lists:
+            others["environments"] = [LeftEnvironment(left) for left in lists["environments"]]
+        return self.call(**lists | others)
 
     def __call__(self, prompt: str, completion: str | list[str], answer: str, metadata: dict[str, Any]) -> Any:
         if not self.names:
@@ -54,6 +71,23 @@ class UserFunction:
             "metadata": metadata,
         }
         return self.call(**{name: given[name] for name in self.names})
+
+
+class LeftEnvironment:
+    """The attributes that an episode left in its environment."""
+
+    def __init__(self, attributes: dict[str, Any]) -> None:
+        self.__dict__.update(attributes)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"the environment left no attribute {name!r} that JSON can hold; it left {', '.join(self.__dict__) or 'none'}. A reward "
+            "sees numbers, texts, lists and maps of an environment, not its methods"
+        )
+
+
+def _log_nothing(name: str, value: Any) -> None:
+    return None
 
 
 def load_function(path: str, *, pickled: bytes | None = None) -> UserFunction:
@@ -97,13 +131,17 @@ def user_function(path: str, target: Any) -> UserFunction:
         signature = inspect.signature(target)
     except (TypeError, ValueError):  # written in C, and says nothing of itself
         return UserFunction(target, (), is_batched=False, is_async=is_async)
+    if _is_trl(path, signature):
+        names, needs = tuple(signature.parameters), _needed_columns(signature)
+        return UserFunction(target, names, is_batched=True, is_async=is_async, needs=needs, is_trl=True)
     names = _named(signature)
     if names is not None:
         if ("completion" in names) == ("completions" in names):
             raise RewardLoadError(
                 f"path={path!r} takes {signature}, and a reward takes either completion or completions; give {_EXPECTED}"
             )
-        return UserFunction(target, names, is_batched="completions" in names, is_async=is_async)
+        is_batched, needs = "completions" in names, _needed_columns(signature)
+        return UserFunction(target, names, is_batched=is_batched, is_async=is_async, needs=needs)
     try:
         signature.bind("", "", "", {})
     except TypeError as error:
@@ -111,14 +149,46 @@ def user_function(path: str, target: Any) -> UserFunction:
             f"path={path!r} takes {signature}, whose names are not among {', '.join(ARGUMENTS)} and completions, and it cannot "
             f"be called with four arguments either ({error}); give {_EXPECTED}"
         ) from None
-    return UserFunction(target, (), is_batched=False, is_async=is_async)
+    third = [each for each in signature.parameters.values() if each.kind is not each.VAR_POSITIONAL][2:3]
+    needs = frozenset({"answer"} if third and third[0].default is inspect.Parameter.empty else ())
+    return UserFunction(target, (), is_batched=False, is_async=is_async, needs=needs)
 
 
-def needed_columns(function: UserFunction) -> list[str]:
-    """The columns of a row without which it cannot be called: arguments by name that have no default."""
-    ours = ("prompt", "completion", "completions", "metadata")
-    parameters = inspect.signature(function.call).parameters if function.names else {}
-    return [name for name in function.names if name not in ours and parameters[name].default is inspect.Parameter.empty]
+def _is_trl(path: str, signature: inspect.Signature) -> bool:
+    """Whether it is called as TRL does; refuses what could be meant either way."""
+    parameters = signature.parameters.values()
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    required, names = _required(signature), set(signature.parameters)
+    trl_only = sorted(names & {*_TRL_LISTS} - {"completions"})
+    if trl_only and not takes_all:
+        raise RewardLoadError(
+            f"path={path!r} takes {signature}: {trl_only[0]} is TRL's, and TRL passes more than this by name; add **kwargs, or give "
+            f"{_EXPECTED}"
+        )
+    if not takes_all or not (names & {*_TRL_LISTS} or len(names) == 1):
+        return False
+    if native := sorted(names & {"prompt", "completion", "metadata"}):
+        raise RewardLoadError(
+            f"path={path!r} takes {signature}, which may mean two things: with **kwargs it is called as TRL calls it, with lists, and "
+            f"TRL has no {native[0]}. Leave out **kwargs, or {native[0]} (each column of the row is a list of its own)"
+        )
+    if "trainer_state" in required:
+        raise RewardLoadError(
+            f"path={path!r} takes trainer_state, and a reward does not know how far the run is: it scores stored completions again, "
+            "and those of evaluations; leave it out"
+        )
+    return True
+
+
+def _required(signature: inspect.Signature) -> set[str]:
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = signature.parameters.values()
+    return {each.name for each in parameters if each.default is each.empty and each.kind not in variable}
+
+
+def _needed_columns(signature: inspect.Signature) -> frozenset[str]:
+    """The columns that a row must have for a function that takes arguments by name."""
+    return frozenset(_required(signature) - {"prompt", "completion", "metadata", *_TRL_LISTS, *_TRL_OTHERS})
 
 
 def _named(signature: inspect.Signature) -> tuple[str, ...] | None:
@@ -136,8 +206,8 @@ def _named(signature: inspect.Signature) -> tuple[str, ...] | None:
     return tuple(known) if known else None
 
 
-def check_scores(values: Any, *, count: int) -> list[Any]:
-    """What a function that takes ``completions`` returned, a value for each; ValueError if it is not."""
+def check_scores(values: Any, *, count: int, is_trl: bool = False) -> list[Any]:
+    """What a function that takes ``completions`` returned, a value for each; ValueError if it is not. In TRL, None is no reward."""
     if isinstance(values, str | bytes | dict) or not hasattr(values, "__iter__"):
         raise ValueError(
             f"returned {repr(values)[:80]} ({type(values).__name__}); a reward of completions returns a list of numbers"
@@ -145,4 +215,4 @@ def check_scores(values: Any, *, count: int) -> list[Any]:
     found = list(values)
     if len(found) != count:
         raise ValueError(f"returned {len(found)} scores for {count} completions")
-    return found
+    return [0.0 if value is None else value for value in found] if is_trl else found

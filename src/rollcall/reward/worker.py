@@ -26,6 +26,7 @@ import traceback
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, BinaryIO, Literal
 
 from rollcall.debug.child import ChildLine
@@ -35,7 +36,7 @@ from rollcall.redact import guard_streams, remember
 from rollcall.reward import user_function
 from rollcall.reward.confine import Confinement, confine, limit_cpu, unlimit_cpu
 from rollcall.reward.functions import RewardFunction, build_function, check_score
-from rollcall.reward.user_function import UserFunction, check_scores, needed_columns
+from rollcall.reward.user_function import UserFunction, check_scores
 
 LENGTH = struct.Struct("<Q")
 STACK_SIGNAL = signal.SIGUSR1
@@ -67,6 +68,7 @@ class Item:
     completion: str | list[str]
     answer: str
     metadata: dict[str, Any]
+    lists: dict[str, Any] | None = None  # what a function of TRL's convention gets by name
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,7 @@ class Ready:
     in_force: dict[str, str]  # what confines this process, by thing
     kinds: dict[int, str]  # rewards that take groups, by place: "batched" or "async"
     needs: dict[int, list[str]]  # columns that the user's functions need, by place
+    trl: dict[int, list[str]]  # those that are called as TRL does -> the arguments that they name
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +142,9 @@ def main(arguments: list[str]) -> None:
             return
     own = {index: function for index, function in loaded.items() if isinstance(function, UserFunction)}
     kinds = {index: function.kind for index, function in own.items() if function.kind}
-    needs = {index: needed_columns(function) for index, function in own.items()}
-    _send(sink, Ready(in_force, kinds, needs))
+    needs = {index: sorted(function.needs) for index, function in own.items()}
+    trl = {index: list(function.names) for index, function in own.items() if function.is_trl}
+    _send(sink, Ready(in_force, kinds, needs, trl))
     caller = _Caller(memory_mb=setup.confinement.memory_mb, examine=line.examine if setup.post_mortem else None)
     own_pid = os.getpid()
     while (items := _receive(source)) is not None:
@@ -169,15 +173,16 @@ class _Caller:
             return self._batch(lambda: [_call(function, item, given)], 1)
         assert isinstance(function, UserFunction), "the parent was told which functions take groups"
         if not function.is_async:
-            results = self._batch(lambda: _call(function, item, given), len(given))
+            results = self._batch(lambda: _call(function, item, given), len(given), is_trl=function.is_trl)
         elif function.is_batched:
-            results = self._batch(lambda: self._run(_within(function, item, given, limit_s)), len(given))
+            work = partial(_within, function, item, given, limit_s)
+            results = self._batch(lambda: self._run(work()), len(given), is_trl=function.is_trl)
         else:
             results = self._run(self._together(function, item, limit_s=limit_s))
         longest = max(_MIN_WHY, _MAX_WHY // max(len(given), 1))
         return [replace(one, why=_cut(one.why, longest)) for one in results]
 
-    def _batch(self, call: Callable[[], Any], count: int) -> list[RewardResult]:
+    def _batch(self, call: Callable[[], Any], count: int, *, is_trl: bool = False) -> list[RewardResult]:
         """One call for all completions: it fails for all of them, or each has a score."""
         started_s = running_s()
         try:
@@ -186,7 +191,7 @@ class _Caller:
             return [self._failed(error, since_s=started_s)] * count
         elapsed_s = running_s() - started_s
         try:
-            values = check_scores(returned, count=count)
+            values = check_scores(returned, count=count, is_trl=is_trl)
         except Exception as error:  # noqa: BLE001 - an __iter__ of the user's may raise anything
             return [_not_a_number(error, elapsed_s)] * count
         return [checked(value, elapsed_s=elapsed_s) for value in values]
@@ -251,6 +256,8 @@ class _LateError(Exception):
 
 
 def _call(function: UserFunction, item: Item, completion: str | list[str]) -> Any:
+    if item.lists is not None:
+        return function.call_with_lists(item.lists)
     return function(item.prompt, completion, item.answer, item.metadata)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -95,10 +95,15 @@ def try_rewards(config: Config, prompts: list[Prompt]) -> Trial:
     device, trust = resolve_device(config.model.device), config.model.trust_remote_code
     models = load_reward_models(rewards, device=device, trust_remote_code=trust)
     with Scorer(rewards, num_workers=1, model_rewards=models) as scorer:
-        scored = [
-            _score(scorer, prompt, kind=kind, text=text) for prompt in prompts for kind, text in completions_for(prompt)
-        ]
-        return Trial(scored=scored, failures=scorer.failures, in_force=scorer.in_force, left_out=left_out)
+        if not (readers := scorer.environment_readers):
+            scored = [
+                _score(scorer, prompt, kind=kind, text=text)
+                for prompt in prompts
+                for kind, text in completions_for(prompt)
+            ]
+            return Trial(scored=scored, failures=scorer.failures, in_force=scorer.in_force, left_out=left_out)
+    others = [reward for reward, name in zip(rewards, scorer.names, strict=True) if name not in readers]
+    return replace(try_rewards(config.model_copy(update={"reward": others}), prompts), left_out=[*left_out, *readers])
 
 
 def _not_waited_for(reward: Reward) -> Reward:

@@ -240,7 +240,7 @@ def text_of(group: Group, *, completion: int | None) -> str:
 
 def _brief(metadata: dict[str, Any]) -> dict[str, str]:
     """The row's other columns, each as a short text; the messages are the prompt again."""
-    kept = {name: value for name, value in metadata.items() if name != "prompt_messages"}
+    kept = {name: value for name, value in metadata.items() if name not in ("prompt_messages", "prompt_text")}
     return {str(name)[:100]: json.dumps(value)[:1000] for name, value in list(kept.items())[:30]}
 
 

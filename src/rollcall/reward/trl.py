@@ -1,0 +1,67 @@
+"""What a reward function of TRL's convention gets: a list for each argument, with one entry for each completion of a group.
+
+Prompts and completions are texts where the row's prompt is text, and messages where it is messages or where an environment
+answered, as TRL has them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from rollcall.types import Completion, Episode, Prompt, ToolCall, Turn
+
+MESSAGES, TEXT = "prompt_messages", "prompt_text"  # of a prompt's metadata, where a chat template has rendered it
+_CALL = re.compile(r"<tool_call>|<\|python_tag\|>|^\s*\{")
+
+
+def lists_of(prompt: Prompt, completions: Sequence[Completion]) -> dict[str, Any]:
+    """The arguments by name: each column of the row too."""
+    columns = {"id": prompt.id, "answer": prompt.answer} | prompt.metadata
+    lists = {name: [value] * len(completions) for name, value in columns.items() if name not in (MESSAGES, TEXT)}
+    lists |= {
+        "prompts": [_prompt(prompt, completion.episode) for completion in completions],
+        "completions": [_completion(prompt, completion) for completion in completions],
+        "completion_ids": [completion.token_ids.tolist() for completion in completions],
+    }
+    episodes = [completion.episode for completion in completions if completion.episode is not None]
+    return lists | ({"environments": [episode.attributes for episode in episodes]} if episodes else {})
+
+
+def _prompt(prompt: Prompt, episode: Episode | None) -> Any:
+    if episode is None and (TEXT in prompt.metadata or MESSAGES not in prompt.metadata):
+        return prompt.metadata.get(TEXT, prompt.text)
+    messages = [dict(message) for message in prompt.metadata.get(MESSAGES, [{"role": "user", "content": prompt.text}])]
+    if episode is not None:
+        messages[-1]["content"] += episode.opening
+    return messages
+
+
+def _completion(prompt: Prompt, completion: Completion) -> Any:
+    if completion.episode is not None:
+        return [message for turn in completion.episode.turns for message in _messages(turn)]
+    if TEXT in prompt.metadata or MESSAGES not in prompt.metadata:
+        return completion.text
+    return [{"role": "assistant", "content": completion.text}]
+
+
+def _messages(turn: Turn) -> list[dict[str, Any]]:
+    if not turn.calls:
+        said = [{"role": "assistant", "content": turn.text}]
+        return [*said, {"role": "user", "content": turn.observation}] if turn.observation else said
+    calls = [{"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in turn.calls]
+    content = _CALL.split(turn.text, maxsplit=1)[0].strip()
+    results = [{"role": "tool", "name": call.name, "content": _result(call)} for call in turn.calls]
+    return [{"role": "assistant", "content": content, "tool_calls": calls}, *results]
+
+
+def _result(call: ToolCall) -> Any:
+    """A list stays one in TRL; everything else is text."""
+    if call.result.startswith("["):
+        try:
+            return json.loads(call.result)
+        except ValueError:
+            pass  # cut off, or a text that begins like a list
+    return call.result

@@ -1,0 +1,175 @@
+"""Reward functions of TRL's convention: unchanged, they get what TRL 1.16 gives them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from runs import finish, groups, make_run
+from tiny import make_tokenizer
+
+from rollcall.config import DataSection, FunctionReward
+from rollcall.data.load import load_prompts
+from rollcall.errors import ConfigError
+from rollcall.inspect.audit import audit
+from rollcall.reward.scorer import Scorer
+from rollcall.reward.trl import lists_of
+from rollcall.reward.user_function import load_function
+from rollcall.roles.reward_trial import try_rewards
+from rollcall.types import Completion, EndReason, Episode, Prompt, ToolCall, Turn
+
+PEERS = Path(os.environ.get("ROLLCALL_PEERS") or Path(__file__).parents[1] / ".peers")
+ASKED = [{"role": "user", "content": "2+2?"}]
+
+
+def a_prompt(**metadata: Any) -> Prompt:
+    return Prompt(id="row", token_ids=np.zeros(1, dtype=np.int32), text="say 4", answer="4", metadata=metadata)
+
+
+def said(text: str, num_tokens: int = 1) -> Completion:
+    return Completion.given(np.arange(num_tokens, dtype=np.int32), text=text)
+
+
+def played(*turns: Turn, error: str = "", **attributes: Any) -> Completion:
+    episode = Episode(
+        prompt_ids=None, turns=turns, branches=(), reward=None, metrics={}, ended=EndReason.ERROR if error else EndReason.DONE,
+        error=error, opening=" Play.", attributes=attributes,
+    )  # fmt: skip
+    return replace(said(turns[-1].text if turns else ""), episode=episode)
+
+
+def a_turn(text: str, observation: str = "", *calls: ToolCall) -> Turn:
+    return Turn(num_sampled=1, num_observed=1, text=text, observation=observation, calls=calls, reward=None)
+
+
+def called(name: str, prompt: Prompt, *completions: Completion) -> Any:
+    """What the function returns, without a process."""
+    return load_function(f"rewards_of_trl:{name}").call_with_lists(lists_of(prompt, completions))
+
+
+def test_every_column_is_a_list_and_a_row_of_text_has_texts() -> None:
+    prompt, completions = a_prompt(ground_truth=7, task="math"), (said("4", 2), said("5"))
+    assert lists_of(prompt, completions) == {
+        "prompts": ["say 4", "say 4"], "completions": ["4", "5"], "completion_ids": [[0, 1], [0]], "id": ["row", "row"],
+        "answer": ["4", "4"], "ground_truth": [7, 7], "task": ["math", "math"],
+    }  # fmt: skip
+    assert called("of_prompts", prompt, *completions) == [1, 0]
+    assert called("of_answers", prompt, *completions) == [1, 0]
+    assert called("logs", prompt, *completions) == [7, 7]
+    assert called("overlong", prompt, said("", 3), said("", 2)) == [-1, 0]
+    assert called("everything", prompt, *completions) == [9, 9]
+
+
+def test_a_row_of_messages_has_messages() -> None:
+    prompt = a_prompt(prompt_messages=ASKED, solution="4")
+    lists = lists_of(prompt, [said("<think> 4")])
+    assert lists["prompts"] == [ASKED] and lists["completions"] == [[{"role": "assistant", "content": "<think> 4"}]]
+    assert called("format_of_messages", prompt, said("<think> 4"), said("4")) == [1, 0]
+    assert called("accuracy", prompt, said("so 4"), said("5")) == [1, 0]
+
+
+def test_a_text_that_a_chat_template_rendered_is_still_text_and_columns_keep_names_and_types(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(
+        '{"prompt": "ab", "answer": 5, "solution": "c"}\n{"prompt": [{"role": "user", "content": "a"}], "answer": "b", "solution": "d"}\n'
+    )
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}={% endfor %}"
+    text, chat = load_prompts(str(rows), data=DataSection(train=str(rows)), tokenizer=tokenizer).prompts
+    lists = lists_of(text, [said("c")])
+    assert lists["prompts"] == ["ab"] and lists["completions"] == ["c"] and lists["answer"] == [5]
+    assert lists_of(chat, [said("c")])["prompts"] == [[{"role": "user", "content": "a"}]]
+    named = DataSection(train=str(rows), answer_key="solution")
+    (text,) = load_prompts(str(rows), data=named, tokenizer=tokenizer, limit=1).prompts
+    assert lists_of(text, [said("c")])["solution"] == ["c"]
+
+
+def test_an_episode_is_a_conversation_with_its_calls() -> None:
+    call = ToolCall(name="find", arguments={"sql": "select"}, result='[["a", 1]]', failed=False)
+    turns = (
+        a_turn('let me see <tool_call>{"name": "find"}</tool_call>', "x", call), a_turn("so?", "go on"), a_turn("*yes*"),
+    )  # fmt: skip
+    lists = lists_of(a_prompt(prompt_messages=ASKED), [played(*turns, score=2.5)])
+    assert lists["prompts"] == [[{"role": "user", "content": "2+2? Play."}]] and lists["environments"] == [
+        {"score": 2.5}
+    ]
+    function = {"type": "function", "function": {"name": "find", "arguments": {"sql": "select"}}}
+    assert lists["completions"] == [[
+        {"role": "assistant", "content": "let me see", "tool_calls": [function]},
+        {"role": "tool", "name": "find", "content": [["a", 1]]},
+        {"role": "assistant", "content": "so?"}, {"role": "user", "content": "go on"},
+        {"role": "assistant", "content": "*yes*"},
+    ]]  # fmt: skip
+    assert called("tools_called", a_prompt(), played(*turns)) == [2]
+    assert called("score_left", a_prompt(), played(score=2.5)) == [2.5]
+    with pytest.raises(AttributeError, match="left no attribute 'get_reward' that JSON can hold; it left score"):
+        called("asks_for_methods", a_prompt(), played(score=2.5))
+
+
+def test_what_is_missing_or_ambiguous_is_refused_with_the_reason() -> None:
+    with pytest.raises(ValueError, match="no column 'solution', which the function takes; it has id, answer, task"):
+        called("accuracy", a_prompt(task="x"), said("4"))
+    for name, why in {
+        "only_prompts": "prompts is TRL's, and TRL passes more than this by name; add \\*\\*kwargs",
+        "two_meanings": "may mean two things: with \\*\\*kwargs it is called as TRL calls it, with lists, and TRL has no metadata",
+        "progress": "a reward does not know how far the run is",
+    }.items():
+        with pytest.raises(ValueError, match=why):
+            load_function(f"rewards_of_trl:{name}")
+
+
+def test_the_functions_run_in_reward_processes_and_a_failed_environment_hurts_no_other() -> None:
+    paths = ("score_left", "later", "accuracy", "everything")
+    rewards = [FunctionReward(path=f"rewards_of_trl:{name}") for name in paths]
+    with Scorer(rewards, num_workers=1, model_rewards={}) as scorer:
+        assert scorer.environment_readers == ["score_left"]
+        made = (played(a_turn("a"), score=1.5), played(error="it died"), played(a_turn("b"), score=0.5))
+        scores = scorer.score(a_prompt(solution="unknown"), made)
+        assert [score.parts["score_left"] for score in scores] == [1.5, 0, 0.5]
+        assert [score.parts["later"] for score in scores] == [1, 0, 1]
+        assert [score.errors for score in scores] == [{}, {"environment": "raised: it died"}, {}]  # None is no error
+
+
+def test_a_run_scores_the_state_that_its_environments_were_left_in(tmp_path: Path) -> None:
+    changes = (
+        "trainer.steps=1",
+        "data.prompts_per_step=2",
+        "rollout.samples_per_prompt=2",
+        "environment.max_turn_tokens=3",
+    )
+    reward = [{"type": "function", "path": "rewards_of_trl:score_left"}]
+    environment = ("environment.type=class", "environment.path=rewards_of_trl:Game", "environment.call_format=text")
+    config = make_run(tmp_path, *changes, *environment, reward=reward)
+    finish(config)
+    for group in groups(config, 1).values():
+        assert [score.value for score in group.scores] == [0.5, 0.5]
+        for completion in group.completions:
+            assert completion.episode is not None
+            assert completion.episode.attributes == {"board": [[0, 2], [4, 8]], "score": 0.5, "best": 8}
+    assert audit(config.run.dir).is_clean
+    with pytest.raises(ConfigError, match="the reward score_left takes environments, and there are none"):
+        finish(make_run(tmp_path, *changes[:3], name="without", reward=reward))
+    trial = try_rewards(config, [a_prompt()])
+    assert trial.left_out == ["score_left"] and not trial.broken
+
+
+@pytest.mark.slow  # TRL is in an environment of its own: `scripts/setup_peers.sh .peers trl`
+def test_the_functions_that_come_with_trl_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = next(PEERS.glob("trl/lib/python3*/site-packages/trl"), None)
+    if found is None:
+        pytest.skip("TRL is not there; scripts/setup_peers.sh .peers trl")
+    (tmp_path / "trl").symlink_to(found)  # without the libraries beside it
+    made = "from trl.rewards import *\npunish = get_soft_overlong_punishment(4, 2)\nrepeats = get_repetition_penalty_reward()\n"
+    (tmp_path / "made_by_trl.py").write_text(made)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    names = ("think_format_reward", "accuracy_reward", "reasoning_accuracy_reward", "punish", "repeats")
+    rewards = [FunctionReward(path=f"made_by_trl:{name}") for name in names]
+    prompt = a_prompt(prompt_messages=ASKED, solution="$4$")
+    with Scorer(rewards, num_workers=1, model_rewards={}) as scorer:
+        right, wrong = scorer.score(prompt, (said(r"<think>a</think> \boxed{4}", 3), said(r"\boxed{5}", 6)))
+    assert list(right.parts.values()) == [1, 1, 1, -0.5, 0] and not right.errors
+    assert list(wrong.parts.values()) == [0, 0, 0, -1, 0] and not wrong.errors
