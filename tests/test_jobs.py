@@ -18,6 +18,7 @@ import zipfile
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -472,6 +473,22 @@ def test_a_follower_whose_own_node_has_ended_says_so_and_ends() -> None:
     with pytest.raises(ClusterError, match="Ray on this node has ended") as ended:
         channel.tail("rollcall-a", skip=0, take=print)
     assert not isinstance(ended.value, Unreachable)
+
+
+def test_a_head_that_is_cut_off_is_said_to_be_so_for_as_long_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray gives up a call earlier than it was allowed to take."""
+    now = iter([100.0, 120.0])
+
+    def gone(*args: Any) -> Any:
+        raise NoAnswerError("the actor is unavailable")
+
+    channel: Any = RelayChannel.__new__(RelayChannel)
+    channel._head_address, channel.where, channel._relay = "192.0.2.1:6379", "here", MagicMock(call=gone)
+    monkeypatch.setattr(job_channel, "raylets_here", lambda: {"id": "192.0.2.1:6379"})
+    monkeypatch.setattr(job_channel, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    assert channel.tail("rollcall-a", skip=0, take=print) == (
+        "the head node of here has not answered in 20 s: the actor is unavailable"
+    )
 
 
 @pytest.fixture

@@ -161,10 +161,13 @@ def test_a_run_waits_for_a_folder_that_cannot_be_written(
     assert counted.is_clean and counted.steps == 6, counted
 
 
-def test_a_journal_waits_in_one_thread_and_others_wait_for_themselves(disk: Path) -> None:
+def test_a_journal_waits_in_one_thread_and_others_wait_for_themselves(
+    disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One of them speaks for all."""
     with Journal(disk / "journal") as journal:
         fill(disk)
-        with Rescue((disk / "ballast").unlink):
+        with Rescue((disk / "ballast").unlink) as rescue:
             threads = [
                 threading.Thread(target=journal.append, args=(make_group(draw, num_tokens=2000),)) for draw in range(4)
             ]
@@ -172,6 +175,7 @@ def test_a_journal_waits_in_one_thread_and_others_wait_for_themselves(disk: Path
                 thread.start()
             for thread in threads:
                 thread.join()
+        assert len(rescue.said) == 1 and caplog.text.count("going on") == 1, caplog.text
         journal.sync()
         assert [group.draw for group in journal.read(1)] == [0, 1, 2, 3]
     assert not (disk / "journal" / "torn").exists()

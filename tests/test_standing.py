@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 import time
 from dataclasses import replace
@@ -58,6 +59,19 @@ def test_a_run_shows_step_of_steps_reward_headline_and_time_left(
     told = json.loads(capsys.readouterr().out)
     assert (told["step"], told["steps"], told["reward"], told["left_s"]) == (20, 100, 0.25, None)
     assert told["headline"] == {"metric": "eval/reward_mean", "first": 0.1, "last": 0.3}
+
+
+def test_a_run_that_starts_is_shown_before_it_has_a_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    with hold(run_dir):
+        show_run(run_dir, as_json=False)
+    shown = capsys.readouterr().out
+    assert f"held by  process {os.getpid()} on host" in shown and "now      starting; no phase has begun yet" in shown
+    assert not run_dir.exists()
+    with pytest.raises(ValueError, match="run does not exist, and no run is starting there"):
+        show_run(run_dir, as_json=False)
 
 
 def test_a_run_that_nobody_has_or_that_is_new_has_no_time_left(tmp_path: Path) -> None:

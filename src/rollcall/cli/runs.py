@@ -62,9 +62,12 @@ def show_run(run_dir: Path, *, as_json: bool) -> None:
     from rollcall.observe.events import read_phases
     from rollcall.observe.standing import standing
 
-    if not run_dir.is_dir():
-        raise ValueError(f"{run_dir} is not a directory; give the run.dir of a run, or nothing to see the cluster")
-    phases, holder = read_phases(run_dir), read_holder(run_dir)
+    holder = read_holder(run_dir)
+    if not run_dir.is_dir() and (holder is None or holder.is_gone):
+        raise ValueError(
+            f"{run_dir} does not exist, and no run is starting there; give the run.dir of a run, or nothing to see the cluster"
+        )
+    phases = read_phases(run_dir)
     if holder is None and not is_run(run_dir):
         raise ValueError(f"{run_dir} holds no file of a run; give the run.dir of a run, or nothing to see the cluster")
     steps = sorted({event.step for event in phases})[-STEPS_SHOWN:]
@@ -105,7 +108,7 @@ def _waiting(holder: Holder | None) -> str | None:
 
 def _now(event: PhaseEvent | None, *, ended: bool) -> str:
     if event is None:
-        return "no phase has begun"
+        return "no phase has begun" if ended else "starting; no phase has begun yet"
     at = time.strftime("%H:%M:%S", time.localtime(event.start_s if event.end_s is None else event.end_s))
     if event.end_s is None and ended:
         return f"in {event.phase} of step {event.step}, begun at {at}, when its controller ended"

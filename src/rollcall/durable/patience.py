@@ -1,7 +1,7 @@
 """Writes that outlive a full or unwritable disk.
 
-``persist`` does a write; while the disk refuses it, it says so (at once, then every ``SAY_EVERY_S``), tries again every
-``RETRY_S``, and gives up with an error that says what to do: after ``DEADLINE_S``, after Ctrl-C, or when a process that was
+``persist`` does a write; while the disk refuses it, it says so (at once, then every ``SAY_EVERY_S``; one line for all writes that
+wait for the disk), tries again every ``RETRY_S``, and gives up with an error that says what to do: after ``DEADLINE_S``, after Ctrl-C, or when a process that was
 told to stop has no time left. The calling thread waits; an event loop calls it in another thread. A write is a function that
 can be repeated: it leaves nothing half-done behind when it raises.
 
@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import errno
 import getpass
+import math
 import os
 import re
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -46,35 +48,76 @@ class NodeDiskError(OSError):
 
 def persist(action: Callable[[], T], *, path: Path, what: str, refuse: Callable[[str], Exception] = DiskError) -> T:
     """What ``action`` returns, once the disk lets it. ``path`` and ``what`` are for the messages: "the group of draw 3"."""
-    started = said = None
-    wait = Wait()
-    while True:
-        try:
-            result = action()
-        except Exception as error:
-            fault = disk_fault(error, near=path)
-            if fault is None:
-                raise
-            now = time.monotonic()
-            started = now if started is None else started
-            on_node = isinstance(fault, NodeDiskError)
-            why = f"{path}: cannot write {what}: {f'{fault.filename}: ' if on_node else ''}{fault.strerror}"
-            if now - started >= DEADLINE_S or heeded().is_late:
-                waited = f" (waited {now - started:.0f} s)" if now - started >= 1 else ""
-                raise refuse(
-                    f"{why}{waited}; {_advice(fault)}, then run the same command again: it resumes, and what was written "
-                    "before is kept"
-                ) from error
-            wait.note(why)
-            if said is None or now - said >= SAY_EVERY_S:
-                said = now
-                left = "" if on_node else f"; {_free(path)} left"
-                warn(f"{why}{left}; waiting until it can: {_advice(fault)}")
-            time.sleep(RETRY_S)
-        else:
-            if started is not None:
-                warn(f"{path}: {what} was written after {time.monotonic() - started:.0f} s; going on")
-            return result
+    outage: _Outage | None = None
+    started, wait = time.monotonic(), Wait()
+    try:
+        while True:
+            try:
+                result = action()
+            except Exception as error:
+                fault = disk_fault(error, near=path)
+                if fault is None:
+                    raise
+                now = time.monotonic()
+                started = now if outage is None else started
+                on_node = isinstance(fault, NodeDiskError)
+                why = f"{path}: cannot write {what}: {f'{fault.filename}: ' if on_node else ''}{fault.strerror}"
+                if now - started >= DEADLINE_S or heeded().is_late:
+                    waited = f" (waited {now - started:.0f} s)" if now - started >= 1 else ""
+                    raise refuse(
+                        f"{why}{waited}; {_advice(fault)}, then run the same command again: it resumes, and what was written "
+                        "before is kept"
+                    ) from error
+                wait.note(why)
+                outage = outage or _Outage.join(fault, path)
+                if outage.is_word_due():
+                    left = "" if on_node else f"; {_free(path)} left"
+                    warn(f"{why}{left}; waiting until it can: {_advice(fault)}")
+                time.sleep(RETRY_S)
+            else:
+                if outage is not None and outage.leave():
+                    warn(f"{path}: {what} was written after {time.monotonic() - outage.began:.0f} s; going on")
+                return result
+    except BaseException:
+        if outage is not None:
+            outage.leave()
+        raise
+
+
+class _Outage:
+    """The writes that wait for one disk. One of them speaks for all, and the last one says that they are done."""
+
+    def __init__(self, key: object) -> None:
+        self.began = time.monotonic()
+        self._key, self._num_waiting, self._said = key, 0, -math.inf
+
+    @classmethod
+    def join(cls, fault: OSError, path: Path) -> _Outage:
+        disk = next((os.stat(folder).st_dev for folder in (path, *path.parents) if os.path.exists(folder)), None)
+        node = fault.filename.partition(":")[0] if isinstance(fault, NodeDiskError) else None
+        key = (fault.errno, node or disk)
+        with _lock:
+            outage = _outages.setdefault(key, cls(key))
+            outage._num_waiting += 1
+        return outage
+
+    def is_word_due(self) -> bool:
+        with _lock:
+            is_due = time.monotonic() - self._said >= SAY_EVERY_S
+            self._said = time.monotonic() if is_due else self._said
+        return is_due
+
+    def leave(self) -> bool:
+        """Whether it was the last."""
+        with _lock:
+            self._num_waiting -= 1
+            if self._num_waiting == 0:
+                _outages.pop(self._key)
+        return self._num_waiting == 0
+
+
+_lock = threading.Lock()
+_outages: dict[object, _Outage] = {}
 
 
 def disk_fault(error: BaseException, *, near: Path) -> OSError | None:
