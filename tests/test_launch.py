@@ -139,8 +139,23 @@ def test_a_list_of_nothing_says_so_and_a_list_has_names_for_its_columns() -> Non
     assert (status, printed) == (0, "") and "nothing was launched from this machine" in told
     new_record("one", target="slurm", run_dir="/r").save()
     first, second = answered("list")[1].splitlines()
-    assert first.split() == ["NAME", "TARGET", "STATE", "SINCE", "RUN", "DIR"]
-    assert second.split()[:3] == ["one", "slurm", "starting"]
+    assert first.split() == ["NAME", "TARGET", "SINCE", "RUN", "DIR", "NOW"]
+    assert second.split()[:2] == ["one", "slurm"] and second.endswith("starting")
+
+
+def test_a_list_says_what_has_ended_and_what_cannot_be_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for tool in ("squeue", "scontrol"):
+        (tmp_path / tool).write_text("#!/bin/sh\n")
+        (tmp_path / tool).chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    ended = replace(new_record("ended", target="slurm", run_dir="/r"), state="started").save()
+    (ended.folder / "status").write_text("75\n")
+    replace(new_record("lost", target="ssh", run_dir="/r"), state="started").save()
+    rows = {line.split()[0]: line for line in answered("list")[1].splitlines()}
+    assert rows["ended"].endswith(
+        "it was stopped; what it finished is saved, and the same command continues (status 75)"
+    )
+    assert "not known: 'lost' has started nothing yet" in rows["lost"]
 
 
 def test_the_only_launch_needs_no_name() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from functools import partial
 from importlib.resources import files
@@ -150,7 +151,7 @@ def down(name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the l
 
 
 def list_launches(as_json: Json = False) -> None:
-    """List what was launched from this machine, the newest first.
+    """List what was launched from this machine, the newest first, with what the target's own tool tells of it.
 
     \b
     Example:
@@ -159,15 +160,32 @@ def list_launches(as_json: Json = False) -> None:
     from rollcall.launch.record import readable_records
 
     records = readable_records()
-    answer({"launches": [_facts(each) for each in records]}, lambda _: _show(records), as_json=as_json)
+    with ThreadPoolExecutor(len(records) or 1) as pool:
+        now = list(zip(records, pool.map(_now, records), strict=True))
+    launches = [{**_facts(each), "told": told} for each, told in now]
+    answer({"launches": launches}, lambda _: _show(now), as_json=as_json)
 
 
-def _show(records: list[LaunchRecord]) -> None:
-    if not records:
+def _now(record: LaunchRecord) -> str:
+    """What the target tells of it, or why it does not."""
+    from rollcall.errors import ClusterError
+    from rollcall.launch.errors import LaunchError
+    from rollcall.launch.targets import get_target
+
+    if record.state != "started":
+        return record.state
+    try:
+        return visible(get_target(record.target).status(record))
+    except (LaunchError, ClusterError) as error:
+        return f"not known: {visible(str(error)).splitlines()[0]}"
+
+
+def _show(now: list[tuple[LaunchRecord, str]]) -> None:
+    if not now:
         say("nothing was launched from this machine; `rollcall launch TARGET run.yaml` does")
         return
-    rows = [(each.name, each.target, each.state, _when(each), visible(each.run_dir)) for each in records]
-    print_table([("NAME", "TARGET", "STATE", "SINCE", "RUN DIR"), *rows])
+    rows = [(each.name, each.target, _when(each), visible(each.run_dir), told) for each, told in now]
+    print_table([("NAME", "TARGET", "SINCE", "RUN DIR", "NOW"), *rows])
 
 
 def status(name: Name = None, as_json: Json = False) -> None:
