@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -294,17 +296,44 @@ def test_ppo_resumes_its_critic_bit_for_bit(tmp_path: Path) -> None:
     assert column(killed, "train/value_loss") == column(whole, "train/value_loss")
 
 
-def test_an_adapter_without_a_checkpoint_is_not_trained_on_another_model_than_it_began_with(tmp_path: Path) -> None:
-    config = resumable(tmp_path, "model.lora.rank=2", "trainer.save_every=100", "trainer.steps=2")
-    run_and_be_killed(config, Kill(call=IN_UPDATE, number=3))
-    path = Path(config.model.path) / "model.safetensors"
-    whole = path.read_bytes()
+def rewrite(name: str, **fields: Any) -> Callable[[Path], None]:
+    def change(model: Path) -> None:
+        (model / name).write_text(json.dumps({**json.loads((model / name).read_text()), **fields}))
+
+    return change
+
+
+def scale(model: Path) -> None:
+    path = model / "model.safetensors"
     save_file({name: 1.01 * tensor for name, tensor in load_file(path).items()}, path, metadata={"format": "pt"})
-    with pytest.raises(
-        ModelFilesError, match="run.dir=.* holds an adapter of other weights than those in .*; put the model"
-    ):
-        finish(config)
-    path.write_bytes(whole)
+
+
+OTHER_MODELS: dict[str, Callable[[Path], None]] = {
+    "other weights": scale,
+    r"eos_token_id: \[0\] -> \[0, 5\]": rewrite(
+        "generation_config.json", eos_token_id=[0, 5], _from_model_config=False
+    ),
+    r"eos_token_id: \[0\] -> \[0, 2\]": rewrite("config.json", eos_token_id=[0, 2]),
+    "rms_norm_eps: 1e-06 -> 0.1": rewrite("config.json", rms_norm_eps=0.1),
+    r"another tokenizer; eos_token_id: \[0\] -> \[3, 0\]": rewrite("tokenizer_config.json", eos_token="<bos>"),
+    "another chat template": rewrite("tokenizer_config.json", chat_template="{{ messages[0].content }}"),
+}
+
+
+@pytest.mark.parametrize("overrides", [("algorithm.kl_coef=0.1", "trainer.save_every=1"), ("model.lora.rank=2",)])
+def test_a_run_goes_on_only_with_the_model_that_it_began_with(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    sizes = ("data.chat=false", "trainer.steps=2", "trainer.save_every=100")  # the adapter has no checkpoint yet
+    config = resumable(tmp_path, *sizes, *overrides)
+    run_and_be_killed(config, Kill(call=IN_UPDATE, number=3))
+    model, whole = Path(config.model.path), tmp_path / "whole"
+    shutil.copytree(model, whole)
+    for why, change in OTHER_MODELS.items():
+        change(model)
+        with pytest.raises(
+            ModelFilesError, match=rf"model.path=.* is not the model .* began with \({why}\): put it back"
+        ):
+            finish(config)
+        shutil.copytree(whole, model, dirs_exist_ok=True)
     (config.run.dir / "base.json").write_text("{")
     with pytest.raises(
         CheckpointError, match="base.json is not as Rollcall writes it .* restore the file, or remove it"

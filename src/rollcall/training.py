@@ -192,21 +192,18 @@ class _Training:
             _check_lengths(config, workers)
             _say_size(config)
             changes = changes_on_resume(config, run_dir) if has_begun(run_dir) else []
+            console.phase("reading the identity of the model")
+            base = workers.saving.base()
+            refuse_changed_base(run_dir, base, path=config.model.path)
             if resume:
                 console.phase(f"reading the checkpoint of step {start_step}")
                 workers.saving.read(resume.path)
-            base = {}
-            if config.model.lora is not None:
-                console.phase("reading the weights of the adapter's model")
-                base = workers.saving.base_identities()
-                refuse_changed_base(run_dir, base, base=config.model.path)
             console.phase(None)
             # Only now: a run file that is refused must not become this directory's.
             _claim(config, run_dir, continued=(run_dir / "journal").exists())
             _keep_tokenizer(workers.tokenizer, run_dir / TOKENIZER)
             note_rows(run_dir, workers.train, workers.val, limit=config.eval.max_prompts)
-            if base:
-                note_base(run_dir, base)
+            note_base(run_dir, base)
             sinks = make_sinks(config, run_dir, resume.step if resume else None)
             for sink in sinks:
                 opened.callback(sink.close)

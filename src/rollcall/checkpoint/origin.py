@@ -16,8 +16,11 @@ from rollcall.data.columns import DataError
 from rollcall.data.load import PromptSet
 from rollcall.durable.atomic import write_atomic
 from rollcall.durable.patience import persist
-from rollcall.errors import CheckpointError
-from rollcall.model.base import other_weights
+from rollcall.engine.tokenizers import tokenizer_mark
+from rollcall.errors import CheckpointError, ModelFilesError
+from rollcall.learner.learner import Learner
+from rollcall.model.base import base_identities, is_adapter, used_of
+from rollcall.model.stop_tokens import stop_token_ids
 from rollcall.types import Prompt
 from rollcall.words import ANOTHER_RUN, are, counted
 
@@ -86,16 +89,45 @@ def _read_rows(found: Any, split: str) -> tuple[np.ndarray, int | None]:
 # The model
 
 
-def refuse_changed_base(run_dir: Path, found: Mapping[str, str], *, base: str) -> None:
-    """``found`` is the identity of the weights in ``base`` now, by their type."""
-    noted = _noted(run_dir, BASE, lambda file: dict(file["base"]), what="which model the run's adapter is of") or {}
-    if any(noted[kind] != found[kind] for kind in noted.keys() & found.keys()):
-        advice = f", or begin a run with this one: {ANOTHER_RUN}"
-        raise other_weights(f"run.dir={run_dir}", base=base, advice=advice)
+def base_of(learner: Learner, tokenizer: Any) -> dict[str, Any]:
+    """Of the model at ``model.path``, before a checkpoint is read into it: its weights, how they are used, and what makes and ends its
+    tokens. All ranks of a gang call this."""
+    model, body = learner.model, learner.body
+    weights = learner.base_identities if learner.adapter else base_identities(body.base_tensors(), dtype=body.dtype)
+    stops = stop_token_ids(tokenizer, model.config, model.generation_config)
+    template = json.dumps(tokenizer.chat_template, default=str).encode()
+    return {
+        "base": weights,
+        "config": {**used_of(model.config), "eos_token_id": list(stops)},
+        "tokenizer": tokenizer_mark(tokenizer),
+        "chat template": blake2b(template, digest_size=8).hexdigest(),
+    }
 
 
-def note_base(run_dir: Path, found: Mapping[str, str]) -> None:
-    _note(run_dir, BASE, lambda: {"base": dict(found)}, what="the identity of the adapter's model")
+def refuse_changed_base(run_dir: Path, now: Mapping[str, Any], *, path: str) -> None:
+    """``now`` is what ``base_of`` says of the model at ``path``."""
+    before = _noted(run_dir, BASE, _read_base, what="which model the run began with")
+    if before is None:
+        return
+    weights = {} if is_adapter(path) else before["base"]
+    told = ["other weights"] if any(now["base"].get(kind, one) != one for kind, one in weights.items()) else []
+    told += [f"another {part}" for part in ("tokenizer", "chat template") if before.get(part, now[part]) != now[part]]
+    config = now["config"]
+    told += [f"{key}: {one} -> {config.get(key)}" for key, one in before["config"].items() if config.get(key) != one]
+    if told:
+        raise ModelFilesError(
+            f"model.path={path} is not the model that the run in {run_dir} began with ({'; '.join(told)}): put it back there as it was, or "
+            f"begin a run with this one: {ANOTHER_RUN}"
+        )
+
+
+def note_base(run_dir: Path, found: Mapping[str, Any]) -> None:
+    _note(run_dir, BASE, lambda: found, what="the identity of the model")
+
+
+def _read_base(found: Any) -> dict[str, Any]:
+    """Earlier versions noted only the weights, of a run with an adapter."""
+    return {**found, "base": dict(found["base"]), "config": dict(found.get("config", {}))}
 
 
 # Files

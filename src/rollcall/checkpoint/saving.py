@@ -85,10 +85,9 @@ class Saving:
         self._bring(directory)
         self.call(self.processes, "read_checkpoint", directory)
 
-    def base_identities(self) -> Mapping[str, str]:
-        """Of the weights that the trained adapter is added to, by their type; empty: there is no adapter."""
-        answers = self.call(self.processes, "base_identities")
-        return next((answer for answer in answers if answer), {})
+    def base(self) -> Mapping[str, Any]:
+        """What the run begins with, of those that hold the policy (``origin.base_of``)."""
+        return next(filter(None, self.call(self.processes, "base")))
 
     def _bring(self, directory: Path) -> None:
         """Files on nodes' own disks are compared with their checksums; where a process lacks one, all are copied to the run's

@@ -115,24 +115,24 @@ def refuse_other_base(
     else:
         return  # another program's adapter, an older one, or the weights were rounded in two ways that cannot be compared
     if saved[kind] != _identities(tensors, [_DTYPES[kind]])[kind]:
-        raise other_weights(where, base=base, advice=advice)
-
-
-def other_weights(where: str, *, base: str, advice: str) -> ModelFilesError:
-    return ModelFilesError(
-        f"{where} holds an adapter of other weights than those in {base}: they have changed since it was saved, or it is of another model; "
-        f"put the model back there as it was{advice}"
-    )
+        raise ModelFilesError(
+            f"{where} holds an adapter of other weights than those in {base}: they have changed since it was saved, or it is of another model; "
+            f"put the model back there as it was{advice}"
+        )
 
 
 def refuse_other_config(before: Any, now: Any, *, base: str, where: str, advice: str = "") -> None:
     """The configs of the model that the adapter was trained on and of what is in ``base`` now."""
-    pairs = {key: (getattr(before, key, None), getattr(now, key, None)) for key in _OF_COMPUTING}
-    if other := [f"{key}: {one} -> {two}" for key, (one, two) in pairs.items() if one != two]:
+    is_now = used_of(now)
+    if other := [f"{key}: {one} -> {is_now[key]}" for key, one in used_of(before).items() if one != is_now[key]]:
         raise ModelFilesError(
             f"{where} holds an adapter of a model with another config.json than that in {base} ({'; '.join(other)}): put the model back there "
             f"as it was{advice}"
         )
+
+
+def used_of(config: Any) -> dict[str, Any]:
+    return {key: getattr(config, key, None) for key in _OF_COMPUTING}
 
 
 def _noted(folder: Path, *, where: str) -> Mapping[str, str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.checkpoint import local
+from rollcall.checkpoint.origin import base_of
 from rollcall.checkpoint.parts import PartWriter
 from rollcall.checkpoint.store import Written
 from rollcall.checkpoint.training import (
@@ -90,8 +91,8 @@ class Trained:
     def tidy_parts(self, run: str, keep: Collection[str]) -> None:
         local.tidy(run, keep=keep)
 
-    def base_identities(self) -> dict[str, str]:
-        return {} if self.learner is None else self.learner.base_identities
+    def base(self) -> dict[str, Any]:
+        return {} if self.learner is None else base_of(self.learner, self.tokenizer)
 
     def read_checkpoint(self, directory: Path) -> None:
         if self.learner is not None:

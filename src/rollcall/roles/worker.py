@@ -73,6 +73,7 @@ PURPOSES = {
     "values": "to value samples",
     "reward": "to score completions",
     "export": "to write the model",
+    "base": "to read the identity of its model",
     "write_whole": "to write a checkpoint",
     "copy_parts": "to copy its part of a checkpoint",
     "write_parts": "to begin to write its part of a checkpoint",
