@@ -13,7 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import save_model
 
+from rollcall.merge.merge import merge
 from rollcall.model.load import ModelError, load_causal_lm, load_tokenizer, loading, non_finite_of, outline_causal_lm
+from rollcall.model.unread import open_unread
 
 CPU = torch.device("cpu")
 
@@ -160,3 +162,33 @@ def test_threads_load_one_after_the_other() -> None:
         assert not entered.wait(0.1)
     thread.join()
     assert entered.is_set()
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [
+        *((kind, "safetensors") for kind in ("int8", "int64", "bool", "complex64")),
+        ("int8", "bin"),
+        ("int8", "checkpoint"),
+    ],
+)
+def test_weights_that_are_no_floating_point_numbers_are_refused_by_name_wherever_they_are_read(
+    tmp_path: Path, kind: str, form: str
+) -> None:
+    path, name = save_model(tmp_path / "model"), "model.layers.1.mlp.up_proj.weight"
+    outline = outline_causal_lm(str(path), dtype=torch.float32)
+    tensors = load_file(path / "model.safetensors")
+    tensors[name] = tensors[name].to(getattr(torch, kind))
+    (path / "model.safetensors").unlink()
+    if form == "bin":
+        torch.save(tensors, path / "pytorch_model.bin")
+    else:
+        save_file(tensors, path / ("model.safetensors" if form == "safetensors" else "part-0-of-1.safetensors"))
+    words = f"model.path=.* stores {name} as {kind}; weights must be floating-point numbers: give the model in float32"
+    with pytest.raises(ValueError, match=words):
+        load_causal_lm(str(path), device=CPU, dtype=torch.float32)
+    if form != "bin":
+        with pytest.raises(ValueError, match=words):  # each process reads its part
+            open_unread(str(path), outline)
+        with pytest.raises(ValueError, match=words.removeprefix("model.path=")):
+            merge(path, tmp_path / "out")

@@ -743,13 +743,18 @@ def test_a_classifier_with_two_labels_or_an_encoder_without_padding_is_refused(t
         RewardModel(str(tmp_path / "nowhere"), device="cpu", max_tokens=8)
 
 
-def test_a_language_model_is_not_taken_for_a_reward_model(tmp_path: Path) -> None:
+def test_a_language_model_or_other_numbers_are_not_taken_for_a_reward_model(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
     from transformers import AutoConfig, LlamaForCausalLM
 
     from rollcall.reward.model import RewardModel
 
     path = a_reward_model(tmp_path)
     config = AutoConfig.from_pretrained(path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({**tensors, "score.weight": tensors["score.weight"].bool()}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="reward.path=.* stores score.weight as bool; weights must be floating-point"):
+        RewardModel(path, device="cpu", max_tokens=8)
     (tmp_path / "model.safetensors").unlink()
     LlamaForCausalLM(config).save_pretrained(path)
     with pytest.raises(ValueError, match="score.weight"):

@@ -17,7 +17,7 @@ from rollcall.errors import ModelFilesError
 from rollcall.model.files import read_model_config
 from rollcall.stored.files import StoredError
 from rollcall.stored.outline import MOST_BYTES, ROTARY, Outline, outline_of, usual_outline
-from rollcall.stored.tensors import Stored, StoredTensor
+from rollcall.stored.tensors import Stored, StoredTensor, refuse_whole_numbers
 
 if TYPE_CHECKING:
     import torch
@@ -80,6 +80,8 @@ def select(stored: Stored, folder: Path) -> Selection:
         _refuse_unequal(stored, name, source)
     names = tuple(name for name in stored.tensors if name not in {*copies, *heads, *rotary})
     _refuse_others(stored, outline, names, folder=folder)
+    if "quantization_config" not in fields:
+        refuse_whole_numbers(stored.types, names, origin=stored.origin)
     notes = [f"{head} is a value head, not part of the model, and was left out" for head in heads]
     if rotary:
         notes.append(f"{rotary[0]} is computed by the model when it is loaded, and was left out")

@@ -22,11 +22,13 @@ from rollcall.model.files import check_model_dir, model_folder
 from rollcall.model.hub import hub_options
 from rollcall.model.peft_files import read_base, read_section, read_tensors
 from rollcall.model.recompute import HostStore
+from rollcall.stored.dtypes import DTYPES, name_of
 from rollcall.stored.files import StoredError
 from rollcall.stored.find import ADAPTER_CONFIG, adapter_folder, is_model_dir
 from rollcall.stored.open import open_stored
 from rollcall.stored.outline import ROTARY
-from rollcall.stored.tensors import Stored
+from rollcall.stored.safetensors import read_header, weight_files
+from rollcall.stored.tensors import Stored, refuse_whole_numbers
 from rollcall.types import Longs, MicroBatch
 
 # transformers (5.x) puts a stand-in for ``tie_weights`` on its class while it loads; of two threads, one would leave it there.
@@ -82,10 +84,33 @@ def load_causal_lm(path: str, *, device: torch.device, dtype: torch.dtype, trust
             )
     model, info = loaded
     refuse_loaded(f"model.path={path}", info, leave_out=lambda name: name.endswith(ROTARY))
+    if not is_stored(path):
+        refuse_cast(f"model.path={path}", path, model)
     model = model.to(device).eval().requires_grad_(False)
     refuse_diverged(path, non_finite_of(dict(model.named_parameters()), dtype=dtype))
     fuse_parameters(model)
     return model
+
+
+def refuse_cast(what: str, path: str, model: Any) -> None:
+    """Refuse a loaded model whose files hold weights that are not floating-point numbers: transformers casts them without a word."""
+    folder = model_folder(path) or cached_folder(path)
+    if folder is None or getattr(model.config, "quantization_config", None) is not None:  # which says how they are read
+        return
+    paths = weight_files(folder)[0]
+    types = {name: entry.dtype for file in paths for name, entry in read_header(file)[0].items()}
+    for file in () if paths else folder.glob("pytorch_model*.bin"):
+        held = torch.load(file, map_location="meta", weights_only=True)
+        types |= {name: DTYPES[name_of(one.dtype)] for name, one in held.items() if isinstance(one, Tensor)}
+    refuse_whole_numbers(types, dict(model.named_parameters(remove_duplicate=False)), origin=what)
+
+
+def cached_folder(name: str) -> Path | None:
+    """Where the hub's cache has a model; None: it has none of this name."""
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(name, "config.json")
+    return Path(config).parent if isinstance(config, str) else None
 
 
 def refuse_diverged(path: str, bad: Sequence[str]) -> None:
@@ -150,6 +175,7 @@ def _load_stored(path: str, options: Mapping[str, Any], *, trust_remote_code: bo
     except StoredError as error:
         raise ModelError(f"model.path={path}: {error}") from None
     outline = outline_causal_lm(path, dtype=options["dtype"], trust_remote_code=trust_remote_code, fused=False)
+    refuse_whole_numbers(stored.types, dict(outline.named_parameters()), origin=f"model.path={path}")
     with loading(f"model.path={path}"):
         names: dict[str, Any] = {name: _Unread(stored, name) for name in stored.tensors}
         loaded = type(outline).from_pretrained(None, config=outline.config, state_dict=names, **options)

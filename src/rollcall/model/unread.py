@@ -22,11 +22,18 @@ from rollcall.model.decoder import fuse_parameters
 from rollcall.model.fetch import fetch_model
 from rollcall.model.files import model_folder
 from rollcall.model.hub import HubError
-from rollcall.model.load import is_stored, load_causal_lm, non_finite_of, outline_causal_lm, refuse_diverged
+from rollcall.model.load import (
+    cached_folder,
+    is_stored,
+    load_causal_lm,
+    non_finite_of,
+    outline_causal_lm,
+    refuse_diverged,
+)
 from rollcall.stored.files import StoredError
 from rollcall.stored.open import open_stored
 from rollcall.stored.outline import ROTARY
-from rollcall.stored.tensors import Stored
+from rollcall.stored.tensors import Stored, refuse_whole_numbers
 
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 PIECE_BYTES = 64 << 20  # of a tensor in host memory at once
@@ -45,6 +52,7 @@ def open_unread(path: str, model: Any, *, fetch: bool = False) -> Stored:
     except StoredError as error:
         raise WholeOnly(str(error)) from None
     _refuse_other_names(model, stored)
+    refuse_whole_numbers(stored.types, dict(model.named_parameters()), origin=f"model.path={path}")
     return stored
 
 
@@ -62,10 +70,7 @@ def _folder_of(path: str, *, fetch: bool) -> Path:
 
 
 def _cached(name: str) -> Path | None:
-    from huggingface_hub import try_to_load_from_cache
-
-    config = try_to_load_from_cache(name, "config.json")
-    folder = Path(config).parent if isinstance(config, str) else None
+    folder = cached_folder(name)
     return folder if folder is not None and any(folder.glob("*.safetensors")) else None
 
 

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from rollcall.config.rewards import Reward
 from rollcall.model.hub import hub_options
-from rollcall.model.load import loading, refuse_loaded
+from rollcall.model.load import loading, refuse_cast, refuse_loaded
 from rollcall.types import Completion, Prompt
 
 _ROWS_PER_FORWARD = 16
@@ -51,6 +51,7 @@ class RewardModel:
             )
         # A language model's head may be left in the file: a classifier has none.
         refuse_loaded(f"reward.path={path}", info, leave_out=lambda name: name.startswith("lm_head."))
+        refuse_cast(f"reward.path={path}", path, model)
         self._model: Any = model.to(self._device).eval()
         self._max_tokens = max_tokens
         self._text_config: Any = model.config.get_text_config()

@@ -36,7 +36,7 @@ _ALL = (
     DType("float8_e5m2fnuz", 1), DType("float8_e8m0fnu", 1),
     DType("int64", 8, "I64"), DType("int32", 4, "I32"), DType("int16", 2, "I16"), DType("int8", 1, "I8"),
     DType("uint64", 8, "U64"), DType("uint32", 4, "U32"), DType("uint16", 2, "U16"), DType("uint8", 1, "U8"),
-    DType("bool", 1, "BOOL"), DType("complex64", 8), DType("complex128", 16),
+    DType("bool", 1, "BOOL"), DType("complex64", 8, "C64"), DType("complex128", 16),
 )  # fmt: skip
 DTYPES = {one.name: one for one in _ALL}
 OF_SAFETENSORS = {one.in_safetensors: one for one in _ALL if one.in_safetensors is not None}

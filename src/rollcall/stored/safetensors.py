@@ -42,7 +42,7 @@ def open_model_dir(folder: Path) -> Stored:
         raise StoredError(
             f"{folder} holds an adapter, not the weights of a model; add it to its model with `rollcall merge` and give what that writes"
         )
-    paths, named = _weight_files(folder)
+    paths, named = weight_files(folder)
     tensors: dict[str, StoredTensor] = {}
     for path in paths:
         for name, entry in read_header(path)[0].items():
@@ -144,7 +144,7 @@ def read_header(path: Path) -> tuple[dict[str, _Entry], dict[str, str]]:
     return entries, metadata
 
 
-def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
+def weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
     """The files, and which of them holds each tensor if an index says so."""
     if (folder / INDEX).is_file():
         try:

@@ -55,6 +55,10 @@ class Stored:
     kind: str = "model directory"  # what it is, for messages
     facts: Mapping[str, Any] = field(default_factory=dict)  # what its writer noted of the run: step, score, ...
 
+    @property
+    def types(self) -> dict[str, DType]:
+        return {name: tensor.dtype for name, tensor in self.tensors.items()}
+
     @cached_property
     def num_bytes(self) -> int:
         return sum(tensor.num_bytes for tensor in self.tensors.values())
@@ -155,6 +159,22 @@ def _overlapping(pieces: Iterable[Piece]) -> tuple[Piece, Piece] | None:
 
 def _meet(a: Piece, b: Piece) -> bool:
     return all(p < q + m and q < p + n for p, n, q, m in zip(a.start, a.shape, b.start, b.shape, strict=True))
+
+
+def refuse_whole_numbers(types: Mapping[str, DType], names: Iterable[str], *, origin: str) -> None:
+    """Weights are floating-point numbers. Others (int8, bool, complex) would be cast, and are quantised, damaged or no weights.
+
+    >>> from rollcall.stored.dtypes import DTYPES
+    >>> refuse_whole_numbers({"norm": DTYPES["int8"], "step": DTYPES["int64"]}, ["norm"], origin="model.path=m")
+    Traceback (most recent call last):
+    rollcall.stored.files.StoredError: model.path=m stores norm as int8; weights must be floating-point numbers: give ...
+    """
+    if strange := [name for name in names if name in types and not types[name].is_floating_point]:
+        more = f" (and {len(strange) - 1:,} more tensors)" if len(strange) > 1 else ""
+        raise StoredError(
+            f"{origin} stores {strange[0]} as {types[strange[0]].name}{more}; weights must be floating-point numbers: give the model in "
+            "float32, bfloat16 or float16"
+        )
 
 
 def refuse_short_files(pieces: Iterable[tuple[StoredTensor, Piece]], files: Mapping[Path, StoredFile]) -> None:
