@@ -49,7 +49,7 @@ def main() -> None:
         sys.exit(255)
     if "-L" in words:
         forward(words[words.index("-L") + 1])
-    environment = {"HOME": str(home), "PATH": f"{home}/bin:/usr/bin:/bin"}
+    environment = {"HOME": str(home), "PATH": f"{home}/bin"}
     sys.exit(subprocess.run(["bash", "-s"], env=environment, cwd=home).returncode)
 
 
@@ -74,6 +74,8 @@ def forward(how: str) -> None:
 
 def make_hosts(folder: Path, names: list[str], *, version: str, dashboard: int) -> Path:
     """The program `ssh` in ``folder`` and hosts that are well; returns the folder of the hosts."""
+    from own_path import own_path  # which `ssh`, a copy of this file, does not find
+
     program = folder / "ssh"
     folder.mkdir()
     program.write_text(f"#!{sys.executable} -S\n" + Path(__file__).read_text())
@@ -83,6 +85,8 @@ def make_hosts(folder: Path, names: list[str], *, version: str, dashboard: int) 
         binaries.mkdir(parents=True)
         (binaries / "rollcall").write_text(ROLLCALL.replace("VERSION", version))
         (binaries / "rollcall").chmod(0o755)
+        (binaries / "python3").symlink_to(sys.executable)
+        own_path(binaries)
     (folder / "hosts/dashboard").write_text(str(dashboard))
     return folder / "hosts"
 

@@ -17,7 +17,7 @@ import pytest
 from lab import Host, Lab, needs_lab
 from lab.cluster import ENV, NODE_S, LabCluster, bring_up, leftovers, own_files, publish_stale, rollcall
 
-pytestmark = [needs_lab, pytest.mark.chaos]
+pytestmark = [needs_lab, pytest.mark.chaos, pytest.mark.slow]
 
 WAIT_S = 600.0
 CLUSTER = "beside"
@@ -163,7 +163,6 @@ def test_a_rank_that_is_taken_is_not_given_twice(lab_cluster: LabCluster) -> Non
     assert lab_cluster.outsider.processes() == []
 
 
-@pytest.mark.slow
 def test_of_two_hosts_with_one_rank_that_come_at_the_same_time_the_second_is_refused(tmp_path: Path) -> None:
     """With one temporary directory, as hosts have it."""
     with Lab(hosts=3, shared=tmp_path / "shared") as lab:
@@ -315,7 +314,6 @@ def beside(lab_cluster: LabCluster) -> Iterator[list[Host]]:
         rollcall(host, "down", "--cluster", CLUSTER)
 
 
-@pytest.mark.slow
 def test_a_second_cluster_of_another_name_lives_beside_the_first(lab_cluster: LabCluster, beside: list[Host]) -> None:
     found = status(beside[1], "--cluster", CLUSTER)
     assert found["cluster"] == CLUSTER and found["cluster_id"] != published(lab_cluster)["cluster_id"]
@@ -324,14 +322,12 @@ def test_a_second_cluster_of_another_name_lives_beside_the_first(lab_cluster: La
     assert ranks_alive(beside[1]) == [0, 1, 2, 3]
 
 
-@pytest.mark.slow
 def test_interface_decides_which_address_the_others_are_given(lab_cluster: LabCluster, beside: list[Host]) -> None:
     found = status(beside[0], "--cluster", CLUSTER)
     assert [node["address"] for node in found["nodes"]] == [host.ip_eth1 for host in beside]
     assert published(lab_cluster, name=CLUSTER)["address"].startswith(f"{beside[0].ip_eth1}:")
 
 
-@pytest.mark.slow
 def test_check_ends_at_its_deadline_and_names_the_missing_rank(beside: list[Host]) -> None:
     result = rollcall(beside[0], "check", "12", "--cluster", CLUSTER, "--timeout", "3")
     assert result.returncode == 1
@@ -340,7 +336,6 @@ def test_check_ends_at_its_deadline_and_names_the_missing_rank(beside: list[Host
     assert "after 3 s (--timeout)" in result.stderr.splitlines()[-1]
 
 
-@pytest.mark.slow
 def test_down_stops_that_cluster_alone_and_leaves_nothing_of_it(lab_cluster: LabCluster, beside: list[Host]) -> None:
     before = [processes_of("default", host) for host in beside]
     for host in beside:
@@ -358,7 +353,6 @@ def processes_of(cluster: str, host: Host) -> list[int]:
     return [process.pid for process in host.processes() if f"/rollcall-0/{cluster}/" in process.cmdline]
 
 
-@pytest.mark.slow
 def test_two_users_have_a_cluster_of_the_same_name_on_one_host(lab_cluster: LabCluster) -> None:
     host, before = lab_cluster.head, processes_of("default", lab_cluster.head)
     env = {"HOME": "/tmp/another", "ROLLCALL_TOKEN": secrets.token_hex(32)}
@@ -396,7 +390,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Lab, str]]:
         yield lab, token
 
 
-@pytest.mark.slow
 def test_master_and_worker_meet_at_an_address_with_a_token_from_the_environment(pair: tuple[Lab, str]) -> None:
     lab, _ = pair
     for host in lab.hosts[:2]:
@@ -406,7 +399,6 @@ def test_master_and_worker_meet_at_an_address_with_a_token_from_the_environment(
     assert list(lab.shared.iterdir()) == []
 
 
-@pytest.mark.slow
 def test_a_dashboard_that_was_asked_to_listen_outside_wants_the_token(pair: tuple[Lab, str]) -> None:
     lab, _ = pair
     url = status(lab.hosts[0])["dashboard_url"]
@@ -415,14 +407,12 @@ def test_a_dashboard_that_was_asked_to_listen_outside_wants_the_token(pair: tupl
         assert fetch(lab.hosts[2], url + path, *body) == "401"
 
 
-@pytest.mark.slow
 def test_a_token_from_the_environment_is_written_to_its_own_file_alone(pair: tuple[Lab, str]) -> None:
     lab, token = pair
     for host in lab.hosts[:2]:
         assert_only_in_its_file(token, host)
 
 
-@pytest.mark.slow
 def test_a_node_without_power_is_soon_shown_dead_and_may_come_back(pair: tuple[Lab, str]) -> None:
     lab, token = pair
     head, worker = lab.hosts[:2]
@@ -440,7 +430,6 @@ def test_a_node_without_power_is_soon_shown_dead_and_may_come_back(pair: tuple[L
     assert ranks_alive(head) == [0, 1]
 
 
-@pytest.mark.slow
 def test_down_on_every_host_leaves_nothing(pair: tuple[Lab, str]) -> None:
     lab, _ = pair
     for host in (lab.hosts[1], lab.hosts[0]):
@@ -449,7 +438,6 @@ def test_down_on_every_host_leaves_nothing(pair: tuple[Lab, str]) -> None:
     assert leftovers(lab.hosts) == {}
 
 
-@pytest.mark.slow
 def test_two_hosts_become_a_cluster_that_a_stranger_cannot_join(tmp_path: Path) -> None:
     with Lab(hosts=3, shared=tmp_path / "shared") as lab:
         *hosts, outsider = lab.hosts
@@ -466,7 +454,6 @@ def test_two_hosts_become_a_cluster_that_a_stranger_cannot_join(tmp_path: Path) 
         assert leftovers(lab.hosts) == {}
 
 
-@pytest.mark.slow
 def test_four_hosts_from_nothing_to_nothing(tmp_path: Path) -> None:
     """Rank 3 is missing, then brings more than was asked for; at the end all is gone."""
     with Lab(hosts=4, shared=tmp_path / "shared") as lab:

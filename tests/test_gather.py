@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from fake_ssh import make_hosts
+from own_path import own_path
 from typer.testing import CliRunner
 
 from rollcall.cli.main import app
@@ -280,7 +281,7 @@ def test_two_do_not_gather_the_same_checkpoint_at_once(tmp_path: Path) -> None:
 @pytest.fixture
 def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = make_hosts(tmp_path / "bin", ["one", "two"], version="1", dashboard=1)
-    monkeypatch.setenv("PATH", f"{folder.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", own_path(folder.parent))
     return folder
 
 
@@ -314,7 +315,7 @@ def test_a_host_that_cannot_be_reached_or_prints_more_is_named(tmp_path: Path, h
 def test_a_host_that_never_reads_what_it_is_asked_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "ssh").write_text("#!/bin/sh\nexec sleep 60\n")
     (tmp_path / "ssh").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("PATH", own_path(tmp_path))
     monkeypatch.setattr(nodes_of, "ANSWER_S", 0.2)
     part: Asked = {"name": "x" * 300_000, "place": "", "run": "", "size": 0}
     with pytest.raises(NodeError, match="one: it has not read what it was asked"):

@@ -15,7 +15,7 @@ import pytest
 from lab import CommandTimeout, Host, Lab, LabError, needs_lab
 from lab.lab import PREFIX, sweep
 
-pytestmark = [needs_lab, pytest.mark.chaos]
+pytestmark = [needs_lab, pytest.mark.chaos, pytest.mark.slow]
 
 WAIT_S = 600.0
 

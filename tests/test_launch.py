@@ -186,7 +186,7 @@ def test_a_start_with_json_prints_one_object_and_nothing_of_the_tool(tmp_path: P
     run.write_text("run: {dir: /shared/r}\ncluster: {num_nodes: 2}\nlaunch: {dstack: {}}\n")
     script = "from rollcall.cli.main import main; main()"
     words = [sys.executable, "-c", script, "launch", "dstack", str(run), "--name", "one", "--json"]
-    env = {**os.environ, "PATH": f"{tool.parent}:{os.environ['PATH']}"}
+    env = {**os.environ, "PATH": str(tool.parent)}
     ended = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
     assert json.loads(ended.stdout)["name"] == "one", ended.stderr
     assert "chatter" in ended.stderr

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from own_path import own_path
 
 from rollcall.config import load_config
 from rollcall.errors import ConfigError
@@ -291,7 +292,7 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, text: str, name: st
     program.parent.mkdir(exist_ok=True)
     program.write_text(f"#!/bin/bash\n{text}\n")
     program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+    monkeypatch.setenv("PATH", own_path(program.parent))
     return Command(words=(name, "list"), what="list the things")
 
 

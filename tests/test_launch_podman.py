@@ -43,7 +43,7 @@ def missing() -> str | None:
     return None if tried.returncode == 0 else f"no mount namespace can be made: {tried.stderr.strip()}"
 
 
-pytestmark = pytest.mark.skipif(missing() is not None, reason=missing() or "")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing() is not None, reason=missing() or "")]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from own_path import own_path
 
 from rollcall.config import load_config
 from rollcall.launch import slurm_queue
@@ -142,6 +143,7 @@ class Tools:
         self.program("scancel", 'for id; do :; done\nrm -f "$queue/$id"')
         self.program("sacct", 'echo "TIMEOUT|0:0"')
         self.program("scontrol", "exit 0")
+        self.program("srun", "exit 1")
 
     def program(self, name: str, text: str) -> None:
         path = self.bin / name
@@ -156,7 +158,7 @@ class Tools:
 @pytest.fixture
 def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tools]:
     made = Tools(tmp_path / "tools")
-    monkeypatch.setenv("PATH", f"{made.bin}:/usr/bin:/bin")
+    monkeypatch.setenv("PATH", own_path(made.bin))
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
         monkeypatch.delenv(name)
     yield made

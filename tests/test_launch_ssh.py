@@ -20,6 +20,7 @@ import yaml
 from fake_ssh import make_hosts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from own_path import own_path
 from sleeping import set_sleep
 
 from rollcall.config import load_config
@@ -104,7 +105,7 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dashboard: Any) -> Pa
     found = make_hosts(
         tmp_path / "fake", ["a", "b", "c", "d"], version=__version__, dashboard=dashboard.server_address[1]
     )
-    monkeypatch.setenv("PATH", f"{found.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", own_path(found.parent))
     return found
 
 
@@ -451,7 +452,7 @@ PidFile none
 UsePAM no
 StrictModes no
 MaxStartups 1
-SetEnv HOME={home} PATH={home}/bin:/usr/bin:/bin
+SetEnv HOME={home} PATH={home}/bin
 """
 
 
@@ -532,7 +533,7 @@ def test_any_value_survives_the_scripts(tmp_path: Path, hosts: Path, value: str,
     script = TARGET.render(request).file("node-1.sh").text
     home = hosts / "a"
     (home / "bin/rollcall").write_text('#!/bin/sh\nprintf "%s\\0" "$MINE" "$@"\n')
-    environment = {"HOME": str(home), "PATH": f"{home}/bin:/usr/bin:/bin"}
+    environment = {"HOME": str(home), "PATH": f"{home}/bin"}
     ended = subprocess.run(
         ["bash", "-s"], input=f"head=10.0.0.1:7000\n{script}".encode(), env=environment, capture_output=True, check=True
     )
@@ -615,6 +616,6 @@ def test_containers_go_when_a_host_cannot_be_used(with_docker: Path, tmp_path: P
 def test_a_launcher_that_is_gone_gets_no_container(with_docker: Path, tmp_path: Path) -> None:
     """While the image was built. The script's stdin has ended."""
     script = TARGET.render(in_containers(tmp_path)).file("container.sh").text
-    environment = {"HOME": str(with_docker / "a"), "PATH": f"{with_docker}/a/bin:/usr/bin:/bin"}
+    environment = {"HOME": str(with_docker / "a"), "PATH": f"{with_docker}/a/bin"}
     assert subprocess.run(["bash", "-s"], input=script.encode(), env=environment).returncode == 1
     assert "run" not in docker(with_docker, "a")

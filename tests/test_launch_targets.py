@@ -18,6 +18,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from own_path import own_path
 
 from rollcall.config import load_config
 from rollcall.errors import ClusterError
@@ -129,7 +130,7 @@ def test_any_value_of_a_variable_reaches_the_node(target: str, tmp_path: Path, v
     fake.chmod(0o755)
     seen = tmp_path / "seen"
     env = {
-        "PATH": f"{fake.parent}:/usr/bin:/bin", "HOME": "/home/a b", "SEEN": str(seen),
+        "PATH": own_path(fake.parent), "HOME": "/home/a b", "SEEN": str(seen),
         "SKYPILOT_NODE_IPS": "fd00::1\nfd00::2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2",
         "DSTACK_MASTER_NODE_IP": "fd00::1", "DSTACK_NODE_RANK": "1", "DSTACK_NODES_NUM": "2", "SLURM_PROCID": "0",
     }  # fmt: skip
@@ -229,7 +230,7 @@ def fake_tool(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> Fak
         )  # fmt: skip
     )
     program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+    monkeypatch.setenv("PATH", own_path(program.parent))
     return FakeTool(folder=folder)
 
 
