@@ -280,9 +280,84 @@ def test_a_pipe_a_device_and_an_endless_line_are_refused(tmp_path: Path, monkeyp
 
 
 def test_a_chat_template_that_raises_is_named_with_the_row(tmp_path: Path) -> None:
-    template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(ValueError, match="row 1: the chat template refuses the messages: roles must alternate"):
-        load(a_file(tmp_path, {"prompt": "a"}), chat_template=template)
+    template = (
+        "{% if messages[0].content == 'b' %}{{ raise_exception('roles must alternate') }}{% endif %}{{ messages }}"
+    )
+    with pytest.raises(ValueError, match="row 2: the chat template refuses the messages: roles must alternate"):
+        load(a_file(tmp_path, {"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"}), chat_template=template)
+
+
+def test_a_chat_template_that_drops_the_prompt_is_refused_with_two_rows(tmp_path: Path) -> None:
+    rows = ({"prompt": "1+1="}, {"prompt": "1+1="}, {"prompt": "1+2="})
+    for template in ("<bos>[user]Hello[assistant]", "{{ messages[0]['content'][:2] }}"):
+        with pytest.raises(
+            DataError, match=r"the same text for .*train\.jsonl, row 1 and .*train\.jsonl, row 3, which differ"
+        ):
+            load(a_file(tmp_path, *rows), chat_template=template)
+    assert len(load(a_file(tmp_path, *rows), chat_template="x", chat=False).prompts) == 3
+
+
+def test_rows_that_differ_in_spaces_or_in_what_the_model_said_may_render_alike(tmp_path: Path) -> None:
+    trims = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content | trim }}{% endif %}{% endfor %}"
+    assert len(load(a_file(tmp_path, {"prompt": "a"}, {"prompt": " a\n"}), chat_template=trims).prompts) == 2
+    rows = [
+        {"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": f"<think>{n}</think>"}]}
+        for n in range(2)
+    ]
+    assert len(load(a_file(tmp_path, *rows), chat_template=trims).prompts) == 2
+
+
+def test_a_prompt_that_its_chat_template_makes_too_long_is_refused_with_these_words(tmp_path: Path) -> None:
+    source = a_file(tmp_path, {"prompt": "abc"})
+    with pytest.raises(DataError, match="the shortest has 21 tokens with the model's chat template"):
+        load(source, chat_template=CHAT_TEMPLATE, max_prompt_tokens=10)
+    assert load(source, chat_template=CHAT_TEMPLATE).with_template == " with the model's chat template"
+    assert load(source).with_template == ""
+
+
+@pytest.mark.parametrize("chat_template", [None, CHAT_TEMPLATE])
+@pytest.mark.parametrize("name", ["train.jsonl", "train.parquet"])
+def test_prompts_of_far_too_many_characters_are_not_tokenised(
+    name: str, chat_template: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = a_file(tmp_path, *({"prompt": "a" * 200_000} for _ in range(50)), name=name)
+    tokenise = PreTrainedTokenizerFast.__call__
+
+    def few(self: Any, texts: list[str], **options: Any) -> Any:
+        assert all(len(text) < 1000 for text in texts)
+        return tokenise(self, texts, **options)
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", few)
+    with pytest.raises(DataError, match="all 50 prompts are longer than .*; the shortest has 200,000 characters"):
+        load(source, chat_template=chat_template)
+    other = a_file(tmp_path, *({"prompt": "a" * size} for size in (200_000, 3)), name="other.jsonl")
+    found = load(other, chat_template=chat_template)
+    assert found.num_overlong == 1 and len(found.prompts) == 1
+
+
+def test_a_long_prompt_that_its_tokens_can_hold_is_tokenised(tmp_path: Path) -> None:
+    loaded = load(a_file(tmp_path, {"prompt": "a" * 100_000}), max_prompt_tokens=100_001)
+    assert len(loaded.prompts[0].token_ids) == 100_001
+
+
+def test_rows_are_tokenised_in_batches_of_so_many_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollcall.data.load._CHARACTERS_PER_BATCH", 100)
+    batches: list[int] = []
+    tokenise = PreTrainedTokenizerFast.__call__
+
+    def count(self: Any, texts: list[str], **options: Any) -> Any:
+        batches.append(len(texts))
+        return tokenise(self, texts, **options)
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", count)
+    assert len(load(a_file(tmp_path, *({"prompt": "a" * 40} for _ in range(7)))).prompts) == 7 and batches == [3, 3, 1]
+
+
+def test_a_parquet_row_larger_than_a_line_may_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollcall.data.load.MAX_LINE_BYTES", 1 << 20)
+    rows = [{"prompt": "a" * size} for size in (900_000, 900_000, 1 << 21)]
+    with pytest.raises(DataError, match=r"rows\.parquet, row 3 has more than 1 MiB"):
+        load(a_file(tmp_path, *rows, name="rows.parquet"))
 
 
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:

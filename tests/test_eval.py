@@ -168,9 +168,9 @@ def test_rewards_that_judge_no_answer_are_replaced_by_the_exact_one(tmp_path: Pa
 
 
 def test_a_reward_that_fails_is_counted_and_named(tmp_path: Path) -> None:
-    result = report(write_run(tmp_path), "reward=[{type: countdown}]")
+    result = report(write_run(tmp_path), "reward=[{type: function, path: 'rewards_bad:raises'}]")
     assert result.num_unscored == len(PROMPTS)
-    assert "numbers" in result.failures[0].why and result.as_json()["reward_errors"] == len(PROMPTS)
+    assert "KeyError: 'bad'" in result.failures[0].why and result.as_json()["reward_errors"] == len(PROMPTS)
 
 
 def test_the_command_prints_its_numbers_and_samples(tmp_path: Path) -> None:

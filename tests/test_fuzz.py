@@ -28,6 +28,7 @@ from rollcall.config import DataSection, load_config
 from rollcall.data.load import load_prompts
 from rollcall.durable.journal import Journal
 from rollcall.evaluation import plan_evaluation
+from rollcall.model import chat_template
 from rollcall.model.load import load_causal_lm, load_tokenizer
 from rollcall.observe.sinks import read_rows
 from rollcall.observe.summary import build_summary
@@ -77,6 +78,18 @@ def data_case(random: Random, folder: Path) -> Iterator[Failure | None]:
         return data_files.unsound(found)
 
     yield judge("data file", load, named=path.name)
+
+
+def template_case(random: Random, folder: Path) -> Iterator[Failure | None]:
+    path = folder / "rows.jsonl"
+    path.write_text('{"prompt": "1+1="}\n{"prompt": "1+2="}\n')
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = data_files.chat_template(random)
+
+    def load() -> str | None:
+        return data_files.unsound(load_prompts(str(path), data=DataSection(), tokenizer=tokenizer))
+
+    yield judge("chat template", load, named=path.name)
 
 
 @cache
@@ -184,11 +197,20 @@ def report(found: list[Failure]) -> str:
 
 
 # Cases of each kind: in `make test`, and in `make slow`.
-FEW = {"run files": 15, "overrides": 20, "data files": 150, "models": 8, "run directories": 8, "commands": 30}
+FEW = {
+    "run files": 15,
+    "overrides": 20,
+    "data files": 150,
+    "chat templates": 15,
+    "models": 8,
+    "run directories": 8,
+    "commands": 30,
+}
 MANY = {
     "run files": 1500,
     "overrides": 1500,
     "data files": 5000,
+    "chat templates": 300,
     "models": 300,
     "run directories": 100,
     "commands": 600,
@@ -200,6 +222,8 @@ def check(name: str, count: int, *, folder: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(folder / "here")
     monkeypatch.setenv("ROLLCALL_STATE_DIR", str(folder / "state"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    monkeypatch.setattr("rollcall.model.chat_template.LIMIT_S", 0.3)
+    monkeypatch.setattr("rollcall.model.chat_template._renderer", chat_template._Renderer())
     monkeypatch.setattr("rollcall.durable.lease.WATCH_S", 0.1)
     monkeypatch.setattr("rollcall.durable.lease.LOOK_S", 0.02)
     found = failures(cases(whole, trains=trains)[name], name=name, count=count, folder=folder)
@@ -211,6 +235,7 @@ def cases(whole: Path, *, trains: bool) -> dict[str, Case]:
         "run files": run_file_case,
         "overrides": override_case,
         "data files": data_case,
+        "chat templates": template_case,
         "models": lambda random, folder: model_case(random, folder, whole=whole),
         "run directories": lambda random, folder: run_dir_case(random, folder, whole=whole, trains=trains),
         "commands": command_case,

@@ -55,7 +55,7 @@ def unsound(prompts: PromptSet) -> str | None:
                 text.encode()
         except (ValueError, TypeError) as error:
             return f"{type(error).__name__}: {error}"
-        if prompt.answer.lower() in ("nan", "inf", "-inf"):
+        if prompt.answer.lower() in ("nan", "inf", "-inf") or prompt.answer in ("True", "False", "None"):
             return f"the answer {prompt.answer}"
         numbers, target = prompt.metadata.get("numbers"), prompt.metadata.get("target")
         if isinstance(numbers, list) and not all(isinstance(number, int) for number in numbers):
@@ -73,7 +73,26 @@ def _line(random: Random) -> str:
         columns[random.choice(COLUMNS)] = random.choice(PIECES)
     if random.random() < 0.2:
         columns.pop("prompt")
-    return "{" + ", ".join(f'"{name}": {value}' for name, value in columns.items()) + "}"
+    pairs = [*columns.items(), *random.sample(list(columns.items()), random.random() < 0.1)]  # at times a key twice
+    return "{" + ", ".join(f'"{name}": {value}' for name, value in pairs) + "}"
+
+
+# Pieces of chat templates: some end, some never do, some take all memory.
+_STATEMENTS = (
+    "{% for m in messages %}BODY{% endfor %}", "{% for i in range(99999) %}BODY{% endfor %}", "{% if messages %}BODY{% endif %}",
+    "{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}", "{% macro f(x) %}{{ f(x) }}BODY{% endmacro %}{{ f(1) }}",
+    "{{ messages }}", "{{ messages[0].content }}", "{{ 'a' * 10**10 }}", "{{ 9 ** 9 ** 9 }}", "{{ '%999999999d' % 1 }}", "{{ '{:>999999999}'.format(1) }}",
+    "{{ 'x' | center(10**10) }}", "{{ lipsum(n=10**7) }}", "{{ [1] * 10**10 }}", "{{ ([[messages] * 999] * 999) | tojson }}", "{% generation %}BODY",
+    "{{ raise_exception('no') }}", "{{ ''.__class__ }}", "{{ x.y.z }}", "{% for", "{{", "{% include 'x' %}", "\ud800", "{{ '\\ud800' }}", "",
+)  # fmt: skip
+
+
+def chat_template(random: Random) -> str:
+    """A hostile one."""
+    made = "BODY"
+    for _ in range(random.randint(1, 4)):
+        made = made.replace("BODY", random.choice(_STATEMENTS) + random.choice(("", "BODY")))
+    return made.replace("BODY", "")
 
 
 def _write_parquet(path: Path, random: Random) -> None:

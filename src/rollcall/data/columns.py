@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import base64
 import datetime
+import difflib
 import json
 import math
 import re
 import uuid
+from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
 import numpy as np
 
 _HALF_A_PAIR = re.compile("[\ud800-\udfff]")
+_COLUMNS_SHOWN = 20
+_ANSWERS = ("solution", "target", "ground_truth", "label")  # what others call the answer
 MAX_DEPTH = 50  # of lists and maps in each other
 
 
@@ -141,3 +145,23 @@ def _number(value: Any, column: str) -> int | float:
         return int(value) if isinstance(value, int) else int(number) if number.is_integer() else number
     except (TypeError, ValueError, OverflowError):
         raise ColumnError(f"{column} has {str(value)[:60]!r}, which is not a number") from None
+
+
+def nearest(key: str, columns: Mapping[str, Any], option: str) -> str:
+    """The columns there are, and which of them is probably meant by ``key``."""
+    names = [name for name in list(columns)[:1000] if len(name) < 60]
+    near = [name for name in _ANSWERS if name in names] if option == "answer_key" else []
+    near += difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+    if option == "columns":
+        hint = f"rename one of them to it, such as data.columns: {{{near[0] if near else 'NAME'}: {key}}}"
+    else:
+        hint = (
+            f"did you mean {near[0]!r}? set data.{option}={near[0]}" if near else f"name the right one in data.{option}"
+        )
+    return f"it has {listed(columns)}; {hint}"
+
+
+def listed(columns: Mapping[str, Any]) -> str:
+    listed = [str(name)[:60] for name in list(columns)[:_COLUMNS_SHOWN]]
+    listed += [f"{len(columns) - _COLUMNS_SHOWN:,} more"] if len(columns) > _COLUMNS_SHOWN else []
+    return ", ".join(listed) or "none"

@@ -5,13 +5,13 @@ Every refusal names the file and the row; rows count from 1, as an editor shows 
 
 from __future__ import annotations
 
-import difflib
 import json
+import math
 import os
 import stat
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -27,20 +27,25 @@ from rollcall.data.columns import (
     answer_text,
     check_texts,
     countdown_columns,
+    listed,
+    nearest,
     plain,
     row_name,
     unique_keys,
 )
 from rollcall.data.hub import default_name, read_dataset
+from rollcall.model.chat_template import TemplateError, render_chats
 from rollcall.types import Prompt
 from rollcall.words import all_of, are
 
 MAX_LINE_BYTES = 1 << 26  # of a JSON line; a prompt of a million tokens has a tenth of it
 NO_DATA = "builtin:environment"  # the environment owns the task
 NUM_ROWS = 1024
-_ROWS_PER_ENCODE = 1024
-_COLUMNS_SHOWN = 20
-_ANSWERS = ("solution", "target", "ground_truth", "label")  # what others call the answer
+_ROWS_PER_BATCH = 1024
+_CHARACTERS_PER_BATCH = 1 << 20
+_ROWS_PER_READ = 64  # of Parquet, where a file of a kilobyte can hold rows of megabytes
+_FEW_CHARACTERS = 1 << 16  # of a prompt: tokenised in any case
+_IN_TEMPLATE = " with the model's chat template"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +53,11 @@ class PromptSet:
     prompts: list[Prompt]
     num_overlong: int  # left out, longer than data.max_prompt_tokens
     source: str
+
+    @property
+    def with_template(self) -> str:
+        """Words to follow a length in tokens: a chat template makes it longer than the row."""
+        return _IN_TEMPLATE if any("prompt_messages" in prompt.metadata for prompt in self.prompts) else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +70,15 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rendered:
+class _Asked:
     row: Row
-    text: str
-    messages: list[dict[str, Any]] | None  # None: plain text, not rendered by a chat template
+    text: str  # of a chat: empty until it is rendered
+    messages: list[dict[str, Any]] | None  # None: plain text, which no chat template renders
     answer: str
+
+    @property
+    def num_characters(self) -> int:
+        return max(len(self.text), sum(len(message["content"]) for message in self.messages or ()))
 
 
 def load_prompts(
@@ -89,25 +103,55 @@ def load_prompts(
             )
         return _without_data(data, tokenizer, split=split, limit=limit)
     prompts: list[Prompt] = []
-    num_overlong, shortest = 0, None
-    rows = _rendered_rows(source, data=data, tokenizer=tokenizer, split=split, needs=needs)
-    while batch := list(islice(rows, _ROWS_PER_ENCODE)):
-        for rendered, token_ids in zip(batch, _encode(batch, tokenizer), strict=True):
-            if len(token_ids) > data.max_prompt_tokens:
-                num_overlong += 1
-                shortest = min(shortest or len(token_ids), len(token_ids))
+    long = _Overlong(tokenizer, max_tokens=data.max_prompt_tokens)
+    seen: dict[str, tuple[str, int]] = {}
+    for batch in _batches(_asked_rows(source, data=data, tokenizer=tokenizer, split=split, needs=needs)):
+        rendered = _render(batch, tokenizer, long)
+        for asked, token_ids in zip(rendered, _encode(rendered, tokenizer, long), strict=True):
+            if token_ids is None or len(token_ids) > data.max_prompt_tokens:
+                long.add(asked, token_ids)
                 continue
-            prompts.append(_prompt(rendered, token_ids, data, rewards))
+            _refuse_same_text(asked, seen)
+            prompts.append(_prompt(asked, token_ids, data, rewards))
             if len(prompts) == limit:
-                return PromptSet(prompts=prompts, num_overlong=num_overlong, source=source)
-    if not prompts and num_overlong:
+                return PromptSet(prompts=prompts, num_overlong=long.count, source=source)
+    if not prompts and long.count:
         raise DataError(
-            f"{source}: {all_of(num_overlong, 'prompt')} {are(num_overlong)} longer than "
-            f"data.max_prompt_tokens={data.max_prompt_tokens}; the shortest has {shortest} tokens"
+            f"{source}: {all_of(long.count, 'prompt')} {are(long.count)} longer than "
+            f"data.max_prompt_tokens={data.max_prompt_tokens}; the shortest has {long.shortest}"
         )
     if not prompts:
         raise DataError(f"{source} has no rows; give at least one")
-    return PromptSet(prompts=prompts, num_overlong=num_overlong, source=source)
+    return PromptSet(prompts=prompts, num_overlong=long.count, source=source)
+
+
+class _Overlong:
+    """The prompts that are left out. One of far too many characters is not tokenised: that takes a second for each million, in
+    which nothing can interrupt it, and a gigabyte for each four million."""
+
+    def __init__(self, tokenizer: Any, *, max_tokens: int) -> None:
+        self._tokenizer = tokenizer
+        self._max_tokens = max_tokens
+        self.count = 0
+        self.shortest = ""  # its length in words
+        self._fewest = (math.inf, math.inf)  # tokens, characters
+
+    @cached_property
+    def _most_characters(self) -> int:
+        """That many tokens of the longest kind, four characters for each of theirs: a tokenizer may join a letter with its accents."""
+        return 4 * self._max_tokens * max(map(len, self._tokenizer.get_vocab()))
+
+    def has(self, asked: _Asked) -> bool:
+        """Whether its characters say so already."""
+        return asked.num_characters > _FEW_CHARACTERS and asked.num_characters > self._most_characters
+
+    def add(self, asked: _Asked, token_ids: list[int] | None) -> None:
+        self.count += 1
+        length = (math.inf if token_ids is None else len(token_ids), asked.num_characters)
+        if length < self._fewest:
+            in_template = _IN_TEMPLATE if asked.messages is not None else ""
+            self.shortest = f"{length[1]:,} characters" if token_ids is None else f"{length[0]} tokens{in_template}"
+            self._fewest = length
 
 
 def _without_data(data: DataSection, tokenizer: Any, *, split: str, limit: int | None) -> PromptSet:
@@ -193,7 +237,7 @@ def _renamed(row: Row, names: Mapping[str, str]) -> dict[str, Any]:
     for before, after in names.items():
         if before not in row.columns:
             raise DataError(
-                f"{row.where} has no column {before!r}, which data.columns renames; it has {_listed(row.columns)}"
+                f"{row.where} has no column {before!r}, which data.columns renames; it has {listed(row.columns)}"
             )
         if after in columns:
             raise DataError(
@@ -252,10 +296,15 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             names = file.schema_arrow.names
             if twice := sorted({name for name in names if names.count(name) > 1}):
                 raise DataError(f"{path} has the column {twice[0]!r} twice; leave one of them out")
-            for batch in file.iter_batches(batch_size=_ROWS_PER_ENCODE):
-                for columns in batch.to_pylist():
-                    number += 1
-                    yield number, columns
+            for batch in file.iter_batches(batch_size=_ROWS_PER_READ):
+                step = _ROWS_PER_READ if batch.nbytes <= MAX_LINE_BYTES else 1
+                for first in range(0, batch.num_rows, step):
+                    rows = batch.slice(first, step)
+                    if step == 1 and rows.nbytes > MAX_LINE_BYTES:
+                        raise DataError(f"{path}, row {number + 1} has more than {MAX_LINE_BYTES >> 20} MiB")
+                    for columns in rows.to_pylist():
+                        number += 1
+                        yield number, columns
     except DataError:
         raise
     except (pyarrow.ArrowException, ValueError, OverflowError, MemoryError) as error:
@@ -272,23 +321,33 @@ _READERS = {".jsonl": _read_jsonl, ".json": _read_jsonl, ".parquet": _read_parqu
 # Rendering
 
 
-def _rendered_rows(
+def _asked_rows(
     source: str, *, data: DataSection, tokenizer: Any, split: Literal["train", "val"], needs: Mapping[str, str]
-) -> Iterator[_Rendered]:
+) -> Iterator[_Asked]:
     for row in _data_rows(source, data=data, split=split):
         if data.prompt_key not in row.columns:
             raise DataError(
-                f"{row.where} has no column {data.prompt_key!r}; {_nearest(data.prompt_key, row, 'prompt_key')}"
+                f"{row.where} has no column {data.prompt_key!r}; {nearest(data.prompt_key, row.columns, 'prompt_key')}"
             )
         _check_needs(row, data, needs)
         messages = _messages(row, data, has_template=bool(tokenizer.chat_template))
-        if messages is not None:
-            text = _apply_chat_template(row, messages, tokenizer)
-        else:
-            text = _with_template(row.columns[data.prompt_key], data)
-            if not text:
-                raise DataError(f"{row.where}: the prompt is empty")
-        yield _Rendered(row, text, messages, _answer(row, data))
+        text = _with_template(row.columns[data.prompt_key], data) if messages is None else ""
+        if messages is None and not text:
+            raise DataError(f"{row.where}: the prompt is empty")
+        yield _Asked(row, text, messages, _answer(row, data))
+
+
+def _batches(rows: Iterable[_Asked]) -> Iterator[list[_Asked]]:
+    batch: list[_Asked] = []
+    room = _CHARACTERS_PER_BATCH
+    for asked in rows:
+        batch.append(asked)
+        room -= asked.num_characters
+        if room < 0 or len(batch) == _ROWS_PER_BATCH:
+            yield batch
+            batch, room = [], _CHARACTERS_PER_BATCH
+    if batch:
+        yield batch
 
 
 def _messages(row: Row, data: DataSection, *, has_template: bool) -> list[dict[str, Any]] | None:
@@ -329,11 +388,33 @@ def _checked_messages(value: Any, row: Row) -> list[dict[str, Any]]:
     return [{key: item for key, item in message.items() if item is not None} for message in value]
 
 
-def _apply_chat_template(row: Row, messages: list[dict[str, Any]], tokenizer: Any) -> str:
+def _render(batch: list[_Asked], tokenizer: Any, long: _Overlong) -> list[_Asked]:
+    """The batch with the texts of its chats, but of those that are far too long."""
+    chats = [asked for asked in batch if asked.messages is not None and not long.has(asked)]
     try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    except Exception as error:  # noqa: BLE001 - templates are programs and raise what they like
-        raise DataError(f"{row.where}: the chat template refuses the messages: {error}") from None
+        texts = render_chats(tokenizer, [asked.messages or [] for asked in chats]) if chats else []
+    except TemplateError as error:
+        first, last = (chats[0], chats[-1]) if error.place is None else (chats[error.place],) * 2
+        where = first.row.where if first is last else f"{first.row.where} to {last.row.where}"
+        raise DataError(f"{where}: the chat template refuses the messages: {error}") from None
+    rendered = {id(asked): text for asked, text in zip(chats, texts, strict=True)}
+    for asked in chats:
+        _of_column(asked.row, "what the chat template writes", check_texts, rendered[id(asked)])
+    return [replace(asked, text=rendered.get(id(asked), asked.text)) for asked in batch]
+
+
+def _refuse_same_text(asked: _Asked, seen: dict[str, tuple[str, int]]) -> None:
+    """Refuse a chat template that writes the same for rows that differ. Spaces do not count, nor what a model said: templates trim the
+    first and cut thoughts out of the second."""
+    if asked.messages is None:
+        return
+    said = hash(tuple(tuple(each["content"].split()) for each in asked.messages if each["role"] != "assistant"))
+    where, other = seen.setdefault(asked.text, (asked.row.where, said))
+    if other != said:
+        raise DataError(
+            f"the chat template writes the same text for {where} and {asked.row.where}, which differ: it drops what they ask. Set "
+            "model.chat_template to one that keeps it, or data.chat=false"
+        )
 
 
 def _with_template(text: str, data: DataSection) -> str:
@@ -346,7 +427,7 @@ def _answer(row: Row, data: DataSection) -> str:
         if data.answer_key == DataSection.model_fields["answer_key"].default:
             return ""  # some rewards need none; those that do say so
         raise DataError(
-            f"{row.where} has no column {data.answer_key!r}; {_nearest(data.answer_key, row, 'answer_key')}"
+            f"{row.where} has no column {data.answer_key!r}; {nearest(data.answer_key, row.columns, 'answer_key')}"
         )
     return _of_column(row, "the answer", answer_text, row.columns[data.answer_key])
 
@@ -359,7 +440,7 @@ def _check_needs(row: Row, data: DataSection, needs: Mapping[str, str]) -> None:
         if key not in row.columns:
             option = "answer_key" if column == "answer" else "columns"
             raise DataError(
-                f"{row.where} has no column {key!r}, which the reward {reward} needs; {_nearest(key, row, option)}"
+                f"{row.where} has no column {key!r}, which the reward {reward} needs; {nearest(key, row.columns, option)}"
             )
         if value is None or (isinstance(value, str) and not value.strip()):
             raise DataError(
@@ -368,33 +449,17 @@ def _check_needs(row: Row, data: DataSection, needs: Mapping[str, str]) -> None:
             )
 
 
-def _nearest(key: str, row: Row, option: str) -> str:
-    names = [name for name in list(row.columns)[:1000] if len(name) < 60]
-    near = [name for name in _ANSWERS if name in names] if option == "answer_key" else []
-    near += difflib.get_close_matches(key, names, n=1, cutoff=0.5)
-    if option == "columns":
-        hint = f"rename one of them to it, such as data.columns: {{{near[0] if near else 'NAME'}: {key}}}"
-    else:
-        hint = (
-            f"did you mean {near[0]!r}? set data.{option}={near[0]}" if near else f"name the right one in data.{option}"
-        )
-    return f"it has {_listed(row.columns)}; {hint}"
-
-
-def _listed(columns: Mapping[str, Any]) -> str:
-    listed = [str(name)[:60] for name in list(columns)[:_COLUMNS_SHOWN]]
-    listed += [f"{len(columns) - _COLUMNS_SHOWN:,} more"] if len(columns) > _COLUMNS_SHOWN else []
-    return ", ".join(listed) or "none"
-
-
 # Tokens
 
 
-def _encode(batch: list[_Rendered], tokenizer: Any) -> list[list[int]]:
-    """Token ids of each row. A chat template writes the special tokens itself; plain text gets the tokenizer's own."""
-    encoded: list[list[int]] = [[] for _ in batch]
+def _encode(batch: list[_Asked], tokenizer: Any, long: _Overlong) -> list[list[int] | None]:
+    """Token ids of each row; None: it is far too long. A chat template writes the special tokens itself; plain text gets the
+    tokenizer's own."""
+    encoded: list[list[int] | None] = [None for _ in batch]
     for chat in (False, True):
-        places = [place for place, rendered in enumerate(batch) if (rendered.messages is not None) == chat]
+        places = [
+            place for place, asked in enumerate(batch) if (asked.messages is not None) == chat and not long.has(asked)
+        ]
         if places:
             texts = [batch[place].text for place in places]
             for place, ids in zip(places, tokenizer(texts, add_special_tokens=not chat)["input_ids"], strict=True):
@@ -402,27 +467,25 @@ def _encode(batch: list[_Rendered], tokenizer: Any) -> list[list[int]]:
     return encoded
 
 
-def _prompt(rendered: _Rendered, token_ids: list[int], data: DataSection, rewards: Collection[str]) -> Prompt:
-    row = rendered.row
+def _prompt(asked: _Asked, token_ids: list[int], data: DataSection, rewards: Collection[str]) -> Prompt:
+    row = asked.row
     if not token_ids:
-        raise DataError(f"{row.where}: the prompt {rendered.text[:40]!r} has no tokens")
+        raise DataError(f"{row.where}: the prompt {asked.text[:40]!r} has no tokens")
     own = {data.prompt_key, "id"}
     metadata = {key: _of_column(row, key, plain, value) for key, value in row.columns.items() if key not in own}
-    if metadata.get("answer") == rendered.answer:
+    if metadata.get("answer") == asked.answer:
         del metadata["answer"]  # a number, or an answer under another name, stays as TRL's functions expect it
     if "countdown" in rewards:
         metadata = _of_column(row, "column", countdown_columns, metadata)
-    if rendered.messages is not None:
-        metadata["prompt_messages"] = rendered.messages  # a reward model renders them by its own template
-        if isinstance(row.columns[data.prompt_key], str):
-            metadata["prompt_text"] = row.columns[
-                data.prompt_key
-            ]  # TRL gives functions the prompt as it is in the data
+    if asked.messages is not None:
+        metadata["prompt_messages"] = asked.messages  # a reward model renders them by its own template
+        if isinstance(given := row.columns[data.prompt_key], str):
+            metadata["prompt_text"] = given  # TRL gives functions the prompt as it is in the data
     identity = row.columns.get("id")
     return Prompt(
         id=row.default_id if identity is None else _of_column(row, "the id", row_name, identity),
         token_ids=np.array(token_ids, dtype=np.int32),
-        text=rendered.text,
-        answer=rendered.answer,
+        text=asked.text,
+        answer=asked.answer,
         metadata=metadata,
     )

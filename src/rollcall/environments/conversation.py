@@ -23,6 +23,7 @@ import numpy as np
 
 from rollcall.environments.protocol import EnvironmentFailed, Message
 from rollcall.errors import ConfigError
+from rollcall.model.chat_template import TemplateError, render_chats
 from rollcall.types import Ints, Prompt
 
 _MARKERS = ("ROLLCALLFIRST", "ROLLCALLSECOND")
@@ -116,10 +117,8 @@ class Conversations:
 
     def _render(self, messages: Sequence[dict[str, Any]], tools: Tools) -> str:
         try:
-            return self._tokenizer.apply_chat_template(
-                list(messages), tools=list(tools) or None, add_generation_prompt=True, tokenize=False
-            )
-        except Exception as error:  # noqa: BLE001 - templates are programs and raise what they like
+            return render_chats(self._tokenizer, [messages], tools=tools)[0]
+        except TemplateError as error:
             raise EnvironmentFailed(f"the chat template refuses the messages: {error}") from None
 
     def _data(self, message: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from rollcall.config.rewards import Reward
+from rollcall.model.chat_template import render_chats
 from rollcall.model.hub import hub_options
 from rollcall.model.load import loading, refuse_cast, refuse_loaded
 from rollcall.types import Completion, Prompt
@@ -74,7 +75,7 @@ class RewardModel:
         if self._tokenizer.chat_template:
             before = prompt.metadata.get("prompt_messages") or [{"role": "user", "content": prompt.text}]
             messages = [*before, {"role": "assistant", "content": completion.text}]
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False)
+            (text,) = render_chats(self._tokenizer, [messages], add_generation_prompt=False)
             ids = self._tokenizer.encode(text, add_special_tokens=False)
         else:
             ids = self._tokenizer.encode(prompt.text + completion.text)
