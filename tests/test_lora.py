@@ -725,13 +725,25 @@ def on_an_adapter(folder: Path) -> Path:
 
 
 def test_the_command_merges_an_adapter_of_a_run_a_checkpoint_or_a_directory(tmp_path: Path) -> None:
-    step = saved_adapter(tmp_path)
-    for number, source in enumerate((tmp_path / "run", step, step / "model")):
+    root = tmp_path / "project" / "runs"
+    root.mkdir(parents=True)
+    step, run = saved_adapter(root), root / "run"
+    shutil.copytree(step / "model", run / "model")
+    (run / "metrics.jsonl").touch()
+    (run / "run.yaml").write_text("algorithm: {name: dapo}")
+    for other in (root, root.parent, run / "checkpoints"):
+        (other / "run.yaml").write_text("algorithm: {name: ppo}")
+    for number, source in enumerate((run, step, step / "model", run / "model")):
         out = tmp_path / f"out-{number}"
         done = CliRunner().invoke(app, ["merge", str(source), "--out", str(out), "--verify"])
         assert done.exit_code == 0 and "verified" in done.output, done.output
         assert "no checksums" not in done.output and "Loading weights" not in done.output
         assert (out / "model.safetensors").is_file() and not (out / "adapter_config.json").exists()
+        assert "| algorithm | dapo |" in (out / "README.md").read_text(), "the card is the run's own"
+    merge(root / "base", tmp_path / "plain")
+    assert "algorithm" not in (tmp_path / "plain" / "README.md").read_text(), (
+        "a run file two folders up is of another model"
+    )
 
 
 def test_a_merge_never_replaces_the_model_of_its_adapter(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from rollcall.config.yaml import read_small, read_yaml
 from rollcall.stored.dtypes import DType
 from rollcall.stored.files import StoredError
-from rollcall.stored.find import ADAPTER_CONFIG, PROBE
+from rollcall.stored.find import ADAPTER_CONFIG, PROBE, checkpoint_of
 from rollcall.stored.tensors import Stored
 from rollcall.version import __version__
 from rollcall.words import visible
@@ -126,10 +126,15 @@ def _is_small(value: Any) -> bool:
     return isinstance(value, int) and abs(value) < 10**15
 
 
-def _run_file(checkpoint: Path) -> dict[str, Any]:
-    path = checkpoint.parent.parent / "run.yaml"
+def _run_file(origin: Path) -> dict[str, Any]:
+    """Of the run that a checkpoint or an exported ``model/`` is of; empty: the weights are not of a run."""
+    path = origin.absolute()
+    if (checkpoint := checkpoint_of(path)) is not None:
+        path = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint
+    elif path.name == "model" and (path.parent / "metrics.jsonl").is_file():  # else a run file may be beside any model
+        path = path.parent
     try:
-        fields = read_yaml(path, what="run file")
+        fields = read_yaml(path / "run.yaml", what="run file")
         sections = {key: value for key, value in fields.items() if isinstance(value, dict)}
     except (OSError, ValueError, AttributeError, RecursionError):
         return {}
