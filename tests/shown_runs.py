@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,18 @@ import yaml
 
 from rollcall.config import default_run
 from rollcall.durable.group_record import encode
-from rollcall.types import Completion, FinishReason, Group, Prompt, Score, Segment
+from rollcall.types import (
+    Completion,
+    EndReason,
+    Episode,
+    FinishReason,
+    Group,
+    Prompt,
+    Score,
+    Segment,
+    ToolCall,
+    Turn,
+)
 
 BEGAN_S = float(int(time.time()) - 3600)
 LETTERS = "0123456789+-*/=() abcdefghijklmnopqrstuvwxyz:\n"
@@ -90,6 +102,26 @@ def make_group(
         finished_s=BEGAN_S + step + 0.5,
         worker=worker,
     )
+
+
+def make_episodes(step: int, draw: int) -> Group:
+    """Two attempts at a task that only the environment gives: one calls a tool, one says nothing."""
+    call = ToolCall(name="add", arguments={"a": 1}, result="it is 3", failed=False)
+    asks = Turn(num_sampled=1, num_observed=1, text="let me add", observation="it is 3", calls=(call,), reward=None)
+    tells = Turn(num_sampled=1, num_observed=0, text="3", observation="", calls=(), reward=0.5)
+    group = make_group(step, draw, texts=("3", ""), prompt="=", prompt_id="environment-train:609", answer="")
+
+    def played(one: Completion, *turns: Turn) -> Completion:
+        prompt_ids = ids_of("add 1 and 2")
+        episode = Episode(
+            prompt_ids=prompt_ids, turns=turns, branches=(), reward=None, metrics={}, ended=EndReason.DONE, error="",
+            opening="add 1 and 2",
+        )  # fmt: skip
+        return replace(one, episode=episode)
+
+    first, second = group.completions
+    completions = (played(first, asks, tells), played(second, replace(tells, text="", reward=0.0)))
+    return replace(group, prompt=replace(group.prompt, text=""), completions=completions)
 
 
 def write_run_file(run_dir: Path, **sections: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ import http.client
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ def play(
     says: Callable[[str], str] = lambda prompt: f"{len(prompt)} read",
     count: int = 1,
     max_tokens: int = 500,
+    text: str = "hello",
     **section: Any,
 ) -> tuple[list[Completion], Writer]:
     writer = Writer(tokenizer=tokenizer, says=says)
@@ -61,7 +63,7 @@ def play(
             return await asyncio.gather(
                 *(
                     player.play(
-                        prompt_of("hello", tokenizer, level=number),
+                        replace(prompt_of("hello", tokenizer, level=number), text=text),
                         seed=number,
                         sampling=plain_sampling(max_tokens),
                         session=f"episode-{number}",
@@ -92,6 +94,15 @@ def test_what_a_program_asks_becomes_the_episode(tmp_path: Path, tokenizer: Any)
     assert [turn.observation for turn in episode.turns] == ["go on", ""] and episode.branches == ()
     before = [*episode.prompt_ids.tolist(), *completion.token_ids.tolist()]
     assert writer.prompts[1] == before[: len(writer.prompts[1])] and len(set(writer.seeds)) == 2
+    assert episode.opening == "", "the row has a prompt"
+
+
+def test_where_only_the_program_has_the_task_its_first_request_is_kept_to_be_shown(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    begins = TWO_TURNS.replace('row["prompt"]', "'a task'")
+    episode = played(tokenizer, programs.write(tmp_path, begins), text="").episode
+    assert episode is not None and episode.opening == "a task"
 
 
 def test_episodes_run_side_by_side_each_with_its_own_row(tmp_path: Path, tokenizer: Any) -> None:

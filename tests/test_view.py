@@ -29,6 +29,7 @@ from shown_runs import (
     BEGAN_S,
     append_groups,
     ids_of,
+    make_episodes,
     make_group,
     mark_trained,
     metrics_row,
@@ -46,11 +47,12 @@ from rollcall.observe.live import Live, ProcessState, write_live
 from rollcall.observe.logs import keep_logs
 from rollcall.observe.timeline import ATTEMPT_LOST, RUN_FAILED
 from rollcall.observe.token_scores import FOLDER, write_token_scores
+from rollcall.observe.transcript import episode_columns
 from rollcall.types import FinishReason
 from rollcall.view.beside import page_beside
 from rollcall.view.curves import GROUPS, describe, group_of, thinned
 from rollcall.view.grown import GrownFile
-from rollcall.view.journal_index import JournalIndex
+from rollcall.view.journal_index import Indexed, JournalIndex
 from rollcall.view.keys import OPEN, Keys
 from rollcall.view.metrics_table import MetricsTable
 from rollcall.view.places import ShownRuns
@@ -363,6 +365,49 @@ def test_groups_are_sorted_filtered_and_paged(tmp_path: Path) -> None:
     assert indexed(client, run)["steps"] == [1, 3]
 
 
+def test_counts_of_groups_are_true_while_the_journal_is_read(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path, steps=3, groups=2)
+    client = open_page(run_dir)
+    run = only_run(client)
+    indexed(client, run)
+    with mock.patch.object(JournalIndex, "ask", return_value=Indexed(files=1, total=3, groups=2)):
+        answer = client.get("/api/groups", run=run).json
+    assert answer["total"] == answer["index"]["groups"] == 6
+
+
+def test_an_episode_is_a_conversation_and_its_first_message_the_prompt(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path, steps=1, groups=1)
+    append_groups(run_dir, [make_episodes(2, 5)])
+    client = open_page(run_dir)
+    run = only_run(client)
+    assert indexed(client, run)["rows"][0]["text"] == "add 1 and 2"
+    group = client.get("/api/group", run=run, step=2, draw=5).json
+    assert group["prompt"]["said"] == [["", "add 1 and 2"]] and group["prompt"]["tokens"] == len("add 1 and 2")
+    one, other = group["completions"]
+    assert one["said"] == [
+        ["turn 1", "let me add"],
+        ["call", "add(a=1) -> it is 3"],
+        ["turn 2", "3"],
+        ["reward", "0.5"],
+    ]
+    assert other["said"] == [["turn 1", ""], ["reward", "0"]]
+    assert client.get("/api/text", run=run, step=2, draw=5, completion=0).json["said"] == one["said"]
+    assert [row["draw"] for row in indexed(client, run, search="LET ME")["rows"]] == [5], "in every turn"
+    rows = [{"prompt_id": "val:1", "prompt": "", **episode_columns(make_episodes(0, 0).completions[0])}, {"turns": 3}]
+    (run_dir / "samples").mkdir()
+    (run_dir / "samples" / "val-000001.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    played, foreign = client.get("/api/held_out", run=run).json["rows"]
+    assert played["said"] == [["environment", "add 1 and 2"], *one["said"]] and foreign["said"] == [["", ""]]
+    assert len(client.get("/api/held_out", run=run, search="let me").json["rows"]) == 1
+
+
+def test_a_run_without_validation_data_says_so(tmp_path: Path) -> None:
+    write_run_file(write_run(tmp_path, "sums", steps=2), data={"val": None})
+    write_run(tmp_path, "checked", steps=2)
+    rows = open_page(tmp_path).get("/api/runs").json["runs"]
+    assert {row["name"]: row["evaluates"] for row in rows} == {"sums": False, "checked": True}
+
+
 def test_a_group_shows_rewards_by_part_advantages_and_where_it_was_trained(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path, steps=1, groups=1)
     append_groups(run_dir, [make_group(2, 5, rewards=(1.0, 0.0))])
@@ -521,8 +566,8 @@ def test_hostile_text_is_only_text(tmp_path: Path) -> None:
     answer = client.get("/api/group", run=run, step=2, draw=9)
     assert answer.headers["content-type"] == "application/json" and answer.body.isascii()
     one, other = answer.json["completions"]
-    assert one["text"] == HOSTILE and len(other["text"]) < other["length"] == 1 << 20
-    assert client.get("/api/text", run=run, step=2, draw=9, completion=1).json["text"] == long
+    assert one["said"] == [["", HOSTILE]] and len(other["said"][0][1]) < other["length"] == 1 << 20
+    assert client.get("/api/text", run=run, step=2, draw=9, completion=1).json["said"] == [["", long]]
 
 
 def test_links_out_of_a_run_directory_are_not_followed(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import shown_runs
 from commands import start
-from shown_runs import append_groups, ids_of, make_group, write_metrics, write_run
+from shown_runs import append_groups, ids_of, make_episodes, make_group, write_metrics, write_run
 
 from rollcall.durable.lease import hold
 from rollcall.observe.calls import CallFile, RecordedCall
@@ -273,6 +273,20 @@ def test_a_sample_is_found_by_search_and_its_tokens_show_their_numbers(page: Any
         assert "entropy" in page.inner_text("#numbers") and "ratio" in page.inner_text("#numbers")
         go(page, "samples?prompt=row-3&sort=oldest")
         page.wait_for_selector("text=Reward of this prompt across steps")
+
+
+def test_an_episode_is_drawn_as_a_conversation(page: Any, tmp_path: Path) -> None:
+    append_groups(write_run(tmp_path, steps=2), [make_episodes(3, 90)])
+    with Served(tmp_path) as served:
+        open_runs(page, served)
+        go(page, "samples")
+        page.wait_for_selector(".completion .said")
+        assert "add 1 and 2" in page.inner_text(".entry") and "add 1 and 2" in page.inner_text(".detail .card .text")
+        said = "[...document.querySelector('.completion').querySelectorAll('.talk > *')].map(one => one.innerText)"
+        assert page.evaluate(said) == ["model\nlet me add", "tool call\nadd(a=1) -> it is 3", "model\n3", "reward 0.5"]
+        assert "(nothing)" in page.inner_text(".completion[data-completion='1']")
+        assert "1 token " in page.inner_text(".completion[data-completion='1']")
+        assert re.match(r"\d+ groups\.", page.inner_text("aside"))
 
 
 def test_groups_are_filtered_and_the_worst_come_first(page: Any, tmp_path: Path) -> None:

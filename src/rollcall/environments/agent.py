@@ -326,5 +326,6 @@ def completion_of(prompt: Prompt, caller: Caller, *, seed: int, ended: EndReason
             metrics={**caller.metrics, "requests_refused": float(caller.num_refused)},
             ended=ended,
             error=error[:LONGEST_ERROR],
+            opening="" if prompt.text else first.opening,
         ),
     )

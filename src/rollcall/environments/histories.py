@@ -38,6 +38,7 @@ class Row:
 
     prompt_ids: Ints
     session: str
+    opening: str = ""  # the text of its prompt
     token_ids: list[Ints] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
     mask: list[Any] = field(default_factory=list)
@@ -206,7 +207,7 @@ class Histories:
                 )
                 return self._extended(answer, added, key=keys[-1], messages=tuple(new))
         opened = self._conversations.open_chat(messages, tools=tools)
-        return self._opened(opened.token_ids, key=keys[-1])
+        return self._opened(opened.token_ids, key=keys[-1], messages=tuple(messages))
 
     def ids(self, token_ids: Ints) -> Asked:
         """A prompt of token ids goes on from the longest answer that it begins with."""
@@ -248,6 +249,7 @@ class Histories:
         if row is None:
             row = Row(prompt_ids=asked.prompt_ids, session=session)
             if self._max_kept is None:
+                row.opening = asked.text or asked.observation
                 self.rows.append(row)
         elif self._max_kept is None:
             row.add_observed(asked)
@@ -272,9 +274,10 @@ class Histories:
 
     # Inside
 
-    def _opened(self, ids: Ints, *, key: bytes | None = None, text: str | None = None) -> Asked:
-        added = np.zeros(0, dtype=np.int32)
-        return Asked(prompt_ids=ids, session=self.new_session(), behind=None, added=added, key=key, text=text)
+    def _opened(self, ids: Ints, **given: Any) -> Asked:
+        return Asked(
+            prompt_ids=ids, session=self.new_session(), behind=None, added=np.zeros(0, dtype=np.int32), **given
+        )
 
     def _extended(self, answer: _Answer, added: Ints, **given: Any) -> Asked:
         self._answers.move_to_end(id(answer))

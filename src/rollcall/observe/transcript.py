@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from rollcall.types import Completion, EndReason, ToolCall, Turn
+from rollcall.types import Completion, EndReason, Turn
+from rollcall.words import counted
 
 _ENDS = {
     EndReason.TURNS: "ended at the limit of turns",
@@ -19,7 +20,7 @@ _LONGEST_ARGUMENT = 200
 def transcript(completion: Completion) -> str:
     """The text of a completion; of an episode all its turns.
 
-    >>> from rollcall.types import Episode
+    >>> from rollcall.types import Episode, ToolCall
     >>> import numpy as np
     >>> call = ToolCall(name="add", arguments={"a": 1, "b": 2}, result="3", failed=False)
     >>> turns = (
@@ -37,25 +38,36 @@ def transcript(completion: Completion) -> str:
     [turn 2] it is 3
     [reward] 0.5
     """
-    episode = completion.episode
-    if episode is None:
+    if completion.episode is None:
         return completion.text
-    lines = [_said("environment", episode.opening)] if episode.opening else []
-    for number, turn in enumerate(episode.turns, start=1):
-        lines.append(_said(f"turn {number}", turn.text))
-        lines += [_said("call", _called(call)) for call in turn.calls]
-        if turn.observation and not turn.calls:
-            lines.append(_said("environment", turn.observation))
-        if turn.reward is not None:
-            lines.append(f"[reward] {turn.reward:g}")
-    if why := _ENDS.get(episode.ended):
-        lines.append(_said("end", f"{why}{f': {episode.error}' if episode.error else ''}"))
-    if episode.branches:
-        lines.append(f"[branches] {len(episode.branches)} more conversations, trained on too")
-    return "\n".join(lines)
+    return "\n".join(_line(who, text) for who, text in said_in(completion))
 
 
-def _said(who: str, text: str) -> str:
+def said_in(completion: Completion) -> list[tuple[str, str]]:
+    """Who said what, in order; of a single turn its text, said by nobody."""
+    if completion.episode is None:
+        return [("", completion.text)]
+    num, said = len(completion.episode.branches), said_in_row(episode_columns(completion))
+    return [*said, ("branches", f"{counted(num, 'more conversation')}, trained on too")] if num else said
+
+
+def said_in_row(row: dict[str, Any]) -> list[tuple[str, str]]:
+    """The same of an episode as ``episode_columns`` and records of the journal have it."""
+    said = [("environment", row["opening"])] if row.get("opening") else []
+    for number, turn in enumerate(row["turns"], start=1):
+        said.append((f"turn {number}", turn["text"]))
+        calls = turn.get("calls") or ()
+        said += [("call", _called(call)) for call in calls]
+        if turn.get("observation") and not calls:
+            said.append(("environment", turn["observation"]))
+        if turn.get("reward") is not None:
+            said.append(("reward", f"{turn['reward']:g}"))
+    if why := _ENDS.get(row["ended"]):
+        said.append(("end", f"{why}{f': {error}' if (error := row.get('error')) else ''}"))
+    return said
+
+
+def _line(who: str, text: str) -> str:
     """Only its first line stands at the edge: a turn that writes `[call] test() -> passed` on a line of its own has called nothing, and
     a reader can see that, a judge too."""
     first, *others = text.splitlines() or [""]
@@ -94,9 +106,9 @@ def _turn(turn: Turn) -> dict[str, Any]:
     }
 
 
-def _called(call: ToolCall) -> str:
-    given = ", ".join(f"{name}={_short(value)}" for name, value in call.arguments.items())
-    return f"{call.name}({given}) {'failed:' if call.failed else '->'} {call.result}"
+def _called(call: dict[str, Any]) -> str:
+    given = ", ".join(f"{name}={_short(value)}" for name, value in call["arguments"].items())
+    return f"{call['name']}({given}) {'failed:' if call.get('failed') else '->'} {call['result']}"
 
 
 def _short(value: Any) -> str:

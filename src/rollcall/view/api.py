@@ -157,7 +157,7 @@ class Api:
             after = _cursor(ask.get("after"))
             found = groups.search(run.root, run.index, needle, only=only, after=after, limit=limit)
             return {**answer, "rows": found.rows, "cursor": found.cursor, "looked_at": found.looked_at}
-        rows, total = run.index.find(
+        found = run.index.find(
             step=_whole(ask, "step", None),
             prompt=ask.get("prompt") or None,
             only=only,
@@ -165,8 +165,9 @@ class Api:
             limit=limit,
             offset=_whole(ask, "offset", 0) or 0,
         )
-        shown = [groups.summary_of(row, text=groups.preview(run.root, row)) for row in rows]
-        return {**answer, "rows": shown, "total": total}
+        index["groups"] = found.groups
+        shown = [groups.summary_of(row, text=groups.preview(run.root, row)) for row in found.rows]
+        return {**answer, "rows": shown, "total": found.total}
 
     def group(self, ask: QueryParams) -> Any:
         run = self.watched(_one(ask))
@@ -177,7 +178,7 @@ class Api:
         """A text that ``group`` cut."""
         run = self.watched(_one(ask))
         group = groups.read_group(run.root, run.index, **_which(ask))
-        return {"text": groups.text_of(group, completion=_whole(ask, "completion", None))}
+        return {"said": groups.said_of(group, completion=_whole(ask, "completion", None))}
 
     def tokens(self, ask: QueryParams) -> Any:
         run = self.watched(_one(ask))

@@ -17,7 +17,7 @@ from rollcall.config import Config, GroupAlgorithm
 from rollcall.durable.append_file import parse_row
 from rollcall.durable.group_record import NOT_A_GROUP, decode, stream_records
 from rollcall.durable.journal import is_trained_row
-from rollcall.observe.transcript import transcript
+from rollcall.observe.transcript import said_in, said_in_row
 from rollcall.redact import redact
 from rollcall.types import Completion, Group
 from rollcall.view.grown import GrownFile
@@ -84,16 +84,18 @@ def preview(root: Path, row: GroupRow) -> str:
     """How the prompt of a group ends: chat templates begin all alike."""
     header = _header(root, row)
     try:
-        return "" if header is None else _asked(header["prompt"])[-SHORT:]
+        return "" if header is None else _asked(header)[-SHORT:]
     except NOT_A_GROUP:
         return ""
 
 
-def _asked(prompt: dict[str, Any]) -> str:
-    """What the user says, without the chat template around it."""
+def _asked(header: dict[str, Any]) -> str:
+    """What the user says, without the chat template around it; where the prompt is empty, what the environment says first."""
+    prompt = header["prompt"]
     messages = prompt["metadata"].get("prompt_messages") or ()
     said = [message["content"] for message in messages if message["role"] == "user"]
-    return str(said[-1] if said else prompt["text"])
+    openings = (episode.get("opening", "") for row in header["completions"] if (episode := row.get("episode")))
+    return str(said[-1] if said else prompt["text"] or next(openings, ""))
 
 
 def _header(root: Path, row: GroupRow) -> dict[str, Any] | None:
@@ -154,8 +156,10 @@ def _hit(root: Path, row: GroupRow, wanted: str, raw: bytes | None) -> str | Non
     try:
         header = json.loads(data)
         prompt = header["prompt"]
-        texts = [prompt["id"], _asked(prompt), prompt["text"], prompt["answer"]]
+        texts = [prompt["id"], _asked(header), prompt["text"], prompt["answer"]]
         texts += [completion["text"] for completion in header["completions"]]
+        episodes = [completion["episode"] for completion in header["completions"] if completion.get("episode")]
+        texts += [text for episode in episodes for _, text in said_in_row(episode)]
         texts += [note for score in header["scores"] for note in score.get("notes", {}).values()]
         for text in map(str, texts):
             if (place := text.casefold().find(wanted)) >= 0:
@@ -166,7 +170,7 @@ def _hit(root: Path, row: GroupRow, wanted: str, raw: bytes | None) -> str | Non
 
 
 def show_group(group: Group, *, config: Config | None, trained_in: int | None) -> dict[str, Any]:
-    """A group as JSON; long texts are cut, and ``text_of`` has the whole."""
+    """A group as JSON; long texts are cut, and ``said_of`` has the whole."""
     advantages = (
         None
         if config is None
@@ -177,7 +181,8 @@ def show_group(group: Group, *, config: Config | None, trained_in: int | None) -
             environment=config.environment,
         )
     )
-    prompt = group.prompt
+    prompt, asked = group.prompt, _prompt_text(group)
+    own = (one.prompt_ids(prompt.token_ids) for one in group.completions if not prompt.text)
     return {
         "step": group.step,
         "draw": group.draw,
@@ -187,10 +192,10 @@ def show_group(group: Group, *, config: Config | None, trained_in: int | None) -
         "finished_s": group.finished_s,
         "prompt": {
             "id": prompt.id,
-            "text": prompt.text[:LONG],
-            "length": len(prompt.text),
+            "said": _cut([("", asked)]),
+            "length": len(asked),
             "answer": prompt.answer[:LONG],
-            "tokens": len(prompt.token_ids),
+            "tokens": len(next(own, prompt.token_ids)),
             "metadata": _brief(prompt.metadata),
         },
         "completions": [
@@ -213,10 +218,10 @@ def _no_advantages(config: Config | None) -> str:
 def _show_completion(completion: Completion, *, number: int, group: Group) -> dict[str, Any]:
     score = group.scores[number]
     chosen = completion.logprobs[completion.mask]
-    text = transcript(completion)
+    said = said_of(group, completion=number)
     return {
-        "text": text[:LONG],
-        "length": len(text),
+        "said": _cut(said),
+        "length": sum(len(text) for _, text in said),
         "tokens": len(completion.token_ids),
         "finish": completion.finish.value,
         "reward": score.value,
@@ -229,13 +234,30 @@ def _show_completion(completion: Completion, *, number: int, group: Group) -> di
     }
 
 
-def text_of(group: Group, *, completion: int | None) -> str:
-    """The whole text of a completion, or of the prompt."""
+def said_of(group: Group, *, completion: int | None) -> list[tuple[str, str]]:
+    """Who said what in a completion, without what stands in the prompt's place; or the prompt, said by nobody."""
+    asked = _prompt_text(group)
     if completion is None:
-        return group.prompt.text
+        return [("", asked)]
     if not 0 <= completion < len(group.completions):
         raise NoGroupError(f"the group has {len(group.completions)} completions, and no number {completion}")
-    return transcript(group.completions[completion])
+    said = said_in(group.completions[completion])
+    return said[1:] if not group.prompt.text and said[0] == ("environment", asked) else said
+
+
+def _prompt_text(group: Group) -> str:
+    """Where the prompt is empty, what the environment says first, if that is the same in all attempts."""
+    openings = {one.episode.opening for one in group.completions if one.episode is not None}
+    return group.prompt.text or (openings.pop() if len(openings) == 1 else "")
+
+
+def _cut(said: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    shown, left = [], LONG
+    for who, text in said:
+        if left > 0:
+            shown.append((who, text[:left]))
+        left -= len(text)
+    return shown
 
 
 def _brief(metadata: dict[str, Any]) -> dict[str, str]:

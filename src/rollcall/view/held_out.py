@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.durable.append_file import parse_row
+from rollcall.durable.group_record import NOT_A_GROUP
+from rollcall.observe.transcript import said_in_row
 from rollcall.view.groups import LONG
 from rollcall.view.inside import entries, read_inside
 
@@ -25,14 +27,22 @@ def show_held_out(root: Path, *, step: int, needle: str) -> list[dict[str, Any]]
         row = parse_row(line) if line else None
         if row is None:
             continue
-        texts = {name: _text(row.get(name)) for name in ("prompt_id", "prompt", "completion", "answer")}
-        if wanted and not any(wanted in text.casefold() for text in texts.values()):
+        texts = {name: _text(row.get(name)) for name in ("prompt_id", "prompt", "answer")}
+        said = _said(row)
+        if not any(wanted in text.casefold() for text in (*texts.values(), *(text for _, text in said))):
             continue
         numbers = {name: _number(row.get(name)) for name in ("reward", "num_tokens")}
-        rows.append({**texts, **numbers, "finish": _text(row.get("finish"))})
+        rows.append({**texts, **numbers, "finish": _text(row.get("finish")), "said": said})
         if len(rows) == MOST_ROWS:
             break
     return rows
+
+
+def _said(row: dict[str, Any]) -> list[tuple[str, str]]:
+    try:
+        return [(who, _text(text)) for who, text in said_in_row(row)]
+    except NOT_A_GROUP:  # no episode
+        return [("", _text(row.get("completion")))]
 
 
 def _text(value: Any) -> str:

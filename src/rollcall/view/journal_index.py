@@ -102,6 +102,14 @@ class Indexed:
     groups: int
 
 
+class Found(NamedTuple):
+    """Counted at one moment, also while the journal is read."""
+
+    rows: list[GroupRow]
+    total: int  # that fit
+    groups: int  # in the table
+
+
 class JournalIndex:
     def __init__(self, root: Path, *, path: Path | None = None) -> None:
         self._root = root
@@ -277,8 +285,8 @@ class JournalIndex:
         sort: str = "newest",
         limit: int = 50,
         offset: int = 0,
-    ) -> tuple[list[GroupRow], int]:
-        """A page of groups, and how many there are in all."""
+    ) -> Found:
+        """A page of groups."""
         wanted: list[str] = []
         values: list[Any] = []
         if step is not None:
@@ -294,7 +302,7 @@ class JournalIndex:
             total = self._db.execute(f"select count(*) from groups {where}", values).fetchone()[0]
             query = f"select * from groups {where} order by {SORTS[sort]} limit ? offset ?"
             rows = self._db.execute(query, [*values, limit, offset]).fetchall()
-        return [_as_row(row) for row in rows], total
+            return Found([_as_row(row) for row in rows], total, self._count())
 
     def get(self, *, step: int, draw: int) -> GroupRow | None:
         with self._lock:

@@ -134,6 +134,7 @@ class StateReader:
             "first": float(scores[0]) if len(scores) else None,
             "last": float(scores[-1]) if len(scores) else None,
             "best": float(scores.max()) if len(scores) else None,
+            "evaluates": config is None or config.data.val is not None,
             "reward": table.last("train/reward_mean"),
             "step_s": statistics.median(recent) if recent else None,
             "tokens_per_s": table.last("rollout/tokens_per_s"),

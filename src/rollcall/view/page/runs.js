@@ -1,13 +1,13 @@
 // Runs: how each stands. Two or more can be compared.
 
-import { badge, clock, duration, el, number, replace, shown } from "./dom.js";
+import { badge, clock, counted, duration, el, number, replace, shown } from "./dom.js";
 import { address, go } from "./route.js";
 
 const KIND = { running: "good", finished: "done", failed: "bad", killed: "bad", waiting: "warn", stopped: "warn", new: "" };
 const chosen = new Set();
 
 function course(run) {
-  if (run.last === null) return el("span", { class: "soft" }, "no evaluation yet");
+  if (run.last === null) return el("span", { class: "soft" }, run.evaluates ? "no evaluation yet" : "no validation data");
   const share = run.headline === "held-out accuracy";
   const text = (value) => (share ? `${(100 * value).toFixed(1)} %` : number(value));
   return el("span", { title: `${run.headline}: first, last, best` },
@@ -77,7 +77,7 @@ export async function show(page, context) {
       return rows.get(run.id).draw(run, answer.now_s);
     });
     if (drawn.length !== body.children.length || drawn.some((one, place) => body.children[place] !== one)) replace(body, drawn);
-    count.textContent = `${found.length} of ${answer.runs.length} runs`;
+    count.textContent = `${found.length < answer.runs.length ? `${found.length} of ` : ""}${counted(answer.runs.length, "run")}`;
     buttons();
   }
 

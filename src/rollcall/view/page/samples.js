@@ -2,7 +2,7 @@
 
 import { ask } from "./ask.js";
 import { SETTINGS, layout, plotly } from "./chart.js";
-import { badge, choice, duration, el, message, number, replace, shown } from "./dom.js";
+import { badge, choice, counted, duration, el, message, number, replace, shown } from "./dom.js";
 import { address, changed, go, note } from "./route.js";
 
 const PAGE = 50;
@@ -23,18 +23,29 @@ function listed(row, isOn) {
   return el("a", { class: isOn ? "entry on" : "entry", href: changed({ s: row.step, draw: row.draw }), "data-draw": String(row.draw) },
     el("div", { class: "entry-head" }, el("span", { class: "strong" }, `step ${row.step}`), el("span", { class: "soft small" }, `draw ${row.draw}`), el("span", { class: "grow" }), badge(number(row.reward, 2), tone(row.reward, Math.min(row.lowest, 0), Math.max(row.highest, 1)))),
     el("div", { class: "entry-text" }, shown(row.text || row.prompt)),
-    el("div", { class: "soft small" }, `${row.completions} completions · rewards ${range}`, row.truncated ? ` · ${row.truncated} truncated` : "", row.failed ? ` · ${row.failed} failed` : ""));
+    el("div", { class: "soft small" }, `${counted(row.completions, "completion")} · rewards ${range}`, row.truncated ? ` · ${row.truncated} truncated` : "", row.failed ? ` · ${row.failed} failed` : ""));
 }
 
-function cut(text, length, load) {
-  const box = el("div", { class: "text", dir: "ltr" }, shown(text));
-  if (length <= text.length) return box;
+// A message of an episode; who: "turn N" is the model, nobody: the text of a single turn.
+function spoken([who, text]) {
+  if (who === "reward") return el("div", {}, badge(`reward ${text}`, tone(Number(text))));
+  const box = el("div", { class: "text", dir: "ltr" }, text ? shown(text) : el("span", { class: "soft" }, "(nothing)"));
+  const name = who.startsWith("turn ") ? "model" : who;
+  return name ? el("div", { class: `said ${name}`, title: who }, el("div", { class: "soft small" }, name === "call" ? "tool call" : name), box) : box;
+}
+
+function talk(said) {
+  return said.length === 1 && said[0][0] === "" ? spoken(said[0]) : el("div", { class: "talk" }, said.map(spoken));
+}
+
+function cut(said, length, load) {
+  const box = el("div", {}, talk(said));
+  if (length <= said.reduce((sum, [, text]) => sum + text.length, 0)) return box;
   const more = el("button", { class: "small", onclick: async () => {
     more.disabled = true;
     more.textContent = "loading …";
     try {
-      const whole = await load();
-      replace(box, shown(whole));
+      replace(box, talk((await load()).said));
       more.remove();
     } catch (error) { more.textContent = error.message; }
   } }, `show all ${length.toLocaleString("en")} characters`);
@@ -56,17 +67,21 @@ function completion(run, group, one, place, range) {
       el("span", { class: "grow" }),
       one.finish === "stop" ? null : badge(one.finish === "length" ? "truncated" : one.finish, "warn"),
       el("a", { href: address("tokens", { ...which, n: place || null }), title: "token by token" }, "tokens")),
-    el("div", { class: "soft small" }, `#${place + 1} · ${one.tokens.toLocaleString("en")} tokens · mean log-prob ${number(one.logprob)} · weights ${one.versions.join(", ") || "–"}`, one.masked ? ` · ${one.masked} masked` : ""),
+    el("div", { class: "soft small" }, `#${place + 1} · ${counted(one.tokens, "token")} · mean log-prob ${number(one.logprob)} · weights ${one.versions.join(", ") || "–"}`, one.masked ? ` · ${one.masked} masked` : ""),
     Object.keys(one.parts).length > 1 || failed.length ? parts(one) : null,
     Object.entries(one.notes).map(([name, said]) => el("details", { class: "small" }, el("summary", {}, shown(`what ${name} said`)), el("pre", {}, shown(said)))),
     failed.map(([name, why]) => el("details", { class: "bad-text small" }, el("summary", {}, shown(`${name} failed`)), el("pre", {}, shown(why)))),
-    cut(one.text, one.length, async () => (await ask("text", { ...which, completion: place })).text));
+    cut(one.said, one.length, () => ask("text", { ...which, completion: place })));
+}
+
+function answer(text) {
+  return text ? el("div", { class: "answer" }, el("span", { class: "soft" }, "answer "), el("span", { class: "text-inline", dir: "ltr" }, shown(text))) : null;
 }
 
 function metadata(group) {
   const rows = Object.entries(group.prompt.metadata);
   if (!rows.length) return null;
-  return el("details", { class: "small" }, el("summary", {}, `${rows.length} other column${rows.length === 1 ? "" : "s"}`), el("table", {}, rows.map(([name, value]) => el("tr", {}, el("td", { class: "soft" }, shown(name)), el("td", { class: "mono wrap" }, shown(value))))));
+  return el("details", { class: "small" }, el("summary", {}, counted(rows.length, "other column")), el("table", {}, rows.map(([name, value]) => el("tr", {}, el("td", { class: "soft" }, shown(name)), el("td", { class: "mono wrap" }, shown(value))))));
 }
 
 function drawGroup(place, run, group, order) {
@@ -90,12 +105,12 @@ function drawGroup(place, run, group, order) {
     el("div", { class: "card" },
       el("div", { class: "entry-head" }, el("h2", {}, `Step ${group.step}, draw ${group.draw}`), el("span", { class: "soft small" }, trained), el("span", { class: "grow" }),
         el("a", { href: address("samples", { run, prompt: group.prompt.id, sort: "oldest" }), title: "every group of this prompt" }, "this prompt across steps")),
-      el("div", { class: "soft small" }, "prompt ", shown(group.prompt.id), ` · ${group.prompt.tokens} tokens · sampled in ${duration(group.finished_s - group.started_s)} by `, shown(group.worker)),
-      cut(group.prompt.text, group.prompt.length, async () => (await ask("text", { run, step: group.step, draw: group.draw })).text),
-      el("div", { class: "answer" }, el("span", { class: "soft" }, "answer "), el("span", { class: "text-inline", dir: "ltr" }, shown(group.prompt.answer))),
+      el("div", { class: "soft small" }, "prompt ", shown(group.prompt.id), ` · ${counted(group.prompt.tokens, "token")} · sampled in ${duration(group.finished_s - group.started_s)} by `, shown(group.worker)),
+      group.prompt.length ? cut(group.prompt.said, group.prompt.length, () => ask("text", { run, step: group.step, draw: group.draw })) : null,
+      answer(group.prompt.answer),
       metadata(group),
       group.advantages ? el("div", { class: "soft small" }, `No advantages: ${group.advantages}.`) : null),
-    el("div", { class: "bar" }, el("h3", {}, `${group.completions.length} completions`), choice("order", ORDERS, order, (value) => { note({ order: value === "number" ? null : value }); drawGroup(place, run, group, value); })),
+    el("div", { class: "bar" }, el("h3", {}, counted(group.completions.length, "completion")), choice("order", ORDERS, order, (value) => { note({ order: value === "number" ? null : value }); drawGroup(place, run, group, value); })),
     cards, more);
 }
 
@@ -113,20 +128,19 @@ function acrossSteps(rows) {
 
 async function showHeldOut(page, context, run, tabs) {
   const { asked } = context;
-  const answer = await ask("held_out", { run, step: asked.get("step"), search: asked.get("q") });
+  const found = await ask("held_out", { run, step: asked.get("step"), search: asked.get("q") });
   if (!context.current()) return null;
-  if (!answer.steps.length) {
+  if (!found.steps.length) {
     replace(page, tabs, message("No held-out samples yet", "An evaluation writes its first completions here. This run has not finished one, or has no held-out prompts."));
     return null;
   }
-  const step = choice("after step", answer.steps.map((one) => [String(one), String(one)]), String(answer.step), (value) => go(changed({ step: value })));
+  const step = choice("after step", found.steps.map((one) => [String(one), String(one)]), String(found.step), (value) => go(changed({ step: value })));
   const search = el("input", { type: "search", value: asked.get("q") || "", placeholder: "Search", "aria-label": "Search", onchange: () => go(changed({ q: search.value })) });
-  replace(page, tabs, el("div", { class: "bar" }, step, search, el("span", { class: "soft" }, `${answer.rows.length} completions`)),
-    answer.rows.length ? el("div", { class: "completions" }, answer.rows.map((row) => el("article", { class: "card completion" },
+  replace(page, tabs, el("div", { class: "bar" }, step, search, el("span", { class: "soft" }, counted(found.rows.length, "completion"))),
+    found.rows.length ? el("div", { class: "completions" }, found.rows.map((row) => el("article", { class: "card completion" },
       el("div", { class: "entry-head" }, badge(`reward ${number(row.reward)}`, tone(row.reward)), el("span", { class: "grow" }), row.finish === "stop" ? null : badge(row.finish === "length" ? "truncated" : row.finish, "warn")),
-      el("div", { class: "soft small" }, shown(row.prompt_id), ` · ${number(row.num_tokens)} tokens`),
-      el("div", { class: "text quiet", dir: "ltr" }, shown(row.prompt)), el("div", { class: "text", dir: "ltr" }, shown(row.completion)),
-      el("div", { class: "answer" }, el("span", { class: "soft" }, "answer "), el("span", { class: "text-inline", dir: "ltr" }, shown(row.answer)))))) : message("Nothing found", "No held-out completion of this step holds that text."));
+      el("div", { class: "soft small" }, shown(row.prompt_id), ` · ${counted(row.num_tokens ?? 0, "token")}`),
+      row.prompt ? el("div", { class: "text quiet", dir: "ltr" }, shown(row.prompt)) : null, talk(row.said), answer(row.answer)))) : message("Nothing found", "No held-out completion of this step holds that text."));
   return null;
 }
 
@@ -163,21 +177,21 @@ export async function show(page, context) {
         }, aborter.signal);
         rows = rows.concat(answer.rows);
         const { files, total, groups } = answer.index;
-        const reading = files < total ? ` The journal is being read: ${files.toLocaleString("en")} of ${total.toLocaleString("en")} files.` : "";
+        const reading = files < total ? ` The journal is being read: ${files.toLocaleString("en")} of ${counted(total, "file")}.` : "";
         if (wanted.q) {
           searched += answer.looked_at;
           cursor = answer.cursor;
           const where = cursor ? `, down to step ${cursor[0]}` : "";
-          state.textContent = `${rows.length} found in ${searched.toLocaleString("en")} groups${where}.${reading}`;
+          state.textContent = `${rows.length} found in ${counted(searched, "group")}${where}.${reading}`;
           more.hidden = !cursor;
           draw();
           if (cursor && rows.length < target) continue;
         } else {
-          state.textContent = `${answer.total.toLocaleString("en")} of ${groups.toLocaleString("en")} groups.${reading}`;
+          state.textContent = `${answer.total < groups ? `${answer.total.toLocaleString("en")} of ` : ""}${counted(groups, "group")}.${reading}`;
           more.hidden = rows.length >= answer.total;
           draw();
         }
-        if (files < total || (total === 0 && groups === 0)) again = setTimeout(() => { if (!rows.length || files < total) load(false); }, 700);
+        if (files < total || total === 0) again = setTimeout(() => load(false), 700);
         break;
       }
     } finally { busy = false; }

@@ -2,7 +2,7 @@
 
 import { ask } from "./ask.js";
 import { isDark } from "./chart.js";
-import { badge, choice, el, message, number, replace, shown, wellFormed } from "./dom.js";
+import { badge, choice, counted, el, message, number, replace, shown, wellFormed } from "./dom.js";
 import { address, changed, note } from "./route.js";
 import { tone } from "./samples.js";
 
@@ -104,7 +104,7 @@ export async function show(page, context) {
   let kept = null;
 
   function lay() {
-    const left = answer.prompt.left_out ? el("span", { class: "soft" }, `${answer.prompt.left_out.toLocaleString("en")} earlier prompt tokens are left out … `) : null;
+    const left = answer.prompt.left_out ? el("span", { class: "soft" }, `${counted(answer.prompt.left_out, "earlier prompt token")} left out … `) : null;
     replace(stream, showPrompt.checked ? [left, ...prompt, el("span", { class: "seam", title: "the completion begins" })] : [], boxes);
   }
 
@@ -136,7 +136,7 @@ export async function show(page, context) {
   replace(page,
     el("div", { class: "bar" }, el("h1", {}, "Tokens"), el("span", {}, `step ${answer.step}, draw ${answer.draw}, completion ${completion + 1} of ${answer.of}`), badge(`reward ${number(answer.reward)}`, tone(answer.reward)), answer.finish === "length" ? badge("truncated", "warn") : null,
       el("span", { class: "grow" }), step(-1, "‹ previous"), step(1, "next ›"), el("a", { class: "button", href: address("samples", { run, s: answer.step, draw: answer.draw }) }, "the group")),
-    el("div", { class: "bar" }, choice("colour by", modes, by, (value) => { by = value; note({ by: value === "logprob" ? null : value }); repaint(); }), legend, el("span", { class: "grow" }), el("label", {}, showPrompt, " show the prompt"), el("span", { class: "soft" }, `${columns.id.length.toLocaleString("en")} tokens`)),
+    el("div", { class: "bar" }, choice("colour by", modes, by, (value) => { by = value; note({ by: value === "logprob" ? null : value }); repaint(); }), legend, el("span", { class: "grow" }), el("label", {}, showPrompt, " show the prompt"), el("span", { class: "soft" }, counted(columns.id.length, "token"))),
     missing.length ? el("p", { class: "soft small" }, missing.join(" ")) : null,
     el("div", { class: "split right" }, el("div", { class: "card" }, stream), side));
   return null;
