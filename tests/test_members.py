@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from rollcall.groups.backend import Ask
 from rollcall.nodes.plain_ray import PlainRay
 from rollcall.on_ray import members, reserve
 from rollcall.on_ray.members import RayNode, ranked_nodes, settle_ranks
+from rollcall.on_ray.raylet_lines import hide_stacks
 from rollcall.wait import speaking
 
 
@@ -157,3 +159,30 @@ def test_where_no_node_declares_a_gpu_the_wait_says_how_to_declare_slots(monkeyp
     bare = {**listed("10.0.0.1"), "Resources": {"CPU": 2.0}}
     assert "`ray start --num-gpus N`" in reserve._logical(ask, look(monkeypatch, bare))
     assert reserve._logical(ask, look(monkeypatch, listed("10.0.0.1"))) == ""
+
+
+def test_the_stack_of_a_raylet_that_ends_is_left_out_of_what_ray_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines as Ray 2.60 gives them."""
+    from ray._private import worker
+
+    shown: list[str] = []
+    monkeypatch.setattr(
+        worker, "print_worker_logs", lambda data, file, ignore_prefix=False: shown.extend(data["lines"])
+    )
+    hide_stacks()
+    hide_stacks()  # once is enough
+    lines = [
+        "[2026-11-18 03:28:09,102 C 25017 25017] (raylet) node_manager.cc:3576: Check failed",
+        "*** StackTrace Information ***",
+        "/lib/ray/raylet(+0xf24678) [0xaaaabd1e4678] ray::operator<<()",
+        "/lib/ray/raylet(+0x22443c) [0xaaaabc4e443c]",
+        "/lib/aarch64-linux-gnu/libc.so.6(__libc_start_main+0x98) [0xffffb4ae7818] __libc_start_main",
+        "[2026-11-18 03:28:09,200 E 25017 25017] logging.cc:520: *** SIGABRT received at time=1731 on cpu 1 ***",
+        "[2026-11-18 03:28:09,200 E 25017 25017] logging.cc:520: PC: @     0x7f2c1a89a00b  (unknown)  raise",
+        "The node with node id: 35d667 has been marked dead because the detector has missed too many heartbeats from it.",
+        "1 Workers killed due to memory pressure (OOM)",
+    ]
+    worker.print_worker_logs({"pid": "raylet", "lines": lines}, sys.stdout)
+    assert shown == [lines[0], lines[-1]]
+    worker.print_worker_logs({"pid": 7, "lines": lines[2:3]}, sys.stdout)
+    assert shown[2:] == lines[2:3], "what a worker prints stays"

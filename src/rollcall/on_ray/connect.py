@@ -19,6 +19,7 @@ from rollcall.nodes.plain_ray import MODE, PlainRay
 from rollcall.nodes.which import Cluster, find_cluster, is_in_a_job, is_same_address, say_once, wished_cluster
 from rollcall.on_ray.loopback import keep_loopback
 from rollcall.on_ray.members import forget_members
+from rollcall.on_ray.raylet_lines import hide_stacks
 from rollcall.on_ray.waiting import serve_driver
 from rollcall.stop import is_heeding, kept
 
@@ -103,6 +104,7 @@ def disconnect() -> None:
 def _join(cluster: Cluster, *, node_ip: str | None, temp_dir: str | None, log_to_driver: bool) -> None:
     import ray
 
+    hide_stacks()
     if is_loopback(resolve(node_ip or split_address(cluster.head_address)[0])):
         keep_loopback()
     try:
