@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import time
 from types import SimpleNamespace
@@ -114,8 +115,8 @@ def test_slots_are_tied_to_a_rank_else_to_an_address_else_to_the_node_itself(mon
 
 def test_a_wait_names_the_lost_nodes_since_when_and_the_command_to_run_there(monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
-    from ray.core.generated.gcs_pb2 import GcsNodeInfo
 
+    GcsNodeInfo: Any = importlib.import_module("ray.core.generated.gcs_pb2").GcsNodeInfo  # noqa: N806
     lost_s = time.mktime((2026, 11, 18, 12, 3, 44, 0, 0, -1))
     infos = {
         b"a": GcsNodeInfo(node_manager_address="10.0.0.1", labels={"rollcall.rank": "0"}),
@@ -163,8 +164,7 @@ def test_where_no_node_declares_a_gpu_the_wait_says_how_to_declare_slots(monkeyp
 
 def test_the_stack_of_a_raylet_that_ends_is_left_out_of_what_ray_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines as Ray 2.60 gives them."""
-    from ray._private import worker
-
+    worker: Any = importlib.import_module("ray._private.worker")
     shown: list[str] = []
     monkeypatch.setattr(
         worker, "print_worker_logs", lambda data, file, ignore_prefix=False: shown.extend(data["lines"])

@@ -87,13 +87,13 @@ def ranked_nodes() -> list[RayNode]:
 
 def lost_nodes() -> dict[int | None, NodeInfo]:
     """The nodes that are dead or silent, by the rank that they had; of several, the last."""
-    import ray
+    from ray._private import worker
 
-    client = ray._private.worker.global_worker.gcs_client
+    current: Any = worker.global_worker
     settled = _settled.get(_this_ray(), {})
     found: dict[int | None, NodeInfo] = {}
     for node in sorted(
-        map(NodeInfo.of, node_rows(client.get_all_node_info(timeout=30))), key=lambda node: node.started_ms
+        map(NodeInfo.of, node_rows(current.gcs_client.get_all_node_info(timeout=30))), key=lambda node: node.started_ms
     ):
         if node.node_id in _suspects:
             node = replace(node, alive=False, ended_ms=round(_suspects[node.node_id][1] * 1000))
