@@ -136,7 +136,14 @@ def engine(kind: EngineKind, model: Any, tokenizer: Any) -> Iterator[Any]:
     yield kind.make(model, tokenizer, max_running=16, kv_tokens=None)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+# Which architecture it is changes the forward; `test_greedy_equals_generate` has all of them.
+SOME = [
+    name if name in ("qwen2-sliding", "qwen3-untied", "llama3-rope") else pytest.param(name, marks=pytest.mark.slow)
+    for name in ARCHITECTURES
+]
+
+
+@pytest.mark.parametrize("architecture", SOME)
 def test_logprobs_and_draws_do_not_depend_on_the_batch(kind: EngineKind, tokenizer: Any, architecture: str) -> None:
     model = kind.model(architecture)
     requests = requests_for(random_prompts(5))
@@ -150,7 +157,7 @@ def test_logprobs_and_draws_do_not_depend_on_the_batch(kind: EngineKind, tokeniz
     assert ids_of(together) == ids_of(few_rows) == ids_of(one_by_one)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", SOME)
 def test_logprobs_and_draws_survive_preemption(kind: EngineKind, tokenizer: Any, architecture: str) -> None:
     model, tight = kind.model(architecture), kind.tight
     requests = requests_for(
@@ -165,7 +172,7 @@ def test_logprobs_and_draws_survive_preemption(kind: EngineKind, tokenizer: Any,
     assert ids_of(results) == ids_of(expected)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", SOME)
 def test_a_weight_swap_in_the_middle_of_completions_is_recorded_and_exact(
     kind: EngineKind, tokenizer: Any, architecture: str
 ) -> None:
@@ -216,7 +223,7 @@ def test_a_weight_swap_while_requests_wait_for_room_is_exact(kind: EngineKind, m
     assert off_by(model, requests[1:], results) < TOLERANCE
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 8))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
 def test_any_schedule_of_requests_aborts_and_swaps_is_exact(kind: EngineKind, tokenizer: Any, seed: int) -> None:
     """Rows come, grow, go and are preempted in a random order; what each token was sampled from stays right."""
     rng = np.random.default_rng(seed)
@@ -446,7 +453,7 @@ def test_a_text_without_the_stop_string_runs_to_its_length(engine: Any) -> None:
 
 
 def test_the_text_is_the_decoded_tokens_without_special_ones(engine: Any, tokenizer: Any) -> None:
-    requests = requests_for(random_prompts(4), max_tokens=30)
+    requests = requests_for(random_prompts(4), num_seeds=4, max_tokens=40)
     completions = [completion for group in run(engine, requests).values() for completion in group]
     assert any(EOS in completion.token_ids for completion in completions)
     for completion in completions:
@@ -564,10 +571,7 @@ def test_a_request_past_the_models_positions_is_refused_with_the_sum(engine: Any
 @pytest.mark.parametrize(
     ("ids", "why"), [([], "an empty prompt"), ([5, 4000], "has token 4000"), ([5, -1, 6], "has token -1")]
 )
-def test_a_prompt_that_cannot_be_computed_is_refused_and_others_go_on(
-    kind: EngineKind, model: Any, tokenizer: Any, ids: list[int], why: str
-) -> None:
-    engine = kind.make(model, tokenizer)
+def test_a_prompt_that_cannot_be_computed_is_refused_and_others_go_on(engine: Any, ids: list[int], why: str) -> None:
     good = request(random_prompts(1)[0], max_tokens=20, stop_token_ids=())
     engine.submit(good)
     engine.poll()

@@ -1,4 +1,7 @@
-"""The vLLM engine: the contract with vLLM in a process of its own, the traps of its weight reload, and how it fails."""
+"""The vLLM engine: the contract with vLLM in a process of its own, the traps of its weight reload, and how it fails.
+
+All of it with vLLM itself is `make vllm`; what needs one process runs in `make test` with a stand-in for vLLM.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,7 +25,7 @@ from engine_contract import *  # noqa: F403
 from engine_contract import TOLERANCE, EngineKind, Tight, off_by, perturb, request, requests_for, run, run_one
 from forked import ForkedBackend
 from runs import column, finish, groups, make_run
-from tiny import random_prompts, save_model
+from tiny import make_model, random_prompts, save_model
 from typer.testing import CliRunner
 
 from rollcall.cli.main import app
@@ -30,8 +34,9 @@ from rollcall.engine.vllm.child import Child, UpdateRefused, VllmError
 from rollcall.engine.vllm.engine import VllmEngine
 from rollcall.engine.vllm.setup import PYTHON_VARIABLE, VllmUnavailable, find_python
 
-pytestmark = pytest.mark.vllm
+STAND_IN = Path(__file__).with_name("stand_in")
 SHAPE = dict(hidden_size=128, head_dim=32)  # vLLM's kernels for CPUs begin at heads of 32
+QUICK_SHAPE = dict(hidden_size=64, head_dim=32, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=1)
 BLOCK = 32  # tokens
 
 
@@ -43,19 +48,28 @@ def python() -> str:
         pytest.skip(f"{error}, or in {PYTHON_VARIABLE}")
 
 
+@pytest.fixture(scope="module", params=["stand-in", pytest.param("vllm", marks=pytest.mark.vllm)])
+def version(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def child(python: str) -> Iterator[Child]:
+def child(version: str, request: pytest.FixtureRequest) -> Iterator[Child]:
     """One process for all engines: importing vLLM takes longer than making an engine of a tiny model."""
-    child = Child(python, num_threads=1)
-    child.wait_until_ready()
+    if version == "stand-in":
+        with mock.patch.dict(os.environ, PYTHONPATH=str(STAND_IN)):
+            child = Child(sys.executable, num_threads=1)
+    else:
+        child = Child(request.getfixturevalue("python"), num_threads=1)
+    assert (child.wait_until_ready() == "stand-in") == (version == "stand-in")
     yield child
     child.close()
 
 
 @pytest.fixture
-def kind(child: Child) -> EngineKind:
+def kind(child: Child, version: str) -> EngineKind:
     def make(model: Any, tokenizer: Any, *, max_running: int, kv_tokens: int | None) -> VllmEngine:
-        if getattr(model.config, "use_sliding_window", False):
+        if version == "vllm" and getattr(model.config, "use_sliding_window", False):
             pytest.skip("vLLM runs qwen2 with a window on all layers or on none")
         return VllmEngine(model, tokenizer, child, section=VllmSection(), max_running=max_running, kv_tokens=kv_tokens)
 
@@ -66,7 +80,7 @@ def kind(child: Child) -> EngineKind:
         num_preemptions=lambda engine: engine.num_preemptions,
         # Eight completions start in one block each and all need a second one.
         tight=Tight(kv_tokens=BLOCK * 9, prompt_lengths=(20, 28), max_tokens=30),
-        shape=SHAPE,
+        shape=SHAPE if version == "vllm" else QUICK_SHAPE,
     )
 
 
@@ -98,6 +112,7 @@ def test_a_change_of_any_parameter_reaches_the_engine(kind: EngineKind, tokenize
             parameter.copy_(kept)
 
 
+@pytest.mark.vllm
 def test_a_model_divided_between_processes_is_exact_and_takes_updates_in_the_middle(
     child: Child, kind: EngineKind, tokenizer: Any
 ) -> None:
@@ -168,7 +183,7 @@ def test_an_update_without_one_of_the_parameters_fails_by_its_name(engine: Any, 
         engine.load_weights(1, tensors)
 
 
-@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
+@pytest.mark.parametrize("tensor_parallel_size", [1, pytest.param(2, marks=pytest.mark.vllm)])
 def test_weights_come_part_by_part_and_no_process_keeps_them(
     child: Child, kind: EngineKind, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, tensor_parallel_size: int
 ) -> None:
@@ -183,7 +198,7 @@ def test_weights_come_part_by_part_and_no_process_keeps_them(
         return written
 
     monkeypatch.setattr(child.memory, "write", noted)
-    model = kind.model("qwen2-untied")
+    model = make_model("qwen2-untied", **SHAPE)
     with torch.device("meta"):
         outline = type(model)(model.config).to(model.dtype)
     engine = VllmEngine(
@@ -239,7 +254,7 @@ def test_what_vllm_would_change_silently_is_refused(engine: Any) -> None:
     (prompt,) = random_prompts(1)
     with pytest.raises(ValueError, match="temperature 0.001, which vLLM would silently raise to 0.01"):
         engine.submit(request(prompt, temperature=0.001))
-    with pytest.raises(ValueError, match="has token 40, and the model knows 40: .* another model's tokenizer"):
+    with pytest.raises(ValueError, match="has token 40, and the model knows 0 to 39: .* another model's tokenizer"):
         engine.submit(request(np.array([5, 40], dtype=np.int32)))
     assert engine.num_unfinished == 0
 
@@ -251,6 +266,7 @@ def test_a_failure_in_vllm_is_told_with_its_log_and_the_process_goes_on(engine: 
     assert off_by(model, requests, run(engine, requests)) < TOLERANCE
 
 
+@pytest.mark.vllm
 def test_a_process_that_ends_or_stands_still_is_told_with_its_log(python: str) -> None:
     stuck = Child(python, num_threads=1)
     os.kill(stuck.process.pid, signal.SIGSTOP)
@@ -265,6 +281,7 @@ def test_a_process_that_ends_or_stands_still_is_told_with_its_log(python: str) -
     ended.close()
 
 
+@pytest.mark.vllm
 def test_the_process_ends_when_its_starter_is_killed(python: str) -> None:
     code = (
         "import os, signal, sys\n"
@@ -292,6 +309,7 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.vllm
 def test_a_run_trains_with_the_engine_and_the_learner_agreeing(python: str, tmp_path: Path) -> None:
     """Through the command line; after every update the learner's log-probs are those that vLLM sampled with."""
     model = save_model(tmp_path / "model", hidden_size=128)
@@ -323,6 +341,7 @@ def test_a_run_trains_with_the_engine_and_the_learner_agreeing(python: str, tmp_
     assert column(native, "train/entropy")[0] == pytest.approx(column(config, "train/entropy")[0], abs=0.2)
 
 
+@pytest.mark.vllm
 def test_a_sharded_actor_sends_its_parts_to_an_engine_of_two_processes(python: str, tmp_path: Path) -> None:
     """Actors of FSDP 2, vLLM of tensor parallel 2 in another process, which holds no copy of the model itself."""
     config = make_run(
