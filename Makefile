@@ -11,13 +11,14 @@ BIN  = $(VENV)/bin
 PIP  = $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 CORE = $(VENV)/.installed
 DEV  = $(VENV)/.installed-dev
+PYTEST = $(BIN)/python -m pytest $(REPORT)
 BROWSER = $(VENV)/.installed-browser
 
 .DEFAULT_GOAL := help
-.PHONY: help demo episodes test check lint format slow chaos gpu vllm launchers view bench docs install clean
+.PHONY: help demo episodes test check lint format slow chaos gpu vllm launchers view everything bench docs install clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(CORE)  ## install, then train a small model to add on a CPU (two minutes on two cores)
 	$(BIN)/rollcall train --fresh
@@ -26,7 +27,7 @@ episodes: $(CORE)  ## install, then train the same model in an environment of tw
 	$(BIN)/rollcall train examples/hidden_number.yaml --fresh
 
 test: $(DEV)  ## the tests, without the slow ones and those that need vLLM or a browser
-	$(BIN)/python -m pytest -q
+	$(PYTEST) -q
 
 check: lint test  ## linter, imports, types and tests
 
@@ -41,22 +42,25 @@ format: $(DEV)  ## let ruff format the tree
 	$(BIN)/ruff format .
 
 slow: $(DEV)  ## the long tests, without `make chaos`, two at a time (an hour on two cores)
-	$(BIN)/python -m pytest -q -rfEs -m "slow and not vllm" --ignore=tests/chaos --numprocesses 2 --maxschedchunk 1
+	$(PYTEST) -q -rfEs -m "slow and not vllm" --ignore=tests/chaos --numprocesses 2 --maxschedchunk 1
 
 chaos: $(DEV)  ## every fault on lab hosts, two labs at a time; ends with a table (about an hour on two cores)
-	$(BIN)/python -m pytest -v -m chaos tests/chaos --numprocesses 2 --maxschedchunk 1
+	$(PYTEST) -v -m chaos tests/chaos --numprocesses 2 --maxschedchunk 1
 
 gpu: $(DEV)  ## the tests that need a CUDA device
-	$(BIN)/python -m pytest -q -m gpu
+	$(PYTEST) -q -m gpu
 
 vllm: $(DEV)  ## the tests of the vLLM engine, in the environment of `scripts/setup_peers.sh .peers vllm`
-	ROLLCALL_VLLM_PYTHON=$${ROLLCALL_VLLM_PYTHON:-.peers/vllm/bin/python} $(BIN)/python -m pytest -q -rs -m vllm
+	ROLLCALL_VLLM_PYTHON=$${ROLLCALL_VLLM_PYTHON:-.peers/vllm/bin/python} $(PYTEST) -q -rs -m vllm
 
 launchers: $(DEV)  ## SkyPilot's and dstack's own parsers read what `rollcall launch` renders; SkyPilot runs it on the lab's Slurm (scripts/setup_peers.sh .peers skypilot dstack)
-	$(BIN)/python -m pytest -q -rs -m launchers
+	$(PYTEST) -q -rs -m launchers
 
 view: $(BROWSER)  ## the page in a Chromium (Debian: apt install chromium)
-	$(BIN)/python -m pytest -q -rs -m view
+	$(PYTEST) -q -rs -m view
+
+everything: $(DEV)  ## all suites above with what they need, and a table of them for docs/log.md (hours; continues where it was interrupted)
+	$(BIN)/python scripts/everything.py
 
 bench: $(DEV)  ## the CPU benchmarks; with PEER=1 against peers (scripts/setup_peers.sh first)
 	$(BIN)/python -m benchmarks.grpo_step $(if $(filter none,$(PEER)),--peer none)
