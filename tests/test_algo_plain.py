@@ -6,6 +6,7 @@ Nothing of ``rollcall.algo`` is used to compute what is expected.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -310,7 +311,7 @@ FLOAT = st.floats(-100, 100, allow_subnormal=False)
 GROUP_ALGORITHMS = [algorithm for algorithm in ALGORITHMS if algorithm.name not in ("ppo", "reinforce_pp")]
 
 
-def advantages_of(algorithm: Any, attempts: list[tuple[list[float], float]], *, weight: float) -> list[np.ndarray]:
+def advantages_of(algorithm: Any, attempts: Sequence[tuple[list[float], float]], *, weight: float) -> list[np.ndarray]:
     """Per attempt. An attempt is the rewards of its turns and that of its end, scored as the scorer does. Two tokens a turn."""
     completions = [
         make_episode([make_turn(2, 1, reward=reward) for reward in along], seed=seed, reward=end)
