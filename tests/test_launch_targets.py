@@ -19,7 +19,9 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from own_path import own_path
+from typer.testing import CliRunner
 
+from rollcall.cli.main import app
 from rollcall.config import load_config
 from rollcall.errors import ClusterError
 from rollcall.launch.errors import LaunchError
@@ -31,6 +33,7 @@ from rollcall.launch.target import RUN_FILE, LaunchRequest
 from rollcall.launch.targets import get_target, target_names
 
 SECTIONS = Path(__file__).parents[1] / "src/rollcall/launch/sections"
+EXAMPLES = Path(__file__).parents[1] / "examples"
 HOSTILE = "a b'c\"d$HOME`date`\\ ü✓*;#"
 CRDS = Path(os.environ.get("ROLLCALL_KUBERAY_CRDS") or Path(__file__).parents[2] / "shared/kuberay")
 
@@ -43,9 +46,9 @@ def launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def request_for(target: str, tmp_path: Path, *, env: dict[str, str] | None = None, **changes: Any) -> LaunchRequest:
     raw: dict[str, Any] = {
+        **yaml.safe_load((SECTIONS / f"{target}.yaml").read_text()),
         "run": {"name": HOSTILE, "dir": f"/shared/{HOSTILE}"},
         "cluster": {"num_nodes": 2, "num_gpus_per_node": 2, "accelerator": "cpu", "env": {"GREETING": HOSTILE}},
-        **yaml.safe_load((SECTIONS / f"{target}.yaml").read_text()),
     }
     raw["launch"][target]["env"] = env or {"MINE": HOSTILE}
     for key, value in changes.items():
@@ -71,10 +74,29 @@ def test_the_run_file_that_nodes_get_is_the_one_that_was_given(target: str, tmp_
     assert load_config(yaml.safe_load(text)) == request.config.model_copy(update={"launch": None})
 
 
-def test_the_section_that_init_prints_has_every_needed_key(target: str, tmp_path: Path) -> None:
-    raw = yaml.safe_load((SECTIONS / f"{target}.yaml").read_text())
-    assert list(raw) == ["launch"]
-    assert getattr(load_config({**raw, "cluster": {"num_nodes": 2}}).launch, target) is not None
+def test_what_init_prints_can_be_tried_behind_any_run_file_and_problems_stand_below_the_plan(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    section = CliRunner().invoke(app, ["launch", "init", target]).output
+    assert CliRunner().invoke(app, ["init", "run.yaml"]).exit_code == 0
+    for number, file in enumerate((tmp_path / "run.yaml", *sorted(EXAMPLES.glob("*.yaml")))):
+        text = file.read_text()
+        if "\ncluster:" in text:
+            continue
+        run = tmp_path / f"{number}.yaml"
+        run.write_text(text + section)
+        done = CliRunner().invoke(app, ["launch", target, str(run), "--dry-run"])
+        assert done.exit_code == 0, f"{file}: {done.output}"
+        *plan, last = done.output.strip().splitlines()
+        assert any(line.startswith("# file ") for line in plan)
+        # A job of Slurm runs in this folder.
+        assert last.startswith("# problem: run.dir=runs/") is (target != "slurm"), last
+    if target != "slurm":
+        started = CliRunner().invoke(app, ["launch", target, "0.yaml"])
+        assert started.exit_code == 1 and "error: run.dir=runs/" in started.output
+        told = CliRunner().invoke(app, ["launch", target, "0.yaml", "--dry-run", "--json"])
+        assert "run.dir=runs/" in json.loads(told.output)["problems"][0]
 
 
 def test_a_run_file_without_the_section_says_how_to_get_one(target: str, tmp_path: Path) -> None:

@@ -48,9 +48,9 @@ def python_of(tool: str) -> Path:
 def rendered(target: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Path:
     monkeypatch.setenv("ROLLCALL_LAUNCHES", str(tmp_path / "launches"))
     raw: dict[str, Any] = {
+        **yaml.safe_load((SECTIONS / f"{target}.yaml").read_text()),
         "cluster": {"num_nodes": 3, "num_gpus_per_node": 8},
         "run": {"dir": "/shared/run"},
-        **yaml.safe_load((SECTIONS / f"{target}.yaml").read_text()),
     }
     raw["launch"][target].update(env={"MINE": VALUE}, **changes)
     request = make_request(load_config(raw), target=target, name="First_run", cwd=tmp_path)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from importlib.resources import files
@@ -54,7 +55,11 @@ def _launch(
     file: RunFile = None,
     overrides: Overrides = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the rendered files and the commands; start nothing.")
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Print the rendered files and the commands, and below them what keeps the run from being started; start nothing.",
+        ),
     ] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Follow the run's log and end with its status.")] = False,
     name: Annotated[
@@ -70,10 +75,10 @@ def _launch(
         raise typer.BadParameter("--wait prints the run's log on stdout, and --json one object; give one of them")
     config = read_run(file, overrides)
     chosen = get_target(target)
-    request = make_request(
-        config, target=target, name=check_name(name or default_name(config.run.name)), cwd=Path.cwd()
-    )
-    rendered = chosen.render(request)
+    problems: list[str] | None = [] if dry_run else None
+    name = check_name(name or default_name(config.run.name))
+    request = make_request(config, target=target, name=name, cwd=Path.cwd(), problems=problems)
+    rendered = replace(chosen.render(request), problems=tuple(problems or ()))
     if dry_run:
         answer(rendered, lambda _: print(shown(rendered, request.folder)), as_json=as_json)
         return
@@ -119,7 +124,8 @@ def shown(rendered: Rendered, folder: Path) -> str:
     parts = [f"# file {folder / file.name}\n{file.text.rstrip()}\n" for file in rendered.files]
     commands = [f"# {each.what}{f' (on {each.host})' if each.host else ''}\n{each}" for each in rendered.commands]
     notes = [f"# note: {note}" for note in rendered.notes]
-    return "\n".join([*parts, *commands, *notes])
+    problems = [f"# problem: {problem}" for problem in rendered.problems]
+    return "\n".join([*parts, *commands, *notes, *problems])
 
 
 def init(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rollcall.config import Config
+from rollcall.errors import ClusterError
 from rollcall.launch.errors import ElsewhereError, LaunchError
 from rollcall.launch.profile import read_profile
 from rollcall.launch.record import LaunchRecord, find_record, forget, get_record, held, launches, new_record, writing
@@ -20,8 +22,11 @@ from rollcall.redact import hides, secrets_of_run, shell_hides
 from rollcall.wait import say
 
 
-def make_request(config: Config, *, target: str, name: str, cwd: Path) -> LaunchRequest:
-    """What a target renders from; refuses what cannot work before anything is started."""
+def make_request(
+    config: Config, *, target: str, name: str, cwd: Path, problems: list[str] | None = None
+) -> LaunchRequest:
+    """What a target renders from; refuses what cannot work before anything is started. Of that, what can be rendered all the same is
+    added to ``problems`` instead, if there is such a list."""
     if config.cluster is None:
         raise LaunchError(
             "a launch needs to know how many nodes: add a line to the run file, such as "
@@ -41,7 +46,8 @@ def make_request(config: Config, *, target: str, name: str, cwd: Path) -> Launch
     _refuse_secrets(config, target=target, profile=profile)
     cluster = config.cluster.model_copy(update={"env": {**profile, **config.cluster.env}})
     config = config.model_copy(update={"cluster": cluster})
-    workable_plan(config, cluster)
+    with _adding_to(problems):
+        workable_plan(config, cluster)
     hosts: tuple[str, ...] = ()
     if target == "ssh" and launch.ssh is not None:
         hosts = choose_hosts(launch.ssh.hosts, count=cluster.num_nodes, name=name, cwd=cwd)
@@ -55,8 +61,19 @@ def make_request(config: Config, *, target: str, name: str, cwd: Path) -> Launch
         profile=profile,
         hosts=hosts,
     )
-    get_target(target).check(request)
+    with _adding_to(problems):
+        get_target(target).check(request)
     return request
+
+
+@contextmanager
+def _adding_to(problems: list[str] | None) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, ClusterError, LaunchError) as error:
+        if problems is None:
+            raise
+        problems.append(str(error))
 
 
 def _refuse_secrets(config: Config, *, target: str, profile: Mapping[str, str]) -> None:

@@ -43,6 +43,7 @@ class Rendered:
     files: tuple[RenderedFile, ...]
     commands: tuple[Command, ...]
     notes: tuple[str, ...] = ()  # what the user has to know or do
+    problems: tuple[str, ...] = ()  # why it would not be started
 
     def file(self, name: str) -> RenderedFile:
         return next(file for file in self.files if file.name == name)
@@ -72,6 +73,7 @@ class Rendered:
                 for each in self.commands
             ],
             "notes": list(self.notes),
+            "problems": list(self.problems),
         }
 
 
