@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -231,6 +232,11 @@ def look(prompt, completion, answer, metadata):
         "outside": tried(lambda: write(here["outside"])),
         "read": tried(lambda: open(here["secret"]).read()),
         "parent": tried(lambda: open(f"/proc/{os.getppid()}/environ", "rb").read()[:1]),
+        "memory of parent": tried(lambda: open(f"/proc/{os.getppid()}/mem", "rb").fileno()),
+        "others": tried(lambda: [pid for pid in filter(str.isdigit, os.listdir("/proc")) if here.get("hidden", "no such value") in tried(
+            lambda: open(f"/proc/{pid}/environ").read())]),
+        "by others": tried(lambda: here.get("hidden", "no such value") in subprocess.run(
+            ["cat", f"/proc/{os.getppid()}/environ"], capture_output=True, text=True).stdout),
         "chmod": tried(lambda: os.chmod(here["secret"], 0o777)),
         "unlink": tried(lambda: os.unlink(here["secret"])),
         "memory": tried(lambda: len(bytearray(here["megabytes"] << 20))),
@@ -306,6 +312,49 @@ def test_a_function_gets_the_variables_its_section_names_and_no_others(
     assert (seen["memory"], seen["large"]) == ("MemoryError", "OSError")
     assert (tmp_path / "own").exists() and not Path(seen["temporary"]).exists()
     assert (told["network"], told["memory"]) == ("on", "1000 MB")
+
+
+SCAN = """
+import os, sys
+from pathlib import Path
+from rollcall.reward.pool import RewardPool, Task
+from rollcall.reward.worker import Item
+
+hidden = os.environ["HF_TOKEN"]
+with RewardPool({0: {"type": "function", "path": "probe:look", "env": ["SERVICE"]}}, num_workers=1) as pool:
+    row = {"address": ["127.0.0.1", 9], "unix": "", "outside": "outside", "secret": "", "megabytes": 1, "hidden": hidden}
+    pool.submit([Task(item=Item(0, "", "", "", row), timeout_s=60)])
+    ((_, (result,)),) = pool.poll(60)
+    assert os.environ["HF_TOKEN"] == os.popen("echo $HF_TOKEN").read().strip() == hidden
+    assert hidden not in Path("/proc/self/environ").read_text()
+print(result.why.partition("RuntimeError: ")[2])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_function_finds_no_secret_of_the_run_in_proc(tmp_path: Path) -> None:
+    (tmp_path / "probe.py").write_text(PROBE)
+    secrets = {"HF_TOKEN": f"hf_{os.urandom(8).hex()}", "SERVICE": "named"}
+    done = subprocess.run(
+        [sys.executable, "-c", SCAN],
+        cwd=tmp_path,
+        env={**os.environ, **secrets},
+        text=True,
+        capture_output=True,
+        check=True,
+    )
+    seen = json.loads(done.stdout)
+    assert (seen["others"], seen["by others"], seen["environ"]["SERVICE"]) == ("[]", "False", "named")
+
+
+def test_a_function_of_root_reads_no_memory_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    status = Path("/proc/self/status")
+    found = re.search(r"CapPrm:\s*(\w+)", status.read_text()) if status.exists() else None
+    if found is None or not int(found[1], 16) & (1 << 19 | 1 << 27):
+        pytest.skip("only root can give up a capability")
+    reward = FunctionReward(path="probe:look")
+    seen, _ = what_it_sees(reward, tmp_path=tmp_path, monkeypatch=monkeypatch, confined=False, megabytes=1)
+    assert seen["memory of parent"] == "PermissionError"
 
 
 @needs_seccomp

@@ -8,6 +8,7 @@ to. Code that writes files calls ``redact`` or ``redact_env`` itself.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import sys
 import urllib.parse
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, TextIO
 
 REDACTED = "<redacted>"
@@ -66,6 +68,23 @@ def remember(values: Iterable[str]) -> None:
     for value in values:
         passwords = (match[0][len(match[1]) : -1] for match in _URL_PASSWORD.finditer(value))
         _remembered.update(each for each in (value, *passwords) if len(each) >= SHORTEST and each != REDACTED)
+
+
+def hide_from_proc(names: Iterable[str]) -> None:
+    """Take these variables out of ``/proc/self/environ``, which every process of the user can read. ``os.environ`` keeps them."""
+    try:
+        fields = Path("/proc/self/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return  # no Linux: other processes cannot read it there
+    place, end = int(fields[47]), int(fields[48])  # env_start and env_end, see proc(5)
+    hidden = {os.fsencode(name) for name in names}
+    for entry in ctypes.string_at(place, end - place).split(b"\0") if place else ():
+        name, _, value = entry.partition(b"=")
+        if name in hidden and value:
+            if name in os.environb:
+                os.putenv(name, os.environb[name])  # a copy elsewhere, which C code finds from now on
+            ctypes.memset(place + len(name) + 1, 0, len(value))
+        place += len(entry) + 1
 
 
 def redact(text: str) -> str:

@@ -32,6 +32,7 @@ from rollcall.environments.class_env import ClassKind, load_class
 from rollcall.environments.stepwise import StepKind, load_stepwise
 from rollcall.process import end_with
 from rollcall.redact import guard_streams, remember
+from rollcall.reward.confine import see_no_others
 
 _MAX_MESSAGE_BYTES = 1 << 16
 _MAX_WHY = 20_000
@@ -56,6 +57,7 @@ def main(arguments: list[str]) -> None:
     # User code may print the variables that it was given.
     remember(os.environ.get(name, "") for name in setup["env"])
     guard_streams()
+    see_no_others()
     sys.path[:0] = [entry for entry in setup["sys_path"] if entry not in sys.path]
     # Nobody reads this line once the module is imported: what stops here later goes on at once.
     sys.breakpointhook = ChildLine(line_fd, of="environment").stop

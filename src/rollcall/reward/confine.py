@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rollcall.redact import hide_from_proc, is_secret
 from rollcall.reward import landlock, seccomp
 
 # Where programs, libraries and the language are; nothing in them is a secret.
@@ -38,6 +39,10 @@ _FOLDER = re.compile(r"rollcall-reward-(\d+)-.*")
 _MAX_OPEN_FILES = 256
 _CAPABILITY_VERSION = 0x20080522
 _KEPT_CAPABILITIES = 1 << 1 | 1 << 2  # to read and write what belongs to others, which landlock keeps to few folders
+# To trace processes, to make device files, to watch performance. The kernel lets nobody trace a process that has a capability
+# more, and of the three a container usually gives root the second alone.
+_CAPABILITIES_TO_LOOK = (19, 27, 38)
+_PR_CAPBSET_DROP = 24
 _MB = 1 << 20
 _RESTRICTED = {
     "files": "own folder and Python's alone (landlock)", "network": "off (seccomp)", "processes": "none (seccomp)",
@@ -79,8 +84,10 @@ def confinement_of(spec: Mapping[str, Any]) -> Confinement:
 def environment(confinement: Confinement, *, folder: str, environ: Mapping[str, str], root: Path) -> dict[str, str]:
     """A worker's variables: those above, those it is given by name, and one thread unless something else is asked for.
 
-    ``root`` is where the package lies, which is on the path only where it is not installed.
+    Secrets of this process are hidden from the worker's view of it in ``/proc``. ``root`` is where the package lies, which is on
+    the path only where it is not installed.
     """
+    hide_from_proc(name for name in environ if is_secret(name) or name in confinement.env)
     found = {name: value for name, value in environ.items() if name in _KEPT or name.startswith("LC_")}
     found |= {name: environ.get(name, "1") for name in _THREADS}
     found |= {"TMPDIR": folder, "PYTHONDONTWRITEBYTECODE": "1"}
@@ -138,10 +145,11 @@ def confine(confinement: Confinement, *, folder: str, readable: list[str]) -> di
         "network": "on",
     }
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    see_no_others()
     if confinement.own_files:
         code = (*_SYSTEM, sys.prefix, sys.base_prefix, sys.exec_prefix, *readable)
         told["files"] = _restricted("files", landlock.restrict(readable=code, writable=[folder]))
-        _drop_capabilities()
+        _keep_capabilities(_KEPT_CAPABILITIES)
         resource.setrlimit(resource.RLIMIT_NOFILE, (_MAX_OPEN_FILES, _MAX_OPEN_FILES))
     refused = {"network": not confinement.network, "processes": confinement.processes == 0}
     if any(refused.values()):
@@ -208,13 +216,21 @@ def _num_tasks(uid: int) -> int:
     return total
 
 
-def _drop_capabilities() -> None:
-    """Root's other powers: to raise its own limits again, to make a device file of the disk, to restart the machine."""
+def see_no_others() -> None:
+    """A process of root, and what it starts, can then no longer read the memory of root's other processes."""
+    if sys.platform == "linux":
+        for capability in _CAPABILITIES_TO_LOOK:
+            ctypes.CDLL(None).prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)  # no program that it starts gets it back
+        _keep_capabilities(~sum(1 << capability for capability in _CAPABILITIES_TO_LOOK))
+
+
+def _keep_capabilities(kept: int) -> None:
+    """Without root's other powers: to raise its own limits again, to make a device file of the disk, to restart the machine."""
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None)
     head = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
-    sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; twice, low and high bits
+    sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable: of the low 32, then of the high 32
     if libc.capget(head, sets) == 0:
-        kept = sets[1] & _KEPT_CAPABILITIES
-        libc.capset(head, (ctypes.c_uint32 * 6)(kept, kept))
+        low, high = sets[1] & kept & 0xFFFFFFFF, sets[4] & (kept >> 32) & 0xFFFFFFFF
+        libc.capset(head, (ctypes.c_uint32 * 6)(low, low, 0, high, high, 0))

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from rollcall.redact import is_secret
 from rollcall.view.keys import Keys
 from rollcall.view.missing import refuse_without_packages
 from rollcall.view.record import FILE, PageRecord
@@ -34,6 +35,7 @@ def page_beside(run_dir: Path, *, tell: Callable[[str], None]) -> Iterator[None]
     child = subprocess.Popen(
         [sys.executable, "-m", "rollcall.view.beside", str(run_dir)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
+        env={name: value for name, value in os.environ.items() if not is_secret(name)},  # others can read it in /proc
     )  # fmt: skip
     assert child.stdin is not None and child.stdout is not None
     lines = child.stdout
