@@ -231,12 +231,14 @@ def row_sentence(body: Body, fit: Fit, batch: MicroBatch, *, why: str, optimizer
     summed = ", ".join(f"{name} {size(count)}" for name, count in parts.items())
     again = ""
     if fit.recompute < _furthest(body, optimizer):
-        again = f"{fit.name}.activation_checkpointing={Recompute(fit.recompute + 1).setting}, "
+        again = f"set {fit.name}.activation_checkpointing={Recompute(fit.recompute + 1).setting}, "
+    if optimizer is not None and optimizer.num_bytes > sum(parts.values()) / 2:
+        again += f"set {fit.name}.optimizer.state=bfloat16, train an adapter (model.lora.rank=16), "
     return (
         f"{fit.name}: {rows} of {batch.num_tokens} tokens alone does not fit in memory ({why}). Needed are {summed}: together "
-        f"{size(sum(parts.values()))}{_card(body.device)}. Set {again}lower rollout.max_response_tokens, data.max_prompt_tokens or "
+        f"{size(sum(parts.values()))}{_card(body.device)}. To make room: {again}lower rollout.max_response_tokens, data.max_prompt_tokens or "
         f"rollout.kv_memory_fraction, or divide over more cards: the model with {fit.name}.sharding=fsdp, the row with "
-        f"{fit.name}.context_parallel_size. The run directory is whole: the same command goes on from it"
+        f"{fit.name}.context_parallel_size. The run directory is whole: the same command continues it"
     )
 
 
@@ -247,7 +249,7 @@ def step_sentence(body: Body, fit: Fit, optimizer: Optimizer, why: str) -> str:
         f"{fit.name}: there is no memory left to update the weights ({why}). Needed are weights {size(_bytes_of(body.named.values()))}, "
         f"optimizer state {size(optimizer.num_bytes)} and gradients {size(gradients)}{_card(body.device)}. Lower "
         f"rollout.kv_memory_fraction, set {fit.name}.master_weights=false, or divide the model with {fit.name}.sharding=fsdp over more "
-        "cards. The run directory is whole: the same command goes on from it"
+        "cards. The run directory is whole: the same command continues it"
     )
 
 
