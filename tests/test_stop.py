@@ -352,6 +352,13 @@ def test_handlers_that_ray_installs_do_not_stay() -> None:
         assert signal.getsignal(signal.SIGTERM) == stop.hear
         with pytest.raises(Stopped, match="SIGTERM"), kept():
             ray_init(told=True)
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as in the process that follows a run for its node
+    try:
+        with kept():
+            ray_init(told=False)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 SLOW_ONCE = """

@@ -280,7 +280,9 @@ def is_heeding() -> bool:
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """Around a call that installs handlers of its own, as ``ray.init`` does (2.60): its exits become ours, and ours come back."""
+    """Around a call that installs handlers of its own, as ``ray.init`` does (2.60): its exits become ours, and ours come back. What
+    was ignored stays ignored."""
+    ignored = [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_IGN]
     try:
         yield
     except SystemExit as error:
@@ -289,9 +291,10 @@ def kept() -> Iterator[None]:
         _heeded.hear(signal.SIGTERM)
         raise
     finally:
-        if _heeded is not None and threading.current_thread() is threading.main_thread():
-            for number in heeded_signals():
-                signal.signal(number, _heeded.hear)
+        if threading.current_thread() is threading.main_thread():
+            ours = {} if _heeded is None else dict.fromkeys(heeded_signals(), _heeded.hear)
+            for number, handler in {**ours, **dict.fromkeys(ignored, signal.SIG_IGN)}.items():
+                signal.signal(number, handler)
 
 
 def heeded_signals() -> tuple[signal.Signals, ...]:
