@@ -146,6 +146,7 @@ def test_files_from_the_hub_are_read_by_split(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("task", ["chain_sum", "rearc"])
 def test_reasoning_gym_rows_survive_the_file_and_score_their_reference(task: str, tmp_path: Path) -> None:
+    pytest.importorskip("reasoning_gym")
     result = run_data(f"reasoning-gym:{task}", "--num", "4", "--seed", "3", "--out", str(tmp_path))
     assert result.exit_code == 0, result.output
     score = build_function({"type": "reasoning_gym"})
@@ -157,6 +158,7 @@ def test_reasoning_gym_rows_survive_the_file_and_score_their_reference(task: str
 
 
 def test_reasoning_gym_tests_on_nothing_it_trains_on() -> None:
+    pytest.importorskip("reasoning_gym")
     made = make_task("reasoning-gym:coin_flip", num=200, seed=0, source=None)
     trained = {row["prompt"] for row in made.train}
     assert not trained & {row["prompt"] for row in made.test}
@@ -175,6 +177,8 @@ def test_reasoning_gym_tests_on_nothing_it_trains_on() -> None:
     ],
 )
 def test_tasks_that_cannot_be_made_are_refused(task: str, message: str) -> None:
+    if task.startswith("reasoning-gym"):
+        pytest.importorskip("reasoning_gym")
     with pytest.raises(ValueError) as caught:
         make_task(task, num=2, seed=0, source=None)
     assert message in str(caught.value)

@@ -357,8 +357,7 @@ def test_countdown_on_a_row_without_numbers_says_so() -> None:
 
 
 def test_reasoning_gym_scores_its_reference_and_gives_zero_where_its_scorer_raises() -> None:
-    import reasoning_gym
-
+    reasoning_gym = pytest.importorskip("reasoning_gym")
     for task in ("chain_sum", "prime_factorization"):
         entry = reasoning_gym.create_dataset(task, size=1, seed=4)[0]
         row = {"reasoning_gym": {"task": task, "entry": encode_entry(entry)}}

@@ -115,8 +115,7 @@ def every_builtin() -> list[Any]:
 
 
 def gym_rows() -> dict[str, dict[str, Any]]:
-    import reasoning_gym
-
+    reasoning_gym = pytest.importorskip("reasoning_gym")
     rows = {}
     for task in EVALUATING:
         entry = reasoning_gym.create_dataset(task, size=1, seed=4)[0]
@@ -157,7 +156,7 @@ def test_no_answer_runs_in_the_scorers_that_evaluate_text(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_every_task_of_reasoning_gym_keeps_its_scores_and_runs_nothing(tmp_path: Path) -> None:
-    import reasoning_gym
+    reasoning_gym = pytest.importorskip("reasoning_gym")
     from reasoning_gym.factory import DATASETS
 
     from rollcall.reward.functions import reasoning_gym_score
