@@ -33,7 +33,7 @@ from tiny import make_model, make_tokenizer, save_model
 
 from rollcall.checkpoint.store import CheckpointStore
 from rollcall.cli.runs import show_run
-from rollcall.config import Config
+from rollcall.config import Config, parse_config
 from rollcall.data.load import DataError
 from rollcall.durable.journal import Journal
 from rollcall.engine import sequence as engine_sequence
@@ -44,6 +44,7 @@ from rollcall.model.load import ModelError
 from rollcall.observe.events import read_marks
 from rollcall.observe.timeline import RUN_FAILED
 from rollcall.roles.local import LocalWorkers
+from rollcall.training import train
 from rollcall.types import Completion
 
 
@@ -240,6 +241,15 @@ def test_dynamic_sampling_gives_up_refilling_when_no_group_has_anything_to_teach
     assert column(config, "train/refills") == [2.0] * 3
     assert [len(groups(config, step)) for step in (1, 2, 3)] == [24] * 3
     assert_unchanged(config, start_weights(tmp_path))
+
+
+def test_a_run_that_may_open_few_files_is_refused_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (64, 64))
+    with pytest.raises(ValueError, match=r"allows a process 64 open files \(ulimit -Hn\), and a run needs 256"):
+        train(parse_config({"run": {"dir": str(tmp_path / "run")}}))
+    assert not (tmp_path / "run").exists()
 
 
 def save_silent_model(directory: Path) -> None:

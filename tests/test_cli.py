@@ -157,6 +157,11 @@ def test_a_misspelt_key_is_refused_with_the_nearest_name(tmp_path: Path) -> None
     assert result.stderr == "error: rollout.max_tokens is not a field; did you mean rollout.max_response_tokens?\n"
 
 
+def test_a_run_name_does_not_control_the_terminal() -> None:
+    result = CliRunner().invoke(app, ["plan", "run.name=a\x1b[31m red\x1b[0m name"])
+    assert "a red name: 1 node" in result.stdout and "\x1b" not in result.output
+
+
 def test_wrong_usage_ends_with_status_2(tmp_path: Path) -> None:
     for arguments in (["trian"], ["train", "--frehs"], ["eval"]):
         result = rollcall(*arguments, cwd=tmp_path)

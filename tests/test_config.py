@@ -182,6 +182,13 @@ def test_a_wrong_value_is_refused_with_what_to_write(sections: dict[str, Any], m
         ("trainer.steps=0x1" + "0" * 5000, "trainer.steps is a number of 20001 bits; the largest is"),
         ("data.max_prompt_tokens=1e400", "data.max_prompt_tokens=inf: input should be a finite number"),
         ("actor.optimizer.kwargs={momentum: .nan}", "actor.optimizer.kwargs.momentum=nan is not a finite number"),
+        ("reward.0.weight=1e300", r"reward.0.weight=1e\+300 is out of range; give a number that is 0 or between 1e-30 and 1e\+09"),
+        ("reward.0.weight=-1e10", "is out of range"),
+        ("algorithm.kl_coef=1e20", "is out of range"),
+        ("actor.lr=1e-320", "is out of range"),
+        ("actor.betas=[1e-40, 0.9]", "actor.betas.0=1e-40 is out of range"),
+        (".".join("a" * 500) + "=1", "has 500 parts; a key of a run file has at most 4"),
+        ("cluster." + ".".join("a" * 500) + "=1", "has 501 parts"),
         ("reward.0.weight=0", "every reward has weight 0"),
         ("data.prompts_per_step=1000000000000", r"x rollout.samples_per_prompt=\d+ are \d+ completions a step; the most is"),
         ("rollout.samples_per_prompt=1000000000000", "completions a step; the most is 10000000"),
@@ -297,6 +304,9 @@ def test_a_pipe_or_a_device_is_no_run_file(tmp_path: Path) -> None:
         dict(algorithm={"name": "dapo", "overlong_buffer": 8}, rollout={"max_response_tokens": 8}),
         dict(algorithm={"name": "grpo"}, data={"prompts_per_step": 30}, critic={"minibatches": 4}),
         dict(rollout={"top_p": 0.9}),
+        dict(
+            algorithm={"name": "grpo", "tis_cap": 1e9, "kl_coef": 0.0}, actor={"optimizer": {"kwargs": {"scale": 1e12}}}
+        ),
         dict(cluster={"num_nodes": 2}, trainer={"elastic": {"min_nodes": 2}}),
     ],
 )

@@ -267,6 +267,13 @@ def test_parquet_columns_that_json_has_no_word_for_become_what_it_has(tmp_path: 
     }  # fmt: skip
 
 
+def test_a_timestamp_of_an_unknown_time_zone_is_refused_by_its_name(tmp_path: Path) -> None:
+    when = pyarrow.array([0], type=pyarrow.timestamp("us", tz="Mars/Olympus"))
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["1"], "when": when}), tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match=r"rows.parquet has timestamps in a time zone .* 'Mars/Olympus'; convert"):
+        load(str(tmp_path / "rows.parquet"))
+
+
 def test_a_pipe_a_device_and_an_endless_line_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(tmp_path / "pipe.jsonl")
     (tmp_path / "zero.parquet").symlink_to("/dev/zero")

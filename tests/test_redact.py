@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
+import subprocess
 import sys
 import urllib.parse
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import yaml
@@ -29,6 +32,7 @@ from rollcall.redact import (
     LONGEST_SECRET,
     REDACTED,
     GuardedStream,
+    OutputError,
     Redactor,
     is_secret,
     redact,
@@ -167,6 +171,25 @@ def test_a_guarded_stream_redacts_and_is_otherwise_the_stream_beneath() -> None:
     stream.writelines([SECRET, "\n"])
     assert beneath.getvalue() == f"key {REDACTED}\n{REDACTED}\n"
     assert stream.isatty() is False
+
+
+def test_a_guarded_stream_controls_no_terminal_and_says_where_it_cannot_write(tmp_path: Path) -> None:
+    beneath = io.StringIO()
+    stream = GuardedStream(beneath)
+    stream.write("a\x1b[31m red\x1b]0;title\x07 name\x9b2J\x1b\n\t\u3000")
+    stream.styled.write("\x1b[1mown\x1b[0m")
+    assert beneath.getvalue() == "a red name2J\n\t\u3000\x1b[1mown\x1b[0m"
+    full = mock.Mock(**{"write.side_effect": OSError(errno.ENOSPC, "No space left on device")})
+    with pytest.raises(OutputError, match=r"standard output cannot be written \(No space left on device\)"):
+        print("text", file=GuardedStream(full))
+
+
+def test_a_command_that_cannot_write_its_output_says_so_in_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "rollcall", "version"]
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=600)
+    assert ended.returncode == 1 and ended.stderr.startswith("error: standard output cannot be written (No space left")
+    assert len(ended.stderr.splitlines()) == 1
 
 
 def test_a_dumped_run_has_no_secrets_and_keeps_the_rest() -> None:

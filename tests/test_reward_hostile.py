@@ -9,6 +9,7 @@ import importlib
 import json
 import os
 import re
+import resource
 import socket
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from rollcall.config import (
     RegexReward,
 )
 from rollcall.reward import landlock, seccomp
-from rollcall.reward.confine import BUILT_IN, available, confinement_of
+from rollcall.reward.confine import BUILT_IN, available, confine, confinement_of
 from rollcall.reward.ending import how_it_ended
 from rollcall.reward.eval_guard import guarded, is_plain
 from rollcall.reward.functions import encode_entry
@@ -570,3 +571,14 @@ def test_an_error_cannot_steer_the_terminal_that_shows_it() -> None:
     said = {"value": 0.0, "kind": "raised", "why": "no \x1b[2Jnumber\n\tin \x07it", "elapsed_s": 0.1}
     (answer,) = read_said(json.dumps([said]).encode())  # type: ignore[misc]
     assert isinstance(answer, RewardResult) and answer.why == "no �[2Jnumber\n\tin �it"
+
+
+def test_where_few_files_may_be_open_a_reward_gets_no_more_of_them(tmp_path: Path) -> None:
+    if (child := os.fork()) == 0:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
+            confine(BUILT_IN, folder=tmp_path, readable=sys.path)
+            os._exit(resource.getrlimit(resource.RLIMIT_NOFILE) != (128, 128))
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -35,6 +35,7 @@ from rollcall.model.load import resolve_device, resolve_dtype
 from rollcall.model.stop_tokens import stop_token_ids
 from rollcall.observe.headline import Headline, headline_of
 from rollcall.observe.summary import sample_rows
+from rollcall.process import refuse_few_files
 from rollcall.reward.model import load_reward_models
 from rollcall.reward.scorer import Failure, Scorer, columns_needed
 from rollcall.roles.build import (
@@ -153,6 +154,7 @@ def plan_evaluation(
 
 
 def run_evaluation(plan: EvalPlan, *, on_progress: OnProgress) -> EvalReport:
+    refuse_few_files()
     config = plan.config
     started = time.perf_counter()
     set_threads(config.trainer.num_threads)

@@ -7,6 +7,7 @@ of day, which moves when somebody sets the clock; records on disk need one that 
 from __future__ import annotations
 
 import os
+import resource
 import select
 import signal
 import sys
@@ -16,6 +17,8 @@ from typing import Any
 
 STOPPED = ("T", "t")  # states of a process that SIGSTOP or a debugger holds
 _DEAD = ("Z", "X")
+SPARE_FILES = 1024  # for all that a process opens besides
+FEWEST_FILES = 256  # a run with two reward processes has 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +129,24 @@ def available_memory() -> int:
     """Bytes that new processes on this node can have."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     return int(fields["MemAvailable"].split()[0]) << 10
+
+
+def allow_files(count: int) -> int:
+    """Raise this process's own limit of open files, as far as it may be raised, to this many and some for all else. The limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = count + SPARE_FILES if hard == resource.RLIM_INFINITY else min(count + SPARE_FILES, hard)
+    if soft == resource.RLIM_INFINITY or soft >= most:
+        return most if soft == resource.RLIM_INFINITY else soft
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return most
+
+
+def refuse_few_files() -> None:
+    """Before a run loads anything: without files it fails later, in places that cannot say why."""
+    if (limit := allow_files(0)) < FEWEST_FILES:
+        raise ValueError(
+            f"this shell allows a process {limit} open files (ulimit -Hn), and a run needs {FEWEST_FILES}; start it where more are allowed"
+        )
 
 
 def end_with(lifeline_fd: int) -> None:

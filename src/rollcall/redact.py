@@ -3,7 +3,7 @@
 A secret is the value of a variable whose name says so (``is_secret``), or a value that someone gave to ``remember``: the
 cluster's token, a key in a run file, a key that came with a job. A password or token in a URL is always a secret.
 ``guard_streams`` redacts all that the ``rollcall`` command writes to stdout and stderr, so no command, library or traceback has
-to. Code that writes files calls ``redact`` or ``redact_env`` itself.
+to; and nothing that others wrote controls the terminal there. Code that writes files calls ``redact`` or ``redact_env`` itself.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import urllib.parse
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TextIO
@@ -44,6 +44,10 @@ _URL_PASSWORD = re.compile(r"\b([a-z][a-z0-9+.-]{0,40}:/{1,2}[^\s/:@?#'\"]*:)[^\
 _URL_TOKEN = re.compile(r"\b(https?://)[^\s/:@?#'\"]+@", re.IGNORECASE)
 _URL_QUERY = re.compile(r"(?<=[?&])([A-Za-z][A-Za-z0-9_.-]*)=[^\s&#'\"]+")
 _SIGNATURES = ("sig", "signature", "x-amz-signature", "x-goog-signature", "x-amz-security-token")  # of a signed URL
+# Escape sequences (CSI, OSC, others), and control characters but tab, line feed and carriage return.
+_CONTROLS = re.compile(
+    r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\n]{0,200}(?:\x07|\x1b\\)|[ -~])?|[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]"
+)
 _PLACES = {"model": ("path",), "data": ("train", "val")}  # keys of a run file that name one
 _PROMPT_KEYS = ("prompt_key", "answer_key")  # columns' names in a run file
 
@@ -216,32 +220,63 @@ def _text(value: Any) -> str:
 
 
 def guard_streams() -> None:
-    """From now on nothing that this process writes to ``sys.stdout`` or ``sys.stderr`` holds a secret."""
+    """From now on nothing that this process writes to ``sys.stdout`` or ``sys.stderr`` holds a secret or controls a terminal."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, GuardedStream):
             setattr(sys, name, GuardedStream(stream))
 
 
-class GuardedStream:
-    """A text stream that redacts what is written to it; otherwise it acts as the stream that it wraps."""
+class OutputError(OSError):
+    """Standard output or standard error cannot be written."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+
+class GuardedStream:
+    """A text stream that redacts what is written to it and takes out what controls a terminal; otherwise it acts as the stream that
+    it wraps. ``styled`` is the same for a writer whose escape codes are its own."""
+
+    def __init__(self, stream: TextIO, *, is_styled: bool = False) -> None:
+        self._stream, self._is_styled = stream, is_styled
+
+    @property
+    def styled(self) -> GuardedStream:
+        return GuardedStream(self._stream, is_styled=True)
 
     def write(self, text: str) -> int:
-        self._stream.write(redact(text))
+        self._try(self._stream.write, redact(text if self._is_styled else harmless(text)))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:
             self.write(line)
 
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def _try(self, action: Callable[..., object], *args: str) -> None:
+        try:
+            action(*args)
+        except BrokenPipeError:
+            raise  # the reader has seen enough
+        except OSError as error:
+            name = "standard error" if self._stream is sys.__stderr__ else "standard output"
+            text = f"{name} cannot be written ({error.strerror}); free space where it goes, or direct it elsewhere"
+            raise OutputError(error.errno, text) from None
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     def __iter__(self) -> Any:
         return iter(self._stream)
+
+
+def harmless(text: str) -> str:
+    """Without escape sequences and other characters that control a terminal; line ends and tabs stay.
+
+    >>> harmless("done\\x1b[31m in red\\x1b]0;title\\x07")
+    'done in red'
+    """
+    return _CONTROLS.sub("", text)
 
 
 class Redactor:

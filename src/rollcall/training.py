@@ -48,6 +48,7 @@ from rollcall.observe.summary import build_summary, peak_memory_gib, write_summa
 from rollcall.observe.timeline import ATTEMPT_LOST, RUN_FAILED
 from rollcall.plan.memory import element_size, read_sizes
 from rollcall.plan.placement import needed_roles
+from rollcall.process import refuse_few_files
 from rollcall.redact import redact
 from rollcall.reward.scorer import Scorer
 from rollcall.roles.local import build_workers
@@ -78,6 +79,7 @@ def train(
         raise ConfigError(
             "--split eval needs held-out prompts, and data.val is not set; set it, or leave out --split eval"
         )
+    refuse_few_files()
     serve()
     with speaking(in_silence if quiet else on_stdout), hold(config.run.dir) as lease, BOARD.of_run(config.run.dir):
         old = move_aside(config.run.dir) if fresh else None

@@ -104,6 +104,10 @@ def _write_parquet(path: Path, random: Random) -> None:
     if random.random() < 0.15:
         far = pyarrow.array([2**62], type=pyarrow.timestamp(random.choice(("us", "ns"))))
         arrays["note"] = far
+    if random.random() < 0.05:
+        arrays["note"] = pyarrow.array(
+            [0], type=pyarrow.timestamp("us", tz=random.choice(("Mars/Olympus", "", "+99:99")))
+        )
     if random.random() < 0.1:
         arrays["note"] = pyarrow.Array.from_buffers(
             pyarrow.string(), 1, [None, pyarrow.py_buffer(b"\0\0\0\0\2\0\0\0"), pyarrow.py_buffer(b"\xff\xfe")]

@@ -1,7 +1,7 @@
 """What becomes of a hostile input: success, a clean refusal, or a failure of ours.
 
-Failures are an exception that is no refusal (a traceback to the user), a case that does not end, output without measure, a
-refusal that does not name the file, and nonsense that is accepted.
+Failures are an exception that is no refusal (a traceback to the user), a case that does not end, output without measure or with
+escape codes, a refusal that does not name the file, and nonsense that is accepted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Hang(BaseException):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
     case: str
-    kind: str  # traceback, hang, flood, vague, nonsense
+    kind: str  # traceback, hang, flood, escape, vague, nonsense
     detail: str
 
     def __str__(self) -> str:
@@ -94,6 +94,8 @@ def judge_command(
         return failure("traceback", f"{type(result.exception).__name__}: {result.exception}")
     if "Traceback" in result.stderr:
         return failure("traceback", result.stderr[-300:])
+    if "\x1b" in result.output:
+        return failure("escape", result.output[:300])
     if result.exit_code == 0:
         nonsense = accepted(result.stdout)
         return failure("nonsense", nonsense) if nonsense else None

@@ -16,7 +16,7 @@ from rollcall.errors import ConfigError
 
 # Written into YAML as they are.
 VALUES = (
-    ".nan", "nan", ".inf", "-.inf", "1e999", "-1", "0", "-0.0", "1", "2", "1.5", "3000000000", "1e308", "1e-320", "0x" + "f" * 5000,
+    ".nan", "nan", ".inf", "-.inf", "1e999", "1e300", "-1e20", "-1", "0", "-0.0", "1", "2", "1.5", "3000000000", "1e308", "1e-320", "0x" + "f" * 5000,
     "9" * 5000, "1" + "0" * 300, "''", "' '", "true", "no", "null", "[]", "{}", "[[[]]]", "[1, 2]", "[0.5, 5]", "[5, 0.5]", "[2, 3]",
     "['']", "[null]", "{a: 1}", "{0: 1}", "{null: x}", "text", "all", "0-7", "0-99999999999", "'0-7:0-3'", "7-0", "2024-01-01",
     "2024-13-41", "1:2:3", "!!bool maybe", "!!int ''", "!!float x", "!!timestamp x", "!!binary '=='", "!!binary aGk=", "!!set {a, b}",
@@ -61,7 +61,20 @@ def override(random: Random) -> str:
     key = random.choice(KEYS)
     if random.random() < 0.1:
         key = random.choice(
-            (key + ".x", key.upper(), "", ".", "..", "reward.9.weight", "reward.-1", "a.b.c", "\u0660", key + ".")
+            (
+                key + ".x",
+                key.upper(),
+                "",
+                ".",
+                "..",
+                "reward.9.weight",
+                "reward.-1",
+                "a.b.c",
+                "\u0660",
+                key + ".",
+                ".".join("a" * 500),
+                f"{key}{'.a' * 500}",
+            )
         )
     value = random.choice(VALUES)
     if random.random() < 0.1:
@@ -93,6 +106,8 @@ def unsound(config: Config) -> str | None:
         "temperature": rollout.temperature < 1e-3 or 0 < section.temperature < 1e-3,
         "slots": config.cluster is not None and config.cluster.num_nodes * config.cluster.num_gpus_per_node > 100_000,
         "timeout": any(reward.timeout_s > 1e9 or reward.timeout_s < 1e-3 for reward in config.reward),
+        "weight": any(abs(reward.weight) > 1e9 for reward in config.reward),
+        "lr": not 1e-30 <= config.actor.lr <= 1e9,
         "weights": all(reward.weight == 0 for reward in config.reward),
         "run.dir": not config.run.dir.name or str(config.run.dir).startswith("~"),
     }

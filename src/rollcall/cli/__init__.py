@@ -19,6 +19,7 @@ import typer
 
 from rollcall.errors import in_one_line, is_out_of_memory
 from rollcall.importing import calm_transformers
+from rollcall.redact import OutputError
 from rollcall.stop import ended_by
 from rollcall.wait import say
 from rollcall.words import visible
@@ -63,8 +64,8 @@ def reported(command: Callable[..., None]) -> Callable[..., None]:
             by, status = ended_by(heard)
             say(f"stopped by {by}")
             raise typer.Exit(status) from None
-        except BrokenPipeError:
-            raise  # the reader of our output is gone; typer ends quietly
+        except (BrokenPipeError, OutputError):
+            raise  # `main` ends
         except Exception as error:
             if debug or not _is_for_the_user(error):
                 raise

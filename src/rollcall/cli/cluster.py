@@ -254,8 +254,9 @@ def _introduce(record: NodeRecord, *, was_running: bool) -> None:
 
 
 def _show(found: Roster) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from rollcall.screen import Screen
 
     table = Table("rank", "host", "address", "slots", "memory", "state", box=None, padding=(0, 2, 0, 0))
     for row in found.nodes:
@@ -266,7 +267,7 @@ def _show(found: Roster) -> None:
         )
     for rank in sorted(set(found.missing) - {row.rank for row in found.nodes}):
         table.add_row(str(rank), "-", "-", "-", "-", "not joined")
-    console = Console(highlight=False, soft_wrap=True)
+    console = Screen(soft_wrap=True)
     ours = f"cluster {found.cluster} (id {found.cluster_id}), head {found.head_address}"
     plain = found.title if found.has_token else f"{found.title}, which has no token"
     console.print(ours if found.cluster_id else plain, markup=False)

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from rollcall.cli import Json
 from rollcall.data.make import TaskRows, make_task, write_parquet
+from rollcall.screen import Screen
 from rollcall.words import counted
 
 _QUIET_S = 2.0
@@ -80,7 +80,7 @@ def _write(made: TaskRows, out: Path) -> tuple[dict[Path, int], dict[str, Any]]:
 
 
 def _show(written: dict[Path, int], example: dict[str, Any], reward: str) -> None:
-    console = Console(highlight=False, soft_wrap=True)
+    console = Screen(soft_wrap=True)
     for path, rows in written.items():
         console.print(f"[green]wrote[/green] {escape(str(path))}  {counted(rows, 'row')}")
     console.print("[bold]example[/bold]")
@@ -96,7 +96,7 @@ def _show(written: dict[Path, int], example: dict[str, Any], reward: str) -> Non
 def _late_progress(total: int | None) -> Iterator[Callable[[], None]]:
     """A progress bar on stderr that appears after two seconds. Call the result once for each row."""
     columns = (SpinnerColumn(), TextColumn("making rows"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    progress = Progress(*columns, console=Console(stderr=True), transient=True)
+    progress = Progress(*columns, console=Screen(stderr=True), transient=True)
     task = progress.add_task("rows", total=total)
     timer = threading.Timer(_QUIET_S, progress.start)
     timer.daemon = True

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Self
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from rollcall.cli import Json, Overrides, answer, calm_libraries
 from rollcall.observe.console import samples_table
 from rollcall.observe.headline import REWARD
+from rollcall.screen import Screen
 from rollcall.stop import heed
 from rollcall.wait import say, speaking
 from rollcall.words import counted
@@ -68,7 +68,7 @@ class _Shown:
     """What the evaluation does, on stderr: a line that changes in place on a terminal, a line now and then in a log."""
 
     def __init__(self) -> None:
-        self._console = Console(stderr=True, highlight=False)
+        self._console = Screen(stderr=True)
         self._live = self._console.is_terminal and not self._console.is_dumb_terminal
         self._status = self._console.status(Text("getting ready"))
         self._started = self._printed = time.monotonic()
@@ -95,7 +95,7 @@ class _Shown:
 
 
 def _show(report: EvalReport) -> None:
-    console = Console(highlight=False, soft_wrap=True)
+    console = Screen(soft_wrap=True)
     evaluation, section = report.evaluation, report.plan.config.eval
     how = "greedy" if section.temperature == 0 else f"temperature {section.temperature:g}"
     means = f"   (share with a first reward of at least {section.threshold:g})" if report.headline is REWARD else ""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
 import typer
 
-from rollcall.cli import reported
+from rollcall.cli import FAILED, reported
 from rollcall.cli.cluster import check, down, here, node, status
 from rollcall.cli.config import config, init
 from rollcall.cli.data import data
@@ -27,7 +28,7 @@ from rollcall.cli.stacks import profile, stacks
 from rollcall.cli.trace import trace
 from rollcall.cli.train import train
 from rollcall.cli.view import view
-from rollcall.redact import guard_streams
+from rollcall.redact import OutputError, guard_streams
 from rollcall.version import __version__, installed
 
 HELP = """Reinforcement learning for language models, from one run file.
@@ -146,4 +147,14 @@ app.add_typer(launch, name="launch")
 
 def main() -> None:
     guard_streams()
-    app(prog_name="rollcall")
+    try:
+        try:
+            app(prog_name="rollcall")
+        finally:
+            sys.stdout.flush()
+    except (BrokenPipeError, OutputError) as error:
+        # Python writes what is left once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, OutputError):
+            print(f"error: {error.strerror}", file=sys.stderr)
+        raise SystemExit(FAILED) from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -101,10 +100,11 @@ def _refuse_without_probe(checkpoint: Path, folder: Path | None) -> None:
 @contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
     """A bar on a terminal; elsewhere a line every few seconds."""
-    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-    console = Console(file=sys.stderr)
+    from rollcall.screen import Screen
+
+    console = Screen(stderr=True)
     if not console.is_terminal:
         wait = Wait(first_s=SAY_EVERY_S, every_s=SAY_EVERY_S)
         yield lambda done, total: wait.tell(f"{title}: {size(done)} of {size(total)}")

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from rollcall.cli import FAILED, Json, Overrides, RunFile, answer, calm_libraries, read_run, reported
+from rollcall.screen import Screen
 from rollcall.words import visible
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def test(
 
 def _show(trial: Trial) -> None:
     # No markup and no emoji: what stands in a row is shown as it is.
-    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    console = Screen(markup=False, emoji=False, soft_wrap=True)
     if trial.scored:
         console.print(_table(trial))
     for scored in trial.scored:

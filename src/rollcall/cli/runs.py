@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from rollcall.cli import Json, RunDir, answer
+from rollcall.screen import Screen
 from rollcall.words import counted, span
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ def compare(first: RunDir, second: RunDir, as_json: Json = False) -> None:
 
 
 def _show_both(comparison: Comparison) -> None:
-    console = Console(highlight=False, soft_wrap=True)
+    console = Screen(soft_wrap=True)
     settings = _table("setting", comparison)
     for key, pair in comparison.settings.items():
         settings.add_row(*(Text(str(value)) for value in (key, *pair)))

@@ -14,6 +14,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 LARGEST_INT = 2**53  # above it, JSON readers that use floats lose digits
+SMALLEST_FLOAT, LARGEST_FLOAT = 1e-30, 1e9  # beside 0: what is computed from them stays finite in float32
 LONGEST_S = 1e9  # seconds; the operating system still accepts a wait of this length
 NOT_FOR_FILES = re.compile("[\0\ud800-\udfff]")  # NUL, and halves of surrogate pairs, which UTF-8 has no bytes for
 
@@ -48,9 +49,18 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _can_be_written(self) -> Any:
-        for key in type(self).model_fields:
+        for key, info in type(self).model_fields.items():
+            is_setting = _takes_numbers_alone(info.annotation)  # and not what a user's own code is given
             for where, value in _leaves(getattr(self, key), key):
                 _check_leaf(where, value)
+                if (
+                    is_setting
+                    and isinstance(value, float)
+                    and value
+                    and not SMALLEST_FLOAT <= abs(value) <= LARGEST_FLOAT
+                ):
+                    bounds = f"0 or between {SMALLEST_FLOAT:g} and {LARGEST_FLOAT:g} in size"
+                    raise KeyProblem(where, f"={value:g} is out of range; give a number that is {bounds}")
         return self
 
 

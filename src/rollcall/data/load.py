@@ -307,6 +307,10 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                         yield number, columns
     except DataError:
         raise
+    except LookupError as error:  # of pytz or zoneinfo
+        raise DataError(
+            f"{path} has timestamps in a time zone that this machine does not know: {error}; convert that column to UTC"
+        ) from None
     except (pyarrow.ArrowException, ValueError, OverflowError, MemoryError) as error:
         # A damaged file shows itself at its footer or at any page of it; text that is not UTF-8 and dates that Python does not
         # have when their rows are read.

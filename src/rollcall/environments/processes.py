@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import resource
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,11 +22,11 @@ from rollcall.environments.frames import Left, Opened, Worth
 from rollcall.environments.protocol import Environment, EnvironmentFailed, Opening, StepResult
 from rollcall.errors import ConfigError
 from rollcall.observe.prints import ChildPrints
+from rollcall.process import allow_files
 from rollcall.words import are
 
 START_TIMEOUT_S = 120.0
 _COLUMN = "environment"  # names the class where there are several, and is not for that class
-_SPARE_FILES = 1024  # for all else that this process opens
 
 
 class ProcessEnvironments:
@@ -200,12 +199,3 @@ def refuse_unset(env: Sequence[str]) -> None:
             f"environment.env names {', '.join(missing)}, which {are(len(missing))} not set where environments run (here); export {it}, or "
             f"take {it} out of environment.env"
         )
-
-
-def allow_files(count: int) -> None:
-    """Raise this process's own limit of open files, as far as it may be raised, to this many and some for all else."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    count += _SPARE_FILES
-    most = count if hard == resource.RLIM_INFINITY else min(count, hard)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from rollcall.environments.processes import allow_files, refuse_unset
+from rollcall.environments.processes import refuse_unset
 from rollcall.environments.protocol import Ended, EnvironmentFailed
-from rollcall.process import Process, process_ids, read_row
+from rollcall.process import Process, allow_files, process_ids, read_row
 from rollcall.reward.confine import Confinement, environment, make_folder, remove_folder, sweep_folders
 from rollcall.reward.ending import how_it_ended
 

@@ -7,9 +7,10 @@ knows whether a client has a key, so a stranger could hold all connections.
 from __future__ import annotations
 
 import asyncio
-import resource
 import socket
 from typing import TYPE_CHECKING, Any, Literal
+
+from rollcall.process import allow_files
 
 if TYPE_CHECKING:
     import uvicorn
@@ -40,7 +41,7 @@ def http_server(app: Any, *, lifespan: Literal["on", "off"]) -> uvicorn.Server:
     """To be run with a socket of ``listen``."""
     import uvicorn
 
-    most = _allow_files(MAX_CONNECTIONS)
+    most = min(MAX_CONNECTIONS, allow_files(MAX_CONNECTIONS))
     return uvicorn.Server(
         uvicorn.Config(
             app, lifespan=lifespan, ws="none", log_level="warning", access_log=False, server_header=False, date_header=False,
@@ -124,14 +125,3 @@ def _protocol(*, most_silent: int) -> type[asyncio.Protocol]:
                 timer.cancel()
 
     return Impatient
-
-
-def _allow_files(count: int) -> int:
-    """How many of these connections there can be: each is an open file, and some systems allow a process only 1024 until it asks for
-    more."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = count + 1024 if hard == resource.RLIM_INFINITY else min(count + 1024, hard)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-        soft = most
-    return count if soft == resource.RLIM_INFINITY else min(count, soft)

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import Self, TextIO
 
 from rich import box
-from rich.console import Console as RichConsole
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -24,6 +23,7 @@ from rollcall.debug.stopped import lend_terminal
 from rollcall.observe.headline import ACCURACY
 from rollcall.observe.progress import Progress, format_duration
 from rollcall.observe.terminal import QuietKeys
+from rollcall.screen import Screen
 
 SampleRow = tuple[str, str, str, float]  # prompt, completion, answer, reward
 _LINE_EVERY_S = 5.0
@@ -67,7 +67,7 @@ def make_console(progress: Progress, *, quiet: bool = False, file: TextIO | None
     """``quiet`` is the `--json` mode."""
     if quiet:
         return Console(progress)
-    rich = RichConsole(file=file, highlight=False)
+    rich = Screen(file=file)
     if rich.is_terminal and not rich.is_dumb_terminal:
         return LiveConsole(progress, rich=rich)
     return LineConsole(progress, file=file)
@@ -76,7 +76,7 @@ def make_console(progress: Progress, *, quiet: bool = False, file: TextIO | None
 class LiveConsole(Console):
     """One panel that redraws itself in place. Other output, also of child processes, appears above it."""
 
-    def __init__(self, progress: Progress, *, rich: RichConsole) -> None:
+    def __init__(self, progress: Progress, *, rich: Screen) -> None:
         super().__init__(progress)
         self._rich = rich
         self._keys = QuietKeys()
@@ -137,7 +137,7 @@ class LineConsole(Console):
 
     def __init__(self, progress: Progress, *, file: TextIO | None) -> None:
         super().__init__(progress)
-        self._rich = RichConsole(file=file, width=_PLAIN_WIDTH, highlight=False)
+        self._rich = Screen(file=file, width=_PLAIN_WIDTH)
         self._file = file
         self._printed_s: float | None = None
         self._holds_last = False  # the last step's line waits for its evaluation

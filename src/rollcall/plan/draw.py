@@ -6,13 +6,14 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
 from rollcall.plan.judge import RunPlan, describe_model, gib
 from rollcall.plan.memory import GIB, PARTS, RoleMemory, SlotMemory
 from rollcall.plan.placement import Mesh, Plan, Role
+from rollcall.screen import Screen
 from rollcall.words import counted, ranges
 
 MAX_GRID_NODES, MAX_GRID_SLOTS = 8, 16  # a larger cluster is drawn as runs of like nodes
@@ -56,9 +57,9 @@ def node_runs(plan: Plan) -> list[NodeRun]:
     return runs
 
 
-def make_console() -> Console:
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
+def make_console() -> Screen:
+    screen = Screen()
+    return screen if screen.is_terminal else Screen(width=PLAIN_WIDTH)
 
 
 def draw_text(run: RunPlan) -> RenderableType:

@@ -150,7 +150,7 @@ def confine(confinement: Confinement, *, folder: str, readable: list[str]) -> di
         code = (*_SYSTEM, sys.prefix, sys.base_prefix, sys.exec_prefix, *readable)
         told["files"] = _restricted("files", landlock.restrict(readable=code, writable=[folder]))
         _keep_capabilities(_KEPT_CAPABILITIES)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (_MAX_OPEN_FILES, _MAX_OPEN_FILES))
+        _limit(resource.RLIMIT_NOFILE, _MAX_OPEN_FILES)
     refused = {"network": not confinement.network, "processes": confinement.processes == 0}
     if any(refused.values()):
         why_not = seccomp.refuse(**refused)
