@@ -15,6 +15,7 @@ import pytest  # noqa: E402
 import quick_rewards  # noqa: E402
 from lab import Lab, missing_for_lab  # noqa: E402
 from lab.cluster import SLOTS, LabCluster, bring_up, publish_stale  # noqa: E402
+from ranks import Ranks  # noqa: E402
 
 from rollcall.config import Config  # noqa: E402
 
@@ -48,6 +49,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Config:
     config = make_run(tmp_path_factory.mktemp("undisturbed"))
     finish(config)
     return config
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Processes of torch that meet anew for each function that they run."""
+    ranks = Ranks()
+    yield ranks
+    ranks.close()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,20 +1,19 @@
 """A stand-in for `ssh`: a "host" is a folder, in which bash runs with a `rollcall` that answers as the real one would.
 
-Run as the program `ssh`; the folder of the hosts is beside it. ``hosts/NAME/`` is a host's home. Files in it say how the host is:
+The folder of the hosts is next to the program `ssh`. ``hosts/NAME/`` is a host's home. Files in it say how the host is:
 ``unreachable`` (what ssh says of it), ``drops`` (a line for each connection that a server drops before the login), ``version``, ``python``, ``fails-COMMAND`` (what the command prints before it fails), ``waits-COMMAND``
 (it goes on until its stdin ends). ``calls`` gets a line for each `rollcall` command. A forwarded port is really forwarded.
 """
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
-ROLLCALL = r"""#!/bin/bash
+ROLLCALL = r"""#!/bin/sh
 words="$*"; printf '%s\n' "$words" >> ~/calls
 printf '%s' "$MINE" > ~/mine
 printf '%s' "$ROLLCALL_TOKEN" > ~/token-of-$1
@@ -34,23 +33,19 @@ esac
 """
 
 
-def main() -> None:
-    words = sys.argv[1:]
-    end = words.index("--")
-    host, command = words[end + 1 :]
-    assert command == "bash -s" and "StrictHostKeyChecking" not in " ".join(words), words
-    home = Path(__file__).parent / "hosts" / host
-    if (home / "unreachable").exists():
-        print((home / "unreachable").read_text(), file=sys.stderr)
-        sys.exit(255)
-    if (home / "drops").exists() and (lines := (home / "drops").read_text().splitlines()):
-        (home / "drops").write_text("\n".join(lines[1:]))
-        print(lines[0], file=sys.stderr)
-        sys.exit(255)
-    if "-L" in words:
-        forward(words[words.index("-L") + 1])
-    environment = {"HOME": str(home), "PATH": f"{home}/bin"}
-    sys.exit(subprocess.run(["bash", "-s"], env=environment, cwd=home).returncode)
+SSH = r"""#!/bin/sh
+folder=${0%/*}; forwarded=
+case "$*" in *StrictHostKeyChecking*) echo "host keys are the user's" >&2; exit 1 ;; esac
+while [ "$1" != -- ]; do [ "$1" = -L ] && forwarded=$2; shift; done
+home=$folder/hosts/$2
+[ "$3" = "bash -s" ] || exit 1
+if [ -e "$home/unreachable" ]; then cat "$home/unreachable" >&2; exit 255; fi
+if [ -s "$home/drops" ]; then head -n 1 "$home/drops" >&2; sed -i 1d "$home/drops"; exit 255; fi
+cd "$home" || exit 1
+export HOME="$home" PATH="$home/bin"
+[ -n "$forwarded" ] && exec PYTHON -S "$folder/forward.py" "$forwarded"
+bash -s
+"""
 
 
 def forward(how: str) -> None:
@@ -74,11 +69,12 @@ def forward(how: str) -> None:
 
 def make_hosts(folder: Path, names: list[str], *, version: str, dashboard: int) -> Path:
     """The program `ssh` in ``folder`` and hosts that are well; returns the folder of the hosts."""
-    from own_path import own_path  # which `ssh`, a copy of this file, does not find
+    from own_path import own_path  # which forward.py, a copy of this file, does not find
 
     program = folder / "ssh"
     folder.mkdir()
-    program.write_text(f"#!{sys.executable} -S\n" + Path(__file__).read_text())
+    program.write_text(SSH.replace("PYTHON", sys.executable))
+    (folder / "forward.py").write_text(Path(__file__).read_text())
     program.chmod(0o755)
     for name in names:
         binaries = folder / "hosts" / name / "bin"
@@ -91,5 +87,6 @@ def make_hosts(folder: Path, names: list[str], *, version: str, dashboard: int) 
     return folder / "hosts"
 
 
-if __name__ == "__main__" and os.path.basename(__file__) == "ssh":
-    main()
+if __name__ == "__main__":
+    forward(sys.argv[1])
+    sys.exit(subprocess.run(["bash", "-s"]).returncode)

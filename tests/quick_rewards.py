@@ -20,15 +20,15 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
 WAIT_S = 600.0
 MOST_BYTES = 1 << 20
-owner = 0  # the process of the tests: those that tests start would need a server each
+owner = 0  # the process that has a server: that of the tests, or one of `fork_server`
 _lock = threading.Lock()
+_servers: list[socket.socket] = []  # none or one
 
 
 def start(command: list[str], **options: Any) -> Any:
@@ -55,7 +55,7 @@ class Forked:
         status, its_status = os.pipe()
         message = json.dumps({"env": dict(env), "cwd": cwd or os.getcwd()}).encode()
         with _lock:
-            socket.send_fds(_server(), [message], [its_status, stdout, *pass_fds])
+            socket.send_fds(_servers[0] if _servers else _start_server(), [message], [its_status, stdout, *pass_fds])
         os.close(its_status)
         self._status = os.fdopen(status, "rb")
         self.pid = int(self._status.readline())
@@ -69,8 +69,22 @@ class Forked:
         return self.returncode
 
 
-@cache
-def _server() -> socket.socket:
+def fork_server() -> None:
+    """For a forked process that will train: it has one thread yet, and everything imported."""
+    global owner
+    owner = os.getpid()
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        here.close()
+        os.setsid()
+        serve(there)
+        os._exit(0)
+    there.close()
+    here.settimeout(WAIT_S)
+    _servers[:] = [here]
+
+
+def _start_server() -> socket.socket:
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     subprocess.Popen(
         [sys.executable, __file__, str(there.fileno())],
@@ -81,6 +95,7 @@ def _server() -> socket.socket:
     )
     there.close()
     here.settimeout(WAIT_S)
+    _servers.append(here)
     return here
 
 

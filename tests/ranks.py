@@ -20,22 +20,20 @@ DEADLINE_S = 600.0
 
 
 class Ranks:
-    """Up to ``most`` processes, started when they are first needed."""
+    """The processes are started when they are first needed."""
 
-    def __init__(self, most: int = 4):
-        self._context = fork_context()
-        self._most = most
+    def __init__(self) -> None:
         self._members: list[tuple[Any, Any]] = []
 
     def run(self, function: Callable[..., Any], *args: Any, size: int) -> list[Any]:
         """``function(gang, *args)`` on every rank of a gang; what each returned."""
         while len(self._members) < size:
-            here, there = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(there,), daemon=True)
+            context = fork_context()
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(there,), daemon=True)
             process.start()
             there.close()
             self._members.append((process, here))
-        assert size <= self._most
         secret = new_secret()
         members = [pipe for _, pipe in self._members[:size]]
         members[0].send((function, args, secret, 0, 0, size))

@@ -142,6 +142,7 @@ def run_in_child(config: Config, kill: Kill | None = None) -> int:
 def _child(run_file: str, run_dir: str, kill: Kill | None) -> None:
     if kill is not None:
         _arm(kill)
+    quick_rewards.fork_server()
     path = Path(run_dir).with_suffix(".child.yaml")
     path.write_text(run_file)
     finish(load_config(path))

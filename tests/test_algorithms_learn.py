@@ -61,7 +61,16 @@ def assert_on_policy(config: Config) -> None:
     assert column(config, "train/clip_fraction") == [0.0] * STEPS
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp"])
+# Of every algorithm test_learner.py has the gradient, and test_algo.py the advantages.
+@pytest.mark.parametrize(
+    "name",
+    [
+        "grpo",
+        "cispo",
+        "reinforce_pp",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("dr_grpo", "gspo", "rloo")),
+    ],
+)
 def test_a_short_training_raises_the_reward(tmp_path: Path, name: str) -> None:
     config = trained(tmp_path, f"algorithm.name={name}")
     assert_learns(config)
@@ -171,6 +180,7 @@ def test_rewards_add_up_by_their_weights_and_both_are_learnt(tmp_path: Path) -> 
     assert np.mean(total[-3:]) > np.mean(total[:3]) + 0.2
 
 
+@pytest.mark.slow
 def test_a_negative_weight_turns_a_reward_into_a_penalty(tmp_path: Path) -> None:
     reward = [{"type": "function", "path": "rewards_bad:share_of_digits", "weight": -1.0}]
     config = trained(tmp_path, reward=reward)
@@ -188,7 +198,13 @@ def test_training_on_stale_groups_raises_the_reward(tmp_path: Path) -> None:
     assert max(abs(weight - 1) for weight in weights) > 1e-3, "every group was sampled from the newest weights"
 
 
-@pytest.mark.parametrize("overrides", [("algorithm.old_logprobs=engine",), ("algorithm.mismatch_mask=[0.5, 2.0]",)])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("algorithm.old_logprobs=engine",),
+        pytest.param(("algorithm.mismatch_mask=[0.5, 2.0]",), marks=pytest.mark.slow),
+    ],
+)
 def test_other_bases_of_the_ratio_learn_too(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     config = trained(tmp_path, *overrides)
     assert_learns(config)

@@ -106,11 +106,11 @@ def test_overlong_prompts_are_left_out_counted_and_never_trained_on(
     from rollcall.training import train
 
     long = [{"id": f"long-{index}", "prompt": "1+2" * 10 + "=", "answer": "a"} for index in range(3)]
-    config = make_run(tmp_path, "data.max_prompt_tokens=8", rows=[*letter_rows(8), *long])
+    config = make_run(tmp_path, "data.max_prompt_tokens=8", "trainer.steps=2", rows=[*letter_rows(8), *long])
     with lean():
         train(config)
     assert "left out 3 prompts longer than 8 tokens" in " ".join(capsys.readouterr().out.split())
-    used = {group.prompt.id for step in range(1, 7) for group in groups(config, step).values()}
+    used = {group.prompt.id for step in (1, 2) for group in groups(config, step).values()}
     assert used == {f"row-{index}" for index in range(8)}
 
 
@@ -215,7 +215,7 @@ def test_a_tokenizer_without_a_pad_token_trains(tmp_path: Path) -> None:
 # Nothing to learn from
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp"])
+@pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce_pp"])  # one for each kind of baseline
 def test_equal_rewards_teach_nothing_and_the_run_goes_on_and_says_so_at_its_end(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -316,8 +316,7 @@ def test_a_nan_loss_stops_the_run_with_everything_before_it_on_disk(
         assert tensor.tobytes() == weights(undisturbed)[name].tobytes(), "the poisoned update left a trace"
 
 
-@pytest.mark.parametrize("role", ["actor", "critic"])
-@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize(("role", "steps"), [("actor", 1), ("critic", 2)])
 def test_weights_that_diverge_in_the_last_step_are_neither_saved_nor_exported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str, steps: int
 ) -> None:
@@ -363,25 +362,25 @@ def test_divergence_in_another_process_is_told_as_one_here(tmp_path: Path, monke
 def test_log_probs_that_are_not_finite_are_never_journaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def diverged(sequence: Any, tokenizer: Any) -> Completion:
         completion = original(sequence, tokenizer)
-        late = completion.segments[-1].version == 3
+        late = completion.segments[-1].version == 1
         return replace(completion, logprobs=completion.logprobs * np.float32("nan")) if late else completion
 
-    config, original = make_run(tmp_path), engine_sequence.completion_of
+    config, original = make_run(tmp_path, "trainer.steps=2"), engine_sequence.completion_of
     with monkeypatch.context() as patch:
         patch.setattr(engine_sequence, "completion_of", diverged)
         with pytest.raises(
-            RunError, match=r"step 4: the policy's log-probs for prompt 'row-\d+' are not finite.*actor.lr"
+            RunError, match=r"step 2: the policy's log-probs for prompt 'row-\d+' are not finite.*actor.lr"
         ):
             finish(config)
-    assert [len(groups(config, step)) for step in (1, 2, 3, 4)] == [8, 8, 8, 0]
-    assert finish(config)["steps"] == 6
+    assert [len(groups(config, step)) for step in (1, 2)] == [8, 0]
+    assert finish(config)["steps"] == 2
 
 
 def test_an_absurd_learning_rate_ends_in_a_clear_error_and_can_be_corrected(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"step 2: .*not finite.*Lower actor.lr"):
-        finish(make_run(tmp_path, "actor.lr=1e30"))
+        finish(make_run(tmp_path, "actor.lr=1e30", "trainer.steps=2"))
     assert not (tmp_path / "run" / "model").exists()
-    assert finish(make_run(tmp_path))["steps"] == 6, "step 1 is trained again, at a sane rate"
+    assert finish(make_run(tmp_path, "trainer.steps=2"))["steps"] == 2, "step 1 is trained again, at a sane rate"
 
 
 # A full disk
@@ -469,12 +468,12 @@ def test_a_disk_that_stays_full_stops_the_run_with_a_clear_message_and_with_room
 
 
 def test_a_disk_that_is_full_when_the_run_starts_is_named(tmp_path: Path, disk: Path) -> None:
-    config = make_run(tmp_path, f"run.dir={disk}/run", name="tight")
+    config = make_run(tmp_path, f"run.dir={disk}/run", "trainer.steps=1", name="tight")
     ballast = fill(disk)
     with pytest.raises((OSError, ValueError), match="No space left"):
         finish(config)
     ballast.unlink()
-    assert finish(config)["steps"] == 6
+    assert finish(config)["steps"] == 1
 
 
 def test_a_full_disk_at_the_export_is_named_and_with_room_the_run_finishes(
@@ -483,13 +482,13 @@ def test_a_full_disk_at_the_export_is_named_and_with_room_the_run_finishes(
     from rollcall.loop.record import Record
 
     monkeypatch.setattr("rollcall.durable.patience.DEADLINE_S", 0)
-    config = make_run(tmp_path, f"run.dir={disk}/run", name="tight")
+    config = make_run(tmp_path, f"run.dir={disk}/run", "trainer.steps=2", name="tight")
     with monkeypatch.context() as patch:
         fill_disk_at(patch, disk, Record, "export", call=1)
         with pytest.raises(CheckpointError, match="cannot write the trained model: No space left"):
             finish(config)
     (disk / "ballast").unlink()
-    assert finish(config)["steps"] == 6
+    assert finish(config)["steps"] == 2
     assert weights(config)
 
 

@@ -443,6 +443,7 @@ def test_a_node_on_loopback_listens_nowhere_else_and_takes_drivers(
         head.rollcall("down", "--cluster", "inward")
 
 
+@pytest.mark.slow
 def test_a_ray_that_fails_to_start_shows_its_own_words_and_leaves_nothing(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -280,8 +280,8 @@ def test_a_hostile_run_file_is_refused_at_once_by_file_and_line(tmp_path: Path, 
 
 
 def test_thousands_of_unknown_keys_are_told_in_a_few_lines(tmp_path: Path) -> None:
-    path = write(tmp_path / "run.yaml", "".join(f"key_number_{index}: 1\n" for index in range(20_000)))
-    with pytest.raises(ConfigError, match="and 19,990 more") as refused:
+    path = write(tmp_path / "run.yaml", "".join(f"key_number_{index}: 1\n" for index in range(2_000)))
+    with pytest.raises(ConfigError, match="and 1,990 more") as refused:
         load_config(path)
     lines = str(refused.value).splitlines()
     assert len(lines) == 11 and "key_number_0 is not a field" in lines[0] and str(path) in lines[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,14 +54,7 @@ WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp, context 2 x tensor 2, sequence parallel, recomputed": (4, {**SEQUENCE, "activation_checkpointing": True}),
 }
 SHORT = 12  # among the rows: the place of one that feeds a single token
-QUICK = ("context 2, copies 2", "fsdp, context 2 x tensor 2, sequence parallel, recomputed")
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    ranks = Ranks(most=4)
-    yield ranks
-    ranks.close()
+QUICK = "fsdp, context 2 x tensor 2, sequence parallel, recomputed"
 
 
 def rows() -> list[Sample]:
@@ -98,7 +90,7 @@ def learn(
     gang: Gang,
     changes: dict[str, Any],
     algorithm: Algorithm,
-    steps: int = 3,
+    steps: int = 2,
     samples: list[Sample] | None = None,
     shape: dict[str, Any] | None = None,
 ) -> tuple[dict[str, np.ndarray], list[dict[str, float]]]:
@@ -141,7 +133,7 @@ def alone() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("world", "kind"),
     [
-        pytest.param(world, kind, marks=() if world in QUICK and kind == "grpo" else pytest.mark.slow)
+        pytest.param(world, kind, marks=() if world == QUICK and kind == "grpo" else pytest.mark.slow)
         for world in WORLDS
         for kind in ("grpo", "ppo")
     ],

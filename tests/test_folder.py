@@ -388,6 +388,7 @@ def audit(config: Config) -> Counter[str]:
     return makers
 
 
+@pytest.mark.slow  # the worker of node 0 is a new interpreter, which imports torch
 def test_three_processes_train_through_a_folder_and_share_the_groups_by_rank_weights(share: Path) -> None:
     """Every node gets the line of WebGym's guide, with its names."""
     config = make_run(share, "trainer.steps=3", "data.prompts_per_step=16")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,13 +16,6 @@ from tiny import make_model
 from rollcall.learner import gang as gang_module
 from rollcall.learner.gang import Gang, balance, share
 from rollcall.learner.learner import Learner
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    ranks = Ranks(most=3)
-    yield ranks
-    ranks.close()
 
 
 @given(st.lists(st.integers(0, 1000), max_size=40), st.integers(1, 9))

@@ -65,7 +65,7 @@ def test_a_node_that_cannot_be_prepared_is_named_with_its_last_lines(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     nodes = Nodes(monkeypatch)
-    made = config(prepare={"each_node": ["echo the disk is full >&2; exit 3"]})
+    made = config(prepare={"each_node": ["echo the disk is full >&2; exit 3"], "fetch_model": False})
     with pytest.raises(ClusterError, match="a node could not be prepared"):
         ready.make_ready(made, made.cluster)
     said = capsys.readouterr().err

@@ -237,7 +237,7 @@ def fake_tool(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> Fak
     folder = tmp_path / "tool"
     program = folder / "bin" / name
     program.parent.mkdir(parents=True)
-    kill = '[ "$(cat kill-{when} 2>/dev/null)" != "$(wc -l < calls)" ] || {{ kill -9 $PPID; exit 1; }}'
+    kill = '[ ! -e kill-{when} ] || [ "$(cat kill-{when})" != "$(wc -l < calls)" ] || {{ kill -9 $PPID; exit 1; }}'
     program.write_text(
         "\n".join(
             [

@@ -193,12 +193,12 @@ def cpu_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_scores_equal_transformers(architecture: str, cpu_way: str) -> None:
-    model = trainable(architecture)
-    samples = make_samples(make_model(architecture))
-    scores = make_learner(model, tokens_per_microbatch=40).score(samples)
+    model = make_model(architecture)
+    samples = make_samples(model)
+    scores = make_learner(trainable(architecture), tokens_per_microbatch=40).score(samples)
     for sample, row in zip(samples, scores, strict=True):
         with torch.no_grad():
-            full = naive_logprobs(make_model(architecture), sample).double()
+            full = naive_logprobs(model, sample).double()
         chosen = full.gather(1, torch.from_numpy(sample.response_ids.astype(np.int64))[:, None])[:, 0].numpy()
         entropy = -(full.exp() * full).sum(-1).numpy()
         certainty = (-full.mean(-1) - np.log(full.shape[1])).numpy()
@@ -269,7 +269,7 @@ def test_bfloat16_gives_the_gradient_of_float32_but_for_its_rounding(architectur
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: algorithm.name)
 def test_one_and_seven_micro_batches_give_the_same_gradient(algorithm: Any) -> None:
-    samples = make_samples(make_model(), num_prompts=5)
+    samples = make_samples(make_model())
     whole = gradients(make_learner(trainable(), algorithm, tokens_per_microbatch=10_000), samples)
     budget = budget_for(samples, 7)
     parts = gradients(make_learner(trainable(), algorithm, tokens_per_microbatch=budget), samples)
@@ -588,8 +588,8 @@ def test_a_fresh_critic_values_everything_at_zero() -> None:
 
 def test_a_critic_learns_the_returns() -> None:
     samples = make_samples(make_model(), masked=False)
-    critic = make_critic(lr=3e-3, tokens_per_microbatch=60)
-    losses = [critic.update(samples)["value_loss"] for _ in range(40)]
+    critic = make_critic(lr=1e-2)
+    losses = [critic.update(samples)["value_loss"] for _ in range(20)]
     returns = np.concatenate([sample.returns for sample in samples if sample.returns is not None])
     assert losses[0] == pytest.approx(0.5 * float((returns**2).mean()), rel=1e-4)
     assert losses[-1] < 0.3 * losses[0]

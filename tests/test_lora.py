@@ -807,13 +807,6 @@ WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    ranks = Ranks(most=4)
-    yield ranks
-    ranks.close()
-
-
 def train(gang: Gang, changes: dict[str, Any], lora: LoraSection, start: Path | None, end: Path | None) -> Any:
     """The metrics of some updates and the adapter after them, and what the reference says; from and to a checkpoint."""
     model = trainable("qwen3-untied")

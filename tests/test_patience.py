@@ -99,10 +99,10 @@ def at_call(patch: pytest.MonkeyPatch, owner: type, name: str, *, call: int, act
     ("owner", "name", "call"),
     [
         pytest.param(Journal, "append", 20, id="a-group"),
-        pytest.param(Journal, "mark_trained", 3, id="that-a-step-was-trained"),
+        pytest.param(Journal, "mark_trained", 3, id="that-a-step-was-trained", marks=pytest.mark.slow),
         pytest.param(LocalWorkers, "write_whole", 2, id="a-checkpoint"),
-        pytest.param(JsonlSink, "log", 3, id="metrics"),
-        pytest.param(Record, "export", 1, id="the-model"),
+        pytest.param(JsonlSink, "log", 3, id="metrics", marks=pytest.mark.slow),
+        pytest.param(Record, "export", 1, id="the-model", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_waits_for_a_full_disk_and_ends_as_if_nothing_had_been(
@@ -141,7 +141,9 @@ class Unwritable:
             unmount(self.path)
 
 
-@pytest.mark.parametrize("call", ["append", "save", "write_whole"])
+@pytest.mark.parametrize(
+    "call", ["write_whole", *(pytest.param(call, marks=pytest.mark.slow) for call in ("append", "save"))]
+)
 def test_a_run_waits_for_a_folder_that_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:

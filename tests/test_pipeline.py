@@ -6,6 +6,7 @@ Workers are stand-ins that sleep, behind the real controller, router and remote 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import sys
 import threading
@@ -304,12 +305,16 @@ def trained_groups(config: Config) -> Iterator[tuple[int, Group]]:
                 yield step, found[draw]
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("in_flight", [True, False])
+QUICK = [(ORDERS[0], True, 1, True), (ORDERS[1], True, 1, False), (ORDERS[1], False, 1, False)]
+
+
 @pytest.mark.parametrize(
-    "staleness", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow)]
+    ("order", "in_flight", "staleness", "shared"),
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+        for case in itertools.product(ORDERS, (True, False), (0, 1, 2), (True, False))
+    ],
 )
-@pytest.mark.parametrize("shared", [False, True], ids=["apart", "collocated"])
 def test_no_token_is_trained_that_is_older_than_staleness_says(
     tmp_path: Path, order: str, in_flight: bool, staleness: int, shared: bool
 ) -> None:
@@ -437,7 +442,9 @@ def test_with_staleness_0_all_ways_are_the_synchronous_run(tmp_path: Path) -> No
             assert tensor.tobytes() == weights(other)[key].tobytes(), (name, key)
 
 
-@pytest.mark.parametrize("kill", [IN_UPDATE, IN_JOURNAL, IN_SAVE_WRITE])
+@pytest.mark.parametrize(
+    "kill", [IN_JOURNAL, *(pytest.param(kill, marks=pytest.mark.slow) for kill in (IN_UPDATE, IN_SAVE_WRITE))]
+)
 def test_a_killed_run_that_trains_groups_as_they_finish_skips_none_and_repeats_none(tmp_path: Path, kill: str) -> None:
     config = local(tmp_path, "trainer.order=as_completed", "trainer.staleness=2", name="killed")
     when = {IN_UPDATE: Kill(call=kill, number=3), IN_JOURNAL: Kill(call=kill, number=20, when="torn")}

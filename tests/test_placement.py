@@ -358,7 +358,7 @@ def can_work(nodes: list[int], spans: dict[str, list[tuple[int, ...]] | None]) -
     return len(flat) == len(set(flat)) and {*flat, *beside} == set(range(sum(nodes)))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(deadline=None)
 @given(placements())
 @example(([4, 4], {"rollout": [Part(first=0, last=7, ranks=(0, 3))], "actor": [Part(first=4, last=7, ranks=(0, 1))]}))
 def test_random_placements_are_planned_exactly_when_every_rule_holds(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,6 @@ from rollcall.checkpoint.training import export_learner
 from rollcall.errors import CheckpointError
 from rollcall.learner.gang import Gang
 from rollcall.stored.find import PROBE
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    ranks = Ranks(most=2)
-    yield ranks
-    ranks.close()
 
 
 def floats(values: Sequence[float | None]) -> np.ndarray:

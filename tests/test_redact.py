@@ -28,8 +28,6 @@ from rollcall.durable.journal import Journal
 from rollcall.errors import ConfigError
 from rollcall.observe.sinks import WandbSink
 from rollcall.redact import (
-    LONGEST_LINE,
-    LONGEST_SECRET,
     REDACTED,
     GuardedStream,
     OutputError,
@@ -138,18 +136,23 @@ def test_an_assignment_that_arrives_in_pieces_is_redacted() -> None:
 
 @pytest.mark.parametrize("secret", [SECRET, "MY_KEY=hunter2hunter2", "https://me:hunter2hunter2@host"])
 @pytest.mark.parametrize("shift", [0, 5, 20])
-def test_a_secret_on_the_edge_of_a_line_without_an_end_is_redacted(secret: str, shift: int) -> None:
+def test_a_secret_on_the_edge_of_a_line_without_an_end_is_redacted(
+    secret: str, shift: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What waits for the end of a line is bounded; the cut is never inside a secret."""
     remember([SECRET])
-    before = LONGEST_LINE - LONGEST_SECRET - shift
-    text = "://" + "x " * (before // 2) + secret + " y" * LONGEST_LINE
+    longest_line, longest_secret, piece = 1 << 14, 1 << 10, 1 << 10
+    monkeypatch.setattr("rollcall.redact.LONGEST_LINE", longest_line)
+    monkeypatch.setattr("rollcall.redact.LONGEST_SECRET", longest_secret)
+    before = longest_line - longest_secret - shift
+    text = "://" + "x " * (before // 2) + secret + " y" * longest_line
     redactor, shown, longest = Redactor(), "", 0
-    for start in range(0, len(text), 1 << 16):
-        shown += redactor.feed(text[start : start + (1 << 16)])
+    for start in range(0, len(text), piece):
+        shown += redactor.feed(text[start : start + piece])
         longest = max(longest, len(redactor._held))
     shown += redactor.end()
     assert "hunter2" not in shown and SECRET not in shown and REDACTED in shown
-    assert len(shown) == len(redact(text)) and longest <= LONGEST_LINE + (1 << 16)
+    assert len(shown) == len(redact(text)) and longest <= longest_line + piece
 
 
 def test_the_end_of_a_text_does_not_begin_with_the_rest_of_a_secret() -> None:

@@ -110,19 +110,12 @@ def assert_same_samples(ours: dict[int, Group], theirs: dict[int, Group]) -> Non
             np.testing.assert_allclose(mine.logprobs, other.logprobs, atol=1e-5)
 
 
-def test_an_uninterrupted_run_in_another_process_ends_with_the_same_bits(uninterrupted: Config) -> None:
-    config = beside(uninterrupted, "another-process")
-    assert run_in_child(config) == 0
-    assert_complete(config)
-    assert_same_weights(config, uninterrupted)
-
-
 @pytest.mark.parametrize(
     "update",
     [
         pytest.param(1, id="the-first-of-all", marks=pytest.mark.slow),
         pytest.param(7, id="between-two-of-a-step"),
-        pytest.param(12, id="the-last"),
+        pytest.param(12, id="the-last", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_killed_inside_an_update_ends_with_the_same_bits(uninterrupted: Config, update: int) -> None:
@@ -146,11 +139,11 @@ SAVE_KILLS = {
 }
 
 
-def moments(kills: dict[str, Kill], *, slow: tuple[str, ...]) -> list[Any]:
-    return [pytest.param(moment, marks=pytest.mark.slow) if moment in slow else moment for moment in kills]
+def moments(kills: dict[str, Kill], *, quick: tuple[str, ...]) -> list[Any]:
+    return [moment if moment in quick else pytest.param(moment, marks=pytest.mark.slow) for moment in kills]
 
 
-@pytest.mark.parametrize("moment", moments(SAVE_KILLS, slow=("before-the-first-file", "in-the-last-save")))
+@pytest.mark.parametrize("moment", moments(SAVE_KILLS, quick=("with-half-written-files", "before-the-rename")))
 def test_a_run_killed_inside_saving_ends_with_the_same_bits(uninterrupted: Config, moment: str) -> None:
     config = beside(uninterrupted, f"save-{moment}")
     run_and_be_killed(config, SAVE_KILLS[moment])
@@ -161,7 +154,7 @@ def test_a_run_killed_inside_saving_ends_with_the_same_bits(uninterrupted: Confi
     assert left == sorted(path.name for path in (uninterrupted.run.dir / "checkpoints").iterdir())
 
 
-@pytest.mark.parametrize("when", ["after", "torn"])
+@pytest.mark.parametrize("when", [pytest.param("after", marks=pytest.mark.slow), "torn"])
 def test_a_run_killed_inside_a_rollout_keeps_finished_groups_and_generates_only_the_others(
     uninterrupted: Config, when: str
 ) -> None:
@@ -197,7 +190,9 @@ OTHER_KILLS = {
 }
 
 
-@pytest.mark.parametrize("moment", moments(OTHER_KILLS, slow=("in-the-first-evaluation", "after-the-export")))
+@pytest.mark.parametrize(
+    "moment", moments(OTHER_KILLS, quick=("between-update-and-mark", "in-a-later-evaluation", "in-the-export"))
+)
 def test_a_run_killed_at_any_other_moment_ends_with_the_same_bits(uninterrupted: Config, moment: str) -> None:
     config = beside(uninterrupted, f"other-{moment}")
     run_and_be_killed(config, OTHER_KILLS[moment])
@@ -213,7 +208,7 @@ THREE_KILLS = (
 )
 
 
-@pytest.mark.parametrize("staleness", [0, pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("staleness", [0, *(pytest.param(steps, marks=pytest.mark.slow) for steps in (1, 2))])
 def test_a_run_resumed_three_times_trains_each_draw_once(uninterrupted: Config, staleness: int) -> None:
     config = beside(uninterrupted, f"thrice-{staleness}", f"trainer.staleness={staleness}")
     seen: dict[tuple[int, int], float] = {}
@@ -249,7 +244,9 @@ def test_stale_groups_say_which_version_sampled_them(uninterrupted: Config, stal
     assert max(lags) >= 1, "rollout never ran ahead"
 
 
-@pytest.mark.parametrize("damage", ["truncated", pytest.param("missing", marks=pytest.mark.slow), "flipped"])
+@pytest.mark.parametrize(
+    "damage", ["flipped", *(pytest.param(damage, marks=pytest.mark.slow) for damage in ("truncated", "missing"))]
+)
 def test_a_torn_checkpoint_is_skipped_with_a_warning_and_the_run_still_ends_with_the_same_bits(
     uninterrupted: Config, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:

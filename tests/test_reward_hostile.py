@@ -74,7 +74,6 @@ def code_texts(mark: Path) -> list[str]:
 HEAVY = [
     "9**9**9**9",
     r"\boxed{9^{9^{9^{9}}}}",
-    r"9^{9^{9^{9^{9}}}}",
     "'a'*10**10",
     "[0]*10**10",
     "(" * 50_000 + "1" + ")" * 50_000,
@@ -110,7 +109,7 @@ ODD = [
 
 def every_builtin() -> list[Any]:
     return [
-        ExactReward(timeout_s=1), NumberReward(timeout_s=1), MathReward(timeout_s=1), CountdownReward(timeout_s=1),
+        ExactReward(), NumberReward(), MathReward(timeout_s=1), CountdownReward(),
         RegexReward(pattern="^(a|aa)+$", timeout_s=1),
     ]  # fmt: skip
 
@@ -143,7 +142,7 @@ def test_no_text_runs_in_any_built_in_reward_and_the_pool_goes_on(tmp_path: Path
 
 def test_no_answer_runs_in_the_scorers_that_evaluate_text(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
-    texts = [f"<answer>{text}</answer>" for text in (*code_texts(mark), *HEAVY[:5])]
+    texts = [f"<answer>{text}</answer>" for text in (*code_texts(mark), *HEAVY[:4])]
     with Scorer([ReasoningGymReward(timeout_s=10)], num_workers=1, model_rewards={}) as scorer:
         for task, row in gym_rows().items():
             scores = scorer.score(a_prompt(metadata=row), completions_of(*texts))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,6 @@ from rollcall.learner.learner import Learner
 from rollcall.merge.merge import merge
 
 SHAPE: dict[str, Any] = dict(num_attention_heads=8, num_key_value_heads=8, hidden_size=128)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    ranks = Ranks(most=8)
-    yield ranks
-    ranks.close()
 
 
 def train_and_save(gang: Gang, architecture: str, changes: dict[str, Any], directory: Path) -> None:
@@ -58,7 +50,7 @@ LARGE = pytest.mark.slow  # eight processes of torch on few cores
         pytest.param(8, dict(tensor_parallel_size=4, sharding="fsdp"), marks=LARGE),
     ],
 )
-@pytest.mark.parametrize("architecture", ["qwen2-tied", "qwen3-untied"])
+@pytest.mark.parametrize("architecture", [pytest.param("qwen2-tied", marks=pytest.mark.slow), "qwen3-untied"])
 def test_a_merged_model_has_the_log_probs_of_the_live_one(
     ranks: Ranks, tmp_path: Path, architecture: str, size: int, changes: dict[str, Any]
 ) -> None:

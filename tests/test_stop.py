@@ -81,7 +81,10 @@ def stop_in_training(config: Config) -> None:
         finish(config)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGUSR1, signal.SIGHUP))],
+)
 def test_a_stop_in_an_update_saves_at_the_steps_end_and_no_update_is_done_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:

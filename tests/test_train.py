@@ -76,7 +76,8 @@ def test_the_trained_model_opens_with_transformers_and_is_the_last_checkpoint(tm
 
 def test_the_seed_decides_the_run(tmp_path: Path) -> None:
     one, same, other = (
-        make_run(tmp_path, f"run.seed={seed}", name=name) for name, seed in (("one", 1), ("same", 1), ("other", 2))
+        make_run(tmp_path, "trainer.steps=2", f"run.seed={seed}", name=name)
+        for name, seed in (("one", 1), ("same", 1), ("other", 2))
     )
     for config in (one, same, other):
         finish(config)
@@ -98,14 +99,15 @@ def test_an_epoch_visits_every_prompt_once(tmp_path: Path) -> None:
 
 def test_evaluation_is_greedy_and_counts_what_the_reward_says(tmp_path: Path) -> None:
     config = make_run(
-        tmp_path, "trainer.steps=25", "rollout.samples_per_prompt=8", "data.prompts_per_step=16", val=letter_rows(8)
-    )
+        tmp_path, "trainer.steps=12", "actor.lr=1e-2", "rollout.samples_per_prompt=8", "data.prompts_per_step=16",
+        val=letter_rows(8),
+    )  # fmt: skip
     config = config.model_copy(update={"eval": config.eval.model_copy(update={"threshold": 0.5})})
     summary = finish(config)
     accuracy = summary["eval"]["accuracy"]
     assert accuracy["first"] <= 0.25
     assert accuracy["last"] >= accuracy["first"] + 0.25
-    lines = (config.run.dir / "samples" / "val-000025.jsonl").read_text().splitlines()
+    lines = (config.run.dir / "samples" / "val-000012.jsonl").read_text().splitlines()
     assert accuracy["last"] == pytest.approx(np.mean([json.loads(line)["reward"] >= 0.5 for line in lines]))
 
 
@@ -133,12 +135,13 @@ BAD_REWARDS = [
 ]
 
 
-def run_with_bad_rewards(folder: Path, *, name: str = "run", steps: int = 24) -> Config:
+def run_with_bad_rewards(folder: Path, *, name: str = "run", steps: int = 12) -> Config:
     sizes = (
         "data.prompts_per_step=16",
         "rollout.samples_per_prompt=8",
         f"trainer.steps={steps}",
         "trainer.save_every=4",
+        "actor.lr=1e-2",
     )
     return make_run(folder, *sizes, name=name, rows=bad_rows(), reward=BAD_REWARDS)
 
@@ -157,12 +160,12 @@ def failing_items(config: Config) -> Counter[tuple[str, str]]:
 def test_a_run_whose_rewards_hang_raise_and_return_nan_completes_and_learns(tmp_path: Path) -> None:
     config = run_with_bad_rewards(tmp_path)
     summary = finish(config)
-    assert summary["steps"] == 24
+    assert summary["steps"] == 12
     failing = failing_items(config)
     assert failing.keys() >= {("raises", "row-5"), ("returns_nan", "row-7"), ("hangs", "row-3")}
     for name, row in (("raises", "row-5"), ("returns_nan", "row-7")):
-        assert failing[name, row] == 12 * 8, "each row comes once in two steps, with 8 completions"
-    assert 0 < failing["hangs", "row-3"] < 12 * 8
+        assert failing[name, row] == 6 * 8, "each row comes once in two steps, with 8 completions"
+    assert 0 < failing["hangs", "row-3"] < 6 * 8
     for name in ("hangs", "raises", "returns_nan"):
         counted = sum(number for (reward, _), number in failing.items() if reward == name)
         assert sum(column(config, f"reward_errors/{name}")) == counted
@@ -177,8 +180,8 @@ def test_a_run_whose_rewards_hang_raise_and_return_nan_completes_and_learns(tmp_
 
 
 def test_failures_of_a_killed_process_are_still_in_the_summary_of_the_run(tmp_path: Path) -> None:
-    config = run_with_bad_rewards(tmp_path, steps=6)
-    run_and_be_killed(config, Kill(call=IN_UPDATE, number=6))
+    config = run_with_bad_rewards(tmp_path, steps=3)
+    run_and_be_killed(config, Kill(call=IN_UPDATE, number=3))
     before = journal_bytes(config)
     summary = finish(config)
     assert journal_bytes(config) == before, "all steps were journaled: the second process scores nothing itself"

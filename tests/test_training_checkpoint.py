@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +26,6 @@ from rollcall.model.load import ModelError
 FLOAT: dict[str, Any] = dict(dtype=torch.float32)
 MASTERS: dict[str, Any] = dict(dtype=torch.bfloat16)
 PLAIN: dict[str, Any] = dict(dtype=torch.bfloat16, master_weights=False)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    ranks = Ranks(most=2)
-    yield ranks
-    ranks.close()
 
 
 def learner_of(gang: Gang, *, dtype: torch.dtype = torch.float32, **changes: Any) -> Learner:
@@ -85,8 +77,16 @@ def read(
     return found  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize(("before", "after"), list(itertools.permutations((FLOAT, MASTERS, PLAIN), 2)))
-@pytest.mark.parametrize("sharded", [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("sharded", "before", "after"),
+    [
+        pytest.param(
+            sharded, *kinds, marks=() if sharded == (False, False) or kinds == (MASTERS, PLAIN) else pytest.mark.slow
+        )
+        for sharded in ((False, False), (True, False), (False, True))
+        for kinds in itertools.permutations((FLOAT, MASTERS, PLAIN), 2)
+    ],
+)
 def test_a_resume_with_or_without_masters_has_the_trained_policy(
     ranks: Ranks, tmp_path: Path, before: Any, after: Any, sharded: tuple[bool, bool]
 ) -> None:

@@ -317,12 +317,10 @@ def sit(gang: Gang, config: Config, path: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_vllm_gets_the_policy_from_parts_and_no_process_holds_a_copy_beside_it(tmp_path: Path) -> None:
+def test_vllm_gets_the_policy_from_parts_and_no_process_holds_a_copy_beside_it(ranks: Ranks, tmp_path: Path) -> None:
     config = Config(
         run=RunSection(dir=tmp_path / "run"), actor=section(sharding="fsdp"), algorithm=Grpo(),
         rollout=RolloutSection(max_running=4, engine="vllm"),
     )  # fmt: skip
-    ranks = Ranks(most=2)
     found = ranks.run(sit, config, str(save_model(tmp_path / "model")), size=2)
-    ranks.close()
     assert found == [{"equal": [True], "versions": [1], "held": 0}] * 2

@@ -115,6 +115,7 @@ def sharded(group: WorkerGroup, data: Any, **options: Any) -> list[Any]:
     return group.get_all_worker_results(futures, timeout_s=120)
 
 
+@pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.slow)], indirect=True)
 def test_the_interface_works_as_it_is_documented(backend):
     data, batch, i = list(range(10)), [7], 1
 
@@ -431,6 +432,7 @@ def test_a_deadline_names_who_is_missing(on_ray, groups):
     assert group.get_all_worker_results([slow, quick], timeout_s=60) == [None, 0]
 
 
+@pytest.mark.slow
 def test_a_dead_worker_is_named_at_once_and_shutdown_leaves_no_process(on_ray):
     with VirtualCluster([1, 1], num_gpus_per_node=SLOTS) as cluster:
         group = make_group(cluster, name_prefix="rollout")
@@ -486,6 +488,7 @@ def test_cpu_slots_need_no_gpu(on_ray):
         assert run(make_group(cluster), "env", "NODE_RANK") == [{"NODE_RANK": "0"}]
 
 
+@pytest.mark.slow
 def test_torch_meets_at_the_leased_port(on_ray, groups):
     group, ends = groups("ray"), [0, 3]  # one on each node: importing torch is most of the work of this
     meeting = group.run_some_workers_single_data("meet", ends, ends)

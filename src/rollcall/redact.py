@@ -293,7 +293,7 @@ class Redactor:
         cut = len(text) - _overlap(text, _values())
         # An assignment or a URL is redacted as a whole or not at all: its line must be complete.
         line = text.rfind("\n") + 1
-        if line < cut and (_ASSIGNMENT.search(text, line) or ":/" in text[line:]):
+        if line < cut and (":/" in text[line:] or _ASSIGNMENT.search(text, line)):
             cut = line
         if len(text) - cut > LONGEST_LINE:
             shown, self._held = cut_line(text)

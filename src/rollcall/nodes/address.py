@@ -8,7 +8,7 @@ from __future__ import annotations
 import ipaddress
 import random
 import socket
-from itertools import chain
+from itertools import chain, islice
 
 from rollcall.errors import ClusterError
 from rollcall.net.interfaces import interface_addresses
@@ -88,12 +88,11 @@ def own_address(*, toward: str | None, node_ip: str | None, interface: str | Non
 
 def free_ports(count: int) -> list[int]:
     """Distinct ports that nobody listens on, on any address."""
-    taken: list[int] = []
-    for port in random.SystemRandom().sample(range(FIRST_PORT, LAST_PORT), LAST_PORT - FIRST_PORT):
-        if len(taken) == count:
-            return taken
-        if is_free(port):
-            taken.append(port)
+    first = random.SystemRandom().randrange(FIRST_PORT, LAST_PORT)
+    free = filter(is_free, chain(range(first, LAST_PORT), range(FIRST_PORT, first)))
+    taken = list(islice(free, count))
+    if len(taken) == count:
+        return taken
     raise ClusterError(f"fewer than {count} of the ports {FIRST_PORT} to {LAST_PORT} are free on this node")
 
 
