@@ -290,6 +290,26 @@ def test_math_compares_units(answer: str, same: tuple[str, ...], different: tupl
     _compare(answer, same, different)
 
 
+@pytest.mark.parametrize(
+    ("answer", "same", "different"),
+    [
+        (
+            r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}",
+            (r"\boxed{\begin{pmatrix}1\\2\end{pmatrix}}", r"it is \begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
+            (r"\begin{pmatrix} 1 \\ 3 \end{pmatrix}",),
+        ),
+        (r"\begin{bmatrix} 1 & 2 \end{bmatrix}", (), (r"\begin{bmatrix} 1 & 3 \end{bmatrix}",)),
+        (r"\begin{cases} 1 & x > 0 \\ 2 \end{cases}", (r"\begin{cases}1&x>0\\2\end{cases}",), (r"\begin{cases} 1 \end{cases}",)),
+        (r"\angle ABC", (r"$\angle ABC$", "ABC"), (r"\angle BCA",)),
+        (r"$\triangle ABC$", (r"\triangle ABC",), (r"\triangle BCD",)),
+    ],
+)  # fmt: skip
+def test_math_reads_what_latex_writes_with_spaces(
+    answer: str, same: tuple[str, ...], different: tuple[str, ...]
+) -> None:
+    _compare(answer, same, different)
+
+
 def _compare(answer: str, same: tuple[str, ...], different: tuple[str, ...]) -> None:
     scored = {text: score_one({"type": "math"}, completion=text, answer=answer) for text in (answer, *same, *different)}
     assert scored == dict.fromkeys((answer, *same), 1.0) | dict.fromkeys(different, 0.0)

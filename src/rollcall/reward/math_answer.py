@@ -32,6 +32,8 @@ _MATH_WITHIN = re.compile(r"(?<!\\)\$[^$]+\$|\\\(|\\\[")
 _TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
 _TEXT_AT_END = re.compile(r"(?<=[\d)}.])\s*\\(?:text|mathrm|mbox)\s*\{[^{}]*\}(?:\^\{?\d\}?)?$")  # 5\text{ apples}
 _COMMAND = re.compile(r"\\[A-Za-z]+")
+_NOT_SENTENCE = re.compile(r"\\(?:begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+\s*[A-Z]*")  # \end{pmatrix}, \angle ABC
+_SHAPE = re.compile(r"\\(?:angle|triangle)\b")
 _WORD = re.compile(r"\b(?:[A-Za-z]{3,}|is|so|of|to|be|we|it|in|an|at|by|if|as|no|us)\b")
 _NOT_WORDS = frozenset({
     "and", "sin", "cos", "tan", "cot", "sec", "csc", "log", "exp", "sqrt", "arcsin", "arccos", "arctan", "sinh", "cosh",
@@ -53,7 +55,9 @@ def math_equal(prompt: str, completion: str, answer: str, metadata: dict[str, An
         raise ValueError(f"the row's answer {answer[:80]!r} is empty or too long; check data.answer_key")
     if given is None:
         return 0.0
-    is_product = _UNKNOWNS.fullmatch(wanted) or _WRAPPED.fullmatch(_final(answer).strip())
+    is_product = _UNKNOWNS.fullmatch(wanted) or (
+        _WRAPPED.fullmatch(_final(answer).strip()) and not _SHAPE.match(wanted)
+    )
     if is_word(wanted) and not is_product:
         within = [match[0].strip("$") for match in _MATH_WITHIN.finditer(given)]
         words = plain_words(wanted)
@@ -61,6 +65,8 @@ def math_equal(prompt: str, completion: str, answer: str, metadata: dict[str, An
             return 1.0
         if len(words) > _LONGEST_NAME or is_word(given):
             return 0.0
+    if "\\begin{cases}" in wanted:  # math-verify reads each as 0
+        return float("".join(wanted.split()) == "".join(given.split()))
     with guarded():
         if not _parse(_readable(wanted)):
             raise ValueError(f"math-verify cannot read the answer {answer[:80]!r}; check data.answer_key")
@@ -166,7 +172,7 @@ def is_word(answer: str) -> bool:
 
 def plain_words(answer: str) -> str:
     r"""The words of an answer, for comparison: ``\text{No  Solution}`` is ``no solution``."""
-    return " ".join(_TEXT_COMMAND.sub(r"\1", answer).casefold().split())
+    return " ".join(_SHAPE.sub("", _TEXT_COMMAND.sub(r"\1", answer)).casefold().split())
 
 
 def _unmarked(text: str) -> str:
@@ -201,7 +207,7 @@ def _readable(answer: str) -> str:
 def _after_words(sentence: str) -> str:
     """What follows the last word; all of it where there is none."""
     hidden = _TEXT_COMMAND.sub(lambda match: " " * len(match[0]), sentence)
-    hidden = _COMMAND.sub(lambda match: " " * len(match[0]), hidden)
+    hidden = _NOT_SENTENCE.sub(lambda match: " " * len(match[0]), hidden)
     ends = [match.end() for match in _WORD.finditer(hidden) if match[0] not in _NOT_WORDS]
     return sentence[ends[-1] :].lstrip(" :,.=*") if ends else sentence
 
