@@ -284,10 +284,50 @@ def test_math_still_reads_products(answer: str, same: tuple[str, ...], different
         (r"\frac{1}{2} kg", ("0.5 kg", "x = 1/2 kg"), ("0.5 g",)),
         ("3:30 pm", ("3:30 PM",), ("3:30 am",)),
         ("72 apples", ("72", "72 apples in all", r"72\text{ apples}"), ("71 apples",)),
+        ("€5", ("5 euros", "5"), ("£5",)),
+        ("5", ("£5",), ()),
+        ("20 °C", (r"20^\circ C", r"20^{\circ}\text{C}", "20 degrees Celsius"), ("20 °F",)),
+        ("1 1/2", ("1.5", "1 1/2 hours"), ("11/2",)),
+        ("June 20", ("June 20.",), ("July 20",)),
+        ("7", ("3 + 4 = 7 dollars", r"\$3 + \$4 = \$7", "After 3 days she has 7 dollars"), ()),
     ],
 )
 def test_math_compares_units(answer: str, same: tuple[str, ...], different: tuple[str, ...]) -> None:
     _compare(answer, same, different)
+
+
+@pytest.mark.parametrize(
+    ("answer", "same", "different"),
+    [
+        (
+            r"30^\circ, 60^\circ, 90^\circ",
+            ("30, 60, 90 degrees", r"90^\circ, 60^\circ \text{ and } 30^\circ"),
+            (r"31^\circ, 60^\circ, 90^\circ", r"90^\circ"),
+        ),
+        (r"30^\circ", (), (r"10^\circ, 30^\circ",)),
+        ("42", (), (r"7^\circ, 42^\circ", r"\$7 or \$42", "x = 1 cm, y = 42 cm", "x = 1 and y = 42 cm")),
+        ("42 cm", ("x = 42 cm",), ("x=7, y=42 cm",)),
+        ("x = 3 cm, y = 4 cm", ("x=3 cm, y=4 cm",), ("x = 5 cm, y = 4 cm",)),
+        ("a=3, b=4 m", (), ("a=5, b=4 m",)),
+        ("3 hours 20 minutes", ("3 h and 20 min",), ("4 hours 20 minutes", "20 hours 3 minutes", "20", "3 feet 20 inches")),
+        ("320", (), ("3 hours 20 minutes",)),
+        ("5 dollars and 20 cents", (), ("7 dollars and 20 cents",)),
+        ("3 to 5 hours", ("it takes 3 to 5 h",), ("2 to 5 hours", "5 hours", "3 to 5 minutes")),
+        (r"\$42", (), ("7 or 42 dollars",)),
+    ],
+)  # fmt: skip
+def test_math_compares_each_number_of_a_list_with_units(
+    answer: str, same: tuple[str, ...], different: tuple[str, ...]
+) -> None:
+    _compare(answer, same, different)
+
+
+@pytest.mark.parametrize(
+    ("answer", "different"),
+    [("A", ("not A", "B, not A")), ("No", ("Yes, not No",)), ("42", ("The answer is not 42.",))],
+)
+def test_math_takes_no_answer_that_is_denied(answer: str, different: tuple[str, ...]) -> None:
+    _compare(answer, (), different)
 
 
 @pytest.mark.parametrize(

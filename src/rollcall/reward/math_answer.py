@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import Any
 
 from rollcall.reward.eval_guard import guarded
-from rollcall.reward.units import Quantity, spell_out_money, split_unit
+from rollcall.reward.units import Quantity, mark_units, spell_out_money, split_unit, with_inner_units
 
 _MAX_ANSWER_CHARS = 1000  # a longer text is not an answer, and takes minutes to parse
 _MAX_SEARCH_CHARS = 2000  # of the end of a text without a mark
@@ -32,12 +32,13 @@ _MATH_WITHIN = re.compile(r"(?<!\\)\$[^$]+\$|\\\(|\\\[")
 _TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
 _TEXT_AT_END = re.compile(r"(?<=[\d)}.])\s*\\(?:text|mathrm|mbox)\s*\{[^{}]*\}(?:\^\{?\d\}?)?$")  # 5\text{ apples}
 _COMMAND = re.compile(r"\\[A-Za-z]+")
-_NOT_SENTENCE = re.compile(r"\\(?:begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+\s*[A-Z]*")  # \end{pmatrix}, \angle ABC
+_NOT_SENTENCE = re.compile(r"<\S+?>|\\(?:begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+\s*[A-Z]*")  # \end{pmatrix}, \angle ABC
 _SHAPE = re.compile(r"\\(?:angle|triangle)\b")
 _WORD = re.compile(r"\b(?:[A-Za-z]{3,}|is|so|of|to|be|we|it|in|an|at|by|if|as|no|us)\b")
 _NOT_WORDS = frozenset({
     "and", "sin", "cos", "tan", "cot", "sec", "csc", "log", "exp", "sqrt", "arcsin", "arccos", "arctan", "sinh", "cosh",
-    "tanh", "mod", "max", "min", "gcd", "lcm", "det", "inf", "deg",
+    "tanh", "mod", "max", "min", "gcd", "lcm", "det", "inf", "deg", "January", "February", "March", "April", "May", "June", "July",
+    "August", "September", "October", "November", "December",
 })  # fmt: skip
 _BARE_NAME = re.compile(
     r"(?<![\\A-Za-z])(?:arc(?:sin|cos|tan)|(?:sin|cos|tan)h?|cot|sec|csc|ln|log|exp|pi)(?![A-Za-z])"
@@ -45,6 +46,9 @@ _BARE_NAME = re.compile(
 _BARE_ROOT = re.compile(r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)")
 _LETTERS = re.compile(r"[^\W\d_]+(?:[ '-][^\W\d_]+)*")
 _LONGEST_NAME = 3  # letters; a shorter text may name a number (e, pi) or be a product (ab) of what a formula says
+_LISTED = re.compile(r",(?!\d{3}\b)|;|\b(?:and|or)\b")
+_NAMED = re.compile(r"\b[A-Za-z]\s*=")
+_MIXED = re.compile(r"(?<![\d./])(\d+)\s+(\d+/\d+)(?![\d./])")  # 1 1/2
 _UNKNOWNS = re.compile(r"[w-z]{2,3}")
 
 
@@ -78,19 +82,22 @@ def _same(wanted: str, given: str) -> bool:
     gold, found = _quantity(wanted), _quantity(given)
     if gold and found and (gold.is_sure or found.is_sure):
         return gold.unit == found.unit and _verified(gold.number, found.number)
-    is_number = not _has_letters(wanted)
     gold_number = gold.number if gold and gold.is_sure else wanted
-    found_number = found.number if found and (found.is_sure or is_number) else given
-    if _verified(gold_number, found_number):
-        return True
-    return (gold_number, found_number) != (wanted, given) and _verified(wanted, given)
+    found_number = found.number if found and (found.is_sure or not _has_letters(wanted)) else given
+    return _verified(gold_number, found_number)
 
 
 def _quantity(answer: str) -> Quantity | None:
-    """A number with a unit, at the end of a sentence too; None: there is no unit, or letters stand before it (``2m + 3h``)."""
+    """A number with a unit, or a list of them, at the end of a sentence too; None: there is no unit, or letters stand before it
+    (``2m + 3h``)."""
     found = split_unit(answer)
-    number = _after_words(found.number).rpartition("=")[2].strip() if found else ""
-    return replace(found, number=number) if found and number and not _has_letters(number) else None
+    if found is None:
+        return None
+    found = with_inner_units(replace(found, number=_after_words(mark_units(found.number))))
+    number = found.number if _LISTED.search(found.number) else found.number.rpartition("=")[2].strip()
+    return (
+        replace(found, number=number) if number and not _has_letters(_NAMED.sub("", _LISTED.sub("", number))) else None
+    )
 
 
 def _has_letters(expression: str) -> bool:
@@ -200,6 +207,7 @@ def _readable(answer: str) -> str:
         return answer
     expression = answer if " " not in answer else _after_words(answer)
     expression = _TEXT_AT_END.sub("", expression)
+    expression = _MIXED.sub(r"(\1+\2)", expression)
     expression = _BARE_ROOT.sub(r"\\sqrt{\1}", _BARE_NAME.sub(r"\\\g<0>", expression))
     return f"{_BOX}{expression}}}" if expression else answer
 
@@ -208,8 +216,10 @@ def _after_words(sentence: str) -> str:
     """What follows the last word; all of it where there is none."""
     hidden = _TEXT_COMMAND.sub(lambda match: " " * len(match[0]), sentence)
     hidden = _NOT_SENTENCE.sub(lambda match: " " * len(match[0]), hidden)
-    ends = [match.end() for match in _WORD.finditer(hidden) if match[0] not in _NOT_WORDS]
-    return sentence[ends[-1] :].lstrip(" :,.=*") if ends else sentence
+    words = [match for match in _WORD.finditer(hidden) if match[0] not in _NOT_WORDS]
+    if not words or words[-1][0].casefold() == "not":  # "B, not A" does not answer A
+        return sentence
+    return sentence[words[-1].end() :].lstrip(" :,.=*")
 
 
 @lru_cache(maxsize=256)
