@@ -83,6 +83,23 @@ def everything(**kwargs: Any) -> list[float]:
     return [float(len(kwargs))] * len(kwargs["completions"])
 
 
+def declines(completions: list[str], trainer_state: Any = 0, **kwargs: Any) -> list[float | None]:
+    assert trainer_state is None
+    return [None if completion == "?" else float(completion) for completion in completions]
+
+
+def declines_too(completions: list[str], **kwargs: Any) -> list[float | None]:
+    return [None if completion in ("?", "1") else 5.0 for completion in completions]
+
+
+def declines_all(completions: list[str], **kwargs: Any) -> list[None]:
+    return [None for _ in completions]
+
+
+def by_place(prompts: list[str], completions: list[str], /, **kwargs: Any) -> list[float]:
+    return []
+
+
 def only_prompts(prompts: list[str], completions: list[str]) -> list[float]:
     return []
 

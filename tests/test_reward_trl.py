@@ -9,18 +9,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runs import finish, groups, make_run
+from runs import column, finish, groups, make_run
 from tiny import make_tokenizer
 
-from rollcall.config import DataSection, FunctionReward
+from rollcall.config import DataSection, DrGrpo, FunctionReward
 from rollcall.data.load import load_prompts
+from rollcall.durable.group_record import decode, encode, records
 from rollcall.errors import ConfigError
 from rollcall.inspect.audit import audit
+from rollcall.loop.samples import make_samples
 from rollcall.reward.scorer import Scorer
 from rollcall.reward.trl import lists_of
 from rollcall.reward.user_function import load_function
 from rollcall.roles.reward_trial import try_rewards
-from rollcall.types import Completion, EndReason, Episode, Prompt, ToolCall, Turn
+from rollcall.types import Completion, EndReason, Episode, Group, Prompt, ToolCall, Turn
 
 PEERS = Path(os.environ.get("ROLLCALL_PEERS") or Path(__file__).parents[1] / ".peers")
 ASKED = [{"role": "user", "content": "2+2?"}]
@@ -61,7 +63,7 @@ def test_every_column_is_a_list_and_a_row_of_text_has_texts() -> None:
     assert called("of_answers", prompt, *completions) == [1, 0]
     assert called("logs", prompt, *completions) == [7, 7]
     assert called("overlong", prompt, said("", 3), said("", 2)) == [-1, 0]
-    assert called("everything", prompt, *completions) == [9, 9]
+    assert called("everything", prompt, *completions) == [10, 10]
 
 
 def test_a_row_of_messages_has_messages() -> None:
@@ -100,7 +102,7 @@ def test_an_episode_is_a_conversation_with_its_calls() -> None:
     function = {"type": "function", "function": {"name": "find", "arguments": {"sql": "select"}}}
     assert lists["completions"] == [[
         {"role": "assistant", "content": "let me see", "tool_calls": [function]},
-        {"role": "tool", "name": "find", "content": [["a", 1]]},
+        {"role": "tool", "name": "find", "content": '[["a", 1]]'},
         {"role": "assistant", "content": "so?"}, {"role": "user", "content": "go on"},
         {"role": "assistant", "content": "*yes*"},
     ]]  # fmt: skip
@@ -116,6 +118,7 @@ def test_what_is_missing_or_ambiguous_is_refused_with_the_reason() -> None:
     for name, why in {
         "only_prompts": "prompts is TRL's, and TRL passes more than this by name; add \\*\\*kwargs",
         "two_meanings": "may mean two things: with \\*\\*kwargs it is called as TRL calls it, with lists, and TRL has no metadata",
+        "by_place": "prompts stands before a /, and TRL's functions are called by name; remove the /",
         "progress": "a reward does not know how far the run is",
     }.items():
         with pytest.raises(ValueError, match=why):
@@ -132,6 +135,28 @@ def test_the_functions_run_in_reward_processes_and_a_failed_environment_hurts_no
         assert [score.parts["score_left"] for score in scores] == [1.5, 0, 0.5]
         assert [score.parts["later"] for score in scores] == [1, 0, 1]
         assert [score.errors for score in scores] == [{}, {"environment": "raised: it died"}, {}]  # None is no error
+
+
+def test_a_completion_that_every_function_declines_is_neither_compared_nor_trained_on() -> None:
+    completions = (said("1"), said("?"), said("0"))
+    rewards = [FunctionReward(path=f"rewards_of_trl:{name}") for name in ("declines", "declines_too")]
+    with Scorer(rewards, num_workers=1, model_rewards={}) as scorer:
+        scores = scorer.score(a_prompt(), completions)
+    assert [(score.value, score.is_given) for score in scores] == [(1, True), (0, False), (5, True)]
+    group = Group(
+        step=1, draw=0, prompt=a_prompt(), completions=completions, scores=scores, started_s=0, finished_s=1, worker="w"
+    )
+    ((_, record),) = records(encode(group))
+    assert decode(record).scores == scores
+    samples = make_samples([group], algorithm=DrGrpo(), max_response_tokens=8, reference=None, values=None)
+    assert [(sample.attempt, sample.advantages.tolist()) for sample in samples] == [(0, [-2]), (2, [2])]
+
+
+def test_a_step_without_a_scored_completion_is_skipped(tmp_path: Path) -> None:
+    reward = [{"type": "function", "path": "rewards_of_trl:declines_all"}]
+    config = make_run(tmp_path, "trainer.steps=1", "data.prompts_per_step=2", reward=reward)
+    finish(config)
+    assert column(config, "train/skipped_fraction") == [1.0]
 
 
 def test_a_run_scores_the_state_that_its_environments_were_left_in(tmp_path: Path) -> None:

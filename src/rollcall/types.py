@@ -185,6 +185,9 @@ class Score:
     parts: dict[str, float]  # reward name -> unweighted score
     errors: dict[str, str]  # reward name -> why it could not score (raised, hung, NaN); its part is then 0
     notes: dict[str, str] = field(default_factory=dict)  # reward name -> what its service said; journals may lack it
+    is_given: bool = (
+        True  # False: every reward declined to score it, so it is neither compared nor trained on; journals may lack it
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

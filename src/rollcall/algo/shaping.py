@@ -25,7 +25,15 @@ COMPARE: dict[str, Callable[[Doubles], Floats]] = {
 }
 
 
-def treatment_of(completion: Completion, environment: EnvironmentBase | None) -> Treatment:
+def treatments_of(group: Group, environment: EnvironmentBase | None) -> list[Treatment]:
+    """Of each attempt. One that no reward scored is dropped, as TRL leaves it out."""
+    return [
+        _treatment_of(completion, environment) if score.is_given else "drop"
+        for completion, score in zip(group.completions, group.scores, strict=True)
+    ]
+
+
+def _treatment_of(completion: Completion, environment: EnvironmentBase | None) -> Treatment:
     """What the run file says of an episode that ended this way."""
     if environment is None or completion.episode is None:
         return "keep"
@@ -42,9 +50,7 @@ def treatment_of(completion: Completion, environment: EnvironmentBase | None) ->
 
 def compared(group: Group, environment: EnvironmentBase | None) -> Group:
     """The attempts that are compared with each other: without those that are dropped."""
-    places = [
-        place for place, completion in enumerate(group.completions) if treatment_of(completion, environment) != "drop"
-    ]
+    places = [place for place, treatment in enumerate(treatments_of(group, environment)) if treatment != "drop"]
     if len(places) == len(group.completions):
         return group
     return replace(
@@ -56,7 +62,7 @@ def compared(group: Group, environment: EnvironmentBase | None) -> Group:
 
 def trained(group: Group, environment: EnvironmentBase | None) -> Group:
     """``compared``, or no attempt at all if each is masked or dropped."""
-    if all(treatment_of(completion, environment) != "keep" for completion in group.completions):
+    if "keep" not in treatments_of(group, environment):
         return replace(group, completions=(), scores=())
     return compared(group, environment)
 
@@ -125,7 +131,7 @@ def group_advantages(
         return None
     if isinstance(algorithm, GroupAlgorithm) and algorithm.advantage == "turn":
         return None
-    treatments = [treatment_of(completion, environment) for completion in group.completions]
+    treatments = treatments_of(group, environment)
     advantages = np.zeros(len(group.completions), dtype=np.float32)
     kept = [place for place, treatment in enumerate(treatments) if treatment != "drop"]
     advantages[kept] = compare(shaped_rewards(compared(group, environment), algorithm, max_response_tokens))

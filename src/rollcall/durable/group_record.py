@@ -94,6 +94,7 @@ def encode(group: Group, *, again: bool = False, attempt: int | None = None) -> 
                 "parts": {name: float(part) for name, part in score.parts.items()},
                 "errors": score.errors,
                 **({"notes": score.notes} if score.notes else {}),
+                **({} if score.is_given else {"is_given": False}),
             }
             for score in group.scores
         ],

@@ -226,10 +226,11 @@ class Controller:
         if self._is_due(batch.step, every=self.config.trainer.save_every):
             self.record.write_token_scores(batch)
         scored = time.perf_counter()
-        if self.config.environment is not None and not any(sample.mask.any() for sample in samples):
+        if not any(sample.mask.any() for sample in samples):
             say(
-                f"step {batch.step}: all its episodes were cut short or failed, and environment.truncated, timed_out and failed leave "
-                "them out, so weights, momentum and schedule do not change; the metrics under episode/ show how many of each"
+                f"step {batch.step} has nothing to train on: no reward scored a completion (each was None), or all episodes were cut "
+                "short or failed and environment.truncated, timed_out and failed leave them out (see the metrics under episode/). "
+                "Weights, momentum and schedule do not change"
             )
             return Update(
                 samples=samples, metrics={"skipped_fraction": 1.0}, num_tokens=0, score_s=scored - started, update_s=0.0

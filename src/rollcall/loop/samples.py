@@ -12,7 +12,7 @@ import torch
 
 from rollcall.algo.losses import kl_estimate
 from rollcall.algo.recipe import TokenAdvantages, compute_advantages
-from rollcall.algo.shaping import compared, shaped_rewards, treatment_of, turn_rewards
+from rollcall.algo.shaping import compared, shaped_rewards, treatments_of, turn_rewards
 from rollcall.config import Algorithm, EnvironmentBase
 from rollcall.learner.learner import TokenScores
 from rollcall.types import Floats, Group, Sample, rows_of
@@ -47,8 +47,8 @@ def make_samples(
 
 def _rows(group: Group, environment: EnvironmentBase | None) -> list[Sample]:
     samples: list[Sample] = []
-    for attempt, completion in enumerate(group.completions):
-        treatment = treatment_of(completion, environment)
+    treatments = treatments_of(group, environment)
+    for attempt, (completion, treatment) in enumerate(zip(group.completions, treatments, strict=True)):
         if treatment == "drop":
             continue
         for row in rows_of(completion):

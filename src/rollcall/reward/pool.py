@@ -438,7 +438,12 @@ def read_said(body: bytes) -> Said:
         return NotReady(visible(said.why))
     if isinstance(said, Ready):
         return said
-    return [replace(one, value=0.0 if one.kind else check_score(one.value), why=visible(one.why)) for one in said]
+    return [
+        replace(
+            one, value=0.0 if one.kind else None if one.value is None else check_score(one.value), why=visible(one.why)
+        )
+        for one in said
+    ]
 
 
 def _crews(specs: dict[int, dict[str, Any]]) -> list[_Crew]:

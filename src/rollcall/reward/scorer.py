@@ -2,7 +2,7 @@
 
 Rewards that are functions run in worker processes (pool.py), and services are asked for theirs (``judge``, ``http``) in a thread
 (asker.py). Those that need a model (``self_certainty``, ``model``) are called here, in ``submit``, while the workers are busy. A
-reward that fails adds 0, and its reason rides on the Score.
+reward that fails adds 0, and its reason rides on the Score. A function of TRL's that declines adds 0; if all decline, the Score says so.
 """
 
 from __future__ import annotations
@@ -242,7 +242,8 @@ class Scorer(AbstractContextManager["Scorer"]):
     def _record(self, job: _Job, result: RewardResult, *, place: int, index: int) -> None:
         kind = result.kind
         name, why = self.names[index], redact(result.why) if result.why else ""
-        job.parts[place][name] = result.value
+        if result.value is not None:
+            job.parts[place][name] = result.value
         counts = self.counts[name]
         setattr(counts, kind or "scored", getattr(counts, kind or "scored") + 1)
         if kind:
@@ -270,10 +271,11 @@ class Scorer(AbstractContextManager["Scorer"]):
             _failed_score(weights, completion.episode)
             if completion.episode is not None and completion.episode.error
             else Score(
-                value=sum(weight * parts[name] for name, weight in weights.items()),
-                parts={name: parts[name] for name in weights},
+                value=sum(weight * parts.get(name, 0.0) for name, weight in weights.items()),
+                parts={name: parts.get(name, 0.0) for name in weights},
                 errors=errors,
                 notes=notes,
+                is_given=bool(parts),
             )
             for parts, errors, notes, completion in zip(job.parts, job.errors, job.notes, job.completions, strict=True)
         )

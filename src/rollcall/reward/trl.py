@@ -6,12 +6,11 @@ answered, as TRL has them.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from typing import Any
 
-from rollcall.types import Completion, Episode, Prompt, ToolCall, Turn
+from rollcall.types import Completion, Episode, Prompt, Turn
 
 MESSAGES, TEXT = "prompt_messages", "prompt_text"  # of a prompt's metadata, where a chat template has rendered it
 _CALL = re.compile(r"<tool_call>|<\|python_tag\|>|^\s*\{")
@@ -53,15 +52,5 @@ def _messages(turn: Turn) -> list[dict[str, Any]]:
         return [*said, {"role": "user", "content": turn.observation}] if turn.observation else said
     calls = [{"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in turn.calls]
     content = _CALL.split(turn.text, maxsplit=1)[0].strip()
-    results = [{"role": "tool", "name": call.name, "content": _result(call)} for call in turn.calls]
+    results = [{"role": "tool", "name": call.name, "content": call.result} for call in turn.calls]
     return [{"role": "assistant", "content": content, "tool_calls": calls}, *results]
-
-
-def _result(call: ToolCall) -> Any:
-    """A list stays one in TRL; everything else is text."""
-    if call.result.startswith("["):
-        try:
-            return json.loads(call.result)
-        except ValueError:
-            pass  # cut off, or a text that begins like a list
-    return call.result

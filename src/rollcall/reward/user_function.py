@@ -55,7 +55,7 @@ class UserFunction:
             raise ValueError(
                 f"the row has no column {missing[0]!r}, which the function takes; it has {there_are}. data.columns renames one"
             )
-        others: dict[str, Any] = dict.fromkeys(("log_extra", "log_metric"), _log_nothing)
+        others: dict[str, Any] = {"log_extra": _log_nothing, "log_metric": _log_nothing, "trainer_state": None}
         if "environments" in lists:
             others["environments"] = [LeftEnvironment(left) for left in lists["environments"]]
         return self.call(**lists | others)
@@ -172,6 +172,10 @@ def _is_trl(path: str, signature: inspect.Signature) -> bool:
             f"path={path!r} takes {signature}, which may mean two things: with **kwargs it is called as TRL calls it, with lists, and "
             f"TRL has no {native[0]}. Leave out **kwargs, or {native[0]} (each column of the row is a list of its own)"
         )
+    if positional := [each.name for each in parameters if each.kind is each.POSITIONAL_ONLY]:
+        raise RewardLoadError(
+            f"path={path!r} takes {signature}: {positional[0]} stands before a /, and TRL's functions are called by name; remove the /"
+        )
     if "trainer_state" in required:
         raise RewardLoadError(
             f"path={path!r} takes trainer_state, and a reward does not know how far the run is: it scores stored completions again, "
@@ -206,8 +210,8 @@ def _named(signature: inspect.Signature) -> tuple[str, ...] | None:
     return tuple(known) if known else None
 
 
-def check_scores(values: Any, *, count: int, is_trl: bool = False) -> list[Any]:
-    """What a function that takes ``completions`` returned, a value for each; ValueError if it is not. In TRL, None is no reward."""
+def check_scores(values: Any, *, count: int) -> list[Any]:
+    """What a function that takes ``completions`` returned, a value for each; ValueError if it is not."""
     if isinstance(values, str | bytes | dict) or not hasattr(values, "__iter__"):
         raise ValueError(
             f"returned {repr(values)[:80]} ({type(values).__name__}); a reward of completions returns a list of numbers"
@@ -215,4 +219,4 @@ def check_scores(values: Any, *, count: int, is_trl: bool = False) -> list[Any]:
     found = list(values)
     if len(found) != count:
         raise ValueError(f"returned {len(found)} scores for {count} completions")
-    return [0.0 if value is None else value for value in found] if is_trl else found
+    return found

@@ -93,7 +93,7 @@ FailureKind = Literal["", "raised", "hung", "nan", "died"]
 class RewardResult:
     """What became of one completion."""
 
-    value: float
+    value: float | None  # None: the function declines to score it, as TRL's may
     kind: FailureKind = ""  # "": scored; else `why` says what happened
     why: str = ""
     elapsed_s: float = 0.0
@@ -191,10 +191,13 @@ class _Caller:
             return [self._failed(error, since_s=started_s)] * count
         elapsed_s = running_s() - started_s
         try:
-            values = check_scores(returned, count=count, is_trl=is_trl)
+            values = check_scores(returned, count=count)
         except Exception as error:  # noqa: BLE001 - an __iter__ of the user's may raise anything
             return [_not_a_number(error, elapsed_s)] * count
-        return [checked(value, elapsed_s=elapsed_s) for value in values]
+        return [
+            RewardResult(None, elapsed_s=elapsed_s) if is_trl and value is None else checked(value, elapsed_s=elapsed_s)
+            for value in values
+        ]
 
     async def _together(self, function: UserFunction, item: Item, *, limit_s: float) -> list[RewardResult]:
         """A call for each completion, all at once."""
