@@ -43,6 +43,7 @@ from rollcall.loop.attempts import RunError
 from rollcall.model.load import ModelError
 from rollcall.observe.events import read_marks
 from rollcall.observe.timeline import RUN_FAILED
+from rollcall.roles.build import load_inputs
 from rollcall.roles.local import LocalWorkers
 from rollcall.training import train
 from rollcall.types import Completion
@@ -98,6 +99,15 @@ def test_a_row_without_the_answer_that_a_reward_takes_is_refused_before_the_mode
     )
     with pytest.raises(DataError, match=wanted):
         finish(config)
+
+
+def test_prompts_that_the_tokenizer_cannot_write_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"prompt": "12+34= reverse this", "answer": "1"} for _ in range(4)]
+    load_inputs(make_run(tmp_path, "model.path=builtin:arithmetic", "data.max_prompt_tokens=99", rows=rows))
+    assert "the tokenizer has no tokens for 'e', 'h', 'i', 'r', 's', 't', 'v' of the prompt" in caplog.text
+    caplog.clear()
+    load_inputs(make_run(tmp_path / "good", rows=letter_rows(4)))
+    assert "no tokens for" not in caplog.text
 
 
 def test_overlong_prompts_are_left_out_counted_and_never_trained_on(

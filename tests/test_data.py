@@ -160,6 +160,7 @@ def test_the_builtin_task_has_disjoint_splits() -> None:
         ([{"prompt": "a"}, "{nope\n"], {}, "train.jsonl, row 2 is not JSON"),
         ([{"prompt": "a"}, "\n", "[1]\n"], {}, "train.jsonl, row 3 is a list"),
         ([{"prompts": "a", "x": 1}], {}, "row 1 has no column 'prompt'; it has prompts, x; did you mean 'prompts'?"),
+        ([{"question": "a", "solution": 1}], {}, "did you mean 'question'? set data.prompt_key=question"),
         ([{"q": "a"}], {}, "it has q; name the right one in data.prompt_key"),
         ([{"prompt": "a"}, {"prompt": 5}], {}, "row 2: the prompt is int (5)"),
         ([{"prompt": None}], {}, "row 1: the prompt is NoneType"),

@@ -12,6 +12,7 @@ from runs import letter_rows, make_run
 from typer.testing import CliRunner
 
 from rollcall.cli.main import app
+from rollcall.cli.reward import _show
 from rollcall.config import Config, dump_config
 from rollcall.config.rewards import (
     CountdownReward,
@@ -21,6 +22,7 @@ from rollcall.config.rewards import (
     NumberReward,
     RegexReward,
 )
+from rollcall.importing import load_named
 from rollcall.reward.scorer import columns_needed
 from rollcall.roles.reward_trial import ANSWER, EMPTY, SAMPLE, try_run
 
@@ -41,6 +43,20 @@ def test_each_row_is_scored_with_its_answer_with_nothing_and_with_a_text(tmp_pat
     assert not trial.broken and not trial.gives_answers_nothing
     assert "cannot score" in trial.failures[0].why
     assert set(trial.in_force) == {"exact", "raises"} and trial.in_force["raises"]["network"] == "on"
+
+
+def test_a_reward_that_cannot_tell_completions_apart_is_pointed_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_run(tmp_path, rows=letter_rows(2), reward=[{"type": "function", "path": "rewards_bad:always_equal"}])
+    trial = try_run(config, num_rows=2)
+    _show(trial)
+    assert trial.is_constant and "nothing could be learned" in capsys.readouterr().out
+
+
+def test_a_path_with_the_ending_of_a_file_is_told_apart() -> None:
+    with pytest.raises(ValueError, match=r"my_rewards\.py is a file; write my_rewards:right"):
+        load_named("my_rewards.py:right", key="path", what="function", example="m:f")
 
 
 def test_what_an_environment_gives_is_not_tried_and_not_called_broken(tmp_path: Path) -> None:

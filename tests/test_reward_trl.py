@@ -12,7 +12,7 @@ import pytest
 from runs import column, finish, groups, make_run
 from tiny import make_tokenizer
 
-from rollcall.config import DataSection, DrGrpo, FunctionReward
+from rollcall.config import DataSection, DrGrpo, ExactReward, FunctionReward
 from rollcall.data.load import load_prompts
 from rollcall.durable.group_record import decode, encode, records
 from rollcall.errors import ConfigError
@@ -42,6 +42,16 @@ def played(*turns: Turn, error: str = "", **attributes: Any) -> Completion:
         error=error, opening=" Play.", attributes=attributes,
     )  # fmt: skip
     return replace(said(turns[-1].text if turns else ""), episode=episode)
+
+
+def test_a_reward_of_the_environment_that_the_run_does_not_use_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    episode = played(a_turn("4"))
+    assert episode.episode is not None
+    scored = replace(episode, episode=replace(episode.episode, reward=1.0))
+    with Scorer([ExactReward()], num_workers=1, model_rewards={}) as scorer:
+        for _ in range(2):
+            scorer.score(a_prompt(), (scored,))
+    assert caplog.text.count("the environment gives a reward that the run does not use: add {type: environment}") == 1
 
 
 def a_turn(text: str, observation: str = "", *calls: ToolCall) -> Turn:

@@ -44,6 +44,8 @@ def load_named(path: str, *, key: str, what: str, example: str) -> Any:
         target: Any = importlib.import_module(module_name)
     except BaseException as error:  # noqa: BLE001 - a module may raise anything, SystemExit too
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if module_name.endswith(".py"):
+            raise ValueError(f"{key}={path!r}: {module_name} is a file; write {module_name[:-3]}:{attribute}") from None
         if missing and f"{module_name}.".startswith(f"{missing}."):
             raise ValueError(
                 f"{key}={path!r}: there is no module {missing!r}; start from the directory that holds it, or install it"

@@ -171,7 +171,7 @@ def train(
                 ).result
     except KeyboardInterrupt as stop:
         by, status = ended_by(stop)
-        say(_standing(config.run.dir, num_steps=config.trainer.steps, by=by))
+        say(_standing(config.run.dir, num_steps=config.trainer.steps, by=by, fresh=fresh))
         raise typer.Exit(status) from None
     if as_json and result is not None:
         print(json.dumps(result, default=str))
@@ -221,7 +221,7 @@ def _on_a_folder(
     return partial(train_as_master, folder=log_path, num_nodes=num_nodes, rank_weights=weights, options=masters)
 
 
-def _standing(run_dir: Path, *, num_steps: int, by: str) -> str:
+def _standing(run_dir: Path, *, num_steps: int, by: str, fresh: bool) -> str:
     """Where an interrupted run is, for the person who interrupted it."""
     from rollcall.checkpoint.run_dir import newest_step
     from rollcall.observe.sinks import read_rows
@@ -230,10 +230,11 @@ def _standing(run_dir: Path, *, num_steps: int, by: str) -> str:
     if not run_dir.exists():
         return f"stopped by {by} before anything was trained; {run_dir} was not made"
     saved = newest_step(run_dir)
+    same = "the same command without --fresh continues" if fresh else "the same command continues"
     if done == saved:
-        return f"stopped by {by} after step {done} of {num_steps}; saved; the same command continues"
+        return f"stopped by {by} after step {done} of {num_steps}; saved; {same}"
     kept = "every finished group" if saved is None else f"a checkpoint of step {saved} and every group finished since"
     return (
         f"stopped by {by} after step {done} of {num_steps}; {run_dir} has {kept}: "
-        f"the same command continues (leave out --fresh), and so does `rollcall train {run_dir}`"
+        f"{same}, and so does `rollcall train {run_dir}`"
     )

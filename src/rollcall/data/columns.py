@@ -22,7 +22,11 @@ import numpy as np
 
 _HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 _COLUMNS_SHOWN = 20
-_ANSWERS = ("solution", "target", "ground_truth", "label")  # what others call the answer
+# What others call the two.
+_OTHER_NAMES = {
+    "answer_key": ("solution", "target", "ground_truth", "label"),
+    "prompt_key": ("question", "problem", "instruction", "query", "input", "messages"),
+}
 MAX_DEPTH = 50  # of lists and maps in each other
 
 
@@ -150,7 +154,7 @@ def _number(value: Any, column: str) -> int | float:
 def nearest(key: str, columns: Mapping[str, Any], option: str) -> str:
     """The columns there are, and which of them is probably meant by ``key``."""
     names = [name for name in list(columns)[:1000] if len(name) < 60]
-    near = [name for name in _ANSWERS if name in names] if option == "answer_key" else []
+    near = [name for name in _OTHER_NAMES.get(option, ()) if name in names]
     near += difflib.get_close_matches(key, names, n=1, cutoff=0.5)
     if option == "columns":
         hint = f"rename one of them to it, such as data.columns: {{{near[0] if near else 'NAME'}: {key}}}"

@@ -118,7 +118,7 @@ class Endpoint:
         if caller is None:
             raise Refused(
                 401,
-                "this needs a valid key in one header `Authorization: Bearer KEY`; the key of an episode is valid until it ends",
+                "this needs a valid key in one header `Authorization: Bearer KEY`; the key of an episode ends with the episode",
                 code="invalid_api_key",
             )
         return caller, path

@@ -154,7 +154,7 @@ def card(
         **facts,
         "parameters": f"{num_parameters:,}",
         "type of the weights": ", ".join(sorted(one.name for one in dtypes)),
-        "merged from": f"a {stored.kind}",
+        "merged from": f"{'an' if stored.kind[0] in 'aeio' else 'a'} {stored.kind}",
         "versions": f"rollcall {__version__}, " + ", ".join(f"{name} {version}" for name, version in versions.items()),
     }
     head = [

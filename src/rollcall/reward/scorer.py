@@ -26,6 +26,7 @@ from rollcall.reward.trl import lists_of
 from rollcall.reward.worker import ASYNC_GRACE_S, FailureKind, Item, RewardResult, checked
 from rollcall.stop import heeded
 from rollcall.types import Completion, EndReason, Episode, Group, Prompt, Score
+from rollcall.wait import warn
 from rollcall.words import all_of
 
 ModelRewardFunction = Callable[[Prompt, tuple[Completion, ...]], list[float]]
@@ -113,6 +114,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         self._kinds = self._pool.kinds if self._pool else {}
         self._trl = self._pool.trl if self._pool else {}
         self._num_unfinished = 0
+        self._said_unused = False
         self._finished: list[_Job] = []
 
     def __exit__(self, *_: object) -> None:
@@ -263,6 +265,11 @@ class Scorer(AbstractContextManager["Scorer"]):
 
     def _finish(self, job: _Job) -> None:
         for place, completion in enumerate(job.completions if not self._own_rewards else ()):
+            if completion.episode is not None and completion.episode.reward is not None and not self._said_unused:
+                self._said_unused = True
+                warn(
+                    "the environment gives a reward that the run does not use: add {type: environment} to reward, or leave reward out"
+                )
             if _has_failed(completion):
                 failed = environment_reward(completion)
                 self._keep(job, failed.kind, failed.why, name=ENVIRONMENT, place=place)

@@ -43,7 +43,7 @@ from rollcall.roles.host_memory import keep_freed_memory
 from rollcall.stored.find import is_model_dir
 from rollcall.stored.tensors import Stored
 from rollcall.types import Completion, Floats, Prompt, Sample, rows_of
-from rollcall.wait import say
+from rollcall.wait import say, warn
 from rollcall.words import counted, size
 
 POLICY = "policy"  # the name of the run's adapter in its engine
@@ -107,6 +107,7 @@ def load_inputs(config: Config) -> Inputs:
             needs = columns_needed([ExactReward()])  # `build_scorers` evaluates by it
         val = load(config.data.val, split="val", limit=config.eval.max_prompts, needs=needs)
         refuse_changed_rows(config.run.dir, "val", val, limit=config.eval.max_prompts)
+    _warn_of_unknown_text(train, tokenizer)
     for prompts in (train, val):
         if prompts is not None and prompts.num_overlong:
             say(
@@ -114,6 +115,18 @@ def load_inputs(config: Config) -> Inputs:
                 f"{config.data.max_prompt_tokens} tokens{prompts.with_template}"
             )
     return Inputs(model_path=path, tokenizer=tokenizer, train=train, val=val)
+
+
+def _warn_of_unknown_text(prompts: PromptSet, tokenizer: Any) -> None:
+    """Say when the tokenizer has no tokens for much of the first prompt: the model is asked something else."""
+    first = prompts.prompts[0]
+    there = set(first.text.casefold()) - set(" \t\n")
+    lost = sorted(there - set(tokenizer.decode(first.token_ids).casefold()))
+    if len(lost) * 4 > len(there):
+        warn(
+            f"{first.id}: the tokenizer has no tokens for {', '.join(map(repr, lost[:8]))} of the prompt {first.text[:40]!r}, so the model "
+            "does not see them; use another model, or prompts that its tokenizer can write"
+        )
 
 
 def tokenizer_of(config: Config, path: str) -> Any:

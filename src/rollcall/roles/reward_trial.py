@@ -53,6 +53,10 @@ class Trial:
         return [name for name in names if all(name in scored.errors for scored in self.scored)]
 
     @property
+    def is_constant(self) -> bool:
+        return len({scored.score for scored in self.scored}) == 1
+
+    @property
     def gives_answers_nothing(self) -> bool:
         answers = [scored for scored in self.scored if scored.completion == ANSWER and not scored.errors]
         return bool(answers) and all(scored.score <= 0 for scored in answers)
