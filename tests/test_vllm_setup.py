@@ -16,6 +16,7 @@ import pytest
 import torch
 from runs import make_run
 from tiny import make_model, make_tokenizer
+from tokenizers import normalizers, pre_tokenizers
 
 from rollcall.config import VllmSection, load_config
 from rollcall.engine.tokenizers import refuse_other_tokenizers, tokenizer_mark
@@ -251,7 +252,14 @@ def test_seeds_become_such_as_vllm_takes_and_stay_apart() -> None:
 
 def test_processes_with_another_tokenizer_are_refused_by_name() -> None:
     ours, same, other = make_tokenizer(), make_tokenizer(), char_tokenizer("0123456789+-*/=() abcdefghijklmnopqs")
+    same(["a", "abc"], padding=True, truncation=True, max_length=2)
     assert tokenizer_mark(ours) == tokenizer_mark(same) != tokenizer_mark(other)
+    lowers = make_tokenizer()
+    lowers.backend_tokenizer.normalizer = normalizers.Lowercase()
+    splits = make_tokenizer()
+    splits.backend_tokenizer.pre_tokenizer = pre_tokenizers.Digits()
+    slow = SimpleNamespace(get_vocab=ours.get_vocab, all_special_ids=[0], eos_token_id=0)
+    assert len(set(map(tokenizer_mark, (ours, lowers, splits, slow)))) == 4
     marks = {"actor on node 0": tokenizer_mark(same), "rollout on node 1": tokenizer_mark(other)}
     with pytest.raises(
         ValueError, match="the tokenizer of /models/x differs between rollout on node 1 and the controller"

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from typing import Any
 
 
 def tokenizer_mark(tokenizer: Any) -> str:
-    """Equal for tokenizers that give every id the same text and end at the same token."""
-    digest = hashlib.blake2b(digest_size=8)
-    for token, index in sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0])):
-        digest.update(f"{index}\0{token}\0".encode("utf-8", "surrogatepass"))
+    """Equal for tokenizers that make the same tokens of a text and end at the same one. Of one without a Rust tokenizer only the
+    vocabulary is seen."""
+    rust = getattr(tokenizer, "backend_tokenizer", None)
+    if rust is None:
+        described = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
+    else:
+        # How it pads and cuts is set by each call.
+        described = {
+            key: part for key, part in json.loads(rust.to_str()).items() if key not in ("padding", "truncation")
+        }
+    digest = hashlib.blake2b(json.dumps(described, sort_keys=True).encode(), digest_size=8)
     digest.update(f"{sorted(tokenizer.all_special_ids)}\0{tokenizer.eos_token_id}".encode())
     return digest.hexdigest()
 
