@@ -336,11 +336,20 @@ def test_prompts_of_far_too_many_characters_are_not_tokenised(
         return tokenise(self, texts, **options)
 
     monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", few)
-    with pytest.raises(DataError, match="all 50 prompts are longer than .*; the shortest has 200,000 characters"):
+    with pytest.raises(DataError, match="all 50 prompts are longer than .*; the shortest has 200,0.. characters"):
         load(source, chat_template=chat_template)
     other = a_file(tmp_path, *({"prompt": "a" * size} for size in (200_000, 3)), name="other.jsonl")
     found = load(other, chat_template=chat_template)
     assert found.num_overlong == 1 and len(found.prompts) == 1
+
+
+def test_a_chat_is_as_long_as_its_template_writes_it(tmp_path: Path) -> None:
+    messages = [
+        {"role": "assistant", "content": "a" * 200_000 + "</think>b"},
+        {"role": "user", "content": " " * 200_000 + "c"},
+    ]
+    cuts = "{% for m in messages %}{{ m.content.split('</think>')[-1] | trim }}{% endfor %}"
+    assert load(a_file(tmp_path, {"prompt": messages}), chat_template=cuts).prompts[0].text == "bc"
 
 
 def test_a_long_prompt_that_its_tokens_can_hold_is_tokenised(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def load_prompts(
     long = _Overlong(tokenizer, max_tokens=data.max_prompt_tokens)
     seen: dict[str, tuple[str, int]] = {}
     for batch in _batches(_asked_rows(source, data=data, tokenizer=tokenizer, split=split, needs=needs)):
-        rendered = _render(batch, tokenizer, long)
+        rendered = _render(batch, tokenizer)
         for asked, token_ids in zip(rendered, _encode(rendered, tokenizer, long), strict=True):
             if token_ids is None or len(token_ids) > data.max_prompt_tokens:
                 long.add(asked, token_ids)
@@ -142,15 +142,15 @@ class _Overlong:
         return 4 * self._max_tokens * max(map(len, self._tokenizer.get_vocab()))
 
     def has(self, asked: _Asked) -> bool:
-        """Whether its characters say so already."""
-        return asked.num_characters > _FEW_CHARACTERS and asked.num_characters > self._most_characters
+        """Whether its characters say so already. Of a chat, as its template wrote it: it may have cut most of the messages."""
+        return len(asked.text) > _FEW_CHARACTERS and len(asked.text) > self._most_characters
 
     def add(self, asked: _Asked, token_ids: list[int] | None) -> None:
         self.count += 1
-        length = (math.inf if token_ids is None else len(token_ids), asked.num_characters)
+        length = (math.inf if token_ids is None else len(token_ids), len(asked.text))
         if length < self._fewest:
             in_template = _IN_TEMPLATE if asked.messages is not None else ""
-            self.shortest = f"{length[1]:,} characters" if token_ids is None else f"{length[0]} tokens{in_template}"
+            self.shortest = (f"{length[1]:,} characters" if token_ids is None else f"{length[0]} tokens") + in_template
             self._fewest = length
 
 
@@ -392,9 +392,9 @@ def _checked_messages(value: Any, row: Row) -> list[dict[str, Any]]:
     return [{key: item for key, item in message.items() if item is not None} for message in value]
 
 
-def _render(batch: list[_Asked], tokenizer: Any, long: _Overlong) -> list[_Asked]:
-    """The batch with the texts of its chats, but of those that are far too long."""
-    chats = [asked for asked in batch if asked.messages is not None and not long.has(asked)]
+def _render(batch: list[_Asked], tokenizer: Any) -> list[_Asked]:
+    """The batch with the texts of its chats."""
+    chats = [asked for asked in batch if asked.messages is not None]
     try:
         texts = render_chats(tokenizer, [asked.messages or [] for asked in chats]) if chats else []
     except TemplateError as error:
