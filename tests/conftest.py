@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import signal
 from collections.abc import Generator, Iterator
+from typing import Any
 
 # Set before torch is imported: on a busy machine a second thread makes every small operation wait for it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -61,10 +63,15 @@ def ranks() -> Iterator[Ranks]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Without the collector, and what is there afterwards is looked through no more: torch and transformers stay."""
+    """Without the collector, and what is there afterwards is looked through no more: torch and transformers stay.
+
+    One process after the other: in a fresh clone the first compiles all files for the others.
+    """
     gc.disable()
     try:
-        return (yield)
+        with open(__file__) as turn:
+            fcntl.flock(turn, fcntl.LOCK_EX)
+            return (yield)
     finally:
         gc.freeze()
         gc.enable()
@@ -79,8 +86,21 @@ def _turn(item: pytest.Item) -> int:
     return int("node" in names and "test_recovery" in item.nodeid)
 
 
+def _group(module: Any) -> str:
+    """For ``--dist loadgroup``: whole files, and those that fork processes together, because their server takes seconds to start."""
+    owners = {getattr(value, "__module__", getattr(value, "__name__", "")) for value in vars(module).values()}
+    forks = owners & {"commands", "ranks", "forked"} or vars(module).keys() & {"run_and_be_killed", "run_in_child"}
+    return "forked" if forks else module.__name__
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_turn)
+    groups: dict[Any, str] = {}
+    for item in items:
+        module = getattr(item, "module", None)
+        if module not in groups:
+            groups[module] = _group(module)
+        item.add_marker(pytest.mark.xdist_group(groups[module]))
     for item in items:
         if "lab_cluster" in getattr(item, "fixturenames", ()):
             item.add_marker(

@@ -101,6 +101,7 @@ def test_dapo_raises_the_reward_and_refills_steps_with_groups_that_differ(tmp_pa
     assert all((np.ptp(group.rewards) > 0) == (draw in draws) for draw, group in made.items())
 
 
+@pytest.mark.slow
 def test_dapo_punishes_overlong_completions_softly(tmp_path: Path) -> None:
     def ended(config: Config) -> float:
         return float(np.mean(column(config, "rollout/truncated_fraction")[-3:]))
@@ -136,7 +137,8 @@ def test_intuitor_raises_self_certainty(tmp_path: Path) -> None:
     assert column(config, "train/kl")[0] == pytest.approx(0, abs=1e-5)
 
 
-@pytest.mark.parametrize("kl_in", ["loss", pytest.param("reward", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kl_in", ["loss", "reward"])
 def test_a_large_kl_coefficient_keeps_the_policy_near_the_reference(tmp_path: Path, kl_in: str) -> None:
     free, held = (
         trained(tmp_path, f"algorithm.kl_in={kl_in}", f"algorithm.kl_coef={coefficient}", name=name)
@@ -159,6 +161,7 @@ def test_several_updates_a_step_raise_the_reward_and_move_off_the_old_policy(tmp
     assert max(abs(ratio - 1) for ratio in column(config, "train/ratio_mean")) > 1e-3
 
 
+@pytest.mark.slow
 def test_top_p_sampling_raises_the_reward_and_its_log_probs_are_those_of_the_nucleus(tmp_path: Path) -> None:
     config = trained(tmp_path, "rollout.top_p=0.8")
     assert_learns(config)
@@ -166,6 +169,7 @@ def test_top_p_sampling_raises_the_reward_and_its_log_probs_are_those_of_the_nuc
     assert max(column(config, "rollout/logprob_mismatch_max")) <= -math.log(0.8) + 1e-4
 
 
+@pytest.mark.slow
 def test_rewards_add_up_by_their_weights_and_both_are_learnt(tmp_path: Path) -> None:
     reward = [
         {"type": "function", "path": "rewards_bad:share_of_digits", "weight": 1.0},
@@ -198,13 +202,8 @@ def test_training_on_stale_groups_raises_the_reward(tmp_path: Path) -> None:
     assert max(abs(weight - 1) for weight in weights) > 1e-3, "every group was sampled from the newest weights"
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ("algorithm.old_logprobs=engine",),
-        pytest.param(("algorithm.mismatch_mask=[0.5, 2.0]",), marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("overrides", [("algorithm.old_logprobs=engine",), ("algorithm.mismatch_mask=[0.5, 2.0]",)])
 def test_other_bases_of_the_ratio_learn_too(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     config = trained(tmp_path, *overrides)
     assert_learns(config)

@@ -604,7 +604,9 @@ KILLS = {
 }
 
 
-@pytest.mark.parametrize("moment", ["attempt", "record", pytest.param("update", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "moment", ["record", *(pytest.param(moment, marks=pytest.mark.slow) for moment in ("attempt", "update"))]
+)
 def test_a_run_killed_in_the_middle_of_episodes_makes_no_finished_one_again(whole_game: Config, moment: str) -> None:
     whole, config = whole_game, own_game(whole_game.run.dir.parent, name=moment)
     run_and_be_killed(config, KILLS[moment])

@@ -246,6 +246,7 @@ def test_a_worker_group_in_a_folder_calls_answers_raises_and_leaves_no_message_b
     assert sorted(path.name for path in left) == ["presence.json"] * 3
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_fails_its_calls_and_its_next_incarnation_takes_its_seat(share: Path) -> None:
     with echoes(share) as (group, nodes):
         slow = group.run_single_worker_single_data("sleep", 1, 600)
@@ -447,6 +448,7 @@ def test_a_killed_worker_and_a_killed_master_are_started_again_and_every_draw_is
     audit(config)
 
 
+@pytest.mark.slow
 def test_a_worker_says_goodbye_on_sigterm_and_the_master_names_it(share: Path) -> None:
     with echoes(share) as (group, nodes):
         nodes[0].process.terminate()

@@ -198,13 +198,13 @@ def report(found: list[Failure]) -> str:
 
 # Cases of each kind: in `make test`, and in `make slow`.
 FEW = {
-    "run files": 15,
-    "overrides": 20,
-    "data files": 150,
-    "chat templates": 15,
-    "models": 8,
-    "run directories": 8,
-    "commands": 30,
+    "run files": 8,
+    "overrides": 10,
+    "data files": 80,
+    "chat templates": 8,
+    "models": 5,
+    "run directories": 4,
+    "commands": 15,
 }
 MANY = {
     "run files": 1500,

@@ -61,6 +61,7 @@ def test_every_node_is_prepared_once_all_slots_are_there(tmp_path: Path, monkeyp
     assert nodes.asked == 2 and nodes.disconnected == 1
 
 
+@pytest.mark.slow
 def test_a_node_that_cannot_be_prepared_is_named_with_its_last_lines(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

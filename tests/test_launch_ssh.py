@@ -347,7 +347,7 @@ def kill_at_write(when: int, monkeypatch: pytest.MonkeyPatch, request: LaunchReq
             pass
 
 
-@pytest.mark.parametrize("when", range(2, 7))
+@pytest.mark.parametrize("when", [*(pytest.param(when, marks=pytest.mark.slow) for when in (2, 3, 5)), 4, 6])
 def test_a_launch_that_is_killed_anywhere_is_finished_by_the_next(
     when: int, hosts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dashboard: Any
 ) -> None:
@@ -359,7 +359,7 @@ def test_a_launch_that_is_killed_anywhere_is_finished_by_the_next(
     assert not list(hosts.glob("*/rank"))
 
 
-@pytest.mark.parametrize("when", range(1, 7))
+@pytest.mark.parametrize("when", [*(pytest.param(when, marks=pytest.mark.slow) for when in (1, 2, 4)), 3, 5, 6])
 def test_a_launch_that_is_killed_anywhere_is_cleaned_up_by_down(
     when: int, hosts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -144,19 +144,21 @@ def budget_for(samples: list[Sample], num_batches: int) -> int:
     raise AssertionError(f"no budget gives {num_batches} micro-batches")
 
 
-def naive_logprobs(model: Any, sample: Sample) -> Tensor:
-    """[T, V] of transformers' own forward, with gradient."""
-    ids = torch.from_numpy(np.concatenate((sample.prompt_ids, sample.response_ids)).astype(np.int64))[None]
-    logits = model(ids, use_cache=False).logits[0, len(sample.prompt_ids) - 1 : -1]
-    return torch.log_softmax(logits.float() / TEMPERATURE, dim=-1)
+def naive_logprobs(model: Any, samples: Sequence[Sample]) -> list[Tensor]:
+    """[T, V] of each row by transformers' own forward, with gradient; padded, as in `_own_logprobs`."""
+    rows = [torch.from_numpy(np.concatenate((each.prompt_ids, each.response_ids)).astype(np.int64)) for each in samples]
+    logits = model(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), use_cache=False).logits.float()
+    logprobs = torch.log_softmax(logits / TEMPERATURE, dim=-1)
+    spans = (slice(len(each.prompt_ids) - 1, len(row) - 1) for each, row in zip(samples, rows, strict=True))
+    return [row[span] for row, span in zip(logprobs, spans, strict=True)]
 
 
 def naive_gradients(model: Any, algorithm: Any, samples: list[Sample]) -> dict[str, Tensor]:
-    """Row by row through transformers, one loss over all tokens, autograd."""
+    """Through transformers, one loss over all tokens, autograd."""
     counts = np.array([int(sample.mask.sum()) for sample in samples])
     attempts = attempts_of(samples)
     weights = loss_weights(algorithm, num_loss_tokens=counts, attempts=attempts, max_response_tokens=LONGEST)
-    rows = [naive_logprobs(model, sample) for sample in samples]
+    rows = naive_logprobs(model, samples)
     masks = [torch.from_numpy(sample.mask) for sample in samples]
 
     def flat(name: str) -> Tensor:
@@ -196,9 +198,9 @@ def test_scores_equal_transformers(architecture: str, cpu_way: str) -> None:
     model = make_model(architecture)
     samples = make_samples(model)
     scores = make_learner(trainable(architecture), tokens_per_microbatch=40).score(samples)
-    for sample, row in zip(samples, scores, strict=True):
-        with torch.no_grad():
-            full = naive_logprobs(model, sample).double()
+    with torch.no_grad():
+        expected_rows = naive_logprobs(model, samples)
+    for sample, row, full in zip(samples, scores, map(Tensor.double, expected_rows), strict=True):
         chosen = full.gather(1, torch.from_numpy(sample.response_ids.astype(np.int64))[:, None])[:, 0].numpy()
         entropy = -(full.exp() * full).sum(-1).numpy()
         certainty = (-full.mean(-1) - np.log(full.shape[1])).numpy()

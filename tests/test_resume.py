@@ -143,7 +143,7 @@ def moments(kills: dict[str, Kill], *, quick: tuple[str, ...]) -> list[Any]:
     return [moment if moment in quick else pytest.param(moment, marks=pytest.mark.slow) for moment in kills]
 
 
-@pytest.mark.parametrize("moment", moments(SAVE_KILLS, quick=("with-half-written-files", "before-the-rename")))
+@pytest.mark.parametrize("moment", moments(SAVE_KILLS, quick=("with-half-written-files",)))
 def test_a_run_killed_inside_saving_ends_with_the_same_bits(uninterrupted: Config, moment: str) -> None:
     config = beside(uninterrupted, f"save-{moment}")
     run_and_be_killed(config, SAVE_KILLS[moment])
@@ -190,9 +190,7 @@ OTHER_KILLS = {
 }
 
 
-@pytest.mark.parametrize(
-    "moment", moments(OTHER_KILLS, quick=("between-update-and-mark", "in-a-later-evaluation", "in-the-export"))
-)
+@pytest.mark.parametrize("moment", moments(OTHER_KILLS, quick=("between-update-and-mark", "in-the-export")))
 def test_a_run_killed_at_any_other_moment_ends_with_the_same_bits(uninterrupted: Config, moment: str) -> None:
     config = beside(uninterrupted, f"other-{moment}")
     run_and_be_killed(config, OTHER_KILLS[moment])
@@ -342,6 +340,7 @@ def test_a_run_goes_on_only_with_the_model_that_it_began_with(tmp_path: Path, ov
     assert list(noted) == ["float32", "bfloat16", "float16"], "it may go on in another precision"
 
 
+@pytest.mark.slow
 def test_dynamic_sampling_resumes_with_the_refills_it_had(tmp_path: Path) -> None:
     overrides = ("algorithm.name=dapo", "rollout.samples_per_prompt=2")
     whole, killed = (resumable(tmp_path, *overrides, name=name) for name in ("whole", "killed"))
@@ -387,6 +386,7 @@ def contents(config: Config) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in sorted(config.run.dir.rglob("*")) if path.is_file()}
 
 
+@pytest.mark.slow  # test_run_dir.py has a finished run that goes on
 def test_a_run_can_be_made_longer_when_it_is_resumed(uninterrupted: Config) -> None:
     config = beside(uninterrupted, "longer")
     finish(config)

@@ -72,6 +72,7 @@ def code_texts(mark: Path) -> list[str]:
 
 
 HEAVY = [
+    "10!!!!!!!!",
     "9**9**9**9",
     r"\boxed{9^{9^{9^{9}}}}",
     "'a'*10**10",
@@ -89,7 +90,6 @@ HEAVY = [
     "1," * 300_000,
     "a" * 5_000 + "!",
     "1e999999999",
-    "10!!!!!!!!",
     "factorial(factorial(20))",
 ]
 ODD = [
@@ -123,9 +123,10 @@ def gym_rows() -> dict[str, dict[str, Any]]:
     return rows
 
 
-def test_no_text_runs_in_any_built_in_reward_and_the_pool_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("heavy", [HEAVY[-6:], pytest.param(HEAVY, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_no_text_runs_in_any_built_in_reward_and_the_pool_goes_on(tmp_path: Path, heavy: list[str]) -> None:
     mark = tmp_path / "mark"
-    texts = [*code_texts(mark), *(f"<answer>{text}</answer>" for text in code_texts(mark)), *HEAVY, *ODD]
+    texts = [*code_texts(mark), *(f"<answer>{text}</answer>" for text in code_texts(mark)), *heavy, *ODD]
     prompt = a_prompt(metadata={"numbers": [12, 34], "target": 46})
     with Scorer(every_builtin(), num_workers=2, model_rewards={}) as scorer:
         scores = scorer.score(prompt, completions_of(*texts))

@@ -32,7 +32,7 @@ def completion(text: str) -> Completion:
 def scored(*texts: str, path: str, **fields: Any) -> tuple[Scorer, tuple[Score, ...]]:
     prompt = Prompt(id="p", token_ids=np.zeros(1, dtype=np.int32), text="say ab", answer="ab", metadata={"extra": 1})
     reward = FunctionReward(path=path, **fields)
-    with Scorer([reward, RegexReward(pattern="a")], num_workers=1, model_rewards={}) as scorer:
+    with lean(), Scorer([reward, RegexReward(pattern="a")], num_workers=1, model_rewards={}) as scorer:
         return scorer, scorer.score(prompt, tuple(map(completion, texts)))
 
 

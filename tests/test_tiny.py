@@ -40,6 +40,7 @@ def test_the_embedded_model_adds_but_forgets_most_carries() -> None:
     assert 0.3 < likely.mean() < 0.45, "held-out accuracy before the first step"
 
 
+@pytest.mark.slow
 def test_the_script_makes_a_model_by_supervised_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script, "SHAPE", {**script.SHAPE, "hidden_size": 32, "intermediate_size": 64})
     monkeypatch.setattr(script, "BATCH", 16)

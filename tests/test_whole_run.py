@@ -136,7 +136,7 @@ def test_a_run_that_was_stopped_leaves_how_far_it_has_come(tmp_path: Path, monke
     assert (meet / "one/reached").read_text() == "step 7, with 5 bytes of groups"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
 def test_a_node_that_is_told_to_stop_while_it_waits_for_the_head_can_be_started_again(
     tmp_path: Path, number: signal.Signals
 ) -> None:

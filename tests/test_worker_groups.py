@@ -67,7 +67,7 @@ def ray_cluster() -> Iterator[None]:
             cluster.shutdown()
 
 
-@pytest.fixture(params=["local", "ray"])
+@pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.slow)])
 def backend(request: pytest.FixtureRequest) -> str:
     if request.param == "ray":
         request.getfixturevalue("ray_cluster")
@@ -80,20 +80,22 @@ def on_ray(ray_cluster: None) -> None:
     init_ray(backend="ray")
 
 
-@pytest.fixture(scope="module")
-def groups(ray_cluster: None) -> Iterator[Callable[[str], WorkerGroup]]:
+@pytest.fixture
+def groups(request: pytest.FixtureRequest) -> Callable[[str], WorkerGroup]:
     """For each backend a group of two workers on each of two nodes, for tests that leave it as it is."""
-    made: dict[str, WorkerGroup] = {}
+    return lambda backend: request.getfixturevalue(f"{backend}_group")
 
-    def group(backend: str) -> WorkerGroup:
-        if backend not in made:
-            cluster = VirtualCluster([2, 2], num_gpus_per_node=SLOTS)
-            made[backend] = make_group(cluster, name_prefix="policy", env_vars={"COLOUR": "blue"})
-        return made[backend]
 
-    yield group
-    for found in made.values():
-        found.cluster.shutdown()
+@pytest.fixture(scope="module")
+def local_group() -> Iterator[WorkerGroup]:
+    with VirtualCluster([2, 2], num_gpus_per_node=SLOTS) as cluster:
+        yield make_group(cluster, name_prefix="policy", env_vars={"COLOUR": "blue"})
+
+
+@pytest.fixture(scope="module")
+def ray_group(ray_cluster: None) -> Iterator[WorkerGroup]:
+    with VirtualCluster([2, 2], num_gpus_per_node=SLOTS) as cluster:
+        yield make_group(cluster, name_prefix="policy", env_vars={"COLOUR": "blue"})
 
 
 def make_group(cluster: VirtualCluster, target: str | type = ECHO, *args: Any, **options: Any) -> WorkerGroup:
@@ -115,7 +117,7 @@ def sharded(group: WorkerGroup, data: Any, **options: Any) -> list[Any]:
     return group.get_all_worker_results(futures, timeout_s=120)
 
 
-@pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.parametrize("backend", ["local", "ray"], indirect=True)
 def test_the_interface_works_as_it_is_documented(backend):
     data, batch, i = list(range(10)), [7], 1
 
@@ -391,6 +393,7 @@ def test_without_a_cluster_init_ray_starts_one_here_and_joins_no_strangers(tmp_p
     assert done.stdout.strip() == "2 [('0', '1')]", done.stderr
 
 
+@pytest.mark.slow
 def test_ranks_follow_node_rank_and_slot_and_see_their_own_accelerators(on_ray, groups):
     import ray
 
@@ -402,6 +405,7 @@ def test_ranks_follow_node_rank_and_slot_and_see_their_own_accelerators(on_ray, 
     assert visible[:2] == sorted(set(visible[:2])) and visible[2:] == sorted(set(visible[2:]))
 
 
+@pytest.mark.slow
 def test_large_arguments_are_put_once(on_ray, groups, monkeypatch):
     import ray
 
@@ -421,6 +425,7 @@ def test_large_arguments_are_put_once(on_ray, groups, monkeypatch):
     assert put == [200_000] * 3  # each half once, for two workers
 
 
+@pytest.mark.slow
 def test_a_deadline_names_who_is_missing(on_ray, groups):
     group = groups("ray")
     slow = group.run_single_worker_single_data("sleep", 3, 3.0)
@@ -466,6 +471,7 @@ def test_processes_can_span_slots_and_share_them(on_ray):
         assert ports[0] != ports[1]
 
 
+@pytest.mark.slow
 def test_a_second_cluster_takes_the_next_node_with_room_and_too_much_is_refused(on_ray, groups):
     import ray
 

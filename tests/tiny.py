@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,6 +59,18 @@ ARCHITECTURES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 
 def make_model(name: str = "qwen2-tied", *, seed: int = 0, scale: float = 3.0, **shape: Any) -> Any:
     """A random model whose distributions are far from uniform, so that mistakes show in log-probs."""
+    key = repr((name, seed, scale, sorted(shape.items())))
+    if key not in _made:
+        _made[key] = _make_model(name, seed=seed, scale=scale, shape=shape), torch.get_rng_state()
+    model, state = _made[key]
+    torch.set_rng_state(state)
+    return copy.deepcopy(model)
+
+
+_made: dict[str, tuple[Any, torch.Tensor]] = {}  # each model once, and the state of torch's random numbers after that
+
+
+def _make_model(name: str, *, seed: int, scale: float, shape: dict[str, Any]) -> Any:
     config_class, model_class, extra = ARCHITECTURES[name]
     torch.manual_seed(seed)
     model = model_class(config_class(**{**SHAPE, **extra, **shape})).eval()
@@ -76,10 +90,20 @@ def make_tokenizer() -> Any:
 
 def save_model(directory: Path, name: str = "qwen2-tied", *, seed: int = 0, **shape: Any) -> Path:
     """A model directory as transformers writes it, with a tokenizer that fits."""
-    tokenizer = make_tokenizer()
-    make_model(name, seed=seed, scale=1.0, **{"vocab_size": len(tokenizer), **shape}).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    key = repr((name, seed, sorted(shape.items())))
+    if key not in _saved:
+        tokenizer = make_tokenizer()
+        with tempfile.TemporaryDirectory() as folder:
+            make_model(name, seed=seed, scale=1.0, **{"vocab_size": len(tokenizer), **shape}).save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+            _saved[key] = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+    for file, data in _saved[key].items():
+        (directory / file).write_bytes(data)
     return directory
+
+
+_saved: dict[str, dict[str, bytes]] = {}  # the files of each once
 
 
 def random_prompts(
