@@ -388,7 +388,7 @@ def test_log_probs_that_are_not_finite_are_never_journaled(tmp_path: Path, monke
 
 def test_an_absurd_learning_rate_ends_in_a_clear_error_and_can_be_corrected(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"step 2: .*not finite.*Lower actor.lr"):
-        finish(make_run(tmp_path, "actor.lr=1e30", "trainer.steps=2"))
+        finish(make_run(tmp_path, "actor.lr=1e9", "trainer.steps=2"))
     assert not (tmp_path / "run" / "model").exists()
     assert finish(make_run(tmp_path, "trainer.steps=2"))["steps"] == 2, "step 1 is trained again, at a sane rate"
 

@@ -24,7 +24,7 @@ def test_a_noun_is_in_the_plural_unless_there_is_one() -> None:
 
 @pytest.mark.parametrize(("count", "said"), [(1, "stopped 1 process of"), (2, "stopped 2 processes of")])
 def test_down_counts_what_it_stopped(monkeypatch: pytest.MonkeyPatch, count: int, said: str) -> None:
-    monkeypatch.setattr(bootstrap, "stop_node", lambda name: count)
+    monkeypatch.setattr(bootstrap, "stop_node", lambda name, **_: count)
     assert CliRunner().invoke(app, ["down", "--cluster", "mine"]).stdout == f"{said} cluster 'mine'\n"
 
 
