@@ -106,7 +106,7 @@ def load_prompts(
     long = _Overlong(tokenizer, max_tokens=data.max_prompt_tokens)
     seen: dict[str, tuple[str, int]] = {}
     for batch in _batches(_asked_rows(source, data=data, tokenizer=tokenizer, split=split, needs=needs)):
-        rendered = _render(batch, tokenizer)
+        rendered = _render(batch, tokenizer, long)
         for asked, token_ids in zip(rendered, _encode(rendered, tokenizer, long), strict=True):
             if token_ids is None or len(token_ids) > data.max_prompt_tokens:
                 long.add(asked, token_ids)
@@ -392,7 +392,7 @@ def _checked_messages(value: Any, row: Row) -> list[dict[str, Any]]:
     return [{key: item for key, item in message.items() if item is not None} for message in value]
 
 
-def _render(batch: list[_Asked], tokenizer: Any) -> list[_Asked]:
+def _render(batch: list[_Asked], tokenizer: Any, long: _Overlong) -> list[_Asked]:
     """The batch with the texts of its chats."""
     chats = [asked for asked in batch if asked.messages is not None]
     try:
@@ -402,9 +402,11 @@ def _render(batch: list[_Asked], tokenizer: Any) -> list[_Asked]:
         where = first.row.where if first is last else f"{first.row.where} to {last.row.where}"
         raise DataError(f"{where}: the chat template refuses the messages: {error}") from None
     rendered = {id(asked): text for asked, text in zip(chats, texts, strict=True)}
-    for asked in chats:
-        _of_column(asked.row, "what the chat template writes", check_texts, rendered[id(asked)])
-    return [replace(asked, text=rendered.get(id(asked), asked.text)) for asked in batch]
+    batch = [replace(asked, text=rendered.get(id(asked), asked.text)) for asked in batch]
+    for asked in batch:
+        if asked.messages is not None and not long.has(asked):
+            _of_column(asked.row, "what the chat template writes", check_texts, asked.text)
+    return batch
 
 
 def _refuse_same_text(asked: _Asked, seen: dict[str, tuple[str, int]]) -> None:
