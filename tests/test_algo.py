@@ -173,7 +173,7 @@ def test_a_completion_alone_in_its_group_has_no_advantage(compare: Any) -> None:
 @pytest.mark.parametrize("algorithm", [ReinforcePlusPlus(), Ppo()], ids=lambda a: a.name)
 def test_groups_of_one_and_completions_without_loss_tokens_are_fine(algorithm: Any) -> None:
     masks = [[np.array([True, True])], [np.array([False])], [np.zeros(0, dtype=bool)], [np.array([True])]]
-    rewards = [np.array([reward], dtype=np.float32) for reward in (1.0, 5.0, 5.0, 0.0)]
+    rewards = [np.array([reward]) for reward in (1.0, 5.0, 5.0, 0.0)]
     values = [[np.zeros(len(mask), dtype=np.float32) for mask in group] for group in masks]
     groups = recipe.compute_advantages(algorithm, rewards=rewards, masks=masks, kl=None, values=values)
     assert [len(group) for group in groups] == [1, 1, 1, 1]
@@ -185,10 +185,8 @@ def test_groups_of_one_and_completions_without_loss_tokens_are_fine(algorithm: A
 @pytest.mark.parametrize("num_tokens", [0, 1])
 def test_a_batch_with_equal_or_too_few_values_normalises_to_zeros(num_tokens: int) -> None:
     mask = np.arange(2) < num_tokens
-    assert all(
-        (part == 0).all() for part in adv.batch_normalized([np.full(3, 0.1, dtype=np.float32)], [np.ones(3, bool)])
-    )
-    assert adv.batch_normalized([np.array([4.0, 7.0], dtype=np.float32)], [mask])[0].tolist() == [0.0, 0.0]
+    assert all((part == 0).all() for part in adv.batch_normalized([np.full(3, 0.1)], [np.ones(3, bool)]))
+    assert adv.batch_normalized([np.array([4.0, 7.0])], [mask])[0].tolist() == [0.0, 0.0]
 
 
 def test_a_batch_without_groups_has_no_advantages() -> None:

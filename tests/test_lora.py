@@ -317,7 +317,7 @@ def test_outputs_gradients_and_a_few_steps_are_those_of_peft(tmp_path: Path, nam
     learner = make_learner(model, adapter, algorithm, tokens_per_microbatch=60)
     for sample, row in zip(samples[:3], learner.score(samples[:3]), strict=True):
         with torch.no_grad():
-            full = naive_logprobs(other, sample)
+            (full,) = naive_logprobs(other, [sample])
         chosen = full.gather(1, torch.from_numpy(sample.response_ids.astype(np.int64))[:, None])[:, 0].numpy()
         np.testing.assert_allclose(row.logprobs[sample.mask], chosen[sample.mask], atol=1e-4)
     trained = {key: parameter for key, parameter in other.named_parameters() if parameter.requires_grad}

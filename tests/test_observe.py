@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console as RichConsole
 from test_journal import make_group
 
 from rollcall.config import Config, parse_config
@@ -33,6 +32,7 @@ from rollcall.observe.progress import Progress, format_duration
 from rollcall.observe.signal import ADVANTAGE
 from rollcall.observe.sinks import JsonlSink, WandbSink, make_sinks, read_rows
 from rollcall.observe.summary import build_summary, peak_memory_gib, sample_rows, write_samples, write_summary
+from rollcall.screen import Screen
 from rollcall.types import Score
 
 
@@ -384,7 +384,7 @@ def test_the_live_panel_keeps_a_label_with_its_value(width: int) -> None:
     progress = Progress(name="demo", num_steps=300)
     progress.update(77, {"train/reward_mean": 0.88, "rollout/tokens_per_s": 1316.0, "time/step_s": 2.34})
     out = io.StringIO()
-    rich = RichConsole(file=out, width=width, force_terminal=True, color_system=None)
+    rich = Screen(file=out, width=width, force_terminal=True, color_system=None)
     with LiveConsole(progress, rich=rich):
         pass
     lines = out.getvalue().splitlines()

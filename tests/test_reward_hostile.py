@@ -577,7 +577,7 @@ def test_where_few_files_may_be_open_a_reward_gets_no_more_of_them(tmp_path: Pat
     if (child := os.fork()) == 0:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
-            confine(BUILT_IN, folder=tmp_path, readable=sys.path)
+            confine(BUILT_IN, folder=str(tmp_path), readable=sys.path)
             os._exit(resource.getrlimit(resource.RLIMIT_NOFILE) != (128, 128))
         finally:
             os._exit(1)

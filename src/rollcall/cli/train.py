@@ -211,7 +211,8 @@ def _on_a_folder(
         raise typer.BadParameter("--fresh is for the master; leave it out with --worker")
     from rollcall.train_in_folder import read_weights, serve_as_worker, train_as_master
 
-    weights = read_weights(own["--rank-weights"])
+    shares = own["--rank-weights"]
+    weights = read_weights(None if shares is None else str(shares))
     given = {name: str(value) for name, value in own.items() if value is not None}
     if weights is not None:
         given["--rank-weights"] = ",".join(f"{weight:g}" for weight in weights)
