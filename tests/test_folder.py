@@ -157,6 +157,13 @@ def test_a_worker_compares_its_options_with_the_masters(
         worker._check_master()
 
 
+def test_a_worker_with_other_options_is_refused_before_the_master_sees_it(share: Path) -> None:
+    with FolderBackend(share, num_nodes=2, run="one", options={"--phase": "both"}):
+        with pytest.raises(ClusterError, match="this worker with --phase update; give both the same"):
+            FolderWorker(share, rank=1, num_nodes=2, options={"--phase": "update"}).run()
+        assert not (Messages(share).node(1) / "presence.json").exists()
+
+
 def test_a_process_is_alive_when_its_counter_moves_and_not_because_its_file_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,7 @@ from rollcall.learner.learner import Learner
 from rollcall.model.base import base_identities, is_adapter, used_of
 from rollcall.model.stop_tokens import stop_token_ids
 from rollcall.types import Prompt
+from rollcall.wait import warn
 from rollcall.words import ANOTHER_RUN, are, counted
 
 ROWS, BASE = "data.json", "base.json"
@@ -37,6 +38,10 @@ def refuse_changed_rows(run_dir: Path, split: str, prompts: PromptSet, *, limit:
     and still has."""
     noted = _noted(run_dir, ROWS, lambda found: _read_rows(found, split), what="which rows the run began with")
     if noted is None:
+        if has_begun(run_dir):
+            warn(
+                f"{run_dir} has no {ROWS}, so it is not known whether data.{split} is as it was when the run began; see to that yourself"
+            )
         return
     (before, limit_before), now = noted, _identities(prompts)
     shared = min(len(before), len(now))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ import typer
 
 from rollcall.cli import Json, Overrides, calm_libraries, split_arguments
 from rollcall.loop.phases import Bounds, Phase, Split
-from rollcall.stop import ended_by, heed
+from rollcall.stop import ended_by, heed, heeded_signals
 from rollcall.wait import say
 
 if TYPE_CHECKING:
@@ -170,6 +171,8 @@ def train(
                     local_debug=local_debug,
                 ).result
     except KeyboardInterrupt as stop:
+        for number in (signal.SIGINT, *heeded_signals()):
+            signal.signal(number, signal.SIG_IGN)  # told again, the command still ends with this status
         by, status = ended_by(stop)
         say(_standing(config.run.dir, num_steps=config.trainer.steps, by=by, fresh=fresh))
         raise typer.Exit(status) from None

@@ -28,6 +28,7 @@ from rollcall.errors import ClusterError
 from rollcall.groups.failures import RemoteFailureError
 from rollcall.groups.folder.layout import Messages, State, about_this_process, label_of, refuse_second
 from rollcall.groups.folder.mailbox import (
+    BEAT_S,
     SILENT_S,
     Inbox,
     Peer,
@@ -106,7 +107,7 @@ class FolderWorker:
         for number in heeded_signals():
             signal.signal(number, self._terminate)
         signal.signal(signal.SIGUSR1, self._abandon)
-        self._master.look()
+        self._refuse_other_options()
         before = self._master.incarnation if self._master.facts.get("state") == State.ENDED else None
         self._presence.begin()
         why = "it was ended"
@@ -126,6 +127,17 @@ class FolderWorker:
         finally:
             self._drop()
             self._presence.end(state=State.LEFT, why=why)
+
+    def _refuse_other_options(self) -> None:
+        """Before the master can give this worker work: one that leaves again would cost it an attempt."""
+        end_s = time.monotonic() + 3 * BEAT_S
+        self._master.look()
+        while self._master.facts.get("state") == State.RUNNING and time.monotonic() < end_s:
+            if self._master.is_alive:
+                self._check_master()
+                return
+            time.sleep(0.1)
+            self._master.look()
 
     def _serve(self, *, ended_before: str | None) -> None:
         rhythm = Rhythm()
@@ -181,7 +193,7 @@ class FolderWorker:
     def _check_master(self) -> None:
         facts = self._master.facts
         for name, own in self._options.items():
-            if (masters := facts["options"].get(name)) != own:
+            if (masters := facts.get("options", {}).get(name)) != own:
                 started = f"without {name}" if masters is None else f"with {name} {masters}"
                 raise ClusterError(
                     f"the master on {facts['host']} was started {started}, this worker with {name} {own}; give both the same"
