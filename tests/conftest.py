@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 from collections.abc import Generator, Iterator
+from functools import cache
 from typing import Any
 
 # Set before torch is imported: on a busy machine a second thread makes every small operation wait for it.
@@ -55,7 +56,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
-    """Processes of torch that meet anew for each function that they run."""
+    """Processes of torch that meet again for each function that they run."""
     ranks = Ranks()
     yield ranks
     ranks.close()
@@ -86,6 +87,7 @@ def _turn(item: pytest.Item) -> int:
     return int("node" in names and "test_recovery" in item.nodeid)
 
 
+@cache
 def _group(module: Any) -> str:
     """For ``--dist loadgroup``: whole files, and those that fork processes together, because their server takes seconds to start."""
     owners = {getattr(value, "__module__", getattr(value, "__name__", "")) for value in vars(module).values()}
@@ -95,13 +97,8 @@ def _group(module: Any) -> str:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_turn)
-    groups: dict[Any, str] = {}
     for item in items:
-        module = getattr(item, "module", None)
-        if module not in groups:
-            groups[module] = _group(module)
-        item.add_marker(pytest.mark.xdist_group(groups[module]))
-    for item in items:
+        item.add_marker(pytest.mark.xdist_group(_group(getattr(item, "module"))))  # noqa: B009 - pytest does not type it
         if "lab_cluster" in getattr(item, "fixturenames", ()):
             item.add_marker(
                 pytest.mark.slow

@@ -109,6 +109,8 @@ def other_than(way: Way) -> list[pytest.MarkDecorator]:
     ]
 )
 def kind(request: pytest.FixtureRequest) -> Iterator[EngineKind]:
+    if request.param is COMPILED and not {"architecture", "seed"} & set(request.fixturenames):
+        pytest.skip("only the forward is compiled, which the tests of architectures and of schedules run")
     # Past its limit the compiler gives up, and nothing compiled would be tested; the models here are many.
     with torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True):
         yield request.param

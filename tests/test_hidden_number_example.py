@@ -18,13 +18,9 @@ def evaluations(run_dir: Path) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
-def test_the_model_learns_to_ask_before_it_answers(tmp_path: Path, seed: int) -> None:
-    command = [sys.executable, "-m", "rollcall", "train", "examples/hidden_number.yaml"]
-    done = subprocess.run(
-        [*command, f"run.dir={tmp_path / 'run'}", f"run.seed={seed}"],
-        cwd=ROOT, capture_output=True, text=True, timeout=1800,
-    )  # fmt: skip
+def test_the_model_learns_to_ask_before_it_answers(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "rollcall", "train", "examples/hidden_number.yaml", f"run.dir={tmp_path / 'run'}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr
     found = evaluations(tmp_path / "run")
     assert found[0] < 0.3

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -363,9 +364,15 @@ def after(bytes_done: int, act: Callable[[], None]) -> Callable[[int, int], None
 def test_a_merge_that_was_killed_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "UNIT_BYTES", MANY_UNITS)
     folder, out = shards(tmp_path / "actor"), tmp_path / "out"
+
+    def kill() -> None:
+        while not (tmp_path / ".merging-out" / staging.PROGRESS).stat().st_size:
+            time.sleep(0.01)  # another thread notes what is on the disk
+        os.kill(os.getpid(), signal.SIGKILL)
+
     child = os.fork()
     if child == 0:
-        merge(folder, out, progress=after(150_000, lambda: os.kill(os.getpid(), signal.SIGKILL)))
+        merge(folder, out, progress=after(150_000, kill))
         os._exit(0)
     _, status = os.waitpid(child, 0)
     assert os.WTERMSIG(status) == signal.SIGKILL and not out.exists()
