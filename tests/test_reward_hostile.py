@@ -142,6 +142,7 @@ def test_no_text_runs_in_any_built_in_reward_and_the_pool_goes_on(tmp_path: Path
 
 
 def test_no_answer_runs_in_the_scorers_that_evaluate_text(tmp_path: Path) -> None:
+    pytest.importorskip("reasoning_gym")
     mark = tmp_path / "mark"
     texts = [f"<answer>{text}</answer>" for text in (*code_texts(mark), *HEAVY[:4])]
     with Scorer([ReasoningGymReward(timeout_s=10)], num_workers=1, model_rewards={}) as scorer:

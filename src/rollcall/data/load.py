@@ -9,6 +9,7 @@ import json
 import math
 import os
 import stat
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -290,11 +291,11 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     import pyarrow
     import pyarrow.parquet
 
-    number = 0
+    number, schema = 0, pyarrow.schema([])
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            if twice := sorted({name for name in names if names.count(name) > 1}):
+            schema = file.schema_arrow
+            if twice := sorted(name for name, count in Counter(schema.names).items() if count > 1):
                 raise DataError(f"{path} has the column {twice[0]!r} twice; leave one of them out")
             for batch in file.iter_batches(batch_size=_ROWS_PER_READ):
                 step = _ROWS_PER_READ if batch.nbytes <= MAX_LINE_BYTES else 1
@@ -307,11 +308,13 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                         yield number, columns
     except DataError:
         raise
-    except LookupError as error:  # of pytz or zoneinfo
-        raise DataError(
-            f"{path} has timestamps in a time zone that this machine does not know: {error}; convert that column to UTC"
-        ) from None
-    except (pyarrow.ArrowException, ValueError, OverflowError, MemoryError) as error:
+    except (pyarrow.ArrowException, LookupError, ValueError, OverflowError, MemoryError) as error:
+        if isinstance(error, LookupError) or "pytz" in str(error):  # with pytz, and without it
+            zones = sorted({str(field.type.tz) for field in schema if getattr(field.type, "tz", None)})
+            raise DataError(
+                f"{path} has timestamps in a time zone that this machine does not know: {', '.join(map(repr, zones))}; convert that "
+                "column to UTC"
+            ) from None
         # A damaged file shows itself at its footer or at any page of it; text that is not UTF-8 and dates that Python does not
         # have when their rows are read.
         first = (str(error) or type(error).__name__).splitlines()[0]
