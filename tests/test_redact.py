@@ -32,6 +32,7 @@ from rollcall.redact import (
     GuardedStream,
     OutputError,
     Redactor,
+    harmless,
     is_secret,
     redact,
     redact_end,
@@ -182,17 +183,22 @@ def test_a_guarded_stream_controls_no_terminal_and_says_where_it_cannot_write(tm
     stream.write("a\x1b[31m red\x1b]0;title\x07 name\x9b2J\x1b\n\t\u3000")
     stream.styled.write("\x1b[1mown\x1b[0m")
     assert beneath.getvalue() == "a red name2J\n\t\u3000\x1b[1mown\x1b[0m"
+    orders = "\u202e\u2066\u200f\u061c\u200b\u2060\ufeff\U000e0041"
+    assert harmless(f"a{orders}b\u200d\u200c\u00ad") == "ab\u200d\u200c\u00ad"
     full = mock.Mock(**{"write.side_effect": OSError(errno.ENOSPC, "No space left on device")})
     with pytest.raises(OutputError, match=r"standard output cannot be written \(No space left on device\)"):
         print("text", file=GuardedStream(full))
 
 
-def test_a_command_that_cannot_write_its_output_says_so_in_one_line() -> None:
+def test_a_command_that_cannot_write_its_output_says_so_in_one_line_and_one_whose_output_is_closed_is_silent() -> None:
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "rollcall", "version"]
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=600)
     assert ended.returncode == 1 and ended.stderr.startswith("error: standard output cannot be written (No space left")
     assert len(ended.stderr.splitlines()) == 1
+    closed = ["sh", "-c", '"$@" >&-', "sh", *command]
+    ended = subprocess.run(closed, stderr=subprocess.PIPE, text=True, check=False, timeout=600)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_a_dumped_run_has_no_secrets_and_keeps_the_rest() -> None:
