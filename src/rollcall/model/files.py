@@ -30,6 +30,14 @@ LARGEST = {
     "max_position_embeddings": 1 << 31,
     "sliding_window": 1 << 31,
 }
+# The least and the largest value of numbers that a model computes with, in whatever map they stand.
+RANGES = {
+    "rms_norm_eps": (0, 1),
+    "layer_norm_eps": (0, 1),
+    "rope_theta": (1, 1e15),
+    "rope_local_base_freq": (1, 1e15),
+    "factor": (1, 1e6),  # by which positions are stretched
+}
 WEIGHT_FILES = ("*.safetensors", "*.bin")
 FEWEST_BYTES = 0.25  # of one weight; quantised weights have 0.5
 
@@ -72,7 +80,7 @@ def read_model_config(path: Path) -> dict[str, Any]:
     _check_numbers(fields, path, depth=0)
     for key, most in LARGEST.items():
         value = fields.get(key)
-        whole = isinstance(value, int) and not isinstance(value, bool)
+        whole = isinstance(value, int) and _is_number(value)
         if value is not None and not (whole and 1 <= value <= most):
             raise ModelFilesError(
                 f"{path}: {key}={_shown(value)} is not possible for a model: it must be a whole number from 1 to {most}; restore the file"
@@ -82,6 +90,12 @@ def read_model_config(path: Path) -> dict[str, Any]:
         raise ModelFilesError(
             f"{path}: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}; restore the file"
         )
+    ends, vocab = fields.get("eos_token_id"), fields.get("vocab_size")
+    for end in ends if isinstance(ends, list) else [ends]:
+        if end is not None and vocab and not (_is_number(end) and 0 <= end < vocab):
+            raise ModelFilesError(
+                f"{path}: eos_token_id={_shown(end)} is not one of the {vocab} tokens of vocab_size; restore the file"
+            )
     return fields
 
 
@@ -118,10 +132,20 @@ def _check_numbers(value: Any, path: Path, *, depth: int, where: str = "") -> No
         raise ModelFilesError(f"{path}: {where}={value} is not a finite number; restore the file")
     if isinstance(value, dict):
         for key, each in value.items():
-            _check_numbers(each, path, depth=depth + 1, where=f"{where}.{key[:60]}" if where else key[:60])
+            at = f"{where}.{key[:60]}" if where else key[:60]
+            _check_numbers(each, path, depth=depth + 1, where=at)
+            least, most = RANGES.get(key, (0, 0))
+            if most and each is not None and not (_is_number(each) and least <= each <= most):
+                raise ModelFilesError(
+                    f"{path}: {at}={_shown(each)} is not possible for a model: it must be a number from {least:g} to {most:g}; restore the file"
+                )
     elif isinstance(value, list):
         for each in value:
             _check_numbers(each, path, depth=depth + 1, where=where)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _shown(value: Any) -> str:
