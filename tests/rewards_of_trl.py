@@ -118,7 +118,9 @@ class Game:
     def reset(self, **row: Any) -> str:
         self.board = [[0, 2], [4, 8]]
         self.score = len(row["answer"]) / 2
-        self._client = object()
+        self._client, self.history = object(), []
+        for _ in range(300):  # deeper than can be kept
+            self.history = [self.history]
         return "play"
 
     def move(self, direction: str) -> str:

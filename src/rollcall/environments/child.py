@@ -31,6 +31,7 @@ LENGTH = struct.Struct("<Q")
 MAX_ANSWER_BYTES = 32 << 20
 _MAX_WHY = 20_000
 _MAX_OPENING_CHARS = 1_000_000
+_MAX_DEPTH = 50  # of lists and maps in an attribute
 _MB = 1 << 20
 _PR_SET_CHILD_SUBREAPER = 36
 # Frames that say nothing to the author of an environment.
@@ -208,11 +209,16 @@ def _attributes(instance: Any) -> dict[str, Any]:
         try:
             value = getattr(instance, name)
             text = json.dumps(value, default=_plain, allow_nan=False)
-        except Exception:  # noqa: BLE001 - a method, a client, or a property of the user's that raises
+            if len(text) <= _MAX_OPENING_CHARS and _depth(plain := json.loads(text)) <= _MAX_DEPTH:
+                found[name] = plain
+        except Exception:  # noqa: BLE001 - a method, a client, a property of the user's that raises, or far too deep
             continue
-        if len(text) <= _MAX_OPENING_CHARS:
-            found[name] = json.loads(text)
     return found
+
+
+def _depth(value: Any) -> int:
+    inner = value.values() if isinstance(value, dict) else value
+    return 1 + max(map(_depth, inner), default=0) if isinstance(value, dict | list) else 0
 
 
 def _plain(value: Any) -> Any:
