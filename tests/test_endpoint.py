@@ -423,7 +423,9 @@ def test_a_connection_without_a_request_is_closed(
 
 
 @pytest.mark.parametrize("begun", [b"GET /", b"GET / HTTP/1.1\r\nX: ", b"GET / HTTP/1.1\r\n"])
-def test_a_head_without_an_end_is_refused(stands: Standing, begun: bytes) -> None:
+def test_a_head_without_an_end_is_refused_without_a_word_on_stderr(
+    capsys: pytest.CaptureFixture[str], stands: Standing, begun: bytes
+) -> None:
     line_of = b"X-One: 1\r\n" if begun.endswith(b"\n") else b"x" * 10
     with socket.create_connection(("127.0.0.1", stands.server.port), timeout=60) as line:
         try:
@@ -434,7 +436,7 @@ def test_a_head_without_an_end_is_refused(stands: Standing, begun: bytes) -> Non
         except ConnectionError:
             received = b" 400 "  # it has closed the connection before all was sent
         assert b" 400 " in received[:20]
-    assert chat(stands.client())
+    assert chat(stands.client()) and capsys.readouterr().err == ""
 
 
 def gone(line: socket.socket) -> bool:

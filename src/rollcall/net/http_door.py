@@ -42,9 +42,10 @@ def http_server(app: Any, *, lifespan: Literal["on", "off"]) -> uvicorn.Server:
     import uvicorn
 
     most = min(MAX_CONNECTIONS, allow_files(MAX_CONNECTIONS))
+    # Of a bad request uvicorn writes a warning, so strangers could fill a log with them.
     return uvicorn.Server(
         uvicorn.Config(
-            app, lifespan=lifespan, ws="none", log_level="warning", access_log=False, server_header=False, date_header=False,
+            app, lifespan=lifespan, ws="none", log_level="error", access_log=False, server_header=False, date_header=False,
             proxy_headers=False, timeout_keep_alive=int(KEEP_ALIVE_S), timeout_graceful_shutdown=1, limit_concurrency=most,
             # So many are accepted at once, before the oldest can make way for them.
             backlog=min(2048, most // 16 + 16), http=_protocol(most_silent=most // 2),
