@@ -186,6 +186,7 @@ def test_a_wrong_value_is_refused_with_what_to_write(sections: dict[str, Any], m
         ("reward.0.weight=-1e10", "is out of range"),
         ("algorithm.kl_coef=1e20", "is out of range"),
         ("actor.lr=1e-320", "is out of range"),
+        ("actor.lr=1e9", "input should be less than or equal to 100"),
         ("actor.betas=[1e-40, 0.9]", "actor.betas.0=1e-40 is out of range"),
         (".".join("a" * 500) + "=1", "has 500 parts; a key of a run file has at most 4"),
         ("cluster." + ".".join("a" * 500) + "=1", "has 501 parts"),

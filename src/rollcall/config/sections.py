@@ -264,7 +264,7 @@ class OptimizerChoice(Section):
 
 
 class OptimizerSection(Section):
-    lr: float = field(1e-6, "Peak learning rate.", gt=0)
+    lr: float = field(1e-6, "Peak learning rate.", gt=0, le=100)
     betas: tuple[Share, Share] = field((0.9, 0.999), "AdamW's betas, each from 0 to below 1.")
     eps: float = field(1e-8, "AdamW's epsilon.", gt=0)
     weight_decay: float = field(0.0, "AdamW's weight decay. Norms and biases have none.", ge=0)

@@ -16,6 +16,7 @@ import numpy as np
 
 from rollcall.config import Config
 from rollcall.config.rewards import AskedReward, Reward
+from rollcall.process import refuse_few_files
 from rollcall.reward.functions import decode_entry
 from rollcall.reward.scorer import Failure, Scorer, columns_needed
 from rollcall.types import Completion, Prompt
@@ -79,6 +80,7 @@ def try_run(config: Config, *, num_rows: int) -> Trial:
     from rollcall.model.files import resolve_model
     from rollcall.model.load import load_tokenizer
 
+    refuse_few_files()
     model, data = config.model, config.data
     path = resolve_model(model.path)
     tokenizer = load_tokenizer(path, chat_template=model.chat_template, trust_remote_code=model.trust_remote_code)
