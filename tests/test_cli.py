@@ -166,6 +166,8 @@ def test_wrong_usage_ends_with_status_2(tmp_path: Path) -> None:
     for arguments in (["trian"], ["train", "--frehs"], ["eval"]):
         result = rollcall(*arguments, cwd=tmp_path)
         assert result.returncode == 2 and "Usage: rollcall" in result.stderr
+    split = CliRunner().invoke(app, ["train", "--rollout-split", "foo"])
+    assert split.exit_code == 2 and "'foo' is not one of train, eval" in split.stderr
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=[path.stem for path in EXAMPLES])
@@ -283,6 +285,7 @@ def test_training_leaves_the_whole_run_directory(trained: tuple[Path, subprocess
     assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["step-000001", "step-000002"]
     assert (run_dir / "samples/val-000002.jsonl").exists() and (run_dir / "learning_curve.png").exists()
     assert_opens_with_transformers(run_dir / "model")
+    assert "last     finished; " in CliRunner().invoke(app, ["status", str(run_dir)]).stdout
 
 
 def test_the_same_command_again_has_nothing_left_to_do(trained: tuple[Path, subprocess.CompletedProcess[str]]) -> None:

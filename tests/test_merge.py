@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 from verl_shards import write_verl
 
 from rollcall.cli.main import app
+from rollcall.cli.merge import progress_bar
 from rollcall.merge import copy, plan, staging
 from rollcall.merge.merge import merge
 from rollcall.merge.select import select
@@ -535,3 +536,13 @@ def test_more_layers_than_any_model_has_are_refused_before_they_are_built(tmp_pa
     stored = Stored(origin="here", tensors={}, files={}, folder=tmp_path)
     with pytest.raises(StoredError, match="num_hidden_layers=10000000 is not possible"):
         select(stored, tmp_path)
+
+
+def test_progress_is_told_once_there_is_some(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollcall.cli.merge.SAY_EVERY_S", 0.0)
+    with progress_bar("merge") as progress:
+        progress(0, 2000)
+        progress(1000, 2000)
+    assert capsys.readouterr().err == "merge: 1.00 kB of 2.00 kB\n"

@@ -266,7 +266,9 @@ def test_checkpointing_saves_activations(tmp_path: Path) -> None:
 def test_logical_slots_have_no_card_to_fit_unless_one_is_given(tmp_path: Path) -> None:
     cpu = {"accelerator": "cpu"}
     free = make_run(tmp_path, {"actor,rollout": "all"}, cluster=cpu, actor={"tokens_per_microbatch": 10**7})
-    assert free.card is None and free.problems == ()
+    assert free.card is None and free.problems == () and "a card of" not in " ".join(free.notes)
+    assumed = make_run(tmp_path, {"actor,rollout": "all"})
+    assert "memory is compared with a card of 80.0 GiB" in " ".join(assumed.notes)
     bound = make_run(tmp_path, {"actor,rollout": "all"}, cluster=cpu, card_gib=2)
     assert bound.problems and bound.memory[0].runtime == 0
 

@@ -81,7 +81,7 @@ def _launch(
     rendered = replace(chosen.render(request), problems=tuple(problems or ()))
     if dry_run:
         answer(rendered, lambda _: print(shown(rendered, request.folder)), as_json=as_json)
-        return
+        raise typer.Exit(FAILED if rendered.problems else 0)
     for note in rendered.notes:
         say(f"note: {note}")
     with heed():  # a closed terminal or SIGTERM ends a start as Ctrl-C does

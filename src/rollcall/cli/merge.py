@@ -107,7 +107,7 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
     console = Screen(stderr=True)
     if not console.is_terminal:
         wait = Wait(first_s=SAY_EVERY_S, every_s=SAY_EVERY_S)
-        yield lambda done, total: wait.tell(f"{title}: {size(done)} of {size(total)}")
+        yield lambda done, total: wait.tell(f"{title}: {size(done)} of {size(total)}") if done else None
         return
     with Progress(
         title, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(), console=console

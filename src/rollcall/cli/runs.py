@@ -74,10 +74,14 @@ def show_run(run_dir: Path, *, as_json: bool) -> None:
     recent = [event for event in phases if event.step in steps]
     current = phases[-1] if phases else None
     stands = standing(run_dir, num_steps=num_steps_of(run_dir), holder=holder)
+    ended = holder is None or holder.is_gone
+    is_trained = stands.num_steps is not None and stands.step >= stands.num_steps
+    finished = ended and is_trained and (run_dir / "model").is_dir()
     if as_json:
         shown = {
             "run_dir": str(run_dir),
             **stands.as_json(),
+            "finished": finished,
             "current": asdict(current) if current else None,
             "lease": holder_as_json(holder),
             "phases": [asdict(event) for event in recent],
@@ -85,8 +89,9 @@ def show_run(run_dir: Path, *, as_json: bool) -> None:
         print(json.dumps(shown))
         return
     print(f"run      {run_dir}\nheld by  {describe(holder)}")
-    ended = holder is None or holder.is_gone
-    print(f"{'last' if ended else 'now':<8} {_waiting(holder) or _now(current, ended=ended)}")
+    print(
+        f"{'last' if ended else 'now':<8} {'finished; ' if finished else ''}{_waiting(holder) or _now(current, ended=ended)}"
+    )
     print(f"{'stands':<8} {', '.join(f'{label} {text}' for label, text in stands.rows())}")
     for step in steps:
         print(f"step {step}")

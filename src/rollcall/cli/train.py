@@ -21,6 +21,13 @@ if TYPE_CHECKING:
     from rollcall.config import Config
 
 
+def _split(text: str) -> Split:
+    try:
+        return Split(text.removesuffix("-only"))
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not one of {', '.join(Split)}") from None
+
+
 def train(
     file: Annotated[
         str | None,
@@ -46,7 +53,7 @@ def train(
         typer.Option(
             "--split",
             "--rollout-split",
-            parser=lambda text: Split(text.removesuffix("-only")),
+            parser=_split,
             metavar="train|eval",
             help="With --phase rollout. eval: only evaluate the newest checkpoint.",
         ),

@@ -99,6 +99,10 @@ def plan_run(config: Config, *, card_gib: float | None = None, model_config: Pat
         notes.append(f"memory is not estimated: {error}")
     problems += role_problems(config, config.cluster, plan)
     _judge_memory(memory, card, notes=notes, problems=problems)
+    if memory and card is not None and card_gib is None:
+        notes.append(
+            f"memory is compared with a card of {gib(card)}, whatever is in this machine; --gpu-memory sets another size"
+        )
     notes += _on_sizes(config, plan, memory, card)
     notes += _on_host(host)
     notes += _on_adapter(config)
