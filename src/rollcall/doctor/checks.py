@@ -197,7 +197,12 @@ def judge_disks(node: NodeFacts, *, checkpoint_bytes: int | None) -> Iterator[Fi
         holds_run = disk.purpose == "run.dir"
         need = max(MIN_FREE, checkpoint_bytes or 0) if holds_run else MIN_FREE
         full = f"{disk.path} ({disk.purpose}) has {disk.free / GIB:.1f} GiB free"
-        if disk.free < need:
+        if not disk.total:
+            yield find(
+                node, "breaks", f"{disk.path} ({disk.purpose}) is in a file system that keeps no files, such as /proc",
+                why="checkpoints, the journal and Ray's logs are written there", fix=f"choose another {disk.purpose}",
+            )  # fmt: skip
+        elif disk.free < need:
             whose = "one checkpoint of this run takes" if need > MIN_FREE else "a run needs at least"
             yield find(
                 node, "breaks", f"{full}; {whose} {need / GIB:.1f} GiB",

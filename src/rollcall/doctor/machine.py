@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -64,7 +63,9 @@ def judge_memory(node: NodeFacts, state_bytes: int | None) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _judge_parts(config: Config, node: NodeFacts) -> Iterator[Finding]:
+def _judge_parts(config: Config, node: NodeFacts) -> list[Finding]:
+    from rollcall.config.checks import is_hub
+    from rollcall.data.load import NO_DATA, read_rows
     from rollcall.model.files import resolve_model
     from rollcall.model.load import check_architecture
     from rollcall.roles.reward_trial import try_run
@@ -77,12 +78,21 @@ def _judge_parts(config: Config, node: NodeFacts) -> Iterator[Finding]:
         if broken:
             raise ValueError(f"{', '.join(broken)} failed on the first row; `rollcall reward test` shows why")
 
-    looks: dict[str, Callable[[], Any]] = {"model": model, "data and rewards": data_and_rewards}
-    for what, look in looks.items():
-        say(f"reading the {what}")
-        try:
-            look()
-        except (ValueError, OSError) as error:
-            yield find(
-                node, "breaks", str(error), why="the run would end with this error", fix="change the run file as said"
-            )
+    def data_file() -> None:
+        if config.data.train != NO_DATA and not is_hub(config.data.train):
+            next(read_rows(config.data.train), None)
+
+    faults = _faults(node, "model", model)
+    # Without a model there is no tokenizer to try the rewards with.
+    rest = _faults(node, "data", data_file) if faults else _faults(node, "data and rewards", data_and_rewards)
+    return [*faults, *rest]
+
+
+def _faults(node: NodeFacts, what: str, look: Callable[[], None]) -> list[Finding]:
+    say(f"reading the {what}")
+    try:
+        look()
+    except (ValueError, OSError) as error:
+        why = "the run would end with this error"
+        return [find(node, "breaks", str(error), why=why, fix="change the run file as said")]
+    return []
