@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import yaml
 from lab.cluster import LabCluster, rollcall
+from typer.testing import CliRunner
 
+from rollcall.cli.main import app
 from rollcall.config import load_config, parse_config
 from rollcall.doctor import checks
 from rollcall.doctor import probe as doctor_facts
@@ -148,9 +150,6 @@ def test_a_disk_without_room_for_one_checkpoint_breaks_the_run() -> None:
     (finding,) = checks.judge_disks(node, checkpoint_bytes=7 * GIB)
     assert finding.severity == "breaks" and "one checkpoint of this run takes 7.0 GiB" in finding.what
     assert not list(checks.judge_disks(node, checkpoint_bytes=4 * GIB))
-    nowhere = make_node(0, disks=(Disk(purpose="run.dir", path="/proc/x", free=0, total=0),))
-    (finding,) = checks.judge_disks(nowhere, checkpoint_bytes=None)
-    assert "/proc/x (run.dir) is in a file system that keeps no files" in finding.what
 
 
 def test_the_size_of_a_checkpoint_is_counted_from_the_model() -> None:
@@ -448,6 +447,16 @@ def test_a_machine_without_a_cluster_is_examined_with_the_parts_of_the_run_file(
     none = [f"model.path={tmp_path / 'none'}", f"data.train={tmp_path / 'none.jsonl'}"]
     no_model, no_data = examine_machine(load_config(None, none)).findings
     assert "none is not a directory" in no_model.what and "none.jsonl does not exist" in no_data.what
+
+
+def test_the_demo_is_examined_with_overrides_and_a_place_that_keeps_no_files_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rollcall.nodes.which.wished_cluster", lambda *args, **kwargs: None)
+    monkeypatch.setattr("rollcall.doctor.probe.read_gpus", lambda: ([], None, None))
+    result = CliRunner().invoke(app, ["doctor", "run.dir=/proc/x", "--json"])
+    (finding,) = json.loads(result.stdout)["findings"]
+    assert result.exit_code == 1 and "/proc/x (run.dir) is in a file system that keeps no files" in finding["what"]
 
 
 def test_a_torch_without_cuda_and_a_model_larger_than_memory_break_a_run_on_this_machine() -> None:

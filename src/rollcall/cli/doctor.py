@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rollcall.cli import FAILED, Json, Overrides, answer, calm_libraries
+from rollcall.cli import FAILED, Json, Overrides, answer, calm_libraries, split_arguments
 from rollcall.cli.cluster import Cluster
 
 
 def doctor(
     file: Annotated[
-        Path | None,
+        str | None,
         typer.Argument(metavar="FILE", help="Run file. Its placement, run directory and model are examined too."),
     ] = None,
     overrides: Overrides = None,
@@ -42,7 +41,8 @@ def doctor(
     from rollcall.doctor.show import show
     from rollcall.nodes.which import find_cluster, wished_cluster
 
-    config = load_config(file, overrides or []) if file is not None else None
+    path, changes = split_arguments(file, overrides)
+    config = load_config(path, changes) if path is not None or changes else None
     section = config.cluster if config is not None else None
     address = section.ray_address if section is not None else None
     if (section is None or section.num_slots == 1) and wished_cluster(cluster, ray_address=address) is None:
