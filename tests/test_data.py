@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from rollcall.config import DataSection, load_config
+from rollcall.data.files import READERS
 from rollcall.data.load import DataError, PromptSet, load_prompts
 from rollcall.data.order import DataOrder
 from rollcall.errors import ConfigError
@@ -173,6 +174,10 @@ def test_the_builtin_task_has_disjoint_splits() -> None:
         ([{"prompt": "a"}], {"template": "Q:"}, "data.template='Q:' has no {prompt}"),
         ([{"prompt": "a"}], {"answer_key": "solution"}, "row 1 has no column 'solution'"),
         ([{"prompt": "a", "answer": [1]}], {}, "row 1: the answer is list ([1])"),
+        ([{"prompt": "a", "prompt_messages": 1}], {}, "row 1 has a column 'prompt_messages', a name that Rollcall keeps for itself; rename the "
+         "column, such as data.columns: {prompt_messages: own_prompt_messages}"),
+        ([{"prompt": "a", "x": 1}], {"columns": {"x": "prompt_text"}}, "row 1 has a column 'prompt_text', a name that Rollcall keeps"),
+        (['{"prompt": "a", "x": ' + "9" * 9000 + "}"], {}, "row 1 has a number too long to be read, of more than 4,300 digits; write it as text"),
         ([{"prompt": "abcdef"}], {"max_prompt_tokens": 4}, "the only prompt is longer than data.max_prompt_tokens=4; the shortest has 7"),
     ],
 )  # fmt: skip
@@ -235,6 +240,13 @@ def test_a_row_without_what_a_reward_needs_is_refused(
     assert message in str(caught.value)
 
 
+def test_all_rows_without_an_answer_are_counted(tmp_path: Path) -> None:
+    rows = [{"prompt": "p", "answer": answer} for answer in ("1", None, "2", " ", "3")]
+    with pytest.raises(DataError, match=r"train\.jsonl, row 2 \(and 2 other rows\): answer is empty, and the reward"):
+        source = a_file(tmp_path, *rows, {"prompt": "p"})
+        load_prompts(source, data=DataSection(), tokenizer=a_tokenizer(), needs={"answer": "exact"})
+
+
 def test_answers_under_another_name_and_of_any_value_are_answers(tmp_path: Path) -> None:
     source = a_file(tmp_path, {"prompt": "p", "solution": 0}, {"prompt": "q", "solution": False})
     data = DataSection(answer_key="solution")
@@ -268,10 +280,24 @@ def test_parquet_columns_that_json_has_no_word_for_become_what_it_has(tmp_path: 
     }  # fmt: skip
 
 
-def test_a_timestamp_of_an_unknown_time_zone_is_refused_by_its_name(tmp_path: Path) -> None:
-    when = pyarrow.array([0], type=pyarrow.timestamp("us", tz="Mars/Olympus"))
-    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["1"], "when": when}), tmp_path / "rows.parquet")
-    with pytest.raises(DataError, match=r"rows.parquet has timestamps in a time zone .* 'Mars/Olympus'; convert"):
+NOT_UTF8 = pyarrow.array([b"1", b"\xff\xfe"]).view(pyarrow.string())
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (pyarrow.array([None, 0], type=pyarrow.timestamp("us", tz="Mars/Olympus")), r"has a time zone .*\(timestamp\[us, tz=Mars/Olympus\]\)"),
+        (pyarrow.array([0, 2**62], type=pyarrow.timestamp("us")), r"has a value that Python cannot hold \(timestamp\[us\]\): "),
+        (pyarrow.array([0, 2**62], type=pyarrow.duration("s")), r"has a value that Python cannot hold \(duration\[s\]\): "),
+        (NOT_UTF8, "is not UTF-8 text: "),
+    ],
+    ids=["zone", "timestamp", "duration", "text"],
+)  # fmt: skip
+def test_a_parquet_value_that_python_lacks_is_refused_by_row_and_column(
+    values: pyarrow.Array, message: str, tmp_path: Path
+) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["1", "2"], "when": values}), tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match=f"rows.parquet, row 2: when {message}"):
         load(str(tmp_path / "rows.parquet"))
 
 
@@ -281,7 +307,7 @@ def test_a_pipe_a_device_and_an_endless_line_are_refused(tmp_path: Path, monkeyp
     for name in ("pipe.jsonl", "zero.parquet"):
         with pytest.raises(DataError, match=f"{name} is a pipe or a device; write the rows to a regular file"):
             load(str(tmp_path / name))
-    monkeypatch.setattr("rollcall.data.load.MAX_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr("rollcall.data.files.MAX_ROW_BYTES", 1 << 20)
     (tmp_path / "long.jsonl").write_bytes(b'{"prompt": "1"}\n' + bytes(1 << 21))
     with pytest.raises(DataError, match=r"long\.jsonl, row 2 has more than 1 MiB"):
         load(str(tmp_path / "long.jsonl"))
@@ -371,10 +397,65 @@ def test_rows_are_tokenised_in_batches_of_so_many_characters(tmp_path: Path, mon
 
 
 def test_a_parquet_row_larger_than_a_line_may_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollcall.data.load.MAX_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr("rollcall.data.files.MAX_ROW_BYTES", 1 << 20)
     rows = [{"prompt": "a" * size} for size in (900_000, 900_000, 1 << 21)]
     with pytest.raises(DataError, match=r"rows\.parquet, row 3 has more than 1 MiB"):
         load(a_file(tmp_path, *rows, name="rows.parquet"))
+
+
+SHARED = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 64, pyarrow.int32()), pyarrow.array(["a" * 50_000]))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [pyarrow.nulls(200_000), pyarrow.repeat(True, 200_000), SHARED, SHARED.dictionary_decode()],
+    ids=["nulls", "truth values", "a dictionary", "one text many times"],
+)
+def test_a_parquet_row_is_measured_as_it_is_when_unpacked(
+    values: pyarrow.Array, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollcall.data.files.MAX_ROW_BYTES", 1 << 20)
+    lists = pyarrow.ListArray.from_arrays([0, 1, len(values)], values)
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["1", "2"], "note": lists}), tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match=r"rows\.parquet, row 2 has more than 1 MiB when unpacked; shorten it"):
+        load(str(tmp_path / "rows.parquet"))
+
+
+def test_a_text_that_many_parquet_rows_share_is_read_for_some_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollcall.data.files.MAX_ROW_BYTES", 1 << 20)
+    texts = pyarrow.repeat("a" * 500_000, 64)
+    pyarrow.parquet.write_table(
+        pyarrow.table({"prompt": [str(number) for number in range(64)], "note": texts}), tmp_path / "rows.parquet"
+    )
+    before = pyarrow.total_allocated_bytes()
+    _, row = next(READERS[".parquet"](tmp_path / "rows.parquet"))
+    assert len(row["note"]) == 500_000 and pyarrow.total_allocated_bytes() - before < 20 << 20 < texts.nbytes
+
+
+def test_parquet_maps_structs_and_lists_come_as_they_are(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "1", "map": [("a", ["x", None])], "struct": {"b": "y"}, "fixed": ["p", "q"]},
+        {"prompt": "2", "map": None, "struct": None, "fixed": None},
+    ]
+    texts = pyarrow.list_(pyarrow.string())
+    schema = pyarrow.schema(
+        {
+            "prompt": pyarrow.large_string(), "map": pyarrow.map_(pyarrow.string(), texts), "struct": pyarrow.struct({"b": pyarrow.string()}),
+            "fixed": pyarrow.list_(pyarrow.string(), 2),
+        }
+    )  # fmt: skip
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema=schema), tmp_path / "rows.parquet")
+    assert [columns for _, columns in READERS[".parquet"](tmp_path / "rows.parquet")] == rows
+
+
+def test_a_token_id_that_no_model_has_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", lambda *_, **__: {"input_ids": [[1, 2**31]]})
+    with pytest.raises(
+        DataError, match="row 1: the tokenizer gives the token id 2147483648, and no model has ids past"
+    ):
+        load(a_file(tmp_path, {"prompt": "a"}))
 
 
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:

@@ -5,11 +5,9 @@ Every refusal names the file and the row; rows count from 1, as an editor shows 
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import stat
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -32,20 +30,19 @@ from rollcall.data.columns import (
     nearest,
     plain,
     row_name,
-    unique_keys,
 )
+from rollcall.data.files import READERS
 from rollcall.data.hub import default_name, read_dataset
 from rollcall.model.chat_template import TemplateError, render_chats
 from rollcall.types import Prompt
-from rollcall.words import all_of, are
+from rollcall.words import all_of, are, counted
 
-MAX_LINE_BYTES = 1 << 26  # of a JSON line; a prompt of a million tokens has a tenth of it
 NO_DATA = "builtin:environment"  # the environment owns the task
 NUM_ROWS = 1024
 _ROWS_PER_BATCH = 1024
 _CHARACTERS_PER_BATCH = 1 << 20
-_ROWS_PER_READ = 64  # of Parquet, where a file of a kilobyte can hold rows of megabytes
 _FEW_CHARACTERS = 1 << 16  # of a prompt: tokenised in any case
+_OURS = ("prompt_messages", "prompt_text")  # of a prompt's metadata: what its chat template rendered
 _IN_TEMPLATE = " with the model's chat template"
 
 
@@ -196,16 +193,16 @@ def read_rows(source: str, *, split: Literal["train", "val"] = "train") -> Itera
         raise DataError(f"{source} is not a built-in task; there are builtin:arithmetic and {NO_DATA}")
     path = Path(source)
     if path.is_dir():
-        found = ", ".join(sorted(each.name for each in path.iterdir() if each.suffix in _READERS)) or "no data file"
+        found = ", ".join(sorted(each.name for each in path.iterdir() if each.suffix in READERS)) or "no data file"
         raise DataError(f"{source} is a directory; name one file ({found} in it)")
-    if path.suffix not in _READERS:
+    if path.suffix not in READERS:
         raise DataError(
             f"{source} ends in {path.suffix or 'nothing'!r}; data files are .jsonl, .json (JSON lines) or .parquet"
         )
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would be waited for, and a device has no end
             raise DataError(f"data file {source} is a pipe or a device; write the rows to a regular file")
-        for number, columns in _READERS[path.suffix](path):
+        for number, columns in READERS[path.suffix](path):
             row = Row(f"{source}, row {number}", f"{path.stem}:{number}", columns)
             _check_columns(row)
             yield row
@@ -262,81 +259,19 @@ def _of_column(row: Row, column: str, read: Callable[[Any], Any], value: Any) ->
         raise DataError(f"{row.where}: {column} {error}") from None
 
 
-def _read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(iter(lambda: lines.readline(MAX_LINE_BYTES + 1), b""), start=1):
-            if not line.strip():
-                continue
-            if len(line) > MAX_LINE_BYTES:
-                raise DataError(
-                    f"{path}, row {number} has more than {MAX_LINE_BYTES >> 20} MiB; each line holds one JSON object"
-                )
-            try:
-                columns = json.loads(line, object_pairs_hook=unique_keys)
-            except ColumnError as error:
-                raise DataError(f"{path}, row {number} has {error}") from None
-            except RecursionError:
-                raise DataError(f"{path}, row {number} has lists or maps too deep in each other to be read") from None
-            except ValueError as error:  # not JSON, or not UTF-8
-                raise DataError(f"{path}, row {number} is not JSON: {error}; each line holds one JSON object") from None
-            if not isinstance(columns, dict):
-                raise DataError(
-                    f"{path}, row {number} is a {type(columns).__name__}; each line holds one JSON object, "
-                    'such as {"prompt": "12+34=", "answer": "46"}'
-                )
-            yield number, columns
-
-
-def _read_parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    number, schema = 0, pyarrow.schema([])
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            schema = file.schema_arrow
-            if twice := sorted(name for name, count in Counter(schema.names).items() if count > 1):
-                raise DataError(f"{path} has the column {twice[0]!r} twice; leave one of them out")
-            for batch in file.iter_batches(batch_size=_ROWS_PER_READ):
-                step = _ROWS_PER_READ if batch.nbytes <= MAX_LINE_BYTES else 1
-                for first in range(0, batch.num_rows, step):
-                    rows = batch.slice(first, step)
-                    if step == 1 and rows.nbytes > MAX_LINE_BYTES:
-                        raise DataError(f"{path}, row {number + 1} has more than {MAX_LINE_BYTES >> 20} MiB")
-                    for columns in rows.to_pylist():
-                        number += 1
-                        yield number, columns
-    except DataError:
-        raise
-    except (pyarrow.ArrowException, LookupError, ValueError, OverflowError, MemoryError) as error:
-        if isinstance(error, LookupError) or "pytz" in str(error):  # with pytz, and without it
-            zones = sorted({str(field.type.tz) for field in schema if getattr(field.type, "tz", None)})
-            raise DataError(
-                f"{path} has timestamps in a time zone that this machine does not know: {', '.join(map(repr, zones))}; convert that "
-                "column to UTC"
-            ) from None
-        # A damaged file shows itself at its footer or at any page of it; text that is not UTF-8 and dates that Python does not
-        # have when their rows are read.
-        first = (str(error) or type(error).__name__).splitlines()[0]
-        where = f"{path} is not a Parquet file" if not number else f"{path} cannot be read past row {number}"
-        raise DataError(f"{where}: {first}") from None
-
-
-_READERS = {".jsonl": _read_jsonl, ".json": _read_jsonl, ".parquet": _read_parquet}
-
-
 # Rendering
 
 
 def _asked_rows(
     source: str, *, data: DataSection, tokenizer: Any, split: Literal["train", "val"], needs: Mapping[str, str]
 ) -> Iterator[_Asked]:
-    for row in _data_rows(source, data=data, split=split):
+    rows = _data_rows(source, data=data, split=split)
+    for row in rows:
         if data.prompt_key not in row.columns:
             raise DataError(
                 f"{row.where} has no column {data.prompt_key!r}; {nearest(data.prompt_key, row.columns, 'prompt_key')}"
             )
-        _check_needs(row, data, needs)
+        _check_needs(row, data, needs, rest=rows)
         messages = _messages(row, data, has_template=bool(tokenizer.chat_template))
         text = _with_template(row.columns[data.prompt_key], data) if messages is None else ""
         if messages is None and not text:
@@ -441,21 +376,28 @@ def _answer(row: Row, data: DataSection) -> str:
     return _of_column(row, "the answer", answer_text, row.columns[data.answer_key])
 
 
-def _check_needs(row: Row, data: DataSection, needs: Mapping[str, str]) -> None:
-    """Refuse a row without what a reward reads: an empty completion equals an empty answer."""
+def _check_needs(row: Row, data: DataSection, needs: Mapping[str, str], *, rest: Iterable[Row]) -> None:
+    """Refuse a row without what a reward reads: an empty completion equals an empty answer. Those of the ``rest`` are counted."""
     for column, reward in needs.items():
         key = data.answer_key if column == "answer" else column
-        value = row.columns.get(key)
+        if not _is_empty(row, key):
+            continue
+        num_others = sum(_is_empty(other, key) for other in rest)
+        where = row.where + (f" (and {counted(num_others, 'other row')})" if num_others else "")
         if key not in row.columns:
             option = "answer_key" if column == "answer" else "columns"
             raise DataError(
-                f"{row.where} has no column {key!r}, which the reward {reward} needs; {nearest(key, row.columns, option)}"
+                f"{where} has no column {key!r}, which the reward {reward} needs; {nearest(key, row.columns, option)}"
             )
-        if value is None or (isinstance(value, str) and not value.strip()):
-            raise DataError(
-                f"{row.where}: {key} is empty, and the reward {reward} needs it; fill it in, or leave the row out. A function that can "
-                "do without it gives it a default"
-            )
+        raise DataError(
+            f"{where}: {key} is empty, and the reward {reward} needs it; fill it in, or leave the row out. A function that can "
+            "do without it gives it a default"
+        )
+
+
+def _is_empty(row: Row, key: str) -> bool:
+    value = row.columns.get(key)
+    return value is None or (isinstance(value, str) and not value.strip())
 
 
 # Tokens
@@ -484,6 +426,12 @@ def _prompt(asked: _Asked, token_ids: list[int], data: DataSection, rewards: Col
     metadata = {key: _of_column(row, key, plain, value) for key, value in row.columns.items() if key not in own}
     if metadata.get("answer") == asked.answer:
         del metadata["answer"]  # a number, or an answer under another name, stays as TRL's functions expect it
+    for name in _OURS:
+        if name in metadata:
+            raise DataError(
+                f"{row.where} has a column {name!r}, a name that Rollcall keeps for itself; rename the column, such as "
+                f"data.columns: {{{name}: own_{name}}}"
+            )
     if "countdown" in rewards:
         metadata = _of_column(row, "column", countdown_columns, metadata)
     if asked.messages is not None:
@@ -491,9 +439,16 @@ def _prompt(asked: _Asked, token_ids: list[int], data: DataSection, rewards: Col
         if isinstance(given := row.columns[data.prompt_key], str):
             metadata["prompt_text"] = given  # TRL gives functions the prompt as it is in the data
     identity = row.columns.get("id")
+    try:
+        ids = np.array(token_ids, dtype=np.int32)
+    except OverflowError:
+        raise DataError(
+            f"{row.where}: the tokenizer gives the token id {max(token_ids)}, and no model has ids past {np.iinfo(np.int32).max}; its "
+            "tokenizer.json is damaged: copy the model's files again"
+        ) from None
     return Prompt(
         id=row.default_id if identity is None else _of_column(row, "the id", row_name, identity),
-        token_ids=np.array(token_ids, dtype=np.int32),
+        token_ids=ids,
         text=asked.text,
         answer=asked.answer,
         metadata=metadata,
