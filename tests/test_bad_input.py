@@ -112,6 +112,22 @@ def test_prompts_that_the_tokenizer_cannot_write_are_told(tmp_path: Path, caplog
     assert "no tokens for" not in caplog.text
 
 
+def test_prompts_that_repeat_and_prompts_of_both_files_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "val.jsonl").write_text('{"prompt": "b=", "answer": "b"}\n{"prompt": "zz=", "answer": "z"}\n')
+    rows = [{"prompt": f"{letter}=", "answer": letter} for letter in "aabca"]
+    load_inputs(make_run(tmp_path, f"data.val={tmp_path}/val.jsonl", rows=rows))
+    assert "2 of its 5 prompts are the same as an earlier one; leave" in caplog.text
+    assert (
+        "val.jsonl: 1 of its 2 prompts is in data.train too, so the evaluation scores what the run trains on"
+        in caplog.text
+    )
+    caplog.clear()
+    load_inputs(make_run(tmp_path / "good", rows=letter_rows(4)))
+    assert "of its" not in caplog.text
+
+
 def test_overlong_prompts_are_left_out_counted_and_never_trained_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -44,7 +44,7 @@ from rollcall.stored.find import is_model_dir
 from rollcall.stored.tensors import Stored
 from rollcall.types import Completion, Floats, Prompt, Sample, rows_of
 from rollcall.wait import say, warn
-from rollcall.words import counted, size
+from rollcall.words import are, counted, size
 
 POLICY = "policy"  # the name of the run's adapter in its engine
 NUM_REWARD_WORKERS = 2
@@ -108,6 +108,8 @@ def load_inputs(config: Config) -> Inputs:
         val = load(config.data.val, split="val", limit=config.eval.max_prompts, needs=needs)
         refuse_changed_rows(config.run.dir, "val", val, limit=config.eval.max_prompts)
     _warn_of_unknown_text(train, tokenizer)
+    if config.environment is None:  # it may tell rows of one text apart by their other columns
+        _warn_of_repeats(train, val)
     for prompts in (train, val):
         if prompts is not None and prompts.num_overlong:
             say(
@@ -126,6 +128,20 @@ def _warn_of_unknown_text(prompts: PromptSet, tokenizer: Any) -> None:
         warn(
             f"{first.id}: the tokenizer has no tokens for {', '.join(map(repr, lost[:8]))} of the prompt {first.text[:40]!r}, so the model "
             "does not see them; use another model, or prompts that its tokenizer can write"
+        )
+
+
+def _warn_of_repeats(train: PromptSet, val: PromptSet | None) -> None:
+    texts = {prompt.text for prompt in train.prompts}
+    if num_repeats := len(train.prompts) - len(texts):
+        warn(
+            f"data.train={train.source}: {num_repeats:,} of its {counted(len(train.prompts), 'prompt')} {are(num_repeats)} the same as an "
+            "earlier one; leave the repeats out unless they are meant"
+        )
+    if val is not None and (num_shared := sum(prompt.text in texts for prompt in val.prompts)):
+        warn(
+            f"data.val={val.source}: {num_shared:,} of its {counted(len(val.prompts), 'prompt')} {are(num_shared)} in data.train too, so "
+            "the evaluation scores what the run trains on; leave them out of one of the two"
         )
 
 
