@@ -97,14 +97,14 @@ def _unpacked_bytes(array: Any) -> int:
     """What its texts and numbers take as Python objects, at least: 8 for each value's place in a list or a map, and its own bytes.
     Arrow's ``nbytes`` counts a text once that many rows share, a truth value as a bit, and a null as nothing."""
     import pyarrow
-    import pyarrow.compute
+    from pyarrow.compute import call_function
 
     places = 8 * len(array)
     if isinstance(array, pyarrow.ExtensionArray):
         return _unpacked_bytes(array.storage)
     if isinstance(array, pyarrow.DictionaryArray):
-        lengths = pyarrow.compute.binary_length(array.dictionary).take(array.indices)
-        return places + (pyarrow.compute.sum(lengths).as_py() or 0)
+        lengths = call_function("binary_length", [array.dictionary]).take(array.indices)
+        return places + (call_function("sum", [lengths]).as_py() or 0)
     if isinstance(array, pyarrow.StructArray):
         return places + sum(map(_unpacked_bytes, array.flatten()))
     if isinstance(array, pyarrow.MapArray):
