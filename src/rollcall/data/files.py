@@ -15,7 +15,7 @@ from typing import Any
 from rollcall.data.columns import ColumnError, DataError, unique_keys
 
 MAX_ROW_BYTES = 1 << 26  # a prompt of a million tokens has a tenth of it
-_ROWS_PER_READ = 64  # of Parquet, where a file of a kilobyte can hold rows of megabytes
+_ROWS_PER_READ = 16  # of Parquet: a file of a kilobyte can hold a text of megabytes that Arrow copies for every row
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -64,8 +64,6 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _record_batches(path: Path) -> Iterator[Any]:
-    """At most ``_ROWS_PER_READ`` rows each; fewer of a row group with columns so large that one text, which a file may hold once for
-    many rows, could take a GiB in all of them."""
     import pyarrow
     import pyarrow.parquet
 
@@ -74,15 +72,9 @@ def _record_batches(path: Path) -> Iterator[Any]:
         with pyarrow.parquet.ParquetFile(path) as file:
             if twice := sorted(name for name, count in Counter(file.schema_arrow.names).items() if count > 1):
                 raise DataError(f"{path} has the column {twice[0]!r} twice; leave one of them out")
-            for place in range(file.num_row_groups):
-                group = file.metadata.row_group(place)
-                largest = max(
-                    (group.column(each).total_uncompressed_size for each in range(group.num_columns)), default=0
-                )
-                num_rows = min(_ROWS_PER_READ, 16 * MAX_ROW_BYTES // max(1, largest)) or 1
-                for batch in file.iter_batches(batch_size=num_rows, row_groups=[place]):
-                    yield batch
-                    number += batch.num_rows
+            for batch in file.iter_batches(batch_size=_ROWS_PER_READ):
+                yield batch
+                number += batch.num_rows
     except DataError:
         raise
     except MemoryError as error:
