@@ -86,8 +86,8 @@ def _record_batches(path: Path) -> Iterator[Any]:
 
 
 def _unpacked_bytes(array: Any) -> int:
-    """What its texts and numbers take as Python objects, at least: 8 for each value's place in a list or a map, and its own bytes.
-    Arrow's ``nbytes`` counts a text once that many rows share, a truth value as a bit, and a null as nothing."""
+    """The least memory that its Python objects take: 8 bytes for each value's place in a list or a map, and the value's own bytes.
+    Arrow's ``nbytes`` counts a shared text once, a truth value as a bit and a null as nothing."""
     import pyarrow
     from pyarrow.compute import call_function
 
