@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,8 @@ from runs import (
 )
 from safetensors.torch import load_file, save_file
 
-from rollcall.config import Config
+from rollcall.checkpoint.origin import code_of
+from rollcall.config import Config, load_config
 from rollcall.durable.group_record import MAGIC
 from rollcall.durable.journal import Journal
 from rollcall.engine.native.engine import NativeEngine
@@ -329,15 +331,65 @@ def test_a_run_goes_on_only_with_the_model_that_it_began_with(tmp_path: Path, ov
         ):
             finish(config)
         shutil.copytree(whole, model, dirs_exist_ok=True)
+    noted = (config.run.dir / "base.json").read_text()
     (config.run.dir / "base.json").write_text("{")
     with pytest.raises(
-        CheckpointError, match="base.json is not as Rollcall writes it .* restore the file, or remove it"
+        CheckpointError, match="base.json is not as Rollcall writes it .* restore the file, or choose another run.dir"
     ):
         finish(config)
-    (config.run.dir / "base.json").unlink()  # as of an earlier version
+    (config.run.dir / "base.json").write_text(noted)
     finish(config)
-    noted = json.loads((config.run.dir / "base.json").read_text())["base"]
-    assert list(noted) == ["float32", "bfloat16", "float16"], "it may go on in another precision"
+    assert list(json.loads(noted)["base"]) == ["float32", "bfloat16", "float16"], "it may go on in another precision"
+
+
+def test_changed_code_of_a_reward_is_told_once_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_reward.py").write_text(
+        "from my_grades import grade\ndef score(completion): return grade(completion)\n"
+    )
+    (tmp_path / "my_grades.py").write_text("def grade(text): return float(len(text))\n")
+    reward = [{"type": "function", "path": "my_reward:score"}]
+
+    def told(steps: int) -> list[str]:
+        caplog.clear()
+        finish(make_run(tmp_path, f"trainer.steps={steps}", "trainer.eval_every=0", reward=reward))
+        return [record.getMessage() for record in caplog.records if "code" in record.getMessage()]
+
+    assert told(1) == []
+    (tmp_path / "my_grades.py").write_text("def grade(text): return -float(len(text))\n")
+    [line] = told(2)
+    assert "the code of reward has changed since the run" in line
+    assert "last ran (my_grades): groups that the journal has keep the scores of the old code" in line
+    assert line in (tmp_path / "run/events.jsonl").read_text()
+    assert told(3) == [], "it ran with this code before"
+
+
+def test_an_environments_code_is_its_classes_its_tools_and_the_scripts_of_an_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    files = {
+        "games/__init__.py": "",
+        "games/chess.py": "import json, numpy\nfrom . import board\nfrom .rules import move\n",
+        "games/board.py": "from games.rules import move\n",
+        "games/rules.py": "this is not Python",
+        "games/unused.py": "",
+        "shop.py": "",
+        "solve.sh": "exec python agent.py",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    played = {"type": "class", "path": {"a": "games.chess:Game"}, "tools": ["shop:buy"]}
+    agent = {"type": "agent", "run": f"{sys.executable} nowhere.py; sh 'solve.sh' --fast"}
+    for environment, names in (
+        (played, {"games", "games.chess", "games.board", "games.rules", "shop"}),
+        (agent, {"solve.sh"}),
+    ):
+        config = load_config({"environment": environment, "reward": [{"type": "environment"}]})
+        assert code_of(config)["environment"].keys() == names and not code_of(config)["reward"]
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.checkpoint.exported import finished_summary
-from rollcall.checkpoint.origin import note_base, note_rows, refuse_changed_base
+from rollcall.checkpoint.origin import changed_code, code_of, note_base, note_code, note_rows, refuse_changed_base
 from rollcall.checkpoint.run_dir import RUN_FILE, clear_leftovers, has_begun, move_aside, unless_begun
 from rollcall.checkpoint.size import run_size
 from rollcall.checkpoint.store import CheckpointStore
@@ -184,6 +184,8 @@ class _Training:
         config, run_dir, resume = self.config, self.config.run.dir, store.latest()
         start_step = resume.step if resume else 0
         console.restart(start_step)
+        code = code_of(config)
+        other_code = changed_code(run_dir, code)
         workers = _build(_with_sizes(config, self.smaller), backend=self.backend, is_bare=self.is_bare)
         with closing(workers), ExitStack() as opened:
             if resume is not None and (why := workers.saving.missing(resume.path)):
@@ -206,6 +208,7 @@ class _Training:
             _keep_tokenizer(workers.tokenizer, run_dir / TOKENIZER)
             note_rows(run_dir, workers.train, workers.val, limit=config.eval.max_prompts)
             note_base(run_dir, base)
+            note_code(run_dir, code)
             sinks = make_sinks(config, run_dir, resume.step if resume else None)
             for sink in sinks:
                 opened.callback(sink.close)
@@ -216,7 +219,7 @@ class _Training:
             opened.callback(Recorder(run_dir, events=events, look=workers.look, rewards=rewards).close)
             kind = MarkKind.RECOVERY if number > 1 else MarkKind.NOTE
             events.mark(Mark(time.time(), f"attempt {number} begins", kind, None, f"from step {start_step}"))
-            _say_changes(events, changes, config, step=start_step)
+            _say_changes(events, changes, config, step=start_step, code=other_code)
             _say_where(run_dir, start_step, journal)
             controller = Controller(
                 config,
@@ -413,8 +416,11 @@ def _say_size(config: Config) -> None:
         say(words)
 
 
-def _say_changes(events: Events, changes: list[Change], config: Config, *, step: int) -> None:
+def _say_changes(events: Events, changes: list[Change], config: Config, *, step: int, code: list[str]) -> None:
     """Show what this resume changes. The events keep it too, because the run file has only the newest values."""
+    for line in code:
+        warn(line)
+        events.mark(Mark(time.time(), "code changed", MarkKind.NOTE, None, line))
     if not changes:
         return
     told = [f"  {change}" for change in changes]

@@ -1,16 +1,22 @@
-"""What a run began with, noted in its directory: its rows and its model. A resume with other ones is refused."""
+"""The inputs of a run, noted in its directory: its rows, its model, the user's code. A resume with other rows or another model is
+refused; other code is told, because a reward that failed is corrected and the run goes on."""
 
 from __future__ import annotations
 
+import ast
 import json
-from collections.abc import Callable, Mapping
-from hashlib import blake2b
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from hashlib import blake2b, sha256
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
 from rollcall.checkpoint.run_dir import has_begun
+from rollcall.config import Config
+from rollcall.config.environments import AgentEnvironment, named_code
 from rollcall.config.yaml import read_small
 from rollcall.data.columns import DataError
 from rollcall.data.load import PromptSet
@@ -22,11 +28,16 @@ from rollcall.learner.learner import Learner
 from rollcall.model.base import base_identities, is_adapter, used_of
 from rollcall.model.stop_tokens import stop_token_ids
 from rollcall.types import Prompt
-from rollcall.wait import warn
+from rollcall.version import __version__
 from rollcall.words import ANOTHER_RUN, are, counted
 
-ROWS, BASE = "data.json", "base.json"
+ROWS, BASE, CODE = "data.json", "base.json", "code.json"
+_KEPT = {
+    "reward": "groups that the journal has keep the scores of the old code, and later ones are scored by the new code",
+    "environment": "episodes that the journal has were played by the old code, and later ones are played by the new code",
+}
 MOST_BYTES = 1 << 31  # 16 for each row
+MOST_SCRIPT_BYTES = 1 << 20  # what an agent's command names may also be its data
 T = TypeVar("T")
 
 
@@ -38,10 +49,6 @@ def refuse_changed_rows(run_dir: Path, split: str, prompts: PromptSet, *, limit:
     and still has."""
     noted = _noted(run_dir, ROWS, lambda found: _read_rows(found, split), what="which rows the run began with")
     if noted is None:
-        if has_begun(run_dir):
-            warn(
-                f"{run_dir} has no {ROWS}, so it is not known whether data.{split} is as it was when the run began; see to that yourself"
-            )
         return
     (before, limit_before), now = noted, _identities(prompts)
     shared = min(len(before), len(now))
@@ -111,12 +118,14 @@ def base_of(learner: Learner, tokenizer: Any) -> dict[str, Any]:
 
 def refuse_changed_base(run_dir: Path, now: Mapping[str, Any], *, path: str) -> None:
     """``now`` is what ``base_of`` says of the model at ``path``."""
-    before = _noted(run_dir, BASE, _read_base, what="which model the run began with")
+    before = _noted(
+        run_dir, BASE, lambda found: {part: found[part] for part in now}, what="which model the run began with"
+    )
     if before is None:
         return
     weights = {} if is_adapter(path) else before["base"]
     told = ["other weights"] if any(now["base"].get(kind, one) != one for kind, one in weights.items()) else []
-    told += [f"another {part}" for part in ("tokenizer", "chat template") if before.get(part, now[part]) != now[part]]
+    told += [f"another {part}" for part in ("tokenizer", "chat template") if before[part] != now[part]]
     config = now["config"]
     told += [f"{key}: {one} -> {config.get(key)}" for key, one in before["config"].items() if config.get(key) != one]
     if told:
@@ -130,9 +139,82 @@ def note_base(run_dir: Path, found: Mapping[str, Any]) -> None:
     _note(run_dir, BASE, lambda: found, what="the identity of the model")
 
 
-def _read_base(found: Any) -> dict[str, Any]:
-    """Earlier versions noted only the weights, of a run with an adapter."""
-    return {**found, "base": dict(found["base"]), "config": dict(found.get("config", {}))}
+# The user's code
+
+
+def code_of(config: Config) -> dict[str, dict[str, str]]:
+    """Of the rewards and of the environment: the modules and files that the run file names, each with its checksum."""
+    found: dict[str, dict[str, str]] = {"reward": {}, "environment": {}}
+    for key, path in named_code(config.reward, config.environment).items():
+        found[key.partition(".")[0]] |= _modules(path.partition(":")[0])
+    if isinstance(config.environment, AgentEnvironment):
+        files = filter(os.path.isfile, (word.strip("'\"") for word in config.environment.run.split()))
+        texts = {name: Path(name).read_bytes() for name in files if os.path.getsize(name) < MOST_SCRIPT_BYTES}
+        found["environment"] = {name: sha256(text).hexdigest() for name, text in texts.items() if b"\0" not in text}
+    return found
+
+
+def changed_code(run_dir: Path, now: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """What changed since the run last ran, and what that means: a line for the rewards, one for the environment."""
+    before = _noted(
+        run_dir, CODE, lambda found: {part: dict(found[part]) for part in _KEPT}, what="which code the run had"
+    )
+    if before is None:
+        return []
+    told = []
+    for part, kept in _KEPT.items():
+        names = sorted({name for name, _ in {*before[part].items()} ^ {*now[part].items()}})
+        if names:
+            told.append(
+                f"the code of {part} has changed since the run in {run_dir} last ran ({', '.join(names)}): {kept}. If you "
+                f"did not mean that, stop, and restore it or {ANOTHER_RUN}"
+            )
+    return told
+
+
+def note_code(run_dir: Path, found: Mapping[str, Any]) -> None:
+    _write(run_dir / CODE, found, what="the identity of the code")
+
+
+def _modules(name: str) -> dict[str, str]:
+    """A module and those that it imports, but for installed ones. Nothing is imported here: only reward processes run this code."""
+    found: dict[str, str] = {}
+    waiting, seen = [name], set[str]()
+    while waiting:
+        name = waiting.pop()
+        is_ours = name.partition(".")[0] not in ("", "rollcall", *sys.stdlib_module_names)
+        path = _source(name) if is_ours and name not in seen else None
+        seen.add(name)
+        if path is not None:
+            source = path.read_bytes()
+            found[name] = sha256(source).hexdigest()
+            waiting += _imports(source, name, is_package=path.name == "__init__.py")
+    return found
+
+
+def _source(name: str) -> Path | None:
+    relative = name.replace(".", "/")
+    for folder in (os.getcwd(), *sys.path):
+        for path in (Path(folder, relative, "__init__.py"), Path(folder, f"{relative}.py")):
+            if path.is_file():
+                return None if {"site-packages", "dist-packages"} & {*path.parts} else path
+    return None
+
+
+def _imports(source: bytes, name: str, *, is_package: bool) -> Iterator[str]:
+    package = name if is_package else name.rpartition(".")[0]
+    yield name.rpartition(".")[0]
+    try:
+        nodes = list(ast.walk(ast.parse(source)))
+    except (SyntaxError, ValueError):  # importing it says what is wrong
+        return
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: -node.level + 1 or None] if node.level else []
+            module = ".".join(filter(None, [*above, node.module]))
+            yield from (module, *(f"{module}.{alias.name}".lstrip(".") for alias in node.names))
 
 
 # Files
@@ -140,23 +222,29 @@ def _read_base(found: Any) -> dict[str, Any]:
 
 def _note(run_dir: Path, name: str, facts: Callable[[], Mapping[str, Any]], *, what: str) -> None:
     """Once the run has begun, what is noted stays."""
-    path = run_dir / name
-    if not has_begun(run_dir) or not path.exists():
-        data = json.dumps({"format": 1, **facts()})
-        persist(lambda: write_atomic(path, data), path=path, what=what)
+    if not has_begun(run_dir):
+        _write(run_dir / name, facts(), what=what)
+
+
+def _write(path: Path, facts: Mapping[str, Any], *, what: str) -> None:
+    data = json.dumps({"format": 1, **facts})
+    persist(lambda: write_atomic(path, data), path=path, what=what)
 
 
 def _noted(run_dir: Path, name: str, read: Callable[[Any], T], *, what: str) -> T | None:
-    """None: the run has not begun, or an earlier version noted nothing."""
+    """None: the run has not begun."""
     path = run_dir / name
     if not has_begun(run_dir):
         return None
     try:
         return read(json.loads(read_small(path, most=MOST_BYTES)))
     except FileNotFoundError:
-        return None
+        raise CheckpointError(
+            f"{run_dir} has no {name}: an earlier version of Rollcall than this one ({__version__}) began this run; finish it with the "
+            f"version that began it, or {ANOTHER_RUN}"
+        ) from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is not as Rollcall writes it ({type(error).__name__}: {error}), so it is not known {what}; restore the file, or "
-            "remove it if nothing has changed"
+            f"{ANOTHER_RUN}"
         ) from None

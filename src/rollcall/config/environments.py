@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Union
 
 from pydantic import Field, model_validator
 
 from rollcall.config.base import LONGEST_S, KeyProblem, Section, field
-from rollcall.config.rewards import VariableName
+from rollcall.config.rewards import FunctionReward, Reward, VariableName
 
 Treatment = Literal["keep", "mask", "drop"]
 _TREATMENTS = (
@@ -160,3 +161,14 @@ EnvironmentSection = Annotated[
 def kinds_of(path: Any) -> dict[str, str]:
     """Name -> path. A single class has the empty name."""
     return dict(path) if isinstance(path, dict) else {"": path} if path else {}
+
+
+def named_code(rewards: Sequence[Reward], environment: EnvironmentBase | None) -> dict[str, str]:
+    """Key -> the ``module:name`` that the run file gives there."""
+    found = {f"reward.{place}.path": one.path for place, one in enumerate(rewards) if isinstance(one, FunctionReward)}
+    if isinstance(environment, ClassEnvironment | StepEnvironment):
+        kinds = kinds_of(environment.path)
+        found |= {f"environment.path.{name}" if name else "environment.path": path for name, path in kinds.items()}
+    if isinstance(environment, ClassEnvironment):
+        found |= {f"environment.tools.{place}": path for place, path in enumerate(environment.tools)}
+    return found

@@ -18,8 +18,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollcall.config import Config, FunctionReward
-from rollcall.config.environments import ClassEnvironment, StepEnvironment, kinds_of
+from rollcall.config import Config
+from rollcall.config.environments import named_code
 from rollcall.errors import ClusterError
 from rollcall.model.files import resolve_model
 
@@ -65,26 +65,13 @@ def build_package(config: Config, *, run_file: str, folder: Path) -> Package:
     if config.model.path.startswith("builtin:"):
         embedded = Path(resolve_model(config.model.path))
         files |= {f"rollcall/{path.relative_to(root)}": path for path in sorted(embedded.iterdir())}
-    for index, reward in enumerate(config.reward):
-        if isinstance(reward, FunctionReward):
-            module = reward.path.partition(":")[0]
-            files.update(_module_files(module, folder=folder, asked=f"reward.{index}.path={reward.path}"))
-    for key, path in _environment_paths(config):
+    # An environment with a Python of its own has its modules where that is.
+    environment = None if getattr(config.environment, "python", None) else config.environment
+    for key, path in named_code(config.reward, environment).items():
         files.update(_module_files(path.partition(":")[0], folder=folder, asked=f"{key}={path}"))
     _check_size(files, run_file=run_file.encode())
     contents = {RUN_FILE: run_file.encode()} | {name: path.read_bytes() for name, path in files.items()}
     return Package(data=_archive(contents))
-
-
-def _environment_paths(config: Config) -> list[tuple[str, str]]:
-    """What the run file's environment names, each with its key. A Python of its own has its modules where that is."""
-    environment = config.environment
-    if not isinstance(environment, ClassEnvironment | StepEnvironment) or environment.python is not None:
-        return []
-    kinds = kinds_of(environment.path)
-    found = [(f"environment.path.{name}" if name else "environment.path", path) for name, path in kinds.items()]
-    tools = environment.tools if isinstance(environment, ClassEnvironment) else []
-    return found + [(f"environment.tools.{index}", path) for index, path in enumerate(tools)]
 
 
 def _check_size(files: dict[str, Path], *, run_file: bytes) -> None:
