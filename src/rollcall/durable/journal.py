@@ -82,7 +82,6 @@ class _Scan:
     payloads: list[memoryview]
     good_end: int  # where the next record goes
     damage: list[tuple[int, int]]  # [start, end) of bytes in the middle that are not a valid record
-    torn: bool  # bytes after good_end are not a valid record
 
 
 class Journal(AbstractContextManager["Journal"]):
@@ -159,18 +158,14 @@ class Journal(AbstractContextManager["Journal"]):
                 persist(guarded, path=path, what="buffered records to the disk", refuse=JournalError)
 
     def read(self, step: int) -> list[Group]:
-        """The step's groups in order of draw; empty if there are none. Damage is reported and skipped."""
+        """The step's groups in order of draw, up to a torn tail, which the next ``append`` moves aside and reports. Damage in the middle
+        is reported and skipped."""
         path = self._path(step)
         scan = _scan_groups(_read_bytes(path))
         for start, end in scan.damage:
             warn(
                 f"journal {path}: bytes {start} to {end} are damaged (checksum) and skipped; their groups are generated "
                 "again"
-            )
-        if scan.torn:
-            warn(
-                f"journal {path}: torn record at offset {scan.good_end}, left by a process killed while writing; reading "
-                "stops there"
             )
         groups: dict[int, Group] = {}
         for payload in scan.payloads:
@@ -217,12 +212,10 @@ class Journal(AbstractContextManager["Journal"]):
         return self._read_trained().entries
 
     def _read_trained(self) -> _Ledger:
+        """Up to a torn line. The next ``mark_trained`` moves that aside and says so."""
         data = _read_bytes(self._trained_path)
-        end = lines_end(data)
-        if end < len(data):
-            warn(f"journal {self._trained_path}: torn line at offset {end}; reading stops there")
         ledger = _Ledger(self._trained_path)
-        for number, line in enumerate(data[:end].splitlines(), start=1):
+        for number, line in enumerate(data[: lines_end(data)].splitlines(), start=1):
             row = parse_row(line)
             if row is None or not is_trained_row(row):
                 raise JournalError(
@@ -270,7 +263,7 @@ def _scan_groups(data: bytes) -> _Scan:
             damage.append((end, start))
         payloads.append(payload)
         end = start + HEAD_BYTES + len(payload)
-    return _Scan(payloads=payloads, good_end=end, damage=damage, torn=end < len(data))
+    return _Scan(payloads=payloads, good_end=end, damage=damage)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
