@@ -13,6 +13,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,13 @@ import commands
 import numpy as np
 import pytest
 from runs import column, finish, letter_rows, make_run, metric_rows, weights
+from typer.testing import CliRunner
 
 import rollcall.__main__
+import rollcall.api
 import rollcall.durable.patience
 import rollcall.stop
+from rollcall.cli.main import app
 from rollcall.config import Config, dump_config
 from rollcall.durable.journal import Journal
 from rollcall.inspect.audit import audit
@@ -313,6 +317,35 @@ def test_a_stop_while_the_command_is_imported_is_one_line_and_its_status(
     finally:
         signal.signal(signal.SIGINT, before)
     assert ended.value.code == status and capsys.readouterr().err == f"{line}\n"
+
+
+def test_a_stop_that_an_import_swallows_still_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Swallower:
+        def find_spec(self, name: str, *_: Any) -> None:
+            if name == "rollcall.cli.main":
+                with suppress(KeyboardInterrupt):
+                    tell()
+
+    monkeypatch.delitem(sys.modules, "rollcall.cli.main", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Swallower(), *sys.meta_path])
+    monkeypatch.setattr(sys, "argv", ["rollcall", "version"])
+    with pytest.raises(SystemExit) as ended:
+        rollcall.__main__.main()
+    assert ended.value.code == STOPPED
+
+
+def test_a_stop_while_train_reads_its_run_file_is_one_line_and_its_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_config(*_: Any, **__: Any) -> None:
+        tell()
+        raise AssertionError("nothing listens")
+
+    monkeypatch.setattr(rollcall.api, "read_config", read_config)
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        result = CliRunner().invoke(app, ["train"])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert result.exit_code == STOPPED and result.output == "stopped by SIGTERM\n"
 
 
 def test_the_end_of_the_grace_says_nothing_of_a_coroutine_that_it_came_before() -> None:

@@ -9,8 +9,10 @@ from rollcall.stop import ended_by, heed
 
 def main() -> None:
     try:
-        with heed():
+        with heed() as stop:
             from rollcall.cli.main import main as run
+
+            stop.check()  # an import may lose what a handler raises within it
     except KeyboardInterrupt as heard:
         by, status = ended_by(heard)
         print(f"stopped by {by}", file=sys.stderr, flush=True)

@@ -14,7 +14,6 @@ main thread waits for it and passes on what it hears (``outside_loop``).
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import os
 import signal
@@ -22,7 +21,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from types import FrameType
 from typing import TypeVar
@@ -135,6 +133,8 @@ class Stop:
         """Note a Ctrl-C within ``asyncio.run``. asyncio's own handler cancels the running task, but a task in a blocking call
         does not notice; it asks ``is_late``. Outside the main thread, ``pass_on`` cancels the task."""
         if threading.current_thread() is not threading.main_thread():
+            import asyncio
+
             loop, task = asyncio.get_running_loop(), asyncio.current_task()
             assert task is not None, "called by a task"
             self._cancel = lambda: loop.call_soon_threadsafe(task.cancel)
@@ -216,7 +216,8 @@ def heed() -> Iterator[Stop]:
     finally:
         _heeded = None
         for number, handler in before.items():
-            signal.signal(number, handler or signal.SIG_DFL)  # None: one that Python does not know
+            if signal.getsignal(number) is not signal.SIG_IGN:  # a command that ends ignores what it is told again
+                signal.signal(number, handler or signal.SIG_DFL)  # None: one that Python does not know
 
 
 @contextmanager
@@ -231,6 +232,9 @@ def heed_if_possible() -> Iterator[None]:
 
 def outside_loop(work: Callable[[], T]) -> T:
     """What ``work`` returns. It may call ``asyncio.run``, so in a thread whose event loop runs it gets a thread of its own."""
+    import asyncio  # here: a command listens to signals as early as it can
+    from concurrent.futures import Future
+
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -28,6 +28,7 @@ def _split(text: str) -> Split:
         raise typer.BadParameter(f"{text!r} is not one of {', '.join(Split)}") from None
 
 
+@heed()  # from its first import on
 def train(
     file: Annotated[
         str | None,
@@ -162,21 +163,20 @@ def train(
     if run is None and config.cluster is not None:
         wished_cluster(ray_address=config.cluster.ray_address)  # refuses what is not an address, before torch is loaded
     try:
-        with heed():
-            calm_libraries()
-            if run is not None:
-                with environment({POST_MORTEM: "1"} if post_mortem else {}):
-                    result = run(config, fresh=fresh, quiet=as_json, bounds=bounds)
-            else:
-                result = api.train(
-                    config,
-                    fresh=fresh,
-                    quiet=as_json,
-                    phase=bounds.phase,
-                    split=bounds.split,
-                    post_mortem=post_mortem,
-                    local_debug=local_debug,
-                ).result
+        calm_libraries()
+        if run is not None:
+            with environment({POST_MORTEM: "1"} if post_mortem else {}):
+                result = run(config, fresh=fresh, quiet=as_json, bounds=bounds)
+        else:
+            result = api.train(
+                config,
+                fresh=fresh,
+                quiet=as_json,
+                phase=bounds.phase,
+                split=bounds.split,
+                post_mortem=post_mortem,
+                local_debug=local_debug,
+            ).result
     except KeyboardInterrupt as stop:
         for number in (signal.SIGINT, *heeded_signals()):
             signal.signal(number, signal.SIG_IGN)  # told again, the command still ends with this status
