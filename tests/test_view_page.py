@@ -20,6 +20,7 @@ from commands import start
 from shown_runs import append_groups, ids_of, make_episodes, make_group, write_metrics, write_run
 
 from rollcall.durable.lease import hold
+from rollcall.observe import live
 from rollcall.observe.calls import CallFile, RecordedCall
 from rollcall.observe.events import Events, Mark, MarkKind
 from rollcall.observe.live import Live, ProcessState, read_live, write_live
@@ -75,9 +76,10 @@ def _is_here(url: str) -> bool:
 
 
 class Served:
-    """A server in a thread."""
+    """A server in a thread. It stops after the pages that were opened there: a page that polls would see it go."""
 
     def __init__(self, *paths: Path) -> None:
+        self.pages: list[Any] = []
         self.server = PageServer(ShownRuns(paths))
         self._thread = threading.Thread(target=self.server.run, daemon=True)
         self._thread.start()
@@ -86,6 +88,8 @@ class Served:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        for page in self.pages:
+            page.close()
         self.server.stop()
         self._thread.join()
 
@@ -103,6 +107,7 @@ def until(page: Any, is_so: str) -> None:
 
 
 def open_runs(page: Any, served: Served) -> None:
+    served.pages.append(page)
     page.goto(served.server.new_address())
     page.wait_for_selector("table.runs tbody tr")
 
@@ -397,6 +402,7 @@ def test_the_timeline_shows_a_killed_worker_and_the_cluster_its_slots(
     page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shown_runs, "BEGAN_S", time.time() - 41.5)
+    monkeypatch.setattr(live, "STALE_S", WAIT_MS)  # however slow this machine is
     run_dir = write_run(
         tmp_path, "two-nodes", steps=20,
         cluster={"nodes": [{"gpus": 2}, {"gpus": 1}], "component_placement": {"actor": "0", "rollout": "1-2"}},
@@ -414,9 +420,9 @@ def test_the_timeline_shows_a_killed_worker_and_the_cluster_its_slots(
         go(page, "cluster")
         page.wait_for_selector(".slot.busy")
         assert len(page.query_selector_all(".slot")) == 3 and "10.0.0.2" in page.inner_text("main")
-        live = read_live(run_dir)
-        assert live is not None
-        write_live(run_dir, replace(live, time_s=live.time_s - 60))
+        last = read_live(run_dir)
+        assert last is not None
+        write_live(run_dir, replace(last, time_s=last.time_s - 2 * WAIT_MS))
         page.wait_for_selector("text=nothing runs now")
         assert not page.query_selector_all(".slot.busy") and "ended" in page.inner_text(".slots")
         with hold(run_dir):  # its disk is full
