@@ -137,10 +137,7 @@ def engine(kind: EngineKind, model: Any, tokenizer: Any) -> Iterator[Any]:
 
 
 # Which architecture it is changes the forward; `test_greedy_equals_generate` has all of them.
-SOME = [
-    name if name in ("qwen2-sliding", "qwen3-untied", "llama3-rope") else pytest.param(name, marks=pytest.mark.slow)
-    for name in ARCHITECTURES
-]
+SOME = [name if name == "qwen2-sliding" else pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES]
 
 
 @pytest.mark.parametrize("architecture", SOME)

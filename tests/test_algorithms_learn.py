@@ -66,9 +66,7 @@ def assert_on_policy(config: Config) -> None:
     "name",
     [
         "grpo",
-        "cispo",
-        "reinforce_pp",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("dr_grpo", "gspo", "rloo")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("cispo", "dr_grpo", "gspo", "reinforce_pp", "rloo")),
     ],
 )
 def test_a_short_training_raises_the_reward(tmp_path: Path, name: str) -> None:
@@ -129,6 +127,7 @@ def test_ppo_with_a_critic_raises_the_reward_and_its_critic_learns(tmp_path: Pat
     assert np.mean(losses[-3:]) < 0.5 * 0.5 * np.mean(np.square(rewards[-3:]))
 
 
+@pytest.mark.slow
 def test_intuitor_raises_self_certainty(tmp_path: Path) -> None:
     config = trained(tmp_path, "algorithm.name=intuitor", reward=[{"type": "self_certainty"}])
     before, after = first_and_last(config, "reward/self_certainty")
@@ -153,6 +152,7 @@ def test_a_large_kl_coefficient_keeps_the_policy_near_the_reference(tmp_path: Pa
     assert first_and_last(held, "train/kl")[1] < 0.5 * first_and_last(free, "train/kl")[1]
 
 
+@pytest.mark.slow
 def test_several_updates_a_step_raise_the_reward_and_move_off_the_old_policy(tmp_path: Path) -> None:
     config = trained(tmp_path, "actor.minibatches=2", "actor.epochs=2")
     assert_learns(config, at_least=0.8)
@@ -192,6 +192,7 @@ def test_a_negative_weight_turns_a_reward_into_a_penalty(tmp_path: Path) -> None
     assert after < before / 2
 
 
+@pytest.mark.slow
 def test_training_on_stale_groups_raises_the_reward(tmp_path: Path) -> None:
     # In one process rollout runs ahead only while something else is awaited, here an evaluation after each step.
     config = make_run(tmp_path, *SIZES, "trainer.staleness=2", "trainer.eval_every=1", val=letter_rows(8))

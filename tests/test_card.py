@@ -213,6 +213,7 @@ def test_a_run_that_ends_for_lack_of_memory_goes_on_when_there_is_more(
     assert train(config, quiet=True)["steps"] == 3
 
 
+@pytest.mark.slow
 def test_a_micro_batch_that_all_ranks_run_is_smaller_in_the_next_attempt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -247,6 +247,7 @@ def test_a_context_that_is_too_long_is_refused_with_the_numbers(writer: Writer, 
     assert writer.asked[-1].max_tokens == 64 - 38
 
 
+@pytest.mark.slow
 def test_64_conversations_at_once_are_each_their_own(stands: Standing, writer: Writer) -> None:
     client = stands.client()
 

@@ -322,7 +322,10 @@ def test_the_state_of_a_skypilot_cluster_names_its_task(tmp_path: Path, monkeypa
     assert chosen.status(record) == "the cluster is UP, its task RUNNING"
 
 
-@pytest.mark.parametrize(("target", "changes"), OF_TOOLS)
+@pytest.mark.parametrize(
+    ("target", "changes"),
+    [pytest.param(*each, marks=() if each[0] == "kuberay" else pytest.mark.slow) for each in OF_TOOLS],
+)
 @pytest.mark.parametrize("when", [pytest.param("before", marks=pytest.mark.slow), "after"])
 def test_a_launch_that_is_killed_at_any_call_of_its_tool_is_finished_or_cleaned_up(
     target: str, changes: dict[str, Any], when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launches: Path

@@ -21,6 +21,7 @@ def read_notebook() -> tuple[Any, list[Any]]:
     return notebook, [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
+@pytest.mark.slow
 def test_the_notebook_is_kept_without_outputs_and_its_cells_run_from_top_to_bottom(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

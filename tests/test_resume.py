@@ -283,6 +283,7 @@ def test_a_run_with_every_checkpoint_torn_starts_over_from_the_journal(uninterru
     assert column(config, "rollout/groups_from_journal") == [8] * 5 + [0]
 
 
+@pytest.mark.slow
 def test_ppo_resumes_its_critic_bit_for_bit(tmp_path: Path) -> None:
     overrides = ("algorithm.name=ppo", "algorithm.kl_coef=0.05", "algorithm.kl_in=reward", "critic.lr=1e-3")
     whole, killed = (resumable(tmp_path, *overrides, name=name) for name in ("whole", "killed"))

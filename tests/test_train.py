@@ -157,6 +157,7 @@ def failing_items(config: Config) -> Counter[tuple[str, str]]:
     )
 
 
+@pytest.mark.slow
 def test_a_run_whose_rewards_hang_raise_and_return_nan_completes_and_learns(tmp_path: Path) -> None:
     config = run_with_bad_rewards(tmp_path)
     summary = finish(config)

@@ -501,6 +501,7 @@ def test_torch_meets_at_the_leased_port(on_ray, groups):
     assert group.get_all_worker_results(meeting, timeout_s=120) == ["03", "03"]
 
 
+@pytest.mark.slow
 def test_a_worker_class_is_imported_without_the_collector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is on again afterwards, also where the import fails."""
     monkeypatch.syspath_prepend(tmp_path)

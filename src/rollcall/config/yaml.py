@@ -73,15 +73,22 @@ def refuse_deep(value: Any) -> None:
 
 def parse_yaml(text: str) -> Any:
     """ConfigError or YAMLError, and nothing else, where the text is wrong."""
-    return yaml.load(text, Loader=_Loader)
+    if yaml.__with_libyaml__:
+        try:
+            return _Loader(text, parser=yaml.cyaml.CParser(text)).get_single_data()
+        except yaml.YAMLError:
+            pass  # PyYAML's own parser is slow, but its errors show the place
+    return _Loader(text).get_single_data()
 
 
 class _Loader(yaml.SafeLoader):
     """YAML's own loader recurses without a bound, writes out every alias, takes the last of two equal keys without a word,
     reads 010 as eight and 1:30 as ninety, and lets the errors of its constructors through as they are."""
 
-    def __init__(self, stream: Any) -> None:
-        super().__init__(stream)
+    def __init__(self, text: str, parser: Any = None) -> None:
+        super().__init__("" if parser else text)
+        if parser:
+            self.get_event, self.peek_event, self.check_event = parser.get_event, parser.peek_event, parser.check_event
         self._depth = 0
         self._num_values: dict[int, int] = {}  # of a finished node, by its id: the node itself and all below it
 
