@@ -95,6 +95,7 @@ def _group(module: Any) -> str:
     return "forked" if forks else module.__name__
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_turn)
     for item in items:

@@ -51,12 +51,13 @@ def environment(cwd: Path) -> dict[str, str]:
 def write_run(folder: Path, **sections: dict[str, Any]) -> Path:
     """A run file for a tiny model and sums, both written beside it."""
     save_model(folder / "tiny-model")
-    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
-    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, firsts in {"sums.jsonl": range(4), "val.jsonl": range(4, 8)}.items():
+        rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in firsts for b in range(4)]
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     run: dict[str, Any] = {
         "run": {"name": "tiny", "dir": "runs/tiny"},
         "model": {"path": str(folder / "tiny-model"), "device": "cpu"},
-        "data": {"train": "sums.jsonl", "val": "sums.jsonl", "prompts_per_step": 4},
+        "data": {"train": "sums.jsonl", "val": "val.jsonl", "prompts_per_step": 4},
         "rollout": {"samples_per_prompt": 2, "max_response_tokens": 4},
         "trainer": {"steps": 2, "save_every": 1, "num_threads": 1},
     }
