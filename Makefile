@@ -29,7 +29,7 @@ episodes: $(CORE)  ## install, then train the same model in an environment of tw
 # Two processes, each with whole files: what a file's tests share is made once. They start many interpreters, each of which
 # would compile our modules again if bytecode were not kept.
 test: $(DEV)  ## the tests, without the slow ones and those that need vLLM or a browser (four minutes on two cores)
-	env -u PYTHONDONTWRITEBYTECODE $(PYTEST) -q --numprocesses 2 --dist loadgroup
+	env -u PYTHONDONTWRITEBYTECODE $(PYTEST) -q --numprocesses 2 --dist loadfile
 
 check: lint test  ## linter, imports, types and tests
 

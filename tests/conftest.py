@@ -7,8 +7,6 @@ import gc
 import os
 import signal
 from collections.abc import Generator, Iterator
-from functools import cache
-from typing import Any
 
 # Set before torch is imported: on a busy machine a second thread makes every small operation wait for it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -87,19 +85,9 @@ def _turn(item: pytest.Item) -> int:
     return int("node" in names and "test_recovery" in item.nodeid)
 
 
-@cache
-def _group(module: Any) -> str:
-    """For ``--dist loadgroup``: whole files, and those that fork processes together, because their server takes seconds to start."""
-    owners = {getattr(value, "__module__", getattr(value, "__name__", "")) for value in vars(module).values()}
-    forks = owners & {"commands", "ranks", "forked"} or vars(module).keys() & {"run_and_be_killed", "run_in_child"}
-    return "forked" if forks else module.__name__
-
-
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_turn)
     for item in items:
-        item.add_marker(pytest.mark.xdist_group(_group(getattr(item, "module"))))  # noqa: B009 - pytest does not type it
         if "lab_cluster" in getattr(item, "fixturenames", ()):
             item.add_marker(
                 pytest.mark.slow

@@ -85,6 +85,7 @@ def test_a_short_training_in_bfloat16_raises_the_reward(tmp_path: Path) -> None:
     assert {str(weight.dtype) for weight in weights.values()} == {"torch.bfloat16"}
 
 
+@pytest.mark.slow
 def test_dapo_raises_the_reward_and_refills_steps_with_groups_that_differ(tmp_path: Path) -> None:
     options = ("algorithm.name=dapo", "algorithm.overlong_buffer=0", "algorithm.max_refills=8")
     config = trained(tmp_path, *options, "rollout.max_response_tokens=4")

@@ -474,6 +474,7 @@ def test_a_run_trains_on_episodes_and_journals_them(tmp_path: Path, scripted: An
     assert told["episodes"]["turns_mean"] == turns
 
 
+@pytest.mark.slow
 def test_a_group_interrupted_at_three_of_four_makes_the_one_that_is_missing(tmp_path: Path, scripted: Any) -> None:
     whole = game(tmp_path, "trainer.steps=1", name="whole")
     scripted(Scripted(letters_game))
@@ -620,6 +621,7 @@ def test_a_run_killed_in_the_middle_of_episodes_makes_no_finished_one_again(whol
                 assert np.array_equal(one.token_ids, other.token_ids) and np.array_equal(one.mask, other.mask)
 
 
+@pytest.mark.slow
 def test_environment_processes_that_are_killed_cost_their_episodes_and_no_more(tmp_path: Path) -> None:
     config = own_game(tmp_path, "environment.path=games:SuicidalGame")
     finish(config)

@@ -100,6 +100,7 @@ def test_a_run_file_evaluates_the_newest_model_of_its_run(tmp_path: Path) -> Non
     assert report(run_file).evaluation.groups[0].prompt.text == PROMPTS[0]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_newer_than_the_exported_model_is_taken(tmp_path: Path) -> None:
     from rollcall.config import load_config
 
@@ -109,6 +110,7 @@ def test_a_checkpoint_newer_than_the_exported_model_is_taken(tmp_path: Path) -> 
     assert plan(run_file).origin == "checkpoint of step 2"
 
 
+@pytest.mark.slow
 def test_a_run_directory_that_was_moved_is_still_found(tmp_path: Path) -> None:
     from rollcall.config import load_config
 

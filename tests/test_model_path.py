@@ -81,6 +81,7 @@ def test_a_wrong_checkpoint_is_refused_by_its_file(tmp_path: Path) -> None:
         load_causal_lm(str(tmp_path / "less"), device=CPU, dtype=torch.float32)
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_another_runs_checkpoint_and_its_evaluation_reads_one(tmp_path: Path) -> None:
     first = make_run(tmp_path, "trainer.steps=1", name="first")
     train(first)

@@ -130,6 +130,7 @@ def test_splits_that_make_no_sense_are_refused(tmp_path: Path) -> None:
         finish(make_run(tmp_path), bounds=Bounds(phase=Phase.ROLLOUT, split=Split.EVAL))
 
 
+@pytest.mark.slow
 def test_the_command_line_has_the_phases(tmp_path: Path) -> None:
     config = short_run(tmp_path, name="run")
     options = ["--json", str(tmp_path / "run.yaml"), "trainer.steps=1", "--eval-interval", "1"]

@@ -402,6 +402,7 @@ def test_an_error_of_the_actor_ends_the_run_while_rollouts_are_under_way(
         run(config_of(tmp_path, staleness=2), rollout=Pace(request_s=0.05, places=1))
 
 
+@pytest.mark.slow
 def test_a_run_on_stand_ins_resumes_where_it_stood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(tmp_path, order="as_completed", staleness=2)
     update, num_updates = StandIn.update, 0
@@ -460,6 +461,7 @@ def test_a_killed_run_that_trains_groups_as_they_finish_skips_none_and_repeats_n
     assert sorted(recorded) == list(range(4 * 8)), "a finished group is not made again"
 
 
+@pytest.mark.slow
 def test_dynamic_sampling_works_with_groups_as_they_finish(tmp_path: Path) -> None:
     overrides = ("algorithm.name=dapo", "rollout.samples_per_prompt=2", "trainer.order=as_completed")
     config = local(tmp_path, *overrides, "trainer.staleness=2", name="dapo")

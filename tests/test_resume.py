@@ -318,7 +318,13 @@ OTHER_MODELS: dict[str, Callable[[Path], None]] = {
 }
 
 
-@pytest.mark.parametrize("overrides", [("algorithm.kl_coef=0.1", "trainer.save_every=1"), ("model.lora.rank=2",)])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("algorithm.kl_coef=0.1", "trainer.save_every=1"),
+        pytest.param(("model.lora.rank=2",), marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_goes_on_only_with_the_model_that_it_began_with(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     sizes = ("data.chat=false", "trainer.steps=2", "trainer.save_every=100")  # the adapter has no checkpoint yet
     config = resumable(tmp_path, *sizes, *overrides)

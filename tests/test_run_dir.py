@@ -124,6 +124,7 @@ def test_a_model_that_was_cut_off_is_written_again_and_leftovers_of_a_killed_wri
         newest_model_of(config, is_given=False)
 
 
+@pytest.mark.slow
 def test_a_model_whose_files_beside_the_weights_are_damaged_is_written_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

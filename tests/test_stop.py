@@ -139,6 +139,7 @@ def test_the_end_of_the_grace_waits_for_an_update_that_would_take_others_with_it
     assert [row["step"] for row in metric_rows(config) if "train/loss" in row] == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_disk_that_stays_full_is_not_waited_for_when_the_grace_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,6 +230,7 @@ def test_an_update_that_cannot_end_in_time_is_not_begun(tmp_path: Path, monkeypa
     assert saved(config) == ["step-000002"] and set(updates(config)) == {1, 2}
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_a_stop_left_out_is_done_when_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,6 +243,7 @@ def test_an_evaluation_that_a_stop_left_out_is_done_when_the_run_goes_on(
     assert [row["step"] for row in metric_rows(config) if "eval/accuracy" in row] == [0, 2, 4, STEPS]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_a_stop_saved_before_its_evaluation_can_be_the_best(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -102,6 +102,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_a_watcher_that_is_asked_nothing_any_more_ends_the_workers_of_its_node_and_itself() -> None:
     command = [sys.executable, "-c", ALONE, f"test-{os.getpid()}"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
