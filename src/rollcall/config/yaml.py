@@ -75,7 +75,7 @@ def parse_yaml(text: str) -> Any:
     """ConfigError or YAMLError, and nothing else, where the text is wrong."""
     if yaml.__with_libyaml__:
         try:
-            return _Loader(text, parser=yaml.cyaml.CParser(text)).get_single_data()
+            return _Loader(text, parser=yaml.CSafeLoader(text)).get_single_data()
         except yaml.YAMLError:
             pass  # PyYAML's own parser is slow, but its errors show the place
     return _Loader(text).get_single_data()
