@@ -137,7 +137,7 @@ def engine(kind: EngineKind, model: Any, tokenizer: Any) -> Iterator[Any]:
 
 
 # Which architecture it is changes the forward; `test_greedy_equals_generate` has all of them.
-SOME = [name if name == "qwen2-sliding" else pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES]
+SOME = ["qwen2-sliding", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3-untied", "llama3-rope"))]
 
 
 @pytest.mark.parametrize("architecture", SOME)
@@ -220,7 +220,7 @@ def test_a_weight_swap_while_requests_wait_for_room_is_exact(kind: EngineKind, m
     assert off_by(model, requests[1:], results) < TOLERANCE
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))])
 def test_any_schedule_of_requests_aborts_and_swaps_is_exact(kind: EngineKind, tokenizer: Any, seed: int) -> None:
     """Rows come, grow, go and are preempted in a random order; what each token was sampled from stays right."""
     rng = np.random.default_rng(seed)
