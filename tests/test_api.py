@@ -262,12 +262,14 @@ def test_a_callback_that_cannot_be_waited_for_is_refused(tmp_path: Path) -> None
         rollcall.train(small(tmp_path), on_save=3)  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.slow
 def test_each_run_keeps_its_own_function_of_one_name(tmp_path: Path) -> None:
     one = rollcall.train(small(tmp_path), quiet=True, reward=[lambda completion: 1.0])
     rollcall.train(small(tmp_path), quiet=True, reward=[lambda completion: 7.0], run={"dir": tmp_path / "other"})
     assert rollcall.evaluate(one, quiet=True).evaluation.reward_mean == 1.0
 
 
+@pytest.mark.slow
 def test_samples_hold_any_text_and_a_run_that_goes_on_has_its_newest_numbers(tmp_path: Path) -> None:
     config = small(tmp_path)
     run = rollcall.train(config, quiet=True)

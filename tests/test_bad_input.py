@@ -347,6 +347,7 @@ def test_a_nan_loss_stops_the_run_with_everything_before_it_on_disk(
 
 
 @pytest.mark.parametrize(("role", "steps"), [("actor", 1), ("critic", 2)])
+@pytest.mark.slow
 def test_weights_that_diverge_in_the_last_step_are_neither_saved_nor_exported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str, steps: int
 ) -> None:

@@ -194,6 +194,7 @@ def test_an_engine_without_memory_says_what_it_has(monkeypatch: pytest.MonkeyPat
         engine.poll()
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_for_lack_of_memory_goes_on_when_there_is_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -511,6 +511,7 @@ def test_an_environment_that_always_fails_stops_the_run_and_says_why(tmp_path: P
 
 
 @pytest.mark.parametrize("reward", [[{"type": "exact"}], [{"type": "environment"}]])
+@pytest.mark.slow
 def test_episodes_that_all_failed_are_played_again_once_the_environment_is_put_right(
     tmp_path: Path, scripted: Any, reward: Any
 ) -> None:
@@ -608,6 +609,7 @@ KILLS = {
 @pytest.mark.parametrize(
     "moment", ["record", *(pytest.param(moment, marks=pytest.mark.slow) for moment in ("attempt", "update"))]
 )
+@pytest.mark.slow
 def test_a_run_killed_in_the_middle_of_episodes_makes_no_finished_one_again(whole_game: Config, moment: str) -> None:
     whole, config = whole_game, own_game(whole_game.run.dir.parent, name=moment)
     run_and_be_killed(config, KILLS[moment])

@@ -16,6 +16,7 @@ from rollcall.learner.optimizer import Optimizer
 HALF: dict[str, Any] = {"optimizer": {"state": "bfloat16"}}
 
 
+@pytest.mark.slow
 def test_the_weights_stay_close_to_those_of_float32_state() -> None:
     samples = make_samples(trainable())
     start = {name: tensor.clone() for name, tensor in make_learner(trainable()).body.named.items()}

@@ -203,6 +203,7 @@ def test_a_program_on_a_host_plays_the_episode_that_it_plays_here(tmp_path: Path
     assert sorted(writer.seeds) == sorted(writer_here.seeds)
 
 
+@pytest.mark.slow
 def test_it_gets_the_variables_that_are_named_with_the_values_of_its_host(
     tmp_path: Path, tokenizer: Any, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,6 +264,7 @@ print(json.dumps({{"reward": 1, "metrics": {{"last": int(base.hostname[-1]), "re
     assert completion.episode and completion.episode.metrics == {"last": 2.0, "refused": 1.0, "requests_refused": 0.0}
 
 
+@pytest.mark.slow
 def test_episodes_of_a_killed_host_are_played_again_elsewhere_with_the_same_seeds(
     tmp_path: Path, tokenizer: Any, hosts: Hosts
 ) -> None:

@@ -91,6 +91,7 @@ def drive(code: str, folder: Path, *, token: str = TOKEN) -> subprocess.Complete
     return subprocess.run(command, cwd=folder, env={**os.environ, **sealed}, capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.slow
 def test_a_controller_with_a_secret_is_started_again_when_it_is_killed(tmp_path: Path) -> None:
     result = drive(
         "import os, pathlib\n"
@@ -118,10 +119,12 @@ def test_a_controller_has_its_secrets_and_prints_none_of_them(tmp_path: Path) ->
     assert result.stdout == expected
 
 
+@pytest.mark.slow
 def test_a_controller_that_is_killed_too_often_ends_the_job_with_a_status_that_says_so(tmp_path: Path) -> None:
     assert drive("import os; os.kill(os.getpid(), 9)", tmp_path).returncode == 128 + 9
 
 
+@pytest.mark.slow
 def test_a_controller_is_over_though_a_process_it_left_holds_its_output_open(tmp_path: Path) -> None:
     result = drive("import subprocess; subprocess.Popen(['sleep', '20']); print('done', flush=True)", tmp_path)
     assert (result.returncode, result.stdout) == (0, "done\n")

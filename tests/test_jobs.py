@@ -127,6 +127,7 @@ def test_a_rewards_module_travels_with_those_it_imports_and_nothing_else(tmp_pat
     assert outside == {"run.yaml", *code}
 
 
+@pytest.mark.slow
 def test_the_environments_modules_travel_too(tmp_path: Path) -> None:
     write(tmp_path, dict.fromkeys(("games.py", "mazes.py", "my_tools.py"), ""))
     environment = {"path": {"game": "games:Game", "maze": "mazes:Maze"}, "tools": ["my_tools:search"]}

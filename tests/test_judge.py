@@ -428,6 +428,7 @@ def a_run(folder: Path, service: Service, *overrides: str) -> Any:
     return make_run(folder, "trainer.steps=3", "data.prompts_per_step=2", *overrides, reward=[judge])
 
 
+@pytest.mark.slow
 def test_a_run_outlives_its_judge_and_asks_nothing_again_when_it_is_resumed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -461,6 +462,7 @@ def test_a_run_outlives_its_judge_and_asks_nothing_again_when_it_is_resumed(
     assert files and not any(KEY.encode() in path.read_bytes() for path in files) and KEY not in caplog.text
 
 
+@pytest.mark.slow
 def test_a_run_is_stopped_during_an_outage_and_goes_on_afterwards(tmp_path: Path) -> None:
     from runs import finish
 

@@ -177,6 +177,7 @@ def test_a_target_that_does_not_exist_is_answered_with_those_that_do() -> None:
     assert "'kubernetes' is not a target; use one of ssh, slurm, skypilot, dstack, kuberay" in " ".join(told.split())
 
 
+@pytest.mark.slow
 def test_a_start_with_json_prints_one_object_and_nothing_of_the_tool(tmp_path: Path) -> None:
     tool = tmp_path / "bin/dstack"
     tool.parent.mkdir()

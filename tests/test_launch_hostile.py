@@ -434,6 +434,7 @@ def test_what_a_host_prints_does_not_control_the_terminal() -> None:
     assert all(line.replace("\t", "").isprintable() for line in outcome.last)
 
 
+@pytest.mark.slow
 def test_of_a_host_that_prints_without_an_end_the_end_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_shell, "MOST_KEPT", 1 << 17)
     outcome, told = said_by_a_host(

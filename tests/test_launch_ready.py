@@ -50,6 +50,7 @@ class Nodes:
         return function()
 
 
+@pytest.mark.slow
 def test_every_node_is_prepared_once_all_slots_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = Nodes(monkeypatch)
     monkeypatch.setattr(ready, "examine", lambda cluster, config, quick: SimpleNamespace(breaks=[]))

@@ -149,6 +149,7 @@ def test_the_reference_is_the_model_without_its_adapter() -> None:
     assert not np.allclose(learner.score(samples)[0].logprobs, expected[0].logprobs)
 
 
+@pytest.mark.slow
 def test_dropout_is_drawn_from_the_seed_and_the_same_when_activations_are_recomputed() -> None:
     samples = make_samples(make_model())
 
@@ -626,6 +627,7 @@ def test_an_adapter_is_compared_with_a_model_that_is_loaded_in_another_precision
         load_causal_lm(str(folder), device=CPU, dtype=dtype)
 
 
+@pytest.mark.slow
 def test_an_adapter_of_rounded_weights_is_compared_where_that_is_possible(tmp_path: Path) -> None:
     folder = saved_adapter(tmp_path, dtype=torch.bfloat16) / "model"
     assert list(read_probe(folder / PROBE).base) == ["bfloat16"]
@@ -638,6 +640,7 @@ def test_an_adapter_of_rounded_weights_is_compared_where_that_is_possible(tmp_pa
     load_causal_lm(str(folder), device=CPU, dtype=torch.float16)  # rounded in two ways
 
 
+@pytest.mark.slow
 def test_an_adapter_on_an_adapter_is_loaded_in_any_precision_and_on_any_device(tmp_path: Path) -> None:
     folder = on_an_adapter(tmp_path)
     assert read_probe(folder / PROBE).base == {}
@@ -724,6 +727,7 @@ def on_an_adapter(folder: Path) -> Path:
     return folder / "above"
 
 
+@pytest.mark.slow
 def test_the_command_merges_an_adapter_of_a_run_a_checkpoint_or_a_directory(tmp_path: Path) -> None:
     root = tmp_path / "project" / "runs"
     root.mkdir(parents=True)

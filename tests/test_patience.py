@@ -144,6 +144,7 @@ class Unwritable:
 @pytest.mark.parametrize(
     "call", ["write_whole", *(pytest.param(call, marks=pytest.mark.slow) for call in ("append", "save"))]
 )
+@pytest.mark.slow
 def test_a_run_waits_for_a_folder_that_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:

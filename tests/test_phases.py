@@ -66,6 +66,7 @@ def test_rollout_and_update_in_turn_give_what_both_gives(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("order", [pytest.param("in_order", marks=pytest.mark.slow), "as_completed"])
+@pytest.mark.slow
 def test_with_staleness_a_rollout_fills_several_steps_and_an_update_trains_them_all(tmp_path: Path, order: str) -> None:
     config = short_run(tmp_path, "trainer.staleness=2", f"trainer.order={order}", name="stale")
     ahead = {"in_order": [3, 4], "as_completed": [2, 4]}[order]

@@ -150,6 +150,7 @@ def a_hub(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[None]:
         server.server_close()
 
 
+@pytest.mark.slow
 def test_a_hub_name_is_fetched_without_copies_in_other_formats_and_then_found_in_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

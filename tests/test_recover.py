@@ -95,6 +95,7 @@ def test_a_run_that_someone_has_is_explained_but_not_repaired(killed: Config) ->
     assert audit(config.run.dir).counts()["files_torn"] == 1
 
 
+@pytest.mark.slow
 def test_a_save_that_was_killed_leaves_a_folder_that_is_named(tmp_path: Path) -> None:
     config = make_run(tmp_path)
     run_and_be_killed(config, Kill(call=IN_SAVE_WRITE, number=1, when="torn"))
@@ -169,6 +170,7 @@ def test_the_auditor_counts_what_went_wrong(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_groups_left_out_for_want_of_signal_are_not_counted_as_skipped(tmp_path: Path) -> None:
     config = make_run(tmp_path, "algorithm.name=dapo", "rollout.samples_per_prompt=2", "trainer.steps=3")
     finish(config)

@@ -231,6 +231,7 @@ def made_when(config: Config) -> dict[tuple[int, int], float]:
 
 
 @pytest.mark.parametrize("staleness", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
 def test_stale_groups_say_which_version_sampled_them(uninterrupted: Config, staleness: int) -> None:
     config = beside(uninterrupted, f"stale-{staleness}", f"trainer.staleness={staleness}")
     finish(config)
@@ -272,6 +273,7 @@ def tear(path: Path, damage: str) -> None:
     path.write_bytes(data if damage == "flipped" else data[: len(data) // 2])
 
 
+@pytest.mark.slow
 def test_a_run_with_every_checkpoint_torn_starts_over_from_the_journal(uninterrupted: Config) -> None:
     config = beside(uninterrupted, "all-torn")
     run_and_be_killed(config, Kill(call=IN_UPDATE, number=10))
@@ -426,6 +428,7 @@ def test_a_step_trained_again_keeps_its_groups_under_another_filter(
     assert len(after) > len(before) > 0 and all(after[step] == before[step] for step in before)
 
 
+@pytest.mark.slow
 def test_a_finished_run_started_again_changes_nothing(uninterrupted: Config) -> None:
     config = beside(uninterrupted, "again")
     first = finish(config)

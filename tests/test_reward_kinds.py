@@ -115,6 +115,7 @@ def continue_run(directory: Path, said: Path) -> None:
         said.write_text(str(error))
 
 
+@pytest.mark.slow
 def test_a_run_takes_functions_and_whoever_continues_it_gives_them_again(tmp_path: Path) -> None:
     config = make_run(tmp_path, "trainer.steps=1", "trainer.eval_every=0", rows=letter_rows(8), val=letter_rows(2))
 

@@ -57,6 +57,7 @@ def test_a_start_that_fails_after_the_directory_was_made_takes_it_back(
     assert finish(config)["steps"] == 1, "a start before which nothing was trained is no other run"
 
 
+@pytest.mark.slow
 def test_fresh_says_where_the_old_run_went_and_puts_it_back_if_nothing_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -170,6 +171,7 @@ def test_a_run_directory_is_as_good_as_its_run_file(tmp_path: Path) -> None:
 GRADED = ("trainer.eval_every=1", "trainer.save_every=1", "trainer.keep_last=1", "eval.temperature=1", "actor.lr=3e-2")
 
 
+@pytest.mark.slow
 def test_graded_rewards_are_the_headline_and_rank_the_checkpoints_also_after_a_resume(tmp_path: Path) -> None:
     finish(make_run(tmp_path, *GRADED, "trainer.steps=2", val=letter_rows(8)))
     config = make_run(tmp_path, *GRADED, "trainer.steps=5", val=letter_rows(8))

@@ -77,6 +77,7 @@ def test_a_process_says_which_run_it_is_of_and_no_longer_after_it(run_dir: Path)
     assert about_process(1 << 30) is None
 
 
+@pytest.mark.slow
 def test_stacks_show_every_thread_of_the_run_and_what_it_started(run_dir: Path, work: None) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", "import time; print(1, flush=True); time.sleep(600)"], stdout=subprocess.PIPE

@@ -105,6 +105,7 @@ def test_a_stop_in_an_update_saves_at_the_steps_end_and_no_update_is_done_again(
         assert np.array_equal(tensor, weights(config)[name])
 
 
+@pytest.mark.slow
 def test_a_step_that_does_not_end_in_time_is_left_and_what_was_trained_before_it_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,6 +161,7 @@ def test_a_disk_that_stays_full_is_not_waited_for_when_the_grace_is_over(
     assert audit(config.run.dir).is_clean and saved(config)[-1] == f"step-{STEPS:06d}"
 
 
+@pytest.mark.slow
 def test_one_ctrl_c_ends_a_run_that_waits_for_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = stoppable(tmp_path, "trainer.save_every=2")
     monkeypatch.setattr(rollcall.durable.patience, "RETRY_S", 0.02)

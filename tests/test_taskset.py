@@ -179,6 +179,7 @@ def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> VerifiersEnvironm
     return VerifiersEnvironment(config=HANGMAN, python=sys.executable, env=["STAND_IN_PID"])
 
 
+@pytest.mark.slow
 def test_the_server_of_a_taskset_runs_on_the_host_and_ends_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,6 +25,7 @@ def test_the_embedded_model_has_the_shape_and_the_tokenizer_of_its_script() -> N
     assert sum(path.stat().st_size for path in MODEL_DIR.iterdir()) < 3 * 2**20, "it is in every copy of the package"
 
 
+@pytest.mark.slow
 def test_the_embedded_model_adds_but_forgets_most_carries() -> None:
     model = load_causal_lm(str(MODEL_DIR), device=torch.device("cpu"), dtype=torch.float32)
     tokenizer = load_tokenizer(str(MODEL_DIR), chat_template=None)

@@ -97,6 +97,7 @@ def test_an_epoch_visits_every_prompt_once(tmp_path: Path) -> None:
         assert sorted(ids) == sorted(row["id"] for row in letter_rows(24))
 
 
+@pytest.mark.slow
 def test_evaluation_is_greedy_and_counts_what_the_reward_says(tmp_path: Path) -> None:
     config = make_run(
         tmp_path, "trainer.steps=12", "actor.lr=1e-2", "rollout.samples_per_prompt=8", "data.prompts_per_step=16",
@@ -250,6 +251,7 @@ def test_a_run_stops_when_a_reward_fails_on_every_completion_and_goes_on_when_it
     assert column(config, "train/reward_errors") == [0, 0]
 
 
+@pytest.mark.slow
 def test_a_reward_that_fails_on_some_is_counted_and_shown_and_does_not_stop_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -76,6 +76,7 @@ def test_the_weights_of_another_step_are_refused(trained: Path, model: Path) -> 
     assert why_not_verified(trained / "before") == "it was not verified"
 
 
+@pytest.mark.slow
 def test_every_tensor_matters(model: Path) -> None:
     for name, whole in load_file(model / "model.safetensors").items():
         if "layers.0" in name:  # as in the other layer

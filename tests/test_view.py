@@ -669,6 +669,7 @@ def test_a_table_leaves_out_what_is_not_a_number(tmp_path: Path) -> None:
     assert table.last("e") == 5.0
 
 
+@pytest.mark.slow
 def test_a_run_serves_its_page_while_it_trains(tmp_path: Path) -> None:
     run_dir, said = tmp_path / "run", []
     with page_beside(run_dir, tell=said.append):

@@ -44,6 +44,7 @@ def test_another_number_of_nodes_is_refused(tmp_path: Path) -> None:
         WholeRun(run_file(tmp_path)).complete(request(num_nodes=3))
 
 
+@pytest.mark.slow
 def test_what_ends_a_start_is_said_before_the_node_is_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     whole = WholeRun(run_file(tmp_path))
