@@ -224,8 +224,8 @@ def test_a_value_that_would_fail_later_is_refused_by_row_and_column(tmp_path: Pa
         ({"ground_truth": "1"}, {"answer": "exact"}, "did you mean 'ground_truth'? set data.answer_key=ground_truth"),
         ({"label": "1", "answers": "2"}, {"answer": "exact"}, "set data.answer_key=label"),
         ({"x": "1"}, {"answer": "exact"}, "it has prompt, x; name the right one in data.answer_key"),
-        ({"answer": None}, {"answer": "math"}, "row 1: answer is empty, and the reward math needs it"),
-        ({"answer": " "}, {"answer": "math"}, "row 1: answer is empty, and the reward math needs it"),
+        ({"answer": None}, {"answer": "math"}, "row 1: answer is empty or missing, and the reward math needs it"),
+        ({"answer": " "}, {"answer": "math"}, "row 1: answer is empty or missing, and the reward math needs it"),
         ({"number": [1]}, {"numbers": "countdown"}, "row 1 has no column 'numbers', which the reward countdown needs; it has prompt, number; "
          "rename one of them to it, such as data.columns: {number: numbers}"),
     ],
@@ -242,9 +242,21 @@ def test_a_row_without_what_a_reward_needs_is_refused(
 
 def test_all_rows_without_an_answer_are_counted(tmp_path: Path) -> None:
     rows = [{"prompt": "p", "answer": answer} for answer in ("1", None, "2", " ", "3")]
-    with pytest.raises(DataError, match=r"train\.jsonl, row 2 \(and 2 other rows\): answer is empty, and the reward"):
+    with pytest.raises(DataError, match=r"train\.jsonl, row 2 \(and 2 other rows\): answer is empty or missing"):
         source = a_file(tmp_path, *rows, {"prompt": "p"})
         load_prompts(source, data=DataSection(), tokenizer=a_tokenizer(), needs={"answer": "exact"})
+
+
+def test_a_column_that_only_some_rows_lack_is_to_be_filled_in(tmp_path: Path) -> None:
+    source = a_file(tmp_path, {"prompt": "p", "answer": "1"}, {"prompt": "q"})
+    with pytest.raises(DataError, match=r"row 2: answer is empty or missing, .* leave such rows out"):
+        load_prompts(source, data=DataSection(), tokenizer=a_tokenizer(), needs={"answer": "exact"})
+
+
+def test_a_file_that_has_the_new_name_already_needs_no_renaming(tmp_path: Path) -> None:
+    source = a_file(tmp_path, {"prompt": "p", "answer": "1"})
+    data = DataSection(columns={"question": "prompt", "solution": "answer"})
+    assert load_prompts(source, data=data, tokenizer=a_tokenizer()).prompts[0].answer == "1"
 
 
 def test_answers_under_another_name_and_of_any_value_are_answers(tmp_path: Path) -> None:

@@ -326,6 +326,16 @@ class Shouting(PreTrainedTokenizerFast):
         return super().__call__(text.upper(), **given)
 
 
+def test_what_an_environment_says_in_letters_that_the_tokenizer_lacks_is_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    conversations = Conversations(make_tokenizer())
+    for _ in range(2):
+        conversations.extend([Message(role="user", content="ΩΨΞ higher")], is_chat=False, tools=(), last_id=-1)
+    (told,) = [record.message for record in caplog.records]
+    assert told.startswith("the tokenizer has no tokens for ") and "does not see them" in told
+
+
 @pytest.mark.parametrize("kind", [PreTrainedTokenizerFast, Shouting])
 def test_texts_are_encoded_as_the_tokenizer_itself_encodes_them(kind: type[PreTrainedTokenizerFast]) -> None:
     """Whatever its file says of truncation and padding."""
@@ -362,6 +372,9 @@ class Letters:
         for place, piece in enumerate(text.split("<end>")):
             ids += ([0] if place else []) + [ord(letter) for letter in piece]
         return {"input_ids": ids}
+
+    def decode(self, ids: Any) -> str:
+        return "".join(chr(one) if one else "<end>" for one in ids)
 
     def apply_chat_template(self, messages: Any, *, tools: Any, add_generation_prompt: bool, tokenize: bool) -> str:
         from jinja2 import Environment

@@ -33,7 +33,8 @@ from rollcall.words import ANOTHER_RUN, are, counted
 
 ROWS, BASE, CODE = "data.json", "base.json", "code.json"
 _KEPT = {
-    "reward": "groups that the journal has keep the scores of the old code, and later ones are scored by the new code",
+    "reward": "groups that the journal has keep the scores of the old code, but for those on which it failed, and later ones are scored "
+    "by the new code; held-out results from before cannot be compared with those from now on",
     "environment": "episodes that the journal has were played by the old code, and later ones are played by the new code",
 }
 MOST_BYTES = 1 << 31  # 16 for each row

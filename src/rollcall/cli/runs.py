@@ -65,7 +65,8 @@ def show_run(run_dir: Path, *, as_json: bool) -> None:
     holder = read_holder(run_dir)
     if not run_dir.is_dir() and (holder is None or holder.is_gone):
         raise ValueError(
-            f"{run_dir} does not exist, and no run is starting there; give the run.dir of a run, or nothing to see the cluster"
+            f"{run_dir} does not exist. A run makes it some seconds after its start; otherwise give the run.dir of a run, or nothing "
+            "to see the cluster"
         )
     phases = read_phases(run_dir)
     if holder is None and not is_run(run_dir):

@@ -233,6 +233,8 @@ def _renamed(row: Row, names: Mapping[str, str]) -> dict[str, Any]:
     """``names`` is from a column of the data to the name that it gets."""
     columns = {name: value for name, value in row.columns.items() if name not in names}
     for before, after in names.items():
+        if before not in row.columns and after in columns:
+            continue  # data.train and data.val may differ: this one has the name already
         if before not in row.columns:
             raise DataError(
                 f"{row.where} has no column {before!r}, which data.columns renames; it has {listed(row.columns)}"
@@ -266,12 +268,12 @@ def _asked_rows(
     source: str, *, data: DataSection, tokenizer: Any, split: Literal["train", "val"], needs: Mapping[str, str]
 ) -> Iterator[_Asked]:
     rows = _data_rows(source, data=data, split=split)
-    for row in rows:
+    for place, row in enumerate(rows):
         if data.prompt_key not in row.columns:
             raise DataError(
                 f"{row.where} has no column {data.prompt_key!r}; {nearest(data.prompt_key, row.columns, 'prompt_key')}"
             )
-        _check_needs(row, data, needs, rest=rows)
+        _check_needs(row, data, needs, is_first=not place, rest=rows)
         messages = _messages(row, data, has_template=bool(tokenizer.chat_template))
         text = _with_template(row.columns[data.prompt_key], data) if messages is None else ""
         if messages is None and not text:
@@ -376,22 +378,23 @@ def _answer(row: Row, data: DataSection) -> str:
     return _of_column(row, "the answer", answer_text, row.columns[data.answer_key])
 
 
-def _check_needs(row: Row, data: DataSection, needs: Mapping[str, str], *, rest: Iterable[Row]) -> None:
+def _check_needs(row: Row, data: DataSection, needs: Mapping[str, str], *, is_first: bool, rest: Iterable[Row]) -> None:
     """Refuse a row without what a reward reads: an empty completion equals an empty answer. Those of the ``rest`` are counted."""
     for column, reward in needs.items():
         key = data.answer_key if column == "answer" else column
         if not _is_empty(row, key):
             continue
-        num_others = sum(_is_empty(other, key) for other in rest)
+        others = [_is_empty(other, key) for other in rest]
+        num_others = sum(others)
         where = row.where + (f" (and {counted(num_others, 'other row')})" if num_others else "")
-        if key not in row.columns:
+        if key not in row.columns and is_first and all(others):
             option = "answer_key" if column == "answer" else "columns"
             raise DataError(
                 f"{where} has no column {key!r}, which the reward {reward} needs; {nearest(key, row.columns, option)}"
             )
         raise DataError(
-            f"{where}: {key} is empty, and the reward {reward} needs it; fill it in, or leave the row out. A function that can "
-            "do without it gives it a default"
+            f"{where}: {key} is empty or missing, and the reward {reward} needs it; fill it in, or leave such rows out. A "
+            "function that can do without it gives it a default"
         )
 
 

@@ -25,9 +25,11 @@ from rollcall.environments.protocol import EnvironmentFailed, Message
 from rollcall.errors import ConfigError
 from rollcall.model.chat_template import TemplateError, render_chats
 from rollcall.types import Ints, Prompt
+from rollcall.wait import warn
 
 _MARKERS = ("ROLLCALLFIRST", "ROLLCALLSECOND")
 _THINKS = "<think>\nhm\n</think>\n\n"
+_TEXTS_EXAMINED = 64
 MESSAGES = "prompt_messages"  # of a prompt's metadata: it is a chat
 Tools = Sequence[dict[str, Any]]
 
@@ -45,6 +47,7 @@ class Conversations:
         self._tokenizer = tokenizer
         self._backend = _plain_backend(tokenizer)
         self._special = _special_tokens(tokenizer)
+        self._num_examined = 0
         self._cut = f"ROLLCALLCUT{secrets.token_hex(8)}"  # in nothing that anybody says
 
     def open(self, prompt: Prompt, *, added: str | None, tools: Tools) -> Opened:
@@ -133,12 +136,28 @@ class Conversations:
         pieces = [
             self._encode(piece, special=special and not place) for place, piece in enumerate(text.split(self._cut))
         ]
-        return np.array([one for ids in pieces for one in ids], dtype=np.int32)
+        found = np.array([one for ids in pieces for one in ids], dtype=np.int32)
+        if self._num_examined < _TEXTS_EXAMINED:
+            self._num_examined += 1
+            if lost := unknown_characters(text.replace(self._cut, ""), found, self._tokenizer):
+                self._num_examined = _TEXTS_EXAMINED
+                warn(
+                    f"the tokenizer has no tokens for {', '.join(map(repr, lost[:8]))} of what the environment says "
+                    f"({text[:40]!r}), so the model does not see them; use another model, or words that its tokenizer can write"
+                )
+        return found
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
         if self._backend is None:
             return self._tokenizer(text, add_special_tokens=special)["input_ids"]
         return self._backend.encode(text, add_special_tokens=special).ids
+
+
+def unknown_characters(text: str, token_ids: Ints, tokenizer: Any) -> list[str]:
+    """Characters that the tokens of a text have lost, if they are more than a quarter of those in it."""
+    there = set(text.casefold()) - set(" \t\n")
+    lost = sorted(there - set(tokenizer.decode(token_ids).casefold()))
+    return lost if len(lost) * 4 > len(there) else []
 
 
 def _plain_backend(tokenizer: Any) -> Any:

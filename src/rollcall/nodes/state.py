@@ -153,7 +153,10 @@ def not_here(cluster: str) -> str:
     except PermissionError:
         found = []
     others = f"; it is part of {', '.join(found)} (--cluster NAME)" if found else ""
-    return f"this node is not part of a cluster {cluster!r}{others}; start it with `rollcall node`"
+    return (
+        f"this node is not part of a cluster {cluster!r}{others}; start it with `rollcall node`. A run on one machine needs none: "
+        "`rollcall status RUN_DIR` shows it"
+    )
 
 
 @contextmanager

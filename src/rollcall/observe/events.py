@@ -7,6 +7,7 @@ a last line that was cut by a kill is left out by readers and set aside by the n
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import threading
@@ -106,7 +107,8 @@ class Events:
         try:
             yield outcome
         except BaseException as error:
-            outcome.result = f"failed: {type(error).__name__}"
+            is_stop = isinstance(error, asyncio.CancelledError | KeyboardInterrupt)
+            outcome.result = "stopped" if is_stop else f"failed: {type(error).__name__}"
             raise
         finally:
             self._show(None)

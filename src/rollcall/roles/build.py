@@ -22,7 +22,7 @@ from rollcall.engine.native.engine import NativeEngine
 from rollcall.engine.vllm.child import Child
 from rollcall.engine.vllm.engine import VllmEngine
 from rollcall.engine.vllm.setup import find_python
-from rollcall.environments.conversation import MESSAGES, Conversations
+from rollcall.environments.conversation import MESSAGES, Conversations, unknown_characters
 from rollcall.environments.episode import KIND
 from rollcall.environments.protocol import Environments
 from rollcall.errors import ConfigError, short_of_memory
@@ -122,9 +122,7 @@ def load_inputs(config: Config) -> Inputs:
 def _warn_of_unknown_text(prompts: PromptSet, tokenizer: Any) -> None:
     """Say when the tokenizer has no tokens for much of the first prompt: the model is asked something else."""
     first = prompts.prompts[0]
-    there = set(first.text.casefold()) - set(" \t\n")
-    lost = sorted(there - set(tokenizer.decode(first.token_ids).casefold()))
-    if len(lost) * 4 > len(there):
+    if lost := unknown_characters(first.text, first.token_ids, tokenizer):
         warn(
             f"{first.id}: the tokenizer has no tokens for {', '.join(map(repr, lost[:8]))} of the prompt {first.text[:40]!r}, so the model "
             "does not see them; use another model, or prompts that its tokenizer can write"
