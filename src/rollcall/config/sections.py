@@ -131,7 +131,8 @@ class ModelSection(Section):
     path: Annotated[str, AfterValidator(check_home)] = field(
         "builtin:arithmetic",
         "Model directory, hub name, run directory or checkpoint, also of verl (FSDP) and PyTorch (DCP) (docs/models.md). "
-        "`builtin:arithmetic` is a small model that comes with Rollcall.",
+        "`builtin:arithmetic` is a small model that comes with Rollcall: it adds numbers below 50, reads and writes only digits, + and =, and has "
+        "no chat template.",
     )
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], BeforeValidator(_dtype)] = field(
         "auto",
