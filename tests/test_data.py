@@ -224,8 +224,8 @@ def test_a_value_that_would_fail_later_is_refused_by_row_and_column(tmp_path: Pa
         ({"ground_truth": "1"}, {"answer": "exact"}, "did you mean 'ground_truth'? set data.answer_key=ground_truth"),
         ({"label": "1", "answers": "2"}, {"answer": "exact"}, "set data.answer_key=label"),
         ({"x": "1"}, {"answer": "exact"}, "it has prompt, x; name the right one in data.answer_key"),
-        ({"answer": None}, {"answer": "math"}, "row 1: answer is empty or missing, and the reward math needs it"),
-        ({"answer": " "}, {"answer": "math"}, "row 1: answer is empty or missing, and the reward math needs it"),
+        ({"answer": None}, {"answer": "math"}, "row 1: answer is empty, and the reward math needs it"),
+        ({"answer": " "}, {"answer": "math"}, "row 1: answer is empty, and the reward math needs it"),
         ({"number": [1]}, {"numbers": "countdown"}, "row 1 has no column 'numbers', which the reward countdown needs; it has prompt, number; "
          "rename one of them to it, such as data.columns: {number: numbers}"),
     ],
@@ -242,14 +242,14 @@ def test_a_row_without_what_a_reward_needs_is_refused(
 
 def test_all_rows_without_an_answer_are_counted(tmp_path: Path) -> None:
     rows = [{"prompt": "p", "answer": answer} for answer in ("1", None, "2", " ", "3")]
-    with pytest.raises(DataError, match=r"train\.jsonl, row 2 \(and 2 other rows\): answer is empty or missing"):
+    with pytest.raises(DataError, match=r"train\.jsonl, row 2 \(and 2 other rows\): answer is empty"):
         source = a_file(tmp_path, *rows, {"prompt": "p"})
         load_prompts(source, data=DataSection(), tokenizer=a_tokenizer(), needs={"answer": "exact"})
 
 
 def test_a_column_that_only_some_rows_lack_is_to_be_filled_in(tmp_path: Path) -> None:
     source = a_file(tmp_path, {"prompt": "p", "answer": "1"}, {"prompt": "q"})
-    with pytest.raises(DataError, match=r"row 2: answer is empty or missing, .* leave such rows out"):
+    with pytest.raises(DataError, match="row 2 has no column 'answer', .* Other rows have it: fill it in"):
         load_prompts(source, data=DataSection(), tokenizer=a_tokenizer(), needs={"answer": "exact"})
 
 

@@ -44,8 +44,9 @@ def begin(work: str) -> subprocess.Popen[str]:
 
 
 def test_the_end_of_stdin_interrupts_a_command_and_what_it_runs() -> None:
-    process = begin("subprocess.run(['sleep', '600'])")
+    process = begin("subprocess.run(['sh', '-c', 'echo asleep; exec sleep 600'])")
     assert process.stdin is not None and process.stdout is not None
+    assert process.stdout.readline() == "asleep\n"  # a signal between fork and exec would be lost
     process.stdin.close()
     assert process.stdout.read() == "undone\n" and process.wait(WAIT_S) == 0
 

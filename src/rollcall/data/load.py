@@ -387,14 +387,14 @@ def _check_needs(row: Row, data: DataSection, needs: Mapping[str, str], *, is_fi
         others = [_is_empty(other, key) for other in rest]
         num_others = sum(others)
         where = row.where + (f" (and {counted(num_others, 'other row')})" if num_others else "")
-        if key not in row.columns and is_first and all(others):
-            option = "answer_key" if column == "answer" else "columns"
-            raise DataError(
-                f"{where} has no column {key!r}, which the reward {reward} needs; {nearest(key, row.columns, option)}"
-            )
+        if key not in row.columns:
+            hint = nearest(key, row.columns, "answer_key" if column == "answer" else "columns")
+            if "did you mean" not in hint and not (is_first and all(others)):
+                hint = f"it has {listed(row.columns)}. Other rows have it: fill it in, or leave such rows out"
+            raise DataError(f"{where} has no column {key!r}, which the reward {reward} needs; {hint}")
         raise DataError(
-            f"{where}: {key} is empty or missing, and the reward {reward} needs it; fill it in, or leave such rows out. A "
-            "function that can do without it gives it a default"
+            f"{where}: {key} is empty, and the reward {reward} needs it; fill it in, or leave such rows out. A function that "
+            "can do without it gives it a default"
         )
 
 
