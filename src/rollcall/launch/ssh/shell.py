@@ -130,6 +130,7 @@ class RemoteShell:
     def _connect(self) -> None:
         self._tries_left -= 1
         self._again_at: float | None = None  # when it connects again; None: it does not
+        self._status: int | None = None  # None: it runs, or has not been looked at since it ended
         self._out: deque[str] = deque()
         self._last: deque[str] = deque(maxlen=LAST_LINES)
         self._num_read = 0  # lines
@@ -147,19 +148,22 @@ class RemoteShell:
 
     @property
     def is_over(self) -> bool:
-        return self._process.poll() is not None and self._again_at is None
+        """As `look` last found it."""
+        return self._status is not None and self._again_at is None
 
     @property
     def has_failed(self) -> bool:
-        return self.is_over and self._process.returncode != 0
+        return self.is_over and self._status != 0
 
-    def try_again(self) -> None:
-        """Connect again, after a moment, if a server dropped it before the login."""
-        now = time.monotonic()
-        if self._again_at is not None and now >= self._again_at:
-            self._connect()
-        elif self.has_failed and self._tries_left > 0 and self.outcome().was_dropped:
-            self._again_at = now + random.uniform(0.1, DROPPED_S)
+    def look(self) -> None:
+        """Note whether it has ended. If a server dropped it before the login, connect again after a moment."""
+        if self._again_at is not None:
+            if time.monotonic() >= self._again_at:
+                self._connect()
+        elif self._status is None and (status := self._process.poll()) is not None:
+            self._status = status
+            if status != 0 and self._tries_left > 0 and self.outcome().was_dropped:
+                self._again_at = time.monotonic() + random.uniform(0.1, DROPPED_S)
 
     def let_go(self) -> None:
         """Close its stdin, which ends a command that is tied to it."""
@@ -262,7 +266,7 @@ def run_on_all(
             shells.append(RemoteShell(login.words(host, *NO_FORWARDS), host=host, script=script, tell=tell))
         while time.monotonic() < give_up:
             for shell in shells:
-                shell.try_again()
+                shell.look()
             if not (going := [shell for shell in shells if not shell.is_over]):
                 break
             if together and any(shell.has_failed for shell in shells):
@@ -281,7 +285,11 @@ def _let_go(shells: Sequence[RemoteShell]) -> None:
     for shell in shells:
         shell.let_go()
     give_up = time.monotonic() + LET_GO_S
-    while not all(shell.is_over for shell in shells) and time.monotonic() < give_up:
+    while time.monotonic() < give_up:
+        for shell in shells:
+            shell.look()
+        if all(shell.is_over for shell in shells):
+            break
         time.sleep(LOOK_EVERY_S)
 
 
