@@ -11,7 +11,8 @@ BIN  = $(VENV)/bin
 PIP  = $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 CORE = $(VENV)/.installed
 DEV  = $(VENV)/.installed-dev
-PYTEST = $(BIN)/python -m pytest $(REPORT)
+# Tests start many interpreters, each of which would compile our modules again if bytecode were not kept.
+PYTEST = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest $(REPORT)
 BROWSER = $(VENV)/.installed-browser
 
 .DEFAULT_GOAL := help
@@ -26,10 +27,9 @@ demo: $(CORE)  ## install, then train a small model to add on a CPU (two minutes
 episodes: $(CORE)  ## install, then train the same model in an environment of two turns (two minutes on two cores)
 	$(BIN)/rollcall train examples/hidden_number.yaml --fresh
 
-# Two processes, each with whole files: what a file's tests share is made once. They start many interpreters, each of which
-# would compile our modules again if bytecode were not kept.
+# Two processes, each with whole files: what a file's tests share is made once.
 test: $(DEV)  ## the tests, without the slow ones and those that need vLLM or a browser (four minutes on two cores)
-	env -u PYTHONDONTWRITEBYTECODE $(PYTEST) -q --numprocesses 2 --dist loadfile
+	$(PYTEST) -q --numprocesses 2 --dist loadfile
 
 check: lint test  ## linter, imports, types and tests
 

@@ -67,9 +67,7 @@ def make_config(
     run_dir.mkdir(parents=True, exist_ok=True)
     data = run_dir / "prompts.jsonl"
     prompts = [prompt for step in range(steps) for prompt in workload.prompts(step)]
-    data.write_text(
-        "".join(json.dumps({"prompt": tokenizer.decode(prompt), "answer": ""}) + "\n" for prompt in prompts)
-    )
+    data.write_text("".join(json.dumps({"prompt": tokenizer.decode(prompt)}) + "\n" for prompt in prompts))
     return parse_config(
         {
             "run": {"dir": str(run_dir)},

@@ -6,5 +6,5 @@ import zlib
 from typing import Any
 
 
-def noise(prompt: str, completion: str, answer: str, metadata: dict[str, Any]) -> float:
+def noise(prompt: str, completion: str, answer: str = "", metadata: dict[str, Any] | None = None) -> float:
     return zlib.crc32(completion.encode()) % 1000 / 1000

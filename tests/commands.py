@@ -32,7 +32,7 @@ def fork_context() -> Any:
     """A multiprocessing context whose processes have everything imported. A process of tests has one of this kind."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["preloaded"])
-    places = os.pathsep.join(str(ROOT / folder) for folder in ("src", "tests"))
+    places = os.pathsep.join(filter(None, [f"{ROOT}/src", f"{ROOT}/tests", os.environ.get("PYTHONPATH")]))
     with mock.patch.dict(os.environ, {**NO_HUB, "PYTHONPATH": places}):
         forkserver.ensure_running()
     return context
