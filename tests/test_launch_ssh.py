@@ -465,7 +465,7 @@ def real_sshd(hosts: Path, tmp_path: Path) -> Iterator[Path]:
     had_it = separation.exists()
     separation.mkdir(mode=0o755, exist_ok=True)
     for name in ("host_key", "key"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / name)], check=True)
+        subprocess.run(["/usr/bin/ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / name)], check=True)
     known, servers = " ".join((tmp_path / "host_key.pub").read_text().split()[:2]), []
     config = f"IdentityFile {tmp_path}/key\nUserKnownHostsFile {tmp_path}/known\n"
     for name, port in zip(HOSTS, free_ports(2), strict=True):
