@@ -84,6 +84,16 @@ def section(python: str, *, config: dict[str, Any] | None = None, **fields: Any)
     return VerifiersEnvironment(config=config or HANGMAN, python=python, env=env, **fields)
 
 
+@pytest.fixture
+def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NLTK's list of words, which Hangman would fetch from the network."""
+    folder = tmp_path / "corpora" / "words"
+    folder.mkdir(parents=True)
+    for name in ("en", "en-basic"):
+        (folder / name).write_text("station\nteacher\norange\nwinter\n")
+    monkeypatch.setenv("NLTK_DATA", str(tmp_path))
+
+
 def guesses(prompt: str) -> str:
     """The next letter: one for each turn that the model has had."""
     return f"I guess [{LETTERS[prompt.count('[assistant]') - 1]}]"
@@ -130,7 +140,7 @@ def test_a_python_without_verifiers_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_a_taskset_of_verifiers_is_played_by_its_own_server() -> None:
+def test_a_taskset_of_verifiers_is_played_by_its_own_server(words: None) -> None:
     """Hangman of the taskset `textarena` that comes with verifiers, two episodes each of two words."""
     completions = play(section(peer("verifiers"), max_turns=12), count=4)
     episodes = [one.episode for one in completions if one.episode is not None]
@@ -144,7 +154,7 @@ def test_a_taskset_of_verifiers_is_played_by_its_own_server() -> None:
 
 
 @pytest.mark.slow
-def test_a_server_of_verifiers_on_a_host_plays_the_same_words() -> None:
+def test_a_server_of_verifiers_on_a_host_plays_the_same_words(words: None) -> None:
     given = section(peer("verifiers"), max_turns=12)
     elsewhere = [one.episode for one in play_on_a_host(given, count=4) if one.episode is not None]
     here = [one.episode for one in play(given, count=4) if one.episode is not None]
