@@ -26,8 +26,10 @@ import pytest
 import yaml
 from sleeping import set_sleep
 from tiny import save_model
+from typer.testing import CliRunner
 
 from rollcall import redact
+from rollcall.cli.main import app
 from rollcall.config import Config, parse_config
 from rollcall.durable.lease import hold
 from rollcall.errors import ClusterError
@@ -287,6 +289,24 @@ def test_an_unknown_job_is_refused_with_those_that_are_known(head: Any) -> None:
     for ask in (jobs_of(head).find, jobs_of(head).job):
         with pytest.raises(ClusterError, match=r"has no job 'rollcall-x'; it has:\n  rollcall-a  RUNNING"):
             ask("rollcall-x")
+
+
+@pytest.mark.parametrize(
+    ("ended", "says", "status"),
+    [
+        ({"status": "SUCCEEDED"}, "rollcall-a succeeded", 0),
+        ({"status": "STOPPED"}, "rollcall-a was stopped", 1),
+        ({"status": "FAILED", "driver_exit_code": 7}, "error: rollcall-a failed (status 7)", 7),
+        ({"status": "FAILED"}, "error: rollcall-a is FAILED: Ray's word", 1),
+    ],
+)
+def test_who_follows_a_job_hears_how_it_ended(
+    head: Any, monkeypatch: pytest.MonkeyPatch, ended: Any, says: str, status: int
+) -> None:
+    monkeypatch.setenv(TOKEN, "right")
+    head.rows = {"rollcall-a": row("rollcall-a", **ended)}
+    done = CliRunner().invoke(app, ["job", "logs", "--follow", "rollcall-a", "--address", head.url])
+    assert done.exit_code == status and done.stderr.splitlines()[-1] == says
 
 
 def test_a_wrong_token_is_refused_and_not_shown(head: Any) -> None:

@@ -143,7 +143,7 @@ def test_a_fifth_host_follows_and_stops_a_job_by_the_rendezvous_folder(open_clus
     stopped = rollcall(open_cluster.outsider, "job", "stop", "latest", *where)
     assert stopped.stdout.strip() == f"{job_id} is STOPPED", stopped.stderr
     assert follower.wait(timeout_s=WAIT_S) == 1
-    assert "Running entrypoint" in follower.output and f"{job_id} stopped" in follower.output
+    assert "Running entrypoint" in follower.output and f"\n{job_id} was stopped\n" in follower.output
     assert not [process for process in open_cluster.head.processes() if "rollcall train" in process.cmdline]
 
 

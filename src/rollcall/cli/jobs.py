@@ -232,8 +232,9 @@ def _end_as(job: Job) -> None:
         say(f"{job.id} succeeded")
         return
     # Ray's message of a failed driver repeats the end of the log, which has just been shown.
-    how = job.stands if job.exit_code else f"{job.stands} {job.message}".rstrip()
-    say(f"{'' if job.exit_code == STOPPED else 'error: '}{job.id} {how}")
+    why = f": {job.message}" if job.status == "FAILED" and not job.exit_code and job.message else ""
+    is_stopped = job.status == "STOPPED" or job.exit_code == STOPPED
+    say(f"{'' if is_stopped else 'error: '}{job.id} {job.stands}{why}")
     raise typer.Exit(job.exit_status)
 
 

@@ -83,7 +83,9 @@ class Job:
     @property
     def stands(self) -> str:
         """What follows its name in a sentence."""
-        return status_words(self.exit_code) if self.is_over and self.exit_code is not None else f"is {self.status}"
+        if self.is_over and self.exit_code is not None:
+            return status_words(self.exit_code)
+        return "was stopped" if self.status == "STOPPED" else f"is {self.status}"
 
     def as_json(self) -> dict[str, Any]:
         ended = self.ended.isoformat() if self.ended else None
