@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -12,6 +14,17 @@ from typing import Any, BinaryIO
 
 class StoredError(ValueError):
     """Stored weights cannot be used; the message names the file and says what to do."""
+
+
+@contextmanager
+def plain_damage(sentence: str, *, advice: str = "restore the file") -> Iterator[None]:
+    """Turns whatever a damaged or hostile file makes the block raise into one sentence. Errors of the disk stay what they are."""
+    try:
+        yield
+    except (StoredError, OSError):
+        raise
+    except Exception as error:  # noqa: BLE001 - damaged JSON, zip archives and pickles can raise anything
+        raise StoredError(f"{sentence} ({type(error).__name__}: {error}); {advice}") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +62,10 @@ def file_checksum(path: Path) -> str:
 
 def open_regular(path: Path) -> BinaryIO:
     """A file to read. A pipe, which nobody may ever write to, or a device is refused."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise StoredError(f"{path} does not exist; restore the file") from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise StoredError(f"{path} is not a regular file; restore the file")
