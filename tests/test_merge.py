@@ -145,7 +145,7 @@ def test_experts_are_merged_under_the_names_of_a_directory_and_of_a_live_model(t
         merge(write_verl(tmp_path / "fewer", fewer, mesh=(1,), config=tmp_path / "model"), tmp_path / "out2")
 
 
-def test_a_usual_model_is_merged_without_an_import_that_takes_seconds(tmp_path: Path) -> None:
+def test_a_known_model_is_merged_without_an_import_that_takes_seconds(tmp_path: Path) -> None:
     folder = shards(tmp_path / "actor")
     code = (
         "import sys; from pathlib import Path; from rollcall.merge.merge import merge; "

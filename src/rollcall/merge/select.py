@@ -1,6 +1,6 @@
 """Which of the stored tensors belong to the model: compared with what its config.json describes.
 
-To know what it describes may take seconds, since transformers must be imported unless the model is a usual one. So a merge begins
+To know what it describes may take seconds, since transformers must be imported unless ``known_outline`` knows the model. So a merge begins
 with a guess from names alone, and compares while it copies.
 """
 
@@ -16,7 +16,7 @@ from rollcall.config.yaml import read_small
 from rollcall.errors import ModelFilesError
 from rollcall.model.files import read_model_config
 from rollcall.stored.files import StoredError
-from rollcall.stored.outline import MOST_BYTES, ROTARY, Outline, outline_of, usual_outline
+from rollcall.stored.outline import MOST_BYTES, ROTARY, Outline, known_outline, outline_of
 from rollcall.stored.tensors import Stored, StoredTensor, refuse_whole_numbers
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def select(stored: Stored, folder: Path) -> Selection:
         fields = read_model_config(folder / "config.json")  # transformers builds any number of layers, one by one
     except ModelFilesError as error:
         raise StoredError(str(error)) from None
-    outline = usual_outline(fields) or outline_of(folder)
+    outline = known_outline(fields) or outline_of(folder)
     if outline is None:
         note = (
             "the installed transformers does not know this kind of model, so names and shapes were not compared with it"

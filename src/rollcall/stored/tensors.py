@@ -177,17 +177,6 @@ def refuse_whole_numbers(types: Mapping[str, DType], names: Iterable[str], *, or
         )
 
 
-def refuse_short_files(pieces: Iterable[tuple[StoredTensor, Piece]], files: Mapping[Path, StoredFile]) -> None:
-    """Refuse a file that ends before a piece that it should hold."""
-    for tensor, piece in pieces:
-        end, size = piece.offset + piece.num_elements * tensor.dtype.itemsize, files[piece.file].size
-        if end > size:
-            raise StoredError(
-                f"{files[piece.file]} has {size:,} bytes, and its {tensor.name} ends at byte {end:,}: the file was cut off; "
-                "restore it"
-            )
-
-
 def stored_of(
     tensors: Iterable[StoredTensor],
     *,
@@ -197,12 +186,11 @@ def stored_of(
     kind: str,
     facts: Mapping[str, Any] | None = None,
 ) -> Stored:
-    """The set, every tensor of it covered exactly and inside its files."""
+    """The set; every tensor must be covered exactly. That pieces lie inside their files is for the readers to check."""
     by_path = {file.path: file for file in files}
     by_name = {tensor.name: tensor for tensor in tensors}
     if not by_name:
         raise StoredError(f"{origin} holds no tensors; give a directory with the weights of a model")
     for tensor in by_name.values():
         refuse_gaps(tensor, origin=origin)
-    refuse_short_files(((one, piece) for one in by_name.values() for piece in one.pieces), by_path)
     return Stored(origin=origin, tensors=by_name, files=by_path, folder=folder, kind=kind, facts=dict(facts or {}))
