@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import socket
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -26,8 +25,8 @@ from rollcall.durable.atomic import fsync_tree, staging, swap_in, write_atomic
 from rollcall.durable.lease import unguarded
 from rollcall.durable.patience import persist
 from rollcall.errors import CheckpointError
-from rollcall.stored.files import file_checksum
-from rollcall.stored.manifest import MANIFEST, NOT_A_MANIFEST, STEP_NAME, parse_manifest
+from rollcall.stored.files import StoredError, file_checksum, plain_damage
+from rollcall.stored.manifest import MANIFEST, STEP_NAME, Manifest, missing_file, read_manifest
 from rollcall.wait import warn
 
 STATE = "state.json"
@@ -57,7 +56,7 @@ class CheckpointEntry:
 
     path: Path
     step: int
-    manifest: dict[str, Any] | None  # None: it is torn
+    manifest: Manifest | None  # None: it is torn
     reason: str  # why it is torn; empty: it is whole
 
 
@@ -122,7 +121,7 @@ class CheckpointStore:
         entry = next((one for one in self._entries() if one.step == step and one.manifest is not None), None)
         if entry is None or entry.manifest is None or not scores:
             return
-        data = json.dumps({**entry.manifest, "score": scores.get(best_by), "scores": dict(scores)}, indent=1)
+        data = json.dumps({**entry.manifest.fields, "score": scores.get(best_by), "scores": dict(scores)}, indent=1)
         path = entry.path / MANIFEST
 
         def attempt() -> None:
@@ -147,7 +146,7 @@ class CheckpointStore:
                 continue
             assert entry.manifest is not None
             state = read_state(entry.path)
-            return Checkpoint(path=entry.path, step=entry.step, state=state, score=entry.manifest["score"])
+            return Checkpoint(path=entry.path, step=entry.step, state=state, score=entry.manifest.fields["score"])
         return None
 
     def inspect(self) -> list[CheckpointEntry]:
@@ -158,7 +157,10 @@ class CheckpointStore:
         """The files of all checkpoints that are on nodes' own disks: what is not among them is of no use."""
         manifests = [entry.manifest for entry in self._entries() if entry.manifest is not None]
         return sorted(
-            facts["place"] for one in manifests for facts in one["files"].values() if facts.get("place") is not None
+            facts["place"]
+            for one in manifests
+            for facts in one.fields["files"].values()
+            if facts.get("place") is not None
         )
 
     def clean(self) -> None:
@@ -193,7 +195,7 @@ class CheckpointStore:
     def _prune(self, *, just_saved: Path, best_by: str | None) -> None:
         entries = self._entries()
         valid = [entry for entry in entries if entry.manifest is not None]
-        scored = [(_score(entry.manifest, best_by), entry.step, entry.path) for entry in valid if entry.manifest]
+        scored = [(_score(entry.manifest.fields, best_by), entry.step, entry.path) for entry in valid if entry.manifest]
         best = sorted(item for item in scored if item[0] is not None)[::-1][: self.keep_best]
         keep = {just_saved, *(entry.path for entry in valid[-self.keep_last :]), *(path for _, _, path in best)}
         step = next(entry.step for entry in entries if entry.path == just_saved)
@@ -276,63 +278,30 @@ def _digests(paths: list[Path]) -> list[str]:
 
 
 def _read_entry(path: Path, *, step: int) -> CheckpointEntry:
-    def torn(reason: str) -> CheckpointEntry:
-        return CheckpointEntry(path=path, step=step, manifest=None, reason=reason)
-
     try:
-        read = parse_manifest(path)
-        manifest, files = read.fields, read.files
-        for score in (manifest["score"], *manifest.get("scores", {}).values()):
-            if score is not None and not math.isfinite(score):
-                raise ValueError(f"a score of {score}")
-        here = _files_here(path, manifest)
-    except FileNotFoundError:
-        return torn(f"no {MANIFEST}")
-    except NOT_A_MANIFEST as error:
-        return torn(f"{MANIFEST} cannot be read: {type(error).__name__} {error}")
-    if manifest["step"] != step:
-        return torn(f"{MANIFEST} is not of step {step}")
-    if STATE not in files:
-        return torn(f"{MANIFEST} lacks {STATE}")
-    for name, file in here.items():
-        where = _written_where(manifest["files"][name])
-        if not file.is_file():
-            return torn(f"{name} is missing{where}")
-        if (size := file.stat().st_size) != files[name].size:
-            return torn(f"{name} has {size} bytes instead of {files[name].size}{where}")
-    return CheckpointEntry(path=path, step=step, manifest=manifest, reason="")
-
-
-def _files_here(path: Path, manifest: dict[str, Any]) -> dict[str, Path]:
-    """The files that must be on this node, and where; files of other nodes are left out, unless they were brought here."""
-    found: dict[str, Path] = {}
-    for name, facts in manifest["files"].items():
-        own, place = path / name, facts.get("place")
-        if place is None or own.is_file():
-            found[name] = own
-        elif Path(place).is_file() or facts["host"] == socket.gethostname():
-            found[name] = Path(place)
-    return found
-
-
-def _written_where(facts: Mapping[str, Any]) -> str:
-    where = ", ".join(str(facts[key]) for key in ("node", "host") if key in facts)
-    return f" (written on node {where})" if "node" in facts else ""
+        read = read_manifest(path)
+        with plain_damage(f"{path / MANIFEST} is damaged", advice="use another checkpoint"):
+            for score in (read.fields["score"], *read.fields.get("scores", {}).values()):
+                if score is not None and not math.isfinite(score):
+                    raise ValueError(f"a score of {score}")
+            if read.fields["step"] != step:
+                raise ValueError(f"it is of step {read.fields['step']}")
+            if STATE not in read.files:
+                raise ValueError(f"it lacks {STATE}")
+    except StoredError as error:
+        return CheckpointEntry(path=path, step=step, manifest=None, reason=str(error))
+    reason = missing_file(read.here.values())
+    return CheckpointEntry(path=path, step=step, manifest=None if reason else read, reason=reason)
 
 
 def _changed_file(entry: CheckpointEntry) -> str:
     """Which file's checksum differs; empty if none."""
     assert entry.manifest is not None
-    files, here = entry.manifest["files"], _files_here(entry.path, entry.manifest)
+    files = list(entry.manifest.here.values())
     try:
-        digests = _digests(list(here.values()))
+        digests = _digests([file.path for file in files])
     except OSError as error:
         return f"cannot be read: {error}"
     return next(
-        (
-            f"checksum of {name} differs{_written_where(files[name])}"
-            for name, now in zip(here, digests, strict=True)
-            if files[name]["blake2b"] != now
-        ),
-        "",
+        (f"checksum of {file} differs" for file, now in zip(files, digests, strict=True) if file.blake2b != now), ""
     )

@@ -18,10 +18,10 @@ class StoredError(ValueError):
 
 @contextmanager
 def plain_damage(sentence: str, *, advice: str = "restore the file") -> Iterator[None]:
-    """Turns whatever a damaged or hostile file makes the block raise into one sentence. Errors of the disk stay what they are."""
+    """Turns whatever a damaged or hostile file makes the block raise into one sentence."""
     try:
         yield
-    except (StoredError, OSError):
+    except StoredError:
         raise
     except Exception as error:  # noqa: BLE001 - damaged JSON, zip archives and pickles can raise anything
         raise StoredError(f"{sentence} ({type(error).__name__}: {error}); {advice}") from None
@@ -44,10 +44,12 @@ class StoredFile:
     size: int
     blake2b: str | None = None  # of the whole file, 16 bytes in hex; None: its writer noted none
     node: str | None = None  # where it was written; None: its writer noted none
+    host: str | None = None  # that node's name
     records: tuple[CheckedRange, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.path} (written on node {self.node})" if self.node is not None else str(self.path)
+        where = ", ".join(filter(None, (self.node, self.host)))
+        return f"{self.path} (written on node {where})" if where else str(self.path)
 
 
 def new_checksum() -> Any:
