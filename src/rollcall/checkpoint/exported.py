@@ -14,8 +14,6 @@ from rollcall.stored.find import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PROBE
 from rollcall.stored.safetensors import check_weights
 from rollcall.wait import warn
 
-MOST_BYTES = 1 << 28  # of a file beside the weights
-
 
 def exported_model(run_dir: Path, *, last: Checkpoint | None) -> Path | None:
     """The model that the run has left; None: there is none, or it is of fewer steps than the newest checkpoint."""
@@ -53,7 +51,7 @@ def _refuse_damaged(model: Path) -> None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(read_small(path, most=MOST_BYTES))
+        found = json.loads(read_small(path))
     except FileNotFoundError:
         raise StoredError(f"{path} does not exist; restore the file") from None
     except (OSError, ValueError, RecursionError) as error:

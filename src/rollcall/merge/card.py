@@ -24,7 +24,6 @@ NOT_BESIDE = (
     "model.safetensors.index.json", "pytorch_model.bin.index.json", "verified.json", "README.md", ADAPTER_CONFIG,
 )  # fmt: skip
 TEMPLATES = "additional_chat_templates/*.jinja"
-MOST_BYTES = 1 << 28
 LONGEST_CELL = 300  # characters
 _HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 
@@ -54,7 +53,7 @@ def write_beside(stored: Stored, folder: Path, out: Path, *, dtype: DType | None
         if not path.is_file() or path.suffix not in BESIDE or path.name in NOT_BESIDE:
             continue
         try:
-            data = read_small(path, most=MOST_BYTES)
+            data = read_small(path)
         except ValueError as error:
             raise StoredError(f"{path} cannot be copied: {error}") from None
         known = stored.files.get(path)

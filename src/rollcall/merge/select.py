@@ -16,7 +16,7 @@ from rollcall.config.yaml import read_small
 from rollcall.errors import ModelFilesError
 from rollcall.model.files import read_model_config
 from rollcall.stored.files import StoredError
-from rollcall.stored.outline import MOST_BYTES, ROTARY, Outline, known_outline, outline_of
+from rollcall.stored.outline import ROTARY, Outline, known_outline, outline_of
 from rollcall.stored.tensors import Stored, StoredTensor, refuse_whole_numbers
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def guess(stored: Stored, folder: Path) -> tuple[str, ...]:
     """The names that ``select`` will most probably give."""
     refuse_adapters(stored)
     try:
-        is_tied = json.loads(read_small(folder / "config.json", most=MOST_BYTES)).get("tie_word_embeddings") is True
+        is_tied = json.loads(read_small(folder / "config.json")).get("tie_word_embeddings") is True
     except (OSError, ValueError, AttributeError, RecursionError):
         is_tied = False  # ``select`` says what is wrong with it
     embeddings = any(name.endswith("embed_tokens.weight") for name in stored.tensors)

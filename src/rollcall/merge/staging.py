@@ -45,7 +45,8 @@ class Staging:
             same = json.loads(kept.read_bytes()) == {"fingerprint": self._plan.fingerprint}
         except (OSError, ValueError):
             same = False
-        same = same and all(_size(self.model / out.name) == out.size for out in self._plan.files)
+        sizes = {self.model / out.name: out.size for out in self._plan.files}
+        same = same and all(path.is_file() and path.stat().st_size == size for path, size in sizes.items())
         if same:
             self.done = _read_lines(self._progress)
         else:
@@ -78,7 +79,7 @@ class Staging:
         fds: list[int] = []
         try:
             for out in self._plan.files:
-                fds.append(os.open(self.model / out.name, os.O_WRONLY | os.O_NOFOLLOW))
+                fds.append(os.open(self.model / out.name, os.O_WRONLY))
             yield fds
         finally:
             for fd in fds:
@@ -131,9 +132,6 @@ def locked(folder: Path, out: Path) -> Iterator[None]:
     """The folder is there, and only this process works in it."""
     while True:
         folder.mkdir(parents=True, exist_ok=True)
-        inside = (folder / name for name in ("model", "lock", PLAN, PROGRESS))
-        if link := next((path for path in (folder, *inside) if path.is_symlink()), None):
-            raise StoredError(f"{link} is a link, and a merge writes to no other place than it was told; remove it")
         try:
             lock = take_lock(folder / "lock")
             break
@@ -153,10 +151,6 @@ def _taken(written: SimpleQueue[Unit | None]) -> list[Unit | None]:
         while True:
             units.append(written.get_nowait())
     return units
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.is_file() else -1
 
 
 def _allocated(path: Path) -> int:

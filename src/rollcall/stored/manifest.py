@@ -19,7 +19,6 @@ from rollcall.stored.files import StoredError, StoredFile, plain_damage
 from rollcall.wait import warn
 
 MANIFEST = "manifest.json"
-MOST_MANIFEST_BYTES = 1 << 28
 STEP_NAME = re.compile(r"step-(\d{6,})")
 _PART = re.compile(r"model/part-\d+-of-\d+\.safetensors")
 
@@ -65,7 +64,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
         raise StoredError(f"{path} does not exist, so {checkpoint} is not a whole checkpoint; use another")
     files = {}
     with plain_damage(f"{path} cannot be read", advice="restore it, or use another checkpoint"):
-        fields = json.loads(read_small(path, most=MOST_MANIFEST_BYTES))
+        fields = json.loads(read_small(path))
         for name, facts in fields["files"].items():
             if Path(name).is_absolute() or ".." in Path(name).parts:
                 raise ValueError(f"it names the file {name}, which is not in the checkpoint")

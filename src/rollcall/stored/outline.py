@@ -11,7 +11,6 @@ from typing import Any
 from rollcall.config.yaml import read_small
 from rollcall.stored.files import StoredError
 
-MOST_BYTES = 1 << 24
 ROTARY = ".rotary_emb.inv_freq"  # a buffer that a model computes, and that some writers store with it
 
 
@@ -36,7 +35,7 @@ def outline_of(folder: Path) -> Outline | None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     try:
-        fields = json.loads(read_small(folder / "config.json", most=MOST_BYTES))
+        fields = json.loads(read_small(folder / "config.json"))
         if "auto_map" in fields or fields["model_type"] not in CONFIG_MAPPING:
             return None
         config: Any = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)

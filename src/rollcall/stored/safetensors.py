@@ -22,8 +22,6 @@ from rollcall.stored.find import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from rollcall.stored.tensors import Piece, Stored, StoredTensor, stored_of
 
 INDEX = "model.safetensors.index.json"
-MOST_HEADER_BYTES = 100_000_000  # the format's own limit
-MOST_INDEX_BYTES = 1 << 28
 _OF = re.compile(r".*-(\d+)-of-(\d+)\.safetensors")
 
 
@@ -109,7 +107,7 @@ def read_header(path: Path) -> tuple[dict[str, _Entry], dict[str, str]]:
     with plain_damage(f"{path} is not a whole safetensors file"), open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
-        if not 2 <= length <= min(MOST_HEADER_BYTES, size - 8):
+        if not 2 <= length <= min(100_000_000, size - 8):  # the first is the format's own limit
             raise ValueError(f"a header of {length:,} bytes in a file of {size:,}")
         header = json.loads(file.read(length))
         metadata = header.pop("__metadata__", None) or {}
@@ -137,7 +135,7 @@ def weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
     """The files, and which of them holds each tensor if an index says so."""
     if (folder / INDEX).is_file():
         with plain_damage(f"{folder / INDEX} is not an index of weights"):
-            named: dict[str, str] = json.loads(read_small(folder / INDEX, most=MOST_INDEX_BYTES))["weight_map"]
+            named: dict[str, str] = json.loads(read_small(folder / INDEX))["weight_map"]
             paths = [folder / name for name in sorted(set(named.values()))]
         if outside := next((path for path in paths if path.parent != folder), None):
             raise StoredError(f"{folder / INDEX} names {outside}, which is not in its folder; restore the file")
