@@ -195,7 +195,11 @@ class CheckpointStore:
     def _prune(self, *, just_saved: Path, best_by: str | None) -> None:
         entries = self._entries()
         valid = [entry for entry in entries if entry.manifest is not None]
-        scored = [(_score(entry.manifest.fields, best_by), entry.step, entry.path) for entry in valid if entry.manifest]
+        facts = [(entry.manifest.fields, entry) for entry in valid if entry.manifest]
+        scored = [
+            (one["score"] if best_by is None else one.get("scores", {}).get(best_by), entry.step, entry.path)
+            for one, entry in facts
+        ]
         best = sorted(item for item in scored if item[0] is not None)[::-1][: self.keep_best]
         keep = {just_saved, *(entry.path for entry in valid[-self.keep_last :]), *(path for _, _, path in best)}
         step = next(entry.step for entry in entries if entry.path == just_saved)
@@ -213,13 +217,6 @@ class CheckpointStore:
 def store_of(run_dir: Path) -> CheckpointStore:
     """To look at a run's checkpoints; it never saves."""
     return CheckpointStore(run_dir / "checkpoints", keep_last=1, keep_best=0)
-
-
-def _score(manifest: dict[str, Any], best_by: str | None) -> float | None:
-    """A manifest without ``scores`` is from a version that ranked only by accuracy."""
-    if best_by is None or ("scores" not in manifest and best_by == "eval/accuracy"):
-        return manifest["score"]
-    return manifest.get("scores", {}).get(best_by)
 
 
 def read_state(path: Path) -> dict[str, Any]:

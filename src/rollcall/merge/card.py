@@ -24,7 +24,6 @@ NOT_BESIDE = (
     "model.safetensors.index.json", "pytorch_model.bin.index.json", "verified.json", "README.md", ADAPTER_CONFIG,
 )  # fmt: skip
 TEMPLATES = "additional_chat_templates/*.jinja"
-LONGEST_CELL = 300  # characters
 _HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 
 
@@ -116,13 +115,12 @@ def run_facts(stored: Stored) -> dict[str, str]:
     scores = facts.get("scores") or ({"score": facts["score"]} if facts.get("score") is not None else {})
     if isinstance(scores, Mapping):
         told |= {
-            str(key): f"{value:.4g}" for key, value in scores.items() if isinstance(value, float) or _is_small(value)
+            str(key): f"{value:.4g}"
+            for key, value in scores.items()
+            if isinstance(value, float)
+            or (isinstance(value, int) and abs(value) < 10**15)  # others cannot be written so
         }
     return told
-
-
-def _is_small(value: Any) -> bool:
-    return isinstance(value, int) and abs(value) < 10**15
 
 
 def _run_file(origin: Path) -> dict[str, Any]:
@@ -180,13 +178,9 @@ def card(
     if "algorithm" not in facts and stored.kind != "checkpoint" and stored.kind != "sharded checkpoint":
         lines[lines.index("Trained by reinforcement learning with Rollcall.")] = "Merged by Rollcall."
     lines += [f"| {_cell(key)} | {_cell(value)} |" for key, value in rows.items()]
-    lines += ["", *(f"- {_plain(note, stored)}" for note in notes)] if notes else []
+    # Without the paths of this machine.
+    lines += ["", *(f"- {_cell(note.replace(stored.origin, 'the checkpoint'))}" for note in notes)] if notes else []
     return "\n".join(lines) + "\n"
-
-
-def _plain(note: str, stored: Stored) -> str:
-    """A note without the paths of this machine."""
-    return _cell(note.replace(stored.origin, "the checkpoint"))
 
 
 def _cell(text: str) -> str:
@@ -195,7 +189,7 @@ def _cell(text: str) -> str:
     >>> _cell("a|b <script>\\n# [x](y)")
     'a/b &lt;script> # \\\\[x](y)'
     """
-    shown = visible(" ".join(text.replace("|", "/").split()))[:LONGEST_CELL]
+    shown = visible(" ".join(text.replace("|", "/").split()))[:300]
     return re.sub(r"([\\`\[])", r"\\\1", shown).replace("&", "&amp;").replace("<", "&lt;")
 
 

@@ -19,8 +19,7 @@ def open_checkpoint(checkpoint: Path) -> Stored:
         raise StoredError(
             f"{checkpoint} is not complete: {why}; restore the file, or bring it from its node with `rollcall gather`"
         )
-    facts = {key: value for key, value in manifest.fields.items() if key != "files"}
-    facts["has_critic"] = any(name.startswith("critic") for name in manifest.files)
+    facts = {**manifest.facts, "has_critic": any(name.startswith("critic") for name in manifest.files)}
     files = list(manifest.weights.values())
     known = {file.path: file for file in of_model.values()}
     if manifest.is_sharded:

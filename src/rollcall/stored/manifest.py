@@ -32,6 +32,11 @@ class Manifest:
     files: Mapping[str, StoredFile]
 
     @property
+    def facts(self) -> dict[str, Any]:
+        """Facts of the run: step, score, ..."""
+        return {key: value for key, value in self.fields.items() if key != "files"}
+
+    @property
     def is_sharded(self) -> bool:
         return any(_PART.fullmatch(name) for name in self.files)
 
