@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,8 +25,8 @@ from rollcall.durable.atomic import fsync_tree, staging, swap_in, write_atomic
 from rollcall.durable.lease import unguarded
 from rollcall.durable.patience import persist
 from rollcall.errors import CheckpointError
-from rollcall.stored.files import StoredError, file_checksum, plain_damage
-from rollcall.stored.manifest import MANIFEST, STEP_NAME, Manifest, missing_file, read_manifest
+from rollcall.stored.files import StoredError, StoredFile, file_checksum, plain_damage
+from rollcall.stored.manifest import MANIFEST, STEP_NAME, missing_file, read_manifest
 from rollcall.wait import warn
 
 STATE = "state.json"
@@ -56,8 +56,9 @@ class CheckpointEntry:
 
     path: Path
     step: int
-    manifest: Manifest | None  # None: it is torn
+    manifest: dict[str, Any] | None  # None: it is torn
     reason: str  # why it is torn; empty: it is whole
+    files: Sequence[StoredFile] = ()  # those that must be on this node
 
 
 class CheckpointStore:
@@ -121,7 +122,7 @@ class CheckpointStore:
         entry = next((one for one in self._entries() if one.step == step and one.manifest is not None), None)
         if entry is None or entry.manifest is None or not scores:
             return
-        data = json.dumps({**entry.manifest.fields, "score": scores.get(best_by), "scores": dict(scores)}, indent=1)
+        data = json.dumps({**entry.manifest, "score": scores.get(best_by), "scores": dict(scores)}, indent=1)
         path = entry.path / MANIFEST
 
         def attempt() -> None:
@@ -146,7 +147,7 @@ class CheckpointStore:
                 continue
             assert entry.manifest is not None
             state = read_state(entry.path)
-            return Checkpoint(path=entry.path, step=entry.step, state=state, score=entry.manifest.fields["score"])
+            return Checkpoint(path=entry.path, step=entry.step, state=state, score=entry.manifest["score"])
         return None
 
     def inspect(self) -> list[CheckpointEntry]:
@@ -157,10 +158,7 @@ class CheckpointStore:
         """The files of all checkpoints that are on nodes' own disks: what is not among them is of no use."""
         manifests = [entry.manifest for entry in self._entries() if entry.manifest is not None]
         return sorted(
-            facts["place"]
-            for one in manifests
-            for facts in one.fields["files"].values()
-            if facts.get("place") is not None
+            facts["place"] for one in manifests for facts in one["files"].values() if facts.get("place") is not None
         )
 
     def clean(self) -> None:
@@ -195,11 +193,7 @@ class CheckpointStore:
     def _prune(self, *, just_saved: Path, best_by: str | None) -> None:
         entries = self._entries()
         valid = [entry for entry in entries if entry.manifest is not None]
-        facts = [(entry.manifest.fields, entry) for entry in valid if entry.manifest]
-        scored = [
-            (one["score"] if best_by is None else one.get("scores", {}).get(best_by), entry.step, entry.path)
-            for one, entry in facts
-        ]
+        scored = [(_score(entry.manifest, best_by), entry.step, entry.path) for entry in valid if entry.manifest]
         best = sorted(item for item in scored if item[0] is not None)[::-1][: self.keep_best]
         keep = {just_saved, *(entry.path for entry in valid[-self.keep_last :]), *(path for _, _, path in best)}
         step = next(entry.step for entry in entries if entry.path == just_saved)
@@ -217,6 +211,10 @@ class CheckpointStore:
 def store_of(run_dir: Path) -> CheckpointStore:
     """To look at a run's checkpoints; it never saves."""
     return CheckpointStore(run_dir / "checkpoints", keep_last=1, keep_best=0)
+
+
+def _score(manifest: dict[str, Any], best_by: str | None) -> float | None:
+    return manifest["score"] if best_by is None else manifest.get("scores", {}).get(best_by)
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -287,18 +285,18 @@ def _read_entry(path: Path, *, step: int) -> CheckpointEntry:
                 raise ValueError(f"it lacks {STATE}")
     except StoredError as error:
         return CheckpointEntry(path=path, step=step, manifest=None, reason=str(error))
-    reason = missing_file(read.here.values())
-    return CheckpointEntry(path=path, step=step, manifest=None if reason else read, reason=reason)
+    files = read.here
+    reason = missing_file(files)
+    return CheckpointEntry(path=path, step=step, manifest=None if reason else read.fields, reason=reason, files=files)
 
 
 def _changed_file(entry: CheckpointEntry) -> str:
     """Which file's checksum differs; empty if none."""
-    assert entry.manifest is not None
-    files = list(entry.manifest.here.values())
     try:
-        digests = _digests([file.path for file in files])
+        digests = _digests([file.path for file in entry.files])
     except OSError as error:
         return f"cannot be read: {error}"
     return next(
-        (f"checksum of {file} differs" for file, now in zip(files, digests, strict=True) if file.blake2b != now), ""
+        (f"checksum of {file} differs" for file, now in zip(entry.files, digests, strict=True) if file.blake2b != now),
+        "",
     )

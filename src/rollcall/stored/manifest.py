@@ -49,13 +49,14 @@ class Manifest:
         return {name: file for name, file in self.files.items() if pattern.fullmatch(name)}
 
     @property
-    def here(self) -> dict[str, StoredFile]:
+    def here(self) -> list[StoredFile]:
         """The files that must be on this node: those in the checkpoint, and those that this node wrote elsewhere."""
-        return {
-            name: file
-            for name, file in self.files.items()
-            if file.path.is_relative_to(self.path) or file.path.is_file() or file.host == socket.gethostname()
-        }
+        own = socket.gethostname()
+        return [
+            file
+            for file in self.files.values()
+            if file.path.is_relative_to(self.path) or file.path.is_file() or file.host == own
+        ]
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -113,7 +114,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
         except StoredError as error:
             warn(f"checkpoint {path} is torn ({error}) and is skipped")
             continue
-        if not (why := missing_file(manifest.here.values())):
+        if not (why := missing_file(manifest.here)):
             return path
         warn(f"checkpoint {path} is torn ({why}) and is skipped")
     return None
