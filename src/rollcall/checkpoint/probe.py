@@ -34,7 +34,7 @@ class TrainedProbe:
     dtype: str  # of the weights, in which the learner computes
     rollcall: str
     torch: str
-    beside: Mapping[str, str] = field(default_factory=dict)  # checksums of the files beside the weights (``beside.py``)
+    beside: Mapping[str, str] = field(default_factory=dict)  # checksums of the config files (``config_files.py``)
     # Of the weights that an adapter is added to, an identity for each type (``model/base.py``); empty: there is no adapter.
     base: Mapping[str, str] = field(default_factory=dict)
 

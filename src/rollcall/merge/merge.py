@@ -20,7 +20,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from rollcall.merge.adapter import ADAPTED, whole_model
-from rollcall.merge.card import card, not_of_a_model, run_facts, write_beside
+from rollcall.merge.card import card, copy_config_files, not_of_a_model, run_facts
 from rollcall.merge.copy import copy_unit
 from rollcall.merge.plan import INDEX, MergePlan, Unit, plan_merge, written_dtype
 from rollcall.merge.select import Selection, guess, select
@@ -207,7 +207,7 @@ class _Job:
         dtypes = {written_dtype(one, self.dtype) for one in tensors}
         floats = [one for one in dtypes if one.is_floating_point]
         # A loader takes the type of the weights from config.json, which may name another than the shards are in.
-        write_beside(self.stored, self.folder, model, dtype=floats[0] if len(floats) == 1 else self.dtype)
+        copy_config_files(self.stored, self.folder, model, dtype=floats[0] if len(floats) == 1 else self.dtype)
         if (index := plan.index()) is not None:
             (model / INDEX).write_text(index)
         num_parameters = sum(prod(one.shape) for one in tensors)
