@@ -7,7 +7,7 @@ with a guess from names alone, and compares while it copies.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ from rollcall.errors import ModelFilesError
 from rollcall.model.files import read_model_config
 from rollcall.stored.files import StoredError
 from rollcall.stored.outline import ROTARY, Outline, known_outline, outline_of
-from rollcall.stored.tensors import Stored, StoredTensor, refuse_whole_numbers
+from rollcall.stored.tensors import Stored, refuse_whole_numbers
 
 if TYPE_CHECKING:
     import torch
@@ -92,24 +92,21 @@ def _refuse_others(stored: Stored, outline: Outline, names: Sequence[str], *, fo
     wanted = {name: shape for name, shape in outline.shapes.items() if name not in outline.tied}
     # A tied tensor may be stored under either name.
     there = {outline.tied.get(name, name): stored.tensors[name] for name in names}
+    misshaped = [
+        f"{name} is {list(tensor.shape)}, not {list(wanted[name])}"
+        for name, tensor in there.items()
+        if name in wanted and tensor.shape != wanted[name]
+    ]
     faults = [
         _fault("missing", [name for name in wanted if name not in there]),
         _fault("not part of the model", [name for name in there if name not in wanted]),
-        _fault("of another shape", _misshaped(there, wanted)),
+        _fault("of another shape", misshaped),
     ]
     if told := [fault for fault in faults if fault]:
         raise StoredError(
             f"{stored.origin} does not hold the model of {folder / 'config.json'}: {'; '.join(told)}. Give the files that belong "
             "together"
         )
-
-
-def _misshaped(there: Mapping[str, StoredTensor], wanted: Mapping[str, tuple[int, ...]]) -> list[str]:
-    return [
-        f"{name} is {list(tensor.shape)}, not {list(wanted[name])}"
-        for name, tensor in there.items()
-        if name in wanted and tensor.shape != wanted[name]
-    ]
 
 
 def _fault(what: str, names: Sequence[str]) -> str:

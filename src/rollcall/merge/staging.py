@@ -21,8 +21,6 @@ from rollcall.merge.plan import MergePlan, Unit
 from rollcall.stored.files import StoredError
 
 PLAN, PROGRESS = "plan.json", "done.jsonl"
-FLUSH_EVERY_S = 0.2
-SPARE_BYTES = 64 << 20  # for tokenizer, configs and the file system itself
 
 
 class FullDiskError(StoredError):
@@ -65,8 +63,11 @@ class Staging:
             write_atomic(kept, json.dumps({"fingerprint": self._plan.fingerprint}))
 
     def _refuse_full_disk(self) -> None:
-        written = sum(_allocated(self.model / out.name) for out in self._plan.files)
-        needed = sum(out.size for out in self._plan.files) - written + SPARE_BYTES
+        written = sum(
+            path.stat().st_blocks * 512 for out in self._plan.files if (path := self.model / out.name).is_file()
+        )
+        needed = sum(out.size for out in self._plan.files) - written
+        needed += 64 << 20  # for tokenizer, configs and the file system itself
         free = free_bytes(self._folder)
         if free is not None and free < needed:
             raise FullDiskError(
@@ -147,14 +148,10 @@ def _taken(written: SimpleQueue[Unit | None]) -> list[Unit | None]:
     """All that is in the queue by then; after a while nothing."""
     units: list[Unit | None] = []
     with suppress(Empty):
-        units.append(written.get(timeout=FLUSH_EVERY_S))
+        units.append(written.get(timeout=0.2))
         while True:
             units.append(written.get_nowait())
     return units
-
-
-def _allocated(path: Path) -> int:
-    return path.stat().st_blocks * 512 if path.is_file() else 0
 
 
 def _read_lines(path: Path) -> set[str]:

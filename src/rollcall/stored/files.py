@@ -62,6 +62,14 @@ def file_checksum(path: Path) -> str:
         return hashlib.file_digest(file, new_checksum).hexdigest()
 
 
+def read_fully(fd: int, data: memoryview, offset: int, *, file: object) -> None:
+    """Fill ``data`` with the bytes at ``offset``."""
+    while data:
+        if not (num := os.preadv(fd, [data], offset)):
+            raise StoredError(f"{file} ends at byte {offset:,}, inside a tensor: it was cut off; restore the file")
+        data, offset = data[num:], offset + num
+
+
 def open_regular(path: Path) -> BinaryIO:
     """A file to read. A pipe, which nobody may ever write to, or a device is refused."""
     try:

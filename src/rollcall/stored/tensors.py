@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollcall.stored.dtypes import DType
-from rollcall.stored.files import StoredError, StoredFile
+from rollcall.stored.files import StoredError, StoredFile, read_fully
 
 if TYPE_CHECKING:
     import torch
@@ -111,10 +111,7 @@ def read_into(file: Path, tensor: torch.Tensor, *, offset: int) -> None:
     view = tensor.reshape(-1).view(torch.uint8).numpy().data
     fd = os.open(file, os.O_RDONLY)
     try:
-        while view:
-            if not (num := os.preadv(fd, [view], offset)):
-                raise StoredError(f"{file} ends at byte {offset:,}, inside a tensor: it was cut off; restore the file")
-            view, offset = view[num:], offset + num
+        read_fully(fd, view, offset, file=file)
     finally:
         os.close(fd)
 
@@ -154,11 +151,10 @@ def _overlapping(pieces: Iterable[Piece]) -> tuple[Piece, Piece] | None:
     cut = [dim for dim in range(len(some[0].shape)) if len({(one.start[dim], one.shape[dim]) for one in some}) > 1]
     # Cut along one dimension only, which is usual, it is enough to look at neighbours.
     pairs = zip(some, some[1:], strict=False) if len(cut) == 1 else combinations(some, 2)
-    return next(((a, b) for a, b in pairs if _meet(a, b)), None)
-
-
-def _meet(a: Piece, b: Piece) -> bool:
-    return all(p < q + m and q < p + n for p, n, q, m in zip(a.start, a.shape, b.start, b.shape, strict=True))
+    for a, b in pairs:
+        if all(p < q + m and q < p + n for p, n, q, m in zip(a.start, a.shape, b.start, b.shape, strict=True)):
+            return a, b
+    return None
 
 
 def refuse_whole_numbers(types: Mapping[str, DType], names: Iterable[str], *, origin: str) -> None:
