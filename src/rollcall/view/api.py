@@ -20,7 +20,6 @@ from rollcall.view import curves, groups
 from rollcall.view.cluster import show_cluster
 from rollcall.view.doing import Marks, show_marks, show_timeline
 from rollcall.view.held_out import held_out_steps, show_held_out
-from rollcall.view.inside import OutsideError
 from rollcall.view.journal_index import FILTERS, SORTS, JournalIndex
 from rollcall.view.metrics_table import MetricsTable
 from rollcall.view.places import ShownRuns, UnknownRunError
@@ -229,7 +228,7 @@ def answering(ask: Callable[[QueryParams], Any]) -> Callable[[Request], Response
             return as_json(ask(request.query_params))
         except (UnknownRunError, groups.NoGroupError, FileNotFoundError) as error:
             return as_json({"error": str(error)}, status=404)
-        except (BadQuestionError, OutsideError) as error:
+        except BadQuestionError as error:
             return as_json({"error": str(error)}, status=400)
         except PermissionError as error:
             return as_json({"error": f"{error.filename} cannot be read: {error.strerror}"}, status=403)

@@ -8,12 +8,11 @@ from typing import Any
 
 from rollcall.config import Config
 from rollcall.errors import PlacementError
-from rollcall.observe.live import LIVE, Live, ProcessState, read_live
-from rollcall.observe.logs import LOGS, log_path, read_log
+from rollcall.observe.live import Live, ProcessState, read_live
+from rollcall.observe.logs import read_log
 from rollcall.plan.placement import plan_for
 from rollcall.redact import redact
 from rollcall.view.doing import Marks, recent_marks
-from rollcall.view.inside import regular
 from rollcall.words import ranges
 
 LINES = 12  # of each worker
@@ -22,7 +21,6 @@ LONGEST_TEXT = 2000  # characters that a worker says of itself
 
 
 def show_cluster(root: Path, config: Config | None, *, marks: Marks) -> dict[str, Any]:
-    regular(root, LIVE)
     live = read_live(root)
     problem = ""
     try:
@@ -61,7 +59,6 @@ def _planned(config: Config) -> dict[int, list[dict[str, Any]]]:
 
 
 def _worker(root: Path, one: ProcessState, live: Live) -> dict[str, Any]:
-    regular(root, LOGS, log_path(root, one.lane).name)
     return {
         "lane": one.lane,
         "roles": dict(one.roles),

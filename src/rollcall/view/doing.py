@@ -8,14 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from rollcall.observe.calls import CALLS
 from rollcall.observe.events import EVENTS, Mark, MarkKind, marks_in
-from rollcall.observe.live import LIVE
 from rollcall.observe.timeline import TimeSpan, idle_shares, read_timeline
 from rollcall.redact import redact
-from rollcall.view.grown import GrownFile
-from rollcall.view.inside import regular
 from rollcall.view.metrics_table import MetricsTable
+from rollcall.view.tail import FileTail
 
 MOST_SPANS = 5000  # in one picture
 MOST_LANES = 600
@@ -26,7 +23,6 @@ STEPS_SHOWN = 8  # the last ones, where nobody asks for others
 
 def show_timeline(root: Path, table: MetricsTable, *, first_step: int | None, last_step: int | None) -> dict[str, Any]:
     """The spans of some steps. Where they are too many for a picture, the shortest are left out and counted."""
-    _only_inside(root)
     table.refresh()
     steps, _, _ = table.column("step")
     newest = int(steps[-1]) if len(steps) else 0
@@ -73,7 +69,7 @@ class Marks:
     """The marks of a run, read where its events have grown."""
 
     def __init__(self, root: Path) -> None:
-        self._file = GrownFile(root, EVENTS)
+        self._file = FileTail(root / EVENTS)
         self._lock = threading.Lock()
         self._found: list[Mark] = []
 
@@ -97,12 +93,6 @@ def show_marks(marks: Marks, table: MetricsTable, *, axis: str) -> list[dict[str
         at = float(np.interp(mark.at_s, times, steps)) if len(times) else 0.0
         shown.append({**_show_mark(mark), "x": mark.at_s if axis == "time" else round(at, 2)})
     return shown
-
-
-def _only_inside(root: Path) -> None:
-    """What is read below by its name must not be a link that leads elsewhere, or a pipe."""
-    for name in (EVENTS, CALLS, LIVE):
-        regular(root, name)
 
 
 def recent_marks(marks: Marks, *, most: int = 12) -> list[dict[str, Any]]:

@@ -20,9 +20,8 @@ from rollcall.durable.journal import is_trained_row
 from rollcall.observe.transcript import said_in, said_in_row
 from rollcall.redact import redact
 from rollcall.types import Completion, Group
-from rollcall.view.grown import GrownFile
-from rollcall.view.inside import OutsideError, open_inside
 from rollcall.view.journal_index import FOLDER, GroupRow, JournalIndex
+from rollcall.view.tail import FileTail
 
 SHORT = 280  # characters of a text in a list
 LONG = 20_000  # characters of a text in a group
@@ -49,7 +48,7 @@ def read_group(root: Path, index: JournalIndex, *, step: int, draw: int) -> Grou
 
 def _groups_in(root: Path, name: str, *, start: int = 0, most: int | None = None) -> Iterator[Group]:
     try:
-        with open_inside(root, FOLDER, name) as file:
+        with (root / FOLDER / name).open("rb") as file:
             end = file.seek(0, 2)
             for number, (_, payload) in enumerate(stream_records(file, start=start, end=end), start=1):
                 try:
@@ -58,7 +57,7 @@ def _groups_in(root: Path, name: str, *, start: int = 0, most: int | None = None
                     pass  # a record of another program is passed over, as the journal itself does
                 if number == most:
                     return
-    except (OSError, OutsideError):
+    except OSError:
         return
 
 
@@ -108,10 +107,10 @@ def _header(root: Path, row: GroupRow) -> dict[str, Any] | None:
 
 def _header_bytes(root: Path, row: GroupRow) -> bytes | None:
     try:
-        with open_inside(root, FOLDER, row.file) as file:
+        with (root / FOLDER / row.file).open("rb") as file:
             file.seek(row.header)
             return file.read(row.header_bytes)
-    except (OSError, OutsideError):
+    except OSError:
         return None
 
 
@@ -270,7 +269,7 @@ class TrainedDraws:
     """Which step trained on which draw: ``journal/trained.jsonl``, read where it has grown."""
 
     def __init__(self, root: Path) -> None:
-        self._file = GrownFile(root, "journal", "trained.jsonl")
+        self._file = FileTail(root / FOLDER / "trained.jsonl")
         self._lock = threading.Lock()
         self._step_of: dict[int, int] = {}
 

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 from rollcall.durable.append_file import is_count
 from rollcall.durable.group_record import HEAD_BYTES, NOT_A_GROUP, header_of, header_span, stream_records
-from rollcall.view.inside import OutsideError, entries, open_inside
 from rollcall.wait import warn
 
 FOLDER = "journal"
@@ -184,7 +183,7 @@ class JournalIndex:
             return self._refresh()
 
     def _refresh(self) -> Indexed:
-        found = {entry.name: entry for entry in entries(self._root, FOLDER) if _STEP_FILE.fullmatch(entry.name)}
+        found = {path.name: path for path in (self._root / FOLDER).glob("*.groups") if _STEP_FILE.fullmatch(path.name)}
         if not self._known:
             with self._lock:
                 rows = self._db.execute("select name, inode, changed_ns, end, head from files").fetchall()
@@ -196,9 +195,9 @@ class JournalIndex:
             self._drop(name)
             del self._known[name]
         seen: dict[str, tuple[int, int, int]] = {}
-        for name, entry in found.items():
+        for name, path in found.items():
             try:
-                about = entry.stat()
+                about = path.stat()
             except OSError:
                 continue
             seen[name] = (about.st_ino, about.st_mtime_ns, about.st_size)
@@ -241,7 +240,7 @@ class JournalIndex:
         end, head = 0, b""
         rows, again = [], []
         try:
-            with open_inside(self._root, FOLDER, name) as file:
+            with (self._root / FOLDER / name).open("rb") as file:
                 head = file.read(HEAD_BYTES)
                 # A new file may have the number of one that was removed. Its first record has another checksum.
                 if before is not None and before.about[0] == inode and before.head == head:
@@ -255,7 +254,7 @@ class JournalIndex:
                         (again if row[1] else rows).append(row[0])
         except FileNotFoundError:
             return  # removed since the folder was listed; the next look drops it
-        except (OSError, OutsideError) as error:
+        except OSError as error:
             warn(f"{name} of the journal is not indexed: {error}")
         marks = ", ".join("?" * len(COLUMNS))
         with self._lock:
@@ -367,7 +366,7 @@ def _index_path(run_dir: Path) -> Path | None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         name = hashlib.blake2b(os.fsencode(run_dir), digest_size=12).hexdigest()
         path = folder / f"{name}.sqlite"
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600))
+        path.touch(mode=0o600)
         return path
     except OSError as error:
         warn(

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollcall.durable.append_file import LARGEST_COUNT, is_count, parse_row
-from rollcall.view.grown import GrownFile
+from rollcall.view.tail import FileTail
 
 FILE = "metrics.jsonl"
 MOST_NAMES, LONGEST_NAME = 5000, 300  # others are left out
@@ -35,7 +35,7 @@ class MetricsTable:
     """Any thread may ask. A resumed run writes the file again; it is then read again."""
 
     def __init__(self, root: Path) -> None:
-        self._file = GrownFile(root, FILE)
+        self._file = FileTail(root / FILE)
         self._lock = threading.Lock()
         self.version = 0  # changes with every row
         self._forget()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from rollcall.config import Config, load_saved_run, public_dump
 from rollcall.durable.append_file import is_count
 from rollcall.durable.lease import WATCH_S, Holder, read_holder
 from rollcall.errors import ConfigError
-from rollcall.observe.events import EVENTS, Mark, PhaseEvent, last_phase_in
+from rollcall.observe.events import EVENTS, Mark, PhaseEvent, last_phase
 from rollcall.observe.headline import ACCURACY, GRADED, REWARD
 from rollcall.observe.progress import STEPS_COUNTED
 from rollcall.observe.signal import ADVANTAGE, no_signal
@@ -22,10 +24,8 @@ from rollcall.observe.timeline import ATTEMPT_LOST, RUN_FAILED
 from rollcall.redact import redact
 from rollcall.stored.manifest import MANIFEST, STEP_NAME
 from rollcall.view.doing import Marks
-from rollcall.view.inside import OutsideError, entries, inside, open_inside, read_json, size_of
 from rollcall.view.metrics_table import MetricsTable
 
-END_BYTES = 1 << 16  # of the events: enough for the last phases
 SIZES_EVERY_S = 30.0
 LONGEST_TEXT = 2000  # characters of a state
 
@@ -84,7 +84,7 @@ class StateReader:
     def _read_config(self) -> tuple[Config | None, str]:
         with self._lock:
             try:
-                path = inside(self._root, RUN_FILE)
+                path = self._root / RUN_FILE
                 about = path.stat()
                 mark = (about.st_ino, about.st_mtime_ns, about.st_size)
                 if mark != self._config[0]:
@@ -92,7 +92,7 @@ class StateReader:
                         self._config = (mark, load_saved_run(path), "")
                     except ConfigError as error:
                         self._config = (mark, None, redact(str(error)))
-            except (OSError, OutsideError) as error:
+            except OSError as error:
                 self._config = (None, None, redact(str(error)))
             return self._config[1], self._config[2]
 
@@ -105,7 +105,7 @@ class StateReader:
         """Bytes of the journal and of the checkpoints; looked up now and then, for a large folder takes long to count."""
         with self._lock:
             if time.monotonic() - self._sizes[0] > SIZES_EVERY_S:
-                found = {name: size_of(self._root, name) for name in ("journal", "checkpoints", "model")}
+                found = {name: _folder_bytes(self._root / name) for name in ("journal", "checkpoints", "model")}
                 self._sizes = (time.monotonic(), found)
             return self._sizes[1]
 
@@ -151,30 +151,17 @@ class StateReader:
         moved = []
         for name in (EVENTS, "metrics.jsonl", RUN_FILE):
             try:
-                moved.append(inside(self._root, name).stat().st_mtime)
-            except (OSError, OutsideError):
+                moved.append((self._root / name).stat().st_mtime)
+            except OSError:
                 continue
         return max(moved, default=None)
 
-    def last_phase(self) -> PhaseEvent | None:
-        """The last that began, with its end where it has one."""
-        try:
-            with open_inside(self._root, EVENTS) as file:
-                file.seek(max(file.seek(0, 2) - END_BYTES, 0))
-                lines = file.read().splitlines()
-        except (OSError, OutsideError):
-            return None
-        return last_phase_in(lines)
-
-    def _holder(self) -> Holder | None:
-        try:
-            return read_holder(self._root)
-        except OSError:  # something else has the name of a lease
-            return None
-
     def _state(self, *, step: int, num_steps: int | None) -> RunState:
-        holder = self._holder()
-        alive, phase = self._pulse.is_alive(holder), self.last_phase()
+        try:
+            holder = read_holder(self._root)
+        except OSError:  # of another user, who lets nobody read it
+            holder = None
+        alive, phase = self._pulse.is_alive(holder), last_phase(self._root)
         mark = next(reversed(self._marks.all()), None)
         if alive and holder is not None and holder.waits:
             return RunState(word="waiting", text=holder.waits)
@@ -184,7 +171,7 @@ class StateReader:
             return _at_work(phase)
         if alive is None:
             return RunState(word="waiting", text=f"held by {holder}; looking whether it is alive")
-        summary = read_json(self._root, "summary.json")
+        summary = _read_json(self._root / "summary.json")
         trained = summary.get("steps") if isinstance(summary, dict) else None
         if num_steps is not None and is_count(trained) and trained >= num_steps and step >= num_steps:
             return RunState(word="finished", text=f"all {num_steps:,} steps are trained")
@@ -215,18 +202,35 @@ def _ended(phase: PhaseEvent | None, mark: Mark | None, *, step: int) -> RunStat
 def checkpoints(root: Path) -> list[dict[str, Any]]:
     """Those that are kept, by their manifests; oldest first."""
     found = []
-    for entry in sorted(entries(root, "checkpoints"), key=lambda entry: entry.name):
-        if (match := STEP_NAME.fullmatch(entry.name)) is None:
+    for path in sorted((root / "checkpoints").glob("step-*")):
+        if (match := STEP_NAME.fullmatch(path.name)) is None:
             continue
-        manifest = read_json(root, "checkpoints", entry.name, MANIFEST)
+        manifest = _read_json(path / MANIFEST)
         score = manifest.get("score") if isinstance(manifest, dict) else None
         found.append(
             {
                 "step": int(match[1]),
                 "score": score if isinstance(score, int | float) else None,
-                "bytes": size_of(root, "checkpoints", entry.name),
-                "saved_s": entry.stat().st_mtime,
+                "bytes": _folder_bytes(path),
+                "saved_s": path.stat().st_mtime,
                 "whole": isinstance(manifest, dict),
             }
         )
     return found
+
+
+def _read_json(path: Path) -> Any:
+    """None: the file is not there, or not JSON."""
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def _folder_bytes(folder: Path) -> int:
+    """Of all files below it; one that is removed meanwhile does not count."""
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(OSError):
+            total += path.lstat().st_size if path.is_file() else 0
+    return total

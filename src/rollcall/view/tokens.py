@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +14,8 @@ from rollcall.config import Config
 from rollcall.observe.token_scores import FOLDER, file_name, scores_in
 from rollcall.types import Floats, Group
 from rollcall.view.groups import NoGroupError, TrainedDraws
-from rollcall.view.inside import OutsideError, entries, open_inside, read_inside
 
 MOST_PROMPT_TOKENS = 2000  # of those, the last: a completion answers them
-MOST_TOKENIZER_BYTES = 256 << 20
-_TOKENIZER = "tokenizer.json"
 
 
 class Vocabulary:
@@ -72,29 +67,22 @@ class Vocabularies:
 
 
 def _read_vocabulary(root: Path) -> Vocabulary | None:
-    for names in _places(root):
+    for folder in (root, root / "model", *sorted(root.glob("checkpoints/*/model"), reverse=True)):
         try:
-            with open_inside(root, *names, _TOKENIZER) as file:
-                return Vocabulary(file.read(MOST_TOKENIZER_BYTES))
-        except (OSError, OutsideError):
-            continue
+            return Vocabulary((folder / "tokenizer.json").read_bytes())
         except Exception:  # noqa: BLE001 - the library raises a plain Exception for a file that is not a tokenizer
             continue
     return None
 
 
-def _places(root: Path) -> Iterator[tuple[str, ...]]:
-    yield ()
-    yield ("model",)
-    for name in sorted((entry.name for entry in entries(root, "checkpoints")), reverse=True):
-        yield ("checkpoints", name, "model")
-
-
 def read_scores(root: Path, group: Group, *, completion: int, trained: TrainedDraws) -> dict[str, Floats] | None:
     """Log-probs and entropy of each token; None: they were not kept for this group."""
     step = trained.step_of(group.draw) or group.step
-    data = read_inside(root, FOLDER, file_name(step))
-    return None if data is None else scores_in(io.BytesIO(data), group, completion=completion)
+    try:
+        with (root / FOLDER / file_name(step)).open("rb") as file:
+            return scores_in(file, group, completion=completion)
+    except FileNotFoundError:
+        return None
 
 
 def show_tokens(
