@@ -195,7 +195,9 @@ def test_a_run_that_was_killed_failed_or_has_finished_says_so(tmp_path: Path) ->
         file.write(json.dumps(begun) + "\n")
     with (tmp_path / "failed" / "events.jsonl").open("a") as file:
         file.write(json.dumps(begun | {"end_s": BEGAN_S + 11, "result": "failed: ValueError"}) + "\n")
-    (tmp_path / "finished" / "summary.json").write_text('{"steps": 2}')
+    (tmp_path / "finished" / "summary.json").write_text(
+        '{"steps": 2, "headline": "eval/accuracy", "no_signal": {"steps": 2, "of": 2}}'
+    )
     with (tmp_path / "finished" / "metrics.jsonl").open("a") as file:
         file.writelines(json.dumps({"step": step, "train/advantage_abs_mean": 0.0}) + "\n" for step in (1, 2))
     rows = {row["name"]: row for row in open_page(tmp_path).get("/api/runs").json["runs"]}
@@ -244,7 +246,7 @@ def test_a_run_that_may_not_be_read_does_not_hide_the_others(tmp_path: Path, mon
     client = open_page(tmp_path)
     assert [run["name"] for run in client.get("/api/runs").json["runs"]] == ["open"]
     refused = PermissionError(errno.EACCES, "Permission denied", "events.jsonl")
-    monkeypatch.setattr("rollcall.view.doing.read_timeline", mock.Mock(side_effect=refused))
+    monkeypatch.setattr("rollcall.view.timeline.read_timeline", mock.Mock(side_effect=refused))
     answer = client.get("/api/timeline", run=only_run(client))
     assert (answer.status, answer.json) == (403, {"error": "events.jsonl cannot be read: Permission denied"})
 
@@ -703,7 +705,7 @@ def test_many_names_of_metrics_take_no_more_than_their_values(tmp_path: Path) ->
     table = MetricsTable(tmp_path)
     table.refresh()
     assert len(table.names()) < 5000 and max(map(len, table.names())) < 20
-    assert sum(len(values) for _, values in table._columns.values()) < 6000 * 2
+    assert sum(len(column.values) for column in table._columns.values()) < 6000 * 2
 
 
 def test_a_metric_with_a_comma_in_its_name_has_a_curve(tmp_path: Path) -> None:

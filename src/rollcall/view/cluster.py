@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rollcall.config import Config
 from rollcall.errors import PlacementError
+from rollcall.observe.events import Mark
 from rollcall.observe.live import Live, ProcessState, read_live
 from rollcall.observe.logs import read_log
 from rollcall.plan.placement import plan_for
 from rollcall.redact import redact
-from rollcall.view.doing import Marks, recent_marks
+from rollcall.view.timeline import recent_marks
 from rollcall.words import ranges
 
 LINES = 12  # of each worker
@@ -20,7 +22,7 @@ MOST_WORKERS = 512
 LONGEST_TEXT = 2000  # characters that a worker says of itself
 
 
-def show_cluster(root: Path, config: Config | None, *, marks: Marks) -> dict[str, Any]:
+def show_cluster(root: Path, config: Config | None, *, marks: Sequence[Mark]) -> dict[str, Any]:
     live = read_live(root)
     problem = ""
     try:

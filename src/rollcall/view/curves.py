@@ -9,9 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollcall.observe.metrics import METRICS
-from rollcall.view.metrics_table import MetricsTable
+from rollcall.view.metrics_table import MetricsTable, Numbers
 
-Numbers = NDArray[np.float64]
 MOST_POINTS = 4000
 SMOOTHED_FROM = 30  # fewer points, such as evaluations, are shown as they are
 SHOWN = ("step", "time")  # what may be on the horizontal axis

@@ -268,8 +268,8 @@ def _brief(metadata: dict[str, Any]) -> dict[str, str]:
 class TrainedDraws:
     """Which step trained on which draw: ``journal/trained.jsonl``, read where it has grown."""
 
-    def __init__(self, root: Path) -> None:
-        self._file = FileTail(root / FOLDER / "trained.jsonl")
+    def __init__(self, root: Path, *, read_s: float) -> None:
+        self._file = FileTail(root / FOLDER / "trained.jsonl", read_s=read_s)
         self._lock = threading.Lock()
         self._step_of: dict[int, int] = {}
 

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 PIECE = 16 << 20  # bytes in memory at once
-READ_S = 2.0
 HEAD = 256  # bytes; a new file may get the number of one that was removed, but does not begin like it
 
 
 class FileTail:
-    """Another file of the same name, or one that has become shorter, is read from its beginning."""
+    """Another file of the same name, or one that has become shorter, is read from its beginning. ``read_s``: how long ``pieces`` may
+    read; the rest of a long file comes with the next question."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, *, read_s: float = math.inf) -> None:
+        self._path, self._read_s = path, read_s
         self._file: tuple[int, int] | None = None  # device and inode
         self._head = b""
         self._read = 0  # bytes
         self._is_behind = False
 
     def pieces(self) -> Iterator[tuple[bool, list[bytes]]]:
-        """What ``new_lines`` gives, again and again until all is read. Of a file that takes long the rest comes with the next
-        question."""
-        until = time.monotonic() + READ_S
+        """What ``new_lines`` gives, again and again until all is read."""
+        until = time.monotonic() + self._read_s
         yield self.new_lines()
         while self._is_behind and time.monotonic() < until:
             yield self.new_lines()

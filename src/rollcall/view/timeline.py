@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rollcall.observe.events import EVENTS, Mark, MarkKind, marks_in
+from rollcall.observe.events import Mark, MarkKind
 from rollcall.observe.timeline import TimeSpan, idle_shares, read_timeline
 from rollcall.redact import redact
 from rollcall.view.metrics_table import MetricsTable
-from rollcall.view.tail import FileTail
 
 MOST_SPANS = 5000  # in one picture
 MOST_LANES = 600
@@ -65,26 +64,9 @@ def _brief(text: str) -> str:
     return redact(text[: 4 * LONGEST_TEXT])[:LONGEST_TEXT]
 
 
-class Marks:
-    """The marks of a run, read where its events have grown."""
-
-    def __init__(self, root: Path) -> None:
-        self._file = FileTail(root / EVENTS)
-        self._lock = threading.Lock()
-        self._found: list[Mark] = []
-
-    def all(self) -> list[Mark]:
-        with self._lock:
-            for again, lines in self._file.pieces():
-                if again:
-                    self._found = []
-                self._found += marks_in(lines)
-            return list(self._found)
-
-
-def show_marks(marks: Marks, table: MetricsTable, *, axis: str) -> list[dict[str, Any]]:
+def show_marks(marks: Sequence[Mark], table: MetricsTable, *, axis: str) -> list[dict[str, Any]]:
     """Faults and recoveries, each with its place on the axis of curves: its time, or the step that ran at that time."""
-    found = [mark for mark in marks.all() if mark.kind != MarkKind.NOTE][-MOST_MARKS:]
+    found = [mark for mark in marks if mark.kind != MarkKind.NOTE][-MOST_MARKS:]
     steps, times, _ = table.column("step")
     known = np.isfinite(times)
     steps, times = steps[known], times[known]
@@ -95,6 +77,6 @@ def show_marks(marks: Marks, table: MetricsTable, *, axis: str) -> list[dict[str
     return shown
 
 
-def recent_marks(marks: Marks, *, most: int = 12) -> list[dict[str, Any]]:
+def recent_marks(marks: Sequence[Mark], *, most: int = 12) -> list[dict[str, Any]]:
     """The newest first."""
-    return [_show_mark(mark) for mark in reversed(marks.all()[-most:])]
+    return [_show_mark(mark) for mark in reversed(marks[-most:])]
