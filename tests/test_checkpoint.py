@@ -90,17 +90,6 @@ def test_the_best_are_those_by_the_number_that_ranks_at_the_time(tmp_path: Path)
     assert [path.name for path in sorted(store.dir.iterdir())] == ["step-000003", "step-000004"]
 
 
-def test_a_checkpoint_of_a_version_that_knew_accuracy_alone_is_ranked_by_it(tmp_path: Path) -> None:
-    store = make_store(tmp_path, keep_last=1, keep_best=1)
-    old = save(store, 1, score=0.9)
-    manifest = json.loads((old / "manifest.json").read_text())
-    del manifest["scores"]
-    (old / "manifest.json").write_text(json.dumps(manifest))
-    for step in (2, 3):
-        store.save(step, write=writer("x"), state={}, score=0.1, scores={ACCURACY.metric: 0.1}, best_by=ACCURACY.metric)
-    assert [path.name for path in sorted(store.dir.iterdir())] == ["step-000001", "step-000003"]
-
-
 def test_of_equal_scores_the_newer_is_best_and_none_is_kept_without_keep_best(tmp_path: Path) -> None:
     for folder, keep_best, kept in (("a", 1, ["step-000002", "step-000003"]), ("b", 0, ["step-000003"])):
         store = make_store(tmp_path / folder, keep_last=1, keep_best=keep_best)

@@ -215,10 +215,7 @@ def store_of(run_dir: Path) -> CheckpointStore:
 
 
 def _score(manifest: dict[str, Any], best_by: str | None) -> float | None:
-    """A manifest without ``scores`` is from a version that ranked only by accuracy."""
-    if best_by is None or ("scores" not in manifest and best_by == "eval/accuracy"):
-        return manifest["score"]
-    return manifest.get("scores", {}).get(best_by)
+    return manifest["score"] if best_by is None else manifest.get("scores", {}).get(best_by)
 
 
 def read_state(path: Path) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def _episode_metrics(episodes: list[Episode]) -> dict[str, float]:
     for episode in episodes:
         for name, value in episode.metrics.items():
             own.setdefault(name, []).append(value)
-    dropped = sum(own.pop(DROPPED, ())) + len(own.pop("", ()))  # journals of older versions have empty names
+    dropped = sum(own.pop(DROPPED, ()))
     kept = sorted(own, key=lambda name: -len(own[name]))[:MOST_NAMES]
     return {
         "episode/turns_mean": float(np.mean([len(episode.turns) for episode in episodes])),
