@@ -32,11 +32,11 @@ from rollcall.model import chat_template
 from rollcall.model.load import load_causal_lm, load_tokenizer
 from rollcall.observe.sinks import read_rows
 from rollcall.training import train
+from rollcall.view.address import OPEN, Keys
 from rollcall.view.api import ADDRESSES
-from rollcall.view.keys import OPEN, Keys
-from rollcall.view.places import ShownRuns
 from rollcall.view.reader import RunReader
 from rollcall.view.server import make_app
+from rollcall.view.shown_runs import ShownRuns
 
 Case = Callable[[Random, Path], Iterator[Failure | None]]  # what went wrong, of each thing that was tried
 

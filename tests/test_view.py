@@ -49,14 +49,13 @@ from rollcall.observe.timeline import ATTEMPT_LOST, RUN_FAILED
 from rollcall.observe.token_scores import FOLDER, write_token_scores
 from rollcall.observe.transcript import episode_columns
 from rollcall.types import FinishReason
-from rollcall.view.beside import page_beside
+from rollcall.view.address import OPEN, Keys, PageRecord, parse_record
 from rollcall.view.curves import GROUPS, describe, group_of, thinned
 from rollcall.view.journal_index import Indexed, JournalIndex
-from rollcall.view.keys import OPEN, Keys
 from rollcall.view.metrics_table import MetricsTable
-from rollcall.view.places import ShownRuns
-from rollcall.view.record import PageRecord, parse_record
+from rollcall.view.page_process import serving_page
 from rollcall.view.server import PageServer, make_app
+from rollcall.view.shown_runs import ShownRuns
 from rollcall.view.tail import FileTail
 
 HOSTILE = "<script>window.harmed=1</script>\u202e\u0000\ud800<img src=x onerror=window.harmed=1>"
@@ -220,7 +219,7 @@ def test_a_run_says_why_it_failed_and_what_it_waits_for(tmp_path: Path) -> None:
 
 
 def test_a_folder_shows_runs_that_appear_later_and_no_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollcall.view.places.LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("rollcall.view.shown_runs.LOOK_EVERY_S", 0.0)
     outside = write_run(tmp_path / "elsewhere", steps=1)
     folder = tmp_path / "runs"
     folder.mkdir()
@@ -242,7 +241,7 @@ def test_a_run_that_may_not_be_read_does_not_hide_the_others(tmp_path: Path, mon
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         return is_run(path)
 
-    monkeypatch.setattr("rollcall.view.places.is_run", look)
+    monkeypatch.setattr("rollcall.view.shown_runs.is_run", look)
     client = open_page(tmp_path)
     assert [run["name"] for run in client.get("/api/runs").json["runs"]] == ["open"]
     refused = PermissionError(errno.EACCES, "Permission denied", "events.jsonl")
@@ -648,7 +647,7 @@ def test_a_table_leaves_out_what_is_not_a_number(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_run_serves_its_page_while_it_trains(tmp_path: Path) -> None:
     run_dir, said = tmp_path / "run", []
-    with page_beside(run_dir, tell=said.append):
+    with serving_page(run_dir, tell=said.append):
         write_run(tmp_path, steps=1, groups=1)
         while not (run_dir / "page.json").exists():
             time.sleep(0.02)
@@ -673,8 +672,8 @@ def test_a_page_that_ends_before_its_run_is_not_named_any_more(tmp_path: Path, m
         "#!/bin/sh\nread secret; echo '{\"port\": 9}'; while [ ! -e $3/end ]; do sleep 0.02; done; exit 3\n"
     )
     page.chmod(0o700)
-    monkeypatch.setattr("rollcall.view.beside.sys.executable", str(page))
-    with page_beside(run_dir, tell=lambda text: None):
+    monkeypatch.setattr("rollcall.view.page_process.sys.executable", str(page))
+    with serving_page(run_dir, tell=lambda text: None):
         while not (run_dir / "page.json").exists():
             time.sleep(0.02)
         (run_dir / "end").touch()

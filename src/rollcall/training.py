@@ -358,9 +358,9 @@ def _page_of(config: Config) -> AbstractContextManager[None]:
     """The page beside this run, if its run file asks for one."""
     if not config.trainer.page:
         return nullcontext()
-    from rollcall.view.beside import page_beside
+    from rollcall.view.page_process import serving_page
 
-    return page_beside(config.run.dir, tell=say)
+    return serving_page(config.run.dir, tell=say)
 
 
 def _with_sizes(config: Config, tokens: Mapping[str, int]) -> Config:

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from rollcall.view.reader import RunState
     from rollcall.view.recover import RunReport
 
-STEPS_SHOWN = 3
-
 
 def recover(
     run_dir: RunDir,
@@ -69,7 +67,7 @@ def show_run(run_dir: Path, *, as_json: bool) -> None:
     if holder is None and not is_run(run_dir):
         raise ValueError(f"{run_dir} holds no file of a run; give the run.dir of a run, or nothing to see the cluster")
     phases, state = read_phases(run_dir), run.state()
-    steps = sorted({event.step for event in phases})[-STEPS_SHOWN:]
+    steps = sorted({event.step for event in phases})[-3:]
     recent = [event for event in phases if event.step in steps]
     stands = run.standing(state)
     if as_json:

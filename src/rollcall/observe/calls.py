@@ -21,8 +21,6 @@ from rollcall.observe.events import is_time
 
 CALLS = "calls.jsonl"
 JOIN_S = 0.02  # calls of one method with a shorter pause between them are one entry
-LONGEST_JOIN_S = 30.0  # of one entry
-MOST_WAITING = 4096  # lines that wait for the disk
 MOST_AFTER = 8 << 20  # bytes read after the end of a window, for calls that began in it
 
 
@@ -54,7 +52,7 @@ class CallFile:
         }
         if rows:
             self._waiting.append((dumps({"time": round(time_s, 3), "calls": rows}) + "\n").encode())
-            del self._waiting[:-MOST_WAITING]
+            del self._waiting[:-4096]
         self.flush()
 
     def flush(self) -> None:
@@ -96,7 +94,7 @@ class BusySpans:
                 return
             since, self._since = self._since, None
             last = self._ended[-1] if self._ended else None
-            if last is not None and since - last.end_s < JOIN_S and now - last.start_s < LONGEST_JOIN_S:
+            if last is not None and since - last.end_s < JOIN_S and now - last.start_s < 30.0:
                 self._ended[-1] = last._replace(end_s=now, count=last.count + 1)
             else:
                 self._ended.append(RecordedCall(self._name, since, now))

@@ -27,8 +27,6 @@ from rollcall.words import are, counted
 
 EVENTS = "events.jsonl"
 MOST_BYTES = 128 << 20  # of the file that are read: its end, with about 40,000 steps
-END_BYTES = 1 << 20  # that hold the last phase
-LATEST_S = 1e11  # unix time; no clock shows a later one
 _STEP = re.compile(rb'"step": (\d{1,15})\b')
 
 
@@ -188,7 +186,7 @@ def marks_in(lines: Iterable[bytes]) -> list[Mark]:
 
 
 def last_phase(run_dir: Path) -> PhaseEvent | None:
-    return last_phase_in(list(_lines(run_dir, most=END_BYTES)))
+    return last_phase_in(list(_lines(run_dir, most=1 << 20)))
 
 
 def last_phase_in(lines: Sequence[bytes]) -> PhaseEvent | None:
@@ -211,7 +209,9 @@ def _phase_event(row: dict[str, Any]) -> PhaseEvent | None:
 
 
 def is_time(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < LATEST_S
+    return (
+        isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e11
+    )  # no clock shows a later one
 
 
 def read_events(run_dir: Path) -> list[dict[str, Any]]:

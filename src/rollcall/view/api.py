@@ -22,8 +22,8 @@ from rollcall.view import curves, groups
 from rollcall.view.cluster import show_cluster
 from rollcall.view.held_out import held_out_steps, show_held_out
 from rollcall.view.journal_index import FILTERS, SORTS, JournalIndex
-from rollcall.view.places import ShownRuns, UnknownRunError
 from rollcall.view.reader import RunReader
+from rollcall.view.shown_runs import ShownRuns, UnknownRunError
 from rollcall.view.standing import no_signal
 from rollcall.view.timeline import show_marks, show_timeline
 from rollcall.view.tokens import Vocabularies, read_scores, show_tokens
@@ -32,8 +32,6 @@ MOST_ROWS = 200
 MOST_CURVES = 100
 MOST_RUNS = 12  # in one picture
 READ_S = 2.0  # of a file that grows, before a question is answered
-SIZES_EVERY_S = 30.0
-LONGEST_TEXT = 2000  # characters of a state
 
 
 class BadQuestionError(ValueError):
@@ -66,7 +64,7 @@ class WatchedRun(RunReader):
     def sizes(self) -> dict[str, int]:
         """Bytes of the journal, the checkpoints and the model; counted now and then, for a large folder takes long."""
         with self._making:
-            if time.monotonic() - self._sizes[0] > SIZES_EVERY_S:
+            if time.monotonic() - self._sizes[0] > 30.0:
                 found = {name: _folder_bytes(self.dir / name) for name in ("journal", "checkpoints", "model")}
                 self._sizes = (time.monotonic(), found)
             return self._sizes[1]
@@ -79,7 +77,7 @@ class WatchedRun(RunReader):
         times = self.metrics.column("step")[1]
         return {
             "state": state.word,
-            "text": redact(state.text[:LONGEST_TEXT]),
+            "text": redact(state.text),
             "no_signal": no_signal(num, num_steps=num_steps),
             "step": stands.step,
             "steps": stands.num_steps,

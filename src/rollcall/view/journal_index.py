@@ -29,9 +29,6 @@ from rollcall.wait import warn
 FOLDER = "journal"
 _STEP_FILE = re.compile(r"(\d{6,})\.groups")
 _SCHEMA = 4  # another number: the table is made again
-_PAUSE_S = 1.0
-_PAUSE_FACTOR = 20  # a refresh takes at most a twentieth of the time
-_COMMIT_EVERY_S = 0.5
 _TABLES = """
 create table if not exists files (name text primary key, inode integer, changed_ns integer, end integer, head blob);
 create table if not exists groups (
@@ -173,7 +170,7 @@ class JournalIndex:
             except (sqlite3.Error, OSError) as error:
                 warn(f"the journal of {self._root} cannot be indexed: {error}")
             took = time.monotonic() - began
-            until = time.monotonic() + max(_PAUSE_S, min(took * _PAUSE_FACTOR, 30.0))
+            until = time.monotonic() + max(1.0, min(took * 20, 30.0))  # it takes at most a twentieth of the time
             while not self._closed and time.monotonic() < until:
                 time.sleep(0.1)
 
@@ -222,7 +219,7 @@ class JournalIndex:
 
         def commit_if_due() -> bool:
             nonlocal committed
-            if time.monotonic() - committed < _COMMIT_EVERY_S:
+            if time.monotonic() - committed < 0.5:
                 return False
             with self._lock:
                 self._db.commit()

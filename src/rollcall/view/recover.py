@@ -22,8 +22,6 @@ from rollcall.view.reader import RunReader, RunState, holder_as_json
 from rollcall.wait import say
 from rollcall.words import all_of, counted, span
 
-SET_ASIDE = "set-aside"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
@@ -108,7 +106,7 @@ def repair(run_dir: Path) -> list[Path]:
         torn = look(run_dir).audit.torn
         if not torn:
             return []
-        folder = run_dir / SET_ASIDE / time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+        folder = run_dir / "set-aside" / time.strftime("%Y%m%d-%H%M%S", time.gmtime())
         while folder.exists():
             folder = folder.with_name(f"{folder.name}-again")
         moved = []

@@ -9,15 +9,13 @@ from typing import Any
 import numpy as np
 
 from rollcall.observe.events import Mark, MarkKind
-from rollcall.observe.timeline import TimeSpan, idle_shares, read_timeline
+from rollcall.observe.timeline import idle_shares, read_timeline
 from rollcall.redact import redact
 from rollcall.view.metrics_table import MetricsTable
 
 MOST_SPANS = 5000  # in one picture
 MOST_LANES = 600
 MOST_MARKS = 300
-LONGEST_TEXT = 500  # characters of a mark
-STEPS_SHOWN = 8  # the last ones, where nobody asks for others
 
 
 def show_timeline(root: Path, table: MetricsTable, *, first_step: int | None, last_step: int | None) -> dict[str, Any]:
@@ -26,7 +24,7 @@ def show_timeline(root: Path, table: MetricsTable, *, first_step: int | None, la
     steps, _, _ = table.column("step")
     newest = int(steps[-1]) if len(steps) else 0
     if first_step is None and last_step is None:
-        first_step = max(newest + 2 - STEPS_SHOWN, 0)
+        first_step = max(newest - 6, 0)  # the last eight, where nobody asks for others
     found = read_timeline(root, first_step=first_step, last_step=last_step)
     lanes = dict.fromkeys(found.lanes[:MOST_LANES])
     spans = sorted((span for span in found.spans if span.lane in lanes), key=lambda span: span.start_s - span.end_s)
@@ -34,7 +32,10 @@ def show_timeline(root: Path, table: MetricsTable, *, first_step: int | None, la
     spans = sorted(spans[:MOST_SPANS], key=lambda span: span.start_s)
     return {
         "lanes": list(lanes),
-        "spans": [_show_span(span) for span in spans],
+        "spans": [
+            [one.lane, one.name, round(one.start_s, 3), round(one.end_s, 3), one.kind, one.step, redact(one.note)]
+            for one in spans
+        ],
         "marks": [_show_mark(mark) for mark in found.marks[:MOST_MARKS]],
         "idle": {lane: round(share, 4) for lane, share in idle_shares(found).items() if lane in lanes},
         "left_out": left_out,
@@ -45,23 +46,9 @@ def show_timeline(root: Path, table: MetricsTable, *, first_step: int | None, la
     }
 
 
-def _show_span(span: TimeSpan) -> list[Any]:
-    return [span.lane, span.name, round(span.start_s, 3), round(span.end_s, 3), span.kind, span.step, _brief(span.note)]
-
-
 def _show_mark(mark: Mark) -> dict[str, Any]:
-    lane = None if mark.lane is None else _brief(mark.lane)
-    return {
-        "at_s": mark.at_s,
-        "name": _brief(mark.name),
-        "kind": mark.kind[:20],
-        "lane": lane,
-        "note": _brief(mark.note),
-    }
-
-
-def _brief(text: str) -> str:
-    return redact(text[: 4 * LONGEST_TEXT])[:LONGEST_TEXT]
+    lane = None if mark.lane is None else redact(mark.lane)
+    return {"at_s": mark.at_s, "name": redact(mark.name), "kind": mark.kind, "lane": lane, "note": redact(mark.note)}
 
 
 def show_marks(marks: Sequence[Mark], table: MetricsTable, *, axis: str) -> list[dict[str, Any]]:

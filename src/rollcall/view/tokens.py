@@ -9,13 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from rollcall.algo.shaping import group_advantages
 from rollcall.config import Config
 from rollcall.observe.token_scores import FOLDER, file_name, scores_in
 from rollcall.types import Floats, Group
-from rollcall.view.groups import NoGroupError, TrainedDraws
-
-MOST_PROMPT_TOKENS = 2000  # of those, the last: a completion answers them
+from rollcall.view.groups import NoGroupError, TrainedDraws, advantages_of
 
 
 class Vocabulary:
@@ -98,20 +95,12 @@ def show_tokens(
     if not 0 <= completion < len(group.completions):
         raise NoGroupError(f"the group has {len(group.completions)} completions, and no number {completion}")
     one, score = group.completions[completion], group.scores[completion]
-    advantages = None
-    if config is not None:
-        found = group_advantages(
-            group,
-            config.algorithm,
-            max_response_tokens=config.rollout.max_response_tokens,
-            environment=config.environment,
-        )
-        advantages = None if found is None else np.where(one.mask, found[completion], 0.0)
+    advantages = advantages_of(group, config)
     ids = one.token_ids.tolist()
     columns: dict[str, Any] = {"id": ids, "logprob": _short(one.logprobs), "mask": one.mask.astype(int).tolist()}
     columns["version"] = [segment.version for segment in one.segments for _ in range(segment.num_tokens)]
     if advantages is not None:
-        columns["advantage"] = _short(advantages)
+        columns["advantage"] = _short(np.where(one.mask, advantages[completion], 0.0))
     if learner is not None:
         difference = learner["logprobs"] - one.logprobs
         columns["entropy"] = _short(learner["entropy"])
@@ -119,7 +108,7 @@ def show_tokens(
         columns["mismatch"] = _short(np.where(one.mask, difference, 0.0))
         columns["ratio"] = _short(np.where(one.mask, np.exp(np.clip(difference, -20, 20)), 1.0))
     whole_prompt = one.prompt_ids(group.prompt.token_ids)
-    prompt = whole_prompt[-MOST_PROMPT_TOKENS:].tolist()
+    prompt = whole_prompt[-2000:].tolist()  # the end: a completion answers it
     return {
         "step": group.step,
         "draw": group.draw,
