@@ -698,15 +698,6 @@ def test_files_of_any_size_are_read_in_pieces(tmp_path: Path, monkeypatch: pytes
     assert table.column("train/loss")[0].tolist() == list(range(1, 61))
 
 
-def test_many_names_of_metrics_take_no_more_than_their_values(tmp_path: Path) -> None:
-    rows = [json.dumps({"step": step, f"name {step}": 1.0, "x" * 1000: 1.0}) for step in range(6000)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(rows) + "\n")
-    table = MetricsTable(tmp_path)
-    table.refresh()
-    assert len(table.names()) < 5000 and max(map(len, table.names())) < 20
-    assert sum(len(column.values) for column in table._columns.values()) < 6000 * 2
-
-
 def test_a_metric_with_a_comma_in_its_name_has_a_curve(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "runs", steps=2)
     with (run_dir / "metrics.jsonl").open("a") as file:

@@ -147,7 +147,7 @@ class Api:
             table = self.run(id).metrics
             table.refresh()
             names.update(table.names())
-        return {"metrics": curves.describe(sorted(names))}
+        return {"metrics": curves.describe(sorted(names)[:5000])}
 
     def curves(self, ask: QueryParams) -> Any:
         """Each ``name`` of these runs, with faults and recoveries. ``seen`` is what an earlier answer called ``mark``: where nothing is

@@ -18,7 +18,6 @@ from rollcall.observe.headline import GRADED, Headline, headline_of
 from rollcall.view.tail import FileTail
 
 METRICS = "metrics.jsonl"
-MOST_NAMES, LONGEST_NAME = 5000, 300  # others are left out
 Numbers = NDArray[np.float64]
 
 
@@ -70,8 +69,6 @@ class MetricsTable:
             if type(value) is float or (type(value) is int and abs(value) < LARGEST_COUNT):
                 column = self._columns.get(name)
                 if column is None:
-                    if len(self._columns) >= MOST_NAMES or len(name) > LONGEST_NAME:
-                        continue
                     column = self._columns[name] = _Column()
                 column.rows.append(place)
                 column.values.append(value)

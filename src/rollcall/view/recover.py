@@ -17,7 +17,7 @@ from rollcall.checkpoint.store import CheckpointEntry
 from rollcall.durable.atomic import fsync, write_atomic
 from rollcall.durable.journal import inspect
 from rollcall.durable.lease import WATCH_S, Holder, hold
-from rollcall.view.audit import Audit, Torn, audit, judge_file, read_trained
+from rollcall.view.audit import Audit, Torn, audit, judge_file
 from rollcall.view.reader import RunReader, RunState, holder_as_json
 from rollcall.wait import say
 from rollcall.words import all_of, counted, span
@@ -26,17 +26,26 @@ from rollcall.words import all_of, counted, span
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
     run_dir: Path
-    checkpoints: tuple[CheckpointEntry, ...]  # oldest first
-    last: CheckpointEntry | None  # the newest that is whole
+    audit: Audit
     num_steps: int | None  # of the whole run; None: its run file cannot be read
     prompts_per_step: int | None
-    groups: dict[int, int]  # step past the checkpoint -> finished groups
-    replayed: tuple[
-        int, ...
-    ]  # steps past the checkpoint that were trained before, and will be again, on the same groups
-    audit: Audit
     holder: Holder | None
     state: RunState
+
+    @property
+    def last(self) -> CheckpointEntry | None:
+        """The newest checkpoint that is whole."""
+        return next((one for one in reversed(self.audit.checkpoints) if not one.reason), None)
+
+    @property
+    def groups(self) -> dict[int, int]:
+        """Steps past the checkpoint with their finished groups."""
+        return {step: count for step, count in self.audit.groups.items() if step > self.start_step}
+
+    @property
+    def replayed(self) -> list[int]:
+        """Steps past the checkpoint that were trained before, and will be again, on the same groups."""
+        return sorted({step for step, _ in self.audit.trained if step > self.start_step})
 
     @property
     def start_step(self) -> int:
@@ -66,11 +75,13 @@ class RunReport:
     def as_json(self) -> dict[str, Any]:
         return {
             "run_dir": str(self.run_dir),
-            "checkpoints": [{"step": one.step, "whole": not one.reason, "why": one.reason} for one in self.checkpoints],
+            "checkpoints": [
+                {"step": one.step, "whole": not one.reason, "why": one.reason} for one in self.audit.checkpoints
+            ],
             "last_checkpoint": self.last.step if self.last else None,
             "steps": self.num_steps,
             "finished_groups": self.groups,
-            "replayed": list(self.replayed),
+            "replayed": self.replayed,
             "torn": [{"path": str(one.path), "why": one.why} for one in self.audit.torn],
             "audit": self.audit.counts(),
             "lease": holder_as_json(self.holder),
@@ -79,21 +90,12 @@ class RunReport:
 
 
 def look(run_dir: Path) -> RunReport:
-    run_dir = Path(run_dir)
-    counted = audit(run_dir)
     run = RunReader(run_dir)
-    checkpoints = run.checkpoints()
-    last = next((state for state in reversed(checkpoints) if not state.reason), None)
-    start = last.step if last else 0
     return RunReport(
-        run_dir=run_dir,
-        checkpoints=tuple(checkpoints),
-        last=last,
+        run_dir=run.dir,
+        audit=audit(run.dir),
         num_steps=run.num_steps,
         prompts_per_step=run.prompts_per_step,
-        groups={file.step: len(set(file.draws)) for file in inspect(run_dir / "journal") if file.step > start},
-        replayed=tuple(sorted({step for step, _ in read_trained(run_dir) if step > start})),
-        audit=counted,
         holder=run.holder(),
         state=run.state(),
     )
@@ -103,7 +105,7 @@ def repair(run_dir: Path) -> list[Path]:
     """Set torn things aside; where they went. Refuses while a controller has the run directory."""
     run_dir = Path(run_dir)
     with hold(run_dir):
-        torn = look(run_dir).audit.torn
+        torn = audit(run_dir).torn
         if not torn:
             return []
         folder = run_dir / "set-aside" / time.strftime("%Y%m%d-%H%M%S", time.gmtime())
