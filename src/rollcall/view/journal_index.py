@@ -16,8 +16,6 @@ import re
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -202,35 +200,20 @@ class JournalIndex:
         # The newest first: that is what people look at while an old journal is read.
         due.sort(key=lambda name: int(name.partition(".")[0]), reverse=True)
         self._progress = Indexed(files=len(seen) - len(due), total=len(seen), groups=self._count())
-        with self._batches() as commit_if_due:
-            for number, name in enumerate(due, start=1):
-                if self._closed:
-                    return self._progress
-                self._index(name, about=seen[name])
-                if commit_if_due():
-                    done = len(seen) - len(due) + number
-                    self._progress = Indexed(files=done, total=len(seen), groups=self._count())
-        self._progress = Indexed(files=len(seen), total=len(seen), groups=self._count())
-        return self._progress
-
-    @contextmanager
-    def _batches(self) -> Iterator[Any]:
         committed = time.monotonic()
-
-        def commit_if_due() -> bool:
-            nonlocal committed
-            if time.monotonic() - committed < 0.5:
-                return False
-            with self._lock:
-                self._db.commit()
-            committed = time.monotonic()
-            return True
-
-        try:
-            yield commit_if_due
-        finally:
-            with self._lock:
-                self._db.commit()
+        for number, name in enumerate(due, start=1):
+            if self._closed:
+                break
+            self._index(name, about=seen[name])
+            if number == len(due) or time.monotonic() - committed > 0.5:
+                with self._lock:
+                    self._db.commit()
+                committed = time.monotonic()
+                done = len(seen) - len(due) + number
+                self._progress = Indexed(files=done, total=len(seen), groups=self._count())
+        with self._lock:
+            self._db.commit()
+        return self._progress
 
     def _index(self, name: str, *, about: tuple[int, int, int]) -> None:
         (inode, changed_ns, size), before = about, self._known.get(name)
