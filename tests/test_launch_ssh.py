@@ -39,8 +39,7 @@ from rollcall.launch.target import LaunchRequest
 from rollcall.launch.targets import get_target
 from rollcall.nodes.address import free_ports, listens
 from rollcall.version import __version__
-from rollcall.view.keys import OPEN, Keys
-from rollcall.view.record import PageRecord
+from rollcall.view.address import OPEN, Keys, PageRecord
 
 HOSTS = ["a", "b"]
 TARGET = get_target("ssh")

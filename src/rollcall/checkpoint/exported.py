@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from rollcall.checkpoint.run_dir import read_summary
 from rollcall.checkpoint.store import MANIFEST, Checkpoint
 from rollcall.config.yaml import read_small
 from rollcall.errors import CheckpointError
@@ -63,8 +64,5 @@ def finished_summary(run_dir: Path, *, last: Checkpoint | None, num_steps: int) 
     """The summary of a run that has trained all its steps and left its model; None: there is something to do."""
     if last is None or last.step != num_steps or exported_model(run_dir, last=last) is None:
         return None
-    try:
-        summary = json.loads((run_dir / "summary.json").read_text())
-        return summary if summary["steps"] == num_steps and "headline" in summary else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    summary = read_summary(run_dir)
+    return summary if summary is not None and summary["steps"] == num_steps else None

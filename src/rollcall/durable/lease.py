@@ -239,7 +239,7 @@ def _read(path: Path, number: int) -> Holder:
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         text = file.read(_MOST_BYTES)
     try:
-        fields = {"waits": "", "waits_since": 0} | json.loads(text)
+        fields = json.loads(text)
         if not all(isinstance(fields[name], kind) for name, kind in _KINDS.items()):
             raise TypeError("not what a holder writes")
         return Holder(**{**fields, "counter": int(fields["counter"]), "number": number})

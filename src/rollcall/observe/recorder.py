@@ -63,11 +63,8 @@ class Recorder:
         if last is None or last.is_over:
             return
         calls: dict[str, list[RecordedCall]] = {}
-        for one in last.processes:
-            if one.lane != CONTROLLER and one.doing and one.since_s is not None and one.state != WorkState.LOST:
-                calls.setdefault(one.lane, []).append(
-                    RecordedCall(one.doing, one.since_s, max(last.time_s, one.since_s))
-                )
+        for lane, call in last.under_way:
+            calls.setdefault(lane, []).append(call)
         with self._noting_faults():
             self._calls.append(calls, time_s=last.time_s)
         doing = next((one.doing for one in last.processes if one.lane == CONTROLLER), "")

@@ -15,8 +15,7 @@ from rollcall.launch.ssh.shell import CONNECT_S
 from rollcall.launch.ssh.site import Site
 from rollcall.launch.ssh.tunnel import Tunnel, TunnelChannel
 from rollcall.redact import remember
-from rollcall.view.record import FILE as PAGE_FILE
-from rollcall.view.record import parse_record
+from rollcall.view.address import PAGE_FILE, parse_record
 from rollcall.wait import say
 
 JOB = "job"  # the kind of its part

@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rollcall.observe.calls import CALLS
-from rollcall.observe.events import EVENTS, Mark, MarkKind, marks_in
-from rollcall.observe.live import LIVE
-from rollcall.observe.timeline import TimeSpan, idle_shares, read_timeline
+from rollcall.observe.events import Mark, MarkKind
+from rollcall.observe.timeline import idle_shares, read_timeline
 from rollcall.redact import redact
-from rollcall.view.grown import GrownFile
-from rollcall.view.inside import regular
 from rollcall.view.metrics_table import MetricsTable
 
 MOST_SPANS = 5000  # in one picture
 MOST_LANES = 600
 MOST_MARKS = 300
-LONGEST_TEXT = 500  # characters of a mark
-STEPS_SHOWN = 8  # the last ones, where nobody asks for others
 
 
 def show_timeline(root: Path, table: MetricsTable, *, first_step: int | None, last_step: int | None) -> dict[str, Any]:
     """The spans of some steps. Where they are too many for a picture, the shortest are left out and counted."""
-    _only_inside(root)
     table.refresh()
     steps, _, _ = table.column("step")
     newest = int(steps[-1]) if len(steps) else 0
     if first_step is None and last_step is None:
-        first_step = max(newest + 2 - STEPS_SHOWN, 0)
+        first_step = max(newest - 6, 0)  # the last eight, where nobody asks for others
     found = read_timeline(root, first_step=first_step, last_step=last_step)
     lanes = dict.fromkeys(found.lanes[:MOST_LANES])
     spans = sorted((span for span in found.spans if span.lane in lanes), key=lambda span: span.start_s - span.end_s)
@@ -39,7 +32,10 @@ def show_timeline(root: Path, table: MetricsTable, *, first_step: int | None, la
     spans = sorted(spans[:MOST_SPANS], key=lambda span: span.start_s)
     return {
         "lanes": list(lanes),
-        "spans": [_show_span(span) for span in spans],
+        "spans": [
+            [one.lane, one.name, round(one.start_s, 3), round(one.end_s, 3), one.kind, one.step, redact(one.note)]
+            for one in spans
+        ],
         "marks": [_show_mark(mark) for mark in found.marks[:MOST_MARKS]],
         "idle": {lane: round(share, 4) for lane, share in idle_shares(found).items() if lane in lanes},
         "left_out": left_out,
@@ -50,45 +46,14 @@ def show_timeline(root: Path, table: MetricsTable, *, first_step: int | None, la
     }
 
 
-def _show_span(span: TimeSpan) -> list[Any]:
-    return [span.lane, span.name, round(span.start_s, 3), round(span.end_s, 3), span.kind, span.step, _brief(span.note)]
-
-
 def _show_mark(mark: Mark) -> dict[str, Any]:
-    lane = None if mark.lane is None else _brief(mark.lane)
-    return {
-        "at_s": mark.at_s,
-        "name": _brief(mark.name),
-        "kind": mark.kind[:20],
-        "lane": lane,
-        "note": _brief(mark.note),
-    }
+    lane = None if mark.lane is None else redact(mark.lane)
+    return {"at_s": mark.at_s, "name": redact(mark.name), "kind": mark.kind, "lane": lane, "note": redact(mark.note)}
 
 
-def _brief(text: str) -> str:
-    return redact(text[: 4 * LONGEST_TEXT])[:LONGEST_TEXT]
-
-
-class Marks:
-    """The marks of a run, read where its events have grown."""
-
-    def __init__(self, root: Path) -> None:
-        self._file = GrownFile(root, EVENTS)
-        self._lock = threading.Lock()
-        self._found: list[Mark] = []
-
-    def all(self) -> list[Mark]:
-        with self._lock:
-            for again, lines in self._file.pieces():
-                if again:
-                    self._found = []
-                self._found += marks_in(lines)
-            return list(self._found)
-
-
-def show_marks(marks: Marks, table: MetricsTable, *, axis: str) -> list[dict[str, Any]]:
+def show_marks(marks: Sequence[Mark], table: MetricsTable, *, axis: str) -> list[dict[str, Any]]:
     """Faults and recoveries, each with its place on the axis of curves: its time, or the step that ran at that time."""
-    found = [mark for mark in marks.all() if mark.kind != MarkKind.NOTE][-MOST_MARKS:]
+    found = [mark for mark in marks if mark.kind != MarkKind.NOTE][-MOST_MARKS:]
     steps, times, _ = table.column("step")
     known = np.isfinite(times)
     steps, times = steps[known], times[known]
@@ -99,12 +64,6 @@ def show_marks(marks: Marks, table: MetricsTable, *, axis: str) -> list[dict[str
     return shown
 
 
-def _only_inside(root: Path) -> None:
-    """What is read below by its name must not be a link that leads elsewhere, or a pipe."""
-    for name in (EVENTS, CALLS, LIVE):
-        regular(root, name)
-
-
-def recent_marks(marks: Marks, *, most: int = 12) -> list[dict[str, Any]]:
+def recent_marks(marks: Sequence[Mark], *, most: int = 12) -> list[dict[str, Any]]:
     """The newest first."""
-    return [_show_mark(mark) for mark in reversed(marks.all()[-most:])]
+    return [_show_mark(mark) for mark in reversed(marks[-most:])]

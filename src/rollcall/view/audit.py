@@ -34,8 +34,13 @@ class Torn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
-    """Lists of draws are ascending."""
+    """What was counted, with what it was counted from. Lists of draws are ascending."""
 
+    checkpoints: tuple[CheckpointEntry, ...]  # oldest first, every byte compared
+    trained: tuple[
+        tuple[int, list[int]], ...
+    ]  # steps and their draws in the order in which they were trained, replays included
+    groups: dict[int, int]  # step -> finished groups in the journal
     steps: int  # trained
     skipped: tuple[int, ...]  # draws that came up before others that were trained, and were not
     trained_twice: tuple[int, ...]  # draws in two steps
@@ -68,15 +73,19 @@ def audit(run_dir: Path) -> Audit:
     attempts = inspect_attempts(run_dir / "journal")
     records = Counter(draw for file in files for draw in file.draws)
     episodes = Counter(place for file in attempts for place in file.places)
-    trained = read_trained(run_dir)
+    rows = [json.loads(line) for line, good in judge_file(run_dir / "journal" / TRAINED) if good]
+    trained = tuple((row["step"], row["draws"]) for row in rows)
     # A step that was trained again after a crash says the same again.
     steps_of: dict[int, set[int]] = {}
     for step, draws in trained:
         for draw in draws:
             steps_of.setdefault(draw, set()).add(step)
     repeats = {draw for _, draws in trained for draw, count in Counter(draws).items() if count > 1}
-    checkpoints = store_of(run_dir).inspect()
+    checkpoints = tuple(store_of(run_dir).inspect())
     return Audit(
+        checkpoints=checkpoints,
+        trained=trained,
+        groups={file.step: len(set(file.draws)) for file in files},
         steps=len({step for step, _ in trained}),
         skipped=tuple(sorted(_skipped(run_dir, set(steps_of), set(records), checkpoints))),
         trained_twice=tuple(sorted(repeats | {draw for draw, steps in steps_of.items() if len(steps) > 1})),
@@ -87,7 +96,7 @@ def audit(run_dir: Path) -> Audit:
 
 
 def find_torn(
-    run_dir: Path, *, files: Sequence[StepFile | AttemptsFile], checkpoints: list[CheckpointEntry]
+    run_dir: Path, *, files: Sequence[StepFile | AttemptsFile], checkpoints: Sequence[CheckpointEntry]
 ) -> list[Torn]:
     """Everything that a killed write may have left."""
     torn = [
@@ -126,14 +135,7 @@ def _is_superseded(path: Path) -> bool:
     return path.name.startswith(".old-") and path.with_name(path.name.removeprefix(".old-")).exists()
 
 
-def read_trained(run_dir: Path) -> list[tuple[int, list[int]]]:
-    """Steps and their draws in the order in which they were trained, replays included; lines that are not whole are left
-    out."""
-    rows = [json.loads(line) for line, good in judge_file(run_dir / "journal" / TRAINED) if good]
-    return [(row["step"], row["draws"]) for row in rows]
-
-
-def _skipped(run_dir: Path, trained: set[int], journaled: set[int], checkpoints: list[CheckpointEntry]) -> set[int]:
+def _skipped(run_dir: Path, trained: set[int], journaled: set[int], checkpoints: Sequence[CheckpointEntry]) -> set[int]:
     """Draws below the highest that was trained, which were not trained themselves.
 
     Where groups may be left out for want of signal, or come later, one that is in the journal is not skipped, nor is one

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from rollcall.view.inside import OutsideError, open_inside
-
 PIECE = 16 << 20  # bytes in memory at once
-READ_S = 2.0
 HEAD = 256  # bytes; a new file may get the number of one that was removed, but does not begin like it
 
 
-class GrownFile:
-    """Another file of the same name, or one that has become shorter, is read from its beginning."""
+class FileTail:
+    """Another file of the same name, or one that has become shorter, is read from its beginning. ``read_s``: how long ``pieces`` may
+    read; the rest of a long file comes with the next question."""
 
-    def __init__(self, root: Path, *names: str) -> None:
-        self._root, self._names = root, names
+    def __init__(self, path: Path, *, read_s: float = math.inf) -> None:
+        self._path, self._read_s = path, read_s
         self._file: tuple[int, int] | None = None  # device and inode
         self._head = b""
         self._read = 0  # bytes
         self._is_behind = False
 
     def pieces(self) -> Iterator[tuple[bool, list[bytes]]]:
-        """What ``new_lines`` gives, again and again until all is read. Of a file that takes long the rest comes with the next
-        question."""
-        until = time.monotonic() + READ_S
+        """What ``new_lines`` gives, again and again until all is read."""
+        until = time.monotonic() + self._read_s
         yield self.new_lines()
         while self._is_behind and time.monotonic() < until:
             yield self.new_lines()
@@ -35,7 +33,7 @@ class GrownFile:
     def new_lines(self) -> tuple[bool, list[bytes]]:
         """Whether all that was read before is void, and the whole lines since then."""
         try:
-            with open_inside(self._root, *self._names) as file:
+            with self._path.open("rb") as file:
                 about = os.fstat(file.fileno())
                 head = file.read(HEAD)
                 again = (about.st_dev, about.st_ino) != self._file or about.st_size < self._read
@@ -45,7 +43,7 @@ class GrownFile:
                 self._head = head[: head.rfind(b"\n") + 1]  # whole lines: the last may still grow
                 file.seek(self._read)
                 data = file.read(min(about.st_size - self._read, PIECE))
-        except (OSError, OutsideError):
+        except OSError:
             gone, self._file, self._read, self._is_behind = self._file is not None, None, 0, False
             return gone, []
         # A line that is longer than a piece is none of ours: it is passed over, and the rest of it cannot be read as a row.

@@ -13,35 +13,39 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollcall.checkpoint.store import CheckpointEntry, store_of
-from rollcall.config.yaml import read_yaml
-from rollcall.durable.append_file import is_count
+from rollcall.checkpoint.store import CheckpointEntry
 from rollcall.durable.atomic import fsync, write_atomic
 from rollcall.durable.journal import inspect
-from rollcall.durable.lease import WATCH_S, Holder, hold, read_holder
-from rollcall.errors import ConfigError
-from rollcall.inspect.audit import Audit, Torn, audit, judge_file, read_trained
-from rollcall.observe.events import PhaseEvent, read_phases
+from rollcall.durable.lease import WATCH_S, Holder, hold
+from rollcall.view.audit import Audit, Torn, audit, judge_file
+from rollcall.view.reader import RunReader, RunState, holder_as_json
 from rollcall.wait import say
 from rollcall.words import all_of, counted, span
-
-SET_ASIDE = "set-aside"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
     run_dir: Path
-    checkpoints: tuple[CheckpointEntry, ...]  # oldest first
-    last: CheckpointEntry | None  # the newest that is whole
+    audit: Audit
     num_steps: int | None  # of the whole run; None: its run file cannot be read
     prompts_per_step: int | None
-    groups: dict[int, int]  # step past the checkpoint -> finished groups
-    replayed: tuple[
-        int, ...
-    ]  # steps past the checkpoint that were trained before, and will be again, on the same groups
-    audit: Audit
     holder: Holder | None
-    phase: PhaseEvent | None  # the last that began
+    state: RunState
+
+    @property
+    def last(self) -> CheckpointEntry | None:
+        """The newest checkpoint that is whole."""
+        return next((one for one in reversed(self.audit.checkpoints) if not one.reason), None)
+
+    @property
+    def groups(self) -> dict[int, int]:
+        """Steps past the checkpoint with their finished groups."""
+        return {step: count for step, count in self.audit.groups.items() if step > self.start_step}
+
+    @property
+    def replayed(self) -> list[int]:
+        """Steps past the checkpoint that were trained before, and will be again, on the same groups."""
+        return sorted({step for step, _ in self.audit.trained if step > self.start_step})
 
     @property
     def start_step(self) -> int:
@@ -71,11 +75,13 @@ class RunReport:
     def as_json(self) -> dict[str, Any]:
         return {
             "run_dir": str(self.run_dir),
-            "checkpoints": [{"step": one.step, "whole": not one.reason, "why": one.reason} for one in self.checkpoints],
+            "checkpoints": [
+                {"step": one.step, "whole": not one.reason, "why": one.reason} for one in self.audit.checkpoints
+            ],
             "last_checkpoint": self.last.step if self.last else None,
             "steps": self.num_steps,
             "finished_groups": self.groups,
-            "replayed": list(self.replayed),
+            "replayed": self.replayed,
             "torn": [{"path": str(one.path), "why": one.why} for one in self.audit.torn],
             "audit": self.audit.counts(),
             "lease": holder_as_json(self.holder),
@@ -84,24 +90,14 @@ class RunReport:
 
 
 def look(run_dir: Path) -> RunReport:
-    run_dir = Path(run_dir)
-    counted = audit(run_dir)
-    checkpoints = store_of(run_dir).inspect()
-    last = next((state for state in reversed(checkpoints) if not state.reason), None)
-    start = last.step if last else 0
-    run_file = _run_file(run_dir)
-    phases = read_phases(run_dir)
+    run = RunReader(run_dir)
     return RunReport(
-        run_dir=run_dir,
-        checkpoints=tuple(checkpoints),
-        last=last,
-        num_steps=_count_in(run_file, "trainer", "steps"),
-        prompts_per_step=_count_in(run_file, "data", "prompts_per_step"),
-        groups={file.step: len(set(file.draws)) for file in inspect(run_dir / "journal") if file.step > start},
-        replayed=tuple(sorted({step for step, _ in read_trained(run_dir) if step > start})),
-        audit=counted,
-        holder=read_holder(run_dir),
-        phase=phases[-1] if phases else None,
+        run_dir=run.dir,
+        audit=audit(run.dir),
+        num_steps=run.num_steps,
+        prompts_per_step=run.prompts_per_step,
+        holder=run.holder(),
+        state=run.state(),
     )
 
 
@@ -109,10 +105,10 @@ def repair(run_dir: Path) -> list[Path]:
     """Set torn things aside; where they went. Refuses while a controller has the run directory."""
     run_dir = Path(run_dir)
     with hold(run_dir):
-        torn = look(run_dir).audit.torn
+        torn = audit(run_dir).torn
         if not torn:
             return []
-        folder = run_dir / SET_ASIDE / time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+        folder = run_dir / "set-aside" / time.strftime("%Y%m%d-%H%M%S", time.gmtime())
         while folder.exists():
             folder = folder.with_name(f"{folder.name}-again")
         moved = []
@@ -123,29 +119,6 @@ def repair(run_dir: Path) -> list[Path]:
             say(f"{one.path}: {one.why}; moved to {target}")
             moved.append(target)
         return moved
-
-
-def num_steps_of(run_dir: Path) -> int | None:
-    """``trainer.steps`` of the run; None: its run file does not say."""
-    return _count_in(_run_file(run_dir), "trainer", "steps")
-
-
-def holder_as_json(holder: Holder | None) -> dict[str, Any] | None:
-    if holder is None:
-        return None
-    state = "released" if holder.released else "gone" if holder.is_gone else "alive" if holder.is_here else "unknown"
-    waits = {"for": holder.waits, "since_s": holder.waits_since} if holder.waits and not holder.is_gone else None
-    about = {"host": holder.host, "pid": holder.pid, "since": holder.since, "counter": holder.counter}
-    return {**about, "state": state, "waiting": waits}
-
-
-def describe(holder: Holder | None) -> str:
-    """Who has the run directory, as far as this host can see at once."""
-    if holder is None or holder.released:
-        return "nobody"
-    if holder.is_here:
-        return f"{holder}, which {'is gone' if holder.is_gone else 'runs'}"
-    return f"{holder}; this host cannot see at once whether it is alive"
 
 
 def _about(holder: Holder | None) -> str:
@@ -169,17 +142,3 @@ def _set_aside(torn: Torn, target: Path) -> None:
     shutil.copy2(path, target)
     fsync(target)
     write_atomic(path, whole)
-
-
-def _run_file(run_dir: Path) -> dict[str, Any]:
-    try:
-        found = read_yaml(run_dir / "run.yaml", what="saved run file")
-    except ConfigError:
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _count_in(run_file: dict[str, Any], section: str, key: str) -> int | None:
-    keys = run_file.get(section)
-    value = keys.get(key) if isinstance(keys, dict) else None
-    return value if is_count(value) else None

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollcall.config import public_dump
-from rollcall.inspect.run import Run
 from rollcall.loop.resume import differences
+from rollcall.view.reader import RunReader
 
 # What a run is called and where it lies always differs.
 _NAMES = ("run.name", "run.dir")
@@ -42,8 +42,8 @@ class Comparison:
         }
 
 
-def compare(first: Run, second: Run) -> Comparison:
-    before, after = public_dump(first.config), public_dump(second.config)
+def compare(first: RunReader, second: RunReader) -> Comparison:
+    before, after = public_dump(first.read_config()), public_dump(second.read_config())
     changes = differences("", before, after)
     numbers = [_numbers(run) for run in (first, second)]
     return Comparison(
@@ -56,12 +56,9 @@ def compare(first: Run, second: Run) -> Comparison:
     )
 
 
-def _numbers(run: Run) -> dict[str, tuple[float | None, int]]:
+def _numbers(run: RunReader) -> dict[str, tuple[float | None, int]]:
     """Name -> value and digits to show."""
-    summary, rows = run.summary, run.metrics.to_pylist()
-    lengths = [
-        row["rollout/response_length_mean"] for row in rows if row.get("rollout/response_length_mean") is not None
-    ]
+    summary, lengths = run.summary(), run.metrics.values("rollout/response_length_mean")
     accuracy, reward = summary["eval"]["accuracy"], summary["reward_mean"]
     course: dict[str, tuple[float | None, int]] = {"steps": (summary["steps"], 0)}
     course |= {f"held-out accuracy, {which}": (accuracy[which], 3) for which in ("first", "last", "best")}

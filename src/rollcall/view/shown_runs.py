@@ -8,14 +8,13 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from rollcall.checkpoint.run_dir import is_run
 from rollcall.errors import ConfigError
 
 DEFAULT_FOLDER = Path("runs")
-DEPTH = 3  # of folders below a folder of runs
-MOST_RUNS = 1000
 LOOK_EVERY_S = 3.0
 
 
@@ -62,9 +61,7 @@ class ShownRuns:
         if self._is_one or _is_run(real):
             yield _place(real, name=real.name)
             return
-        for number, found in enumerate(_runs_below(real, depth=DEPTH)):
-            if number == MOST_RUNS:
-                return
+        for found in islice(_runs_below(real, depth=3), 1000):
             yield _place(found, name=found.relative_to(real).as_posix())
 
 

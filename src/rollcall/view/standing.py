@@ -1,20 +1,18 @@
-"""How far a run is, read from its directory: step, reward, headline, time left."""
+"""How far a run is, by its metrics: step, reward, headline, time left."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from rollcall.durable.lease import Holder
-from rollcall.observe.headline import Headline, headline_of
+from rollcall.observe.headline import Headline
 from rollcall.observe.progress import STEPS_COUNTED, format_duration
-from rollcall.observe.signal import ADVANTAGE, no_signal
-from rollcall.observe.sinks import read_rows
+from rollcall.view.metrics_table import MetricsTable
 from rollcall.words import counted
 
 # Metrics under ``episode/``, and what they are called in a line.
@@ -22,6 +20,14 @@ EPISODE_COUNTS = {"turns_mean": "turns", "tool_calls_mean": "tool calls"}
 EPISODE_ENDS = {
     "failed_fraction": "failed", "truncated_fraction": "reached a limit", "timed_out_fraction": "took too long",
 }  # fmt: skip
+
+ADVANTAGE = "train/advantage_abs_mean"
+WORTH_SAYING = 0.1  # of the steps
+ADVICE = (
+    "In such a step all completions of each group scored alike or were left out of the loss, so there was nothing to prefer. Use "
+    "prompts that the model solves sometimes but not always, raise rollout.samples_per_prompt, or let the reward give more than "
+    "right and wrong"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +38,8 @@ class Standing:
     headline: Headline
     first: float | None
     last: float | None
+    best: float | None
+    step_s: float | None  # in the middle of the recent ones
     left_s: float | None  # None: nothing runs, it waits, or no whole step of this process has been measured
     without_signal: tuple[int, int]  # how many steps taught nothing, of how many
     episodes: Mapping[str, float] | None  # what their turns were in that step, by metric; None: it had none
@@ -67,31 +75,32 @@ class Standing:
         }
 
 
-def standing(run_dir: Path, *, num_steps: int | None, holder: Holder | None) -> Standing:
-    """``holder`` is the process that has the run directory; without one the run makes no progress."""
-    rows = read_rows(run_dir / "metrics.jsonl")
-    steps = [row for row in rows if row.get("time/step_s") is not None]
-    headline = headline_of(rows)
-    values = headline.values(rows)
-    step = steps[-1]["step"] if steps else 0
-    advantages = [row.get(ADVANTAGE) for row in steps]
-    since = None if holder is None or holder.is_gone or holder.waits else _since(holder)
+def standing(metrics: MetricsTable, *, num_steps: int | None, holder: Holder | None) -> Standing:
+    """``holder`` is the process that works on the run; without one there is no time left."""
+    step, scores, seconds = metrics.step, metrics.values(metrics.headline.metric), metrics.values("time/step_s")
+    advantages = metrics.values(ADVANTAGE)
     return Standing(
         step=step,
         num_steps=num_steps,
-        reward=steps[-1].get("train/reward_mean") if steps else None,
-        headline=headline,
-        first=values[0] if values else None,
-        last=values[-1] if values else None,
-        left_s=None if since is None else _left_s(steps, num_steps=num_steps, since=since),
+        reward=metrics.last("train/reward_mean"),
+        headline=metrics.headline,
+        first=scores[0] if scores else None,
+        last=scores[-1] if scores else None,
+        best=max(scores, default=None),
+        step_s=statistics.median(seconds[-STEPS_COUNTED:]) if seconds else None,
+        left_s=None if holder is None else _left_s(metrics, num_steps=num_steps, since=_since(holder)),
         without_signal=(advantages.count(0), len(advantages)),
-        episodes=_episodes(steps[-1]) if steps else None,
+        episodes=_episodes(metrics),
     )
 
 
-def _episodes(row: Mapping[str, Any]) -> dict[str, float] | None:
-    names = (*EPISODE_COUNTS, *EPISODE_ENDS)
-    found = {name: row[f"episode/{name}"] for name in names if row.get(f"episode/{name}") is not None}
+def _episodes(metrics: MetricsTable) -> dict[str, float] | None:
+    """Of the last step."""
+    found = {}
+    for name in (*EPISODE_COUNTS, *EPISODE_ENDS):
+        steps, _, values = metrics.column(f"episode/{name}")
+        if len(steps) and steps[-1] == metrics.step:
+            found[name] = float(values[-1])
     return found or None
 
 
@@ -105,15 +114,17 @@ def _in_words(episodes: Mapping[str, float]) -> str:
     return f"{', '.join(counts)} each; {', '.join(ends)}"
 
 
-def _left_s(steps: Sequence[Mapping[str, Any]], *, num_steps: int | None, since: float) -> float | None:
+def _left_s(metrics: MetricsTable, *, num_steps: int | None, since: float) -> float | None:
     """At the pace of the recent steps that the present process has trained, without its first, which also warms up."""
-    recent = [row for row in steps if row.get("time", 0.0) >= since][1:][-STEPS_COUNTED:]
-    if not recent or num_steps is None or recent[-1]["step"] >= num_steps:
+    steps, times, _ = metrics.column("time/step_s")
+    recent = set(steps[times >= since][1:][-STEPS_COUNTED:].tolist())
+    if not recent or num_steps is None or steps[-1] >= num_steps:
         return None
-    pace = statistics.fmean(
-        sum(row.get(f"time/{part}_s") or 0.0 for part in ("step", "eval", "save")) for row in recent
-    )
-    return max(0.0, pace * (num_steps - recent[-1]["step"]) - (time.time() - recent[-1]["time"]))
+    spent_s = 0.0
+    for part in ("step", "eval", "save"):
+        at, _, seconds = metrics.column(f"time/{part}_s")
+        spent_s += sum(value for step, value in zip(at.tolist(), seconds.tolist(), strict=True) if step in recent)
+    return max(0.0, spent_s / len(recent) * (num_steps - float(steps[-1])) - (time.time() - float(times[-1])))
 
 
 def _since(holder: Holder) -> float:
@@ -122,3 +133,16 @@ def _since(holder: Holder) -> float:
         return datetime.strptime(holder.since, "%Y-%m-%d %H:%M:%S UTC").replace(tzinfo=UTC).timestamp()
     except ValueError:
         return 0.0
+
+
+def no_signal(num: int, *, num_steps: int) -> str | None:
+    """Steps that taught nothing, because every advantage was 0, in words; None: it is not worth a word.
+
+    >>> no_signal(11, num_steps=12), no_signal(12, num_steps=12), no_signal(1, num_steps=12)
+    ('11 of 12 steps had no signal', 'no step had a signal: nothing was learned in 12 steps', None)
+    """
+    if num == 0 or num < WORTH_SAYING * num_steps:
+        return None
+    if num == num_steps:
+        return f"no step had a signal: nothing was learned in {counted(num, 'step')}"
+    return f"{num} of {num_steps} steps had no signal"
