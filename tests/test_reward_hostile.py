@@ -28,9 +28,9 @@ from rollcall.config import (
     ReasoningGymReward,
     RegexReward,
 )
+from rollcall.process.ending import how_it_ended
 from rollcall.reward import landlock, seccomp
 from rollcall.reward.confine import BUILT_IN, available, confine, confinement_of
-from rollcall.reward.ending import how_it_ended
 from rollcall.reward.eval_guard import guarded, is_plain
 from rollcall.reward.functions import encode_entry
 from rollcall.reward.math_answer import final_answer, last_tagged

@@ -33,6 +33,7 @@ from pydantic import ConfigDict, TypeAdapter
 from rollcall.debug.here import POST_MORTEM
 from rollcall.debug.line import DebugLine
 from rollcall.observe.prints import ChildPrints
+from rollcall.process.ending import how_it_ended, plain_stack
 from rollcall.reward.confine import (
     Confinement,
     confinement_of,
@@ -41,7 +42,6 @@ from rollcall.reward.confine import (
     remove_folder,
     sweep_folders,
 )
-from rollcall.reward.ending import how_it_ended, plain_stack
 from rollcall.reward.functions import check_score
 from rollcall.reward.user_function import RewardLoadError
 from rollcall.reward.worker import (

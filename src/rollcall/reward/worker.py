@@ -30,8 +30,8 @@ from functools import partial
 from typing import Any, BinaryIO, Literal
 
 from rollcall.debug.child import ChildLine
-from rollcall.debug.pause import patient_loop, running_s
-from rollcall.process import end_with
+from rollcall.process.child import end_with
+from rollcall.process.pause import patient_loop, running_s
 from rollcall.redact import guard_streams, remember
 from rollcall.reward import user_function
 from rollcall.reward.confine import Confinement, confine, limit_cpu, unlimit_cpu
