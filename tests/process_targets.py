@@ -25,6 +25,9 @@ class Own:
     def raises(self, text: str) -> None:
         raise KeyError(text)
 
+    def loses_its_service(self) -> None:
+        raise ConnectionResetError("the service is away")
+
     def leaves(self) -> None:
         sys.exit(4)
 
@@ -72,11 +75,7 @@ class Confined(Own):
         self.fds = fds
 
     def forges(self, what: str) -> None:
-        import gc
         import pickle
-        import socket
-
-        (connection,) = (one for one in gc.get_objects() if isinstance(one, socket.socket) and one.fileno() > 2)
 
         class Evil:
             def __reduce__(self) -> Any:
@@ -92,7 +91,7 @@ class Confined(Own):
             "too much": b"\xff" * 64,
             "deep": frame(HEAD.pack(1, 3) + b"[" * 100_000),
         }  # fmt: skip
-        connection.sendall(said[what])
+        os.write(int(sys.argv[2]), said[what])
         time.sleep(600)
 
 

@@ -78,8 +78,9 @@ def test_an_error_is_raised_with_its_traceback_and_itself(start: Call, way: str)
         call(way, worker, "raises", "no such")
     assert "process_targets.py" in caught.value.trace and caught.value.kind == "KeyError"
     assert isinstance(caught.value.__cause__, KeyError)
-    with pytest.raises(Raised, match="SystemExit: 4"):
-        call(way, worker, "leaves")
+    for method, text in (("leaves", "SystemExit: 4"), ("loses_its_service", "the service is away")):
+        with pytest.raises(Raised, match=text):
+            call(way, worker, method)
     with pytest.raises(Raised, match="pickle"):
         call(way, worker, "returns_no_pickle")
     assert call(way, worker, "add", 1, 2) == 3

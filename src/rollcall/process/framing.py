@@ -39,7 +39,7 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
-PICKLE = Body(lambda value: pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL), pickle.loads)
+PICKLE = Body(lambda value: pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL), lambda body: pickle.loads(body))
 JSON = Body(_as_json, json.loads)
 
 

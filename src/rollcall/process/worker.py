@@ -168,7 +168,7 @@ class Worker:
         self._outbox = bytearray()
         self._calls: dict[int, Call] = {}
         self._dropped: set[int] = set()  # calls that nobody waits for any more
-        self._num_calls = 0
+        self._num_calls = self._num_waiting = 0
         self._gone = ""  # why nothing that it says counts any more
         self._interrupted: BaseException | None = None  # at a prompt that it opened
         self._loop: asyncio.AbstractEventLoop | None = None  # that watches it
@@ -192,12 +192,21 @@ class Worker:
         """What the method returns. ``each`` gets every part of it, and raises ValueError if it cannot be one. A call that is cancelled
         leaves the process at work on it."""
         call = self._begin(method, args, deadline_s, each)
+        try:
+            return await self.result_of(call)
+        finally:
+            self._forget(call)
+
+    async def result_of(self, call: Call) -> Any:
+        """What a call that has begun returns or raises. Who stops waiting for it may wait for it again."""
         loop = asyncio.get_running_loop()
         assert self._loop in (None, loop), f"{self.name} is called from two event loops at once"
+        self._num_waiting += 1
         try:
             while True:
                 self._pump()
                 if call.is_done:
+                    self._forget(call)
                     return call.result()
                 if self._gone or self._is_too_late(call):
                     self._unwatch()
@@ -211,26 +220,25 @@ class Worker:
                 finally:
                     timer.cancel()
         finally:
-            self._forget(call)
+            self._num_waiting -= 1
+            if not self._num_waiting:
+                self._unwatch()
 
     def ask(self, method: str, *args: Any, deadline_s: float, each: Callable[[Any], None] | None = None) -> Any:
         """``call`` for a thread that has nothing else to do."""
         return self.begin(method, *args, deadline_s=deadline_s, each=each).wait()
 
     def begin(self, method: str, *args: Any, deadline_s: float, each: Callable[[Any], None] | None = None) -> Call:
-        """A call that the process has taken when this returns; ``Call.wait`` brings its result."""
+        """A call that the process has taken when this returns, or never will; ``Call.wait`` brings its result."""
         call = self._begin(method, args, deadline_s, each)
-        try:
-            self._block(call, lambda: not self._outbox, None, deadline_s)
-        except BaseException:
-            self._forget(call)
-            raise
-        call.restart()
+        self._block(call, lambda: not self._outbox, None, deadline_s)
         return call
 
     def wait(self, call: Call, *, meanwhile: Callable[[float], None] | None = None, every_s: float = 10.0) -> Any:
         try:
             self._block(call, lambda: False, meanwhile, every_s)
+            if not call.is_done:
+                raise self._lose()
             return call.result()
         finally:
             self._forget(call)
@@ -256,8 +264,6 @@ class Worker:
     def _forget(self, call: Call) -> None:
         if self._calls.pop(call.number, None) is not None and not call.is_done:
             self._dropped.add(call.number)
-        if not self._calls:
-            self._unwatch()
 
     def _block(
         self, call: Call, is_enough: Callable[[], bool], meanwhile: Callable[[float], None] | None, every_s: float
@@ -265,10 +271,8 @@ class Worker:
         began_s = said_s = running_s()
         while True:
             self._pump()
-            if call.is_done or (is_enough() and not self._gone):
+            if call.is_done or self._gone or is_enough() or self._is_too_late(call):
                 return
-            if self._gone or self._is_too_late(call):
-                raise self._lose()
             poll = select.poll()  # `select.select` refuses descriptors from 1024 on
             poll.register(self.link.fileno(), select.POLLIN | (select.POLLOUT if self._outbox else 0))
             if self._is_line_watched and self.line is not None:
@@ -276,6 +280,7 @@ class Worker:
             ready = {fd for fd, _ in poll.poll(1000 * min(self._look_s(call), every_s))}
             if self._is_line_watched and self.line is not None and self.line.fd in ready:
                 self._is_line_watched = self.line.answer()
+                self._restart_all()
             if meanwhile is not None and running_s() - said_s >= every_s:
                 said_s = running_s()
                 meanwhile(said_s - began_s)
@@ -284,8 +289,7 @@ class Worker:
         if call.left_s > 0:
             return False
         if self.line is not None and self.line.is_held:
-            for each in self._calls.values():
-                each.restart()
+            self._restart_all()
             return False
         self._gone, self._is_late = f"has not answered {call.method} within {call._deadline_s:g} s", True
         return True
@@ -312,8 +316,7 @@ class Worker:
         except OSError:
             self._outbox.clear()  # it is gone; reading says so too, after what it said before
         if len(self._outbox) < before:
-            for call in self._calls.values():
-                call.restart()
+            self._restart_all()
         try:
             for _ in range(_MOST_READS):
                 data = self.link.receive(_READ_BYTES)
@@ -332,6 +335,10 @@ class Worker:
     def _is_gone(self, why: str) -> None:
         self._gone = why
         self._wake_all()
+
+    def _restart_all(self) -> None:
+        for call in self._calls.values():
+            call.restart()
 
     def _wake_all(self) -> None:
         for call in self._calls.values():
@@ -414,6 +421,7 @@ class Worker:
             self._interrupted = error
             self._wake_all()
         else:
+            self._restart_all()  # a porter says in a moment that it is held
             if self._is_line_watched and self._loop is not None:
                 self._loop.add_reader(self.line.fd, self._on_stop)
 
