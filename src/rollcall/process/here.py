@@ -47,7 +47,24 @@ def spawn(
     return Worker(link, name=name, answers=answers, longest=longest, line=line)
 
 
-class LinkHere:
+class SocketLink:
+    """The part of a link that a connection is enough for: over a socket pair, or through a door (net/door.py)."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        connection.setblocking(False)
+
+    def fileno(self) -> int:
+        return self.connection.fileno()
+
+    def send(self, data: memoryview) -> int:
+        return self.connection.send(data)
+
+    def receive(self, most: int) -> bytes:
+        return self.connection.recv(most)
+
+
+class LinkHere(SocketLink):
     """A child of this process. ``output``: a file descriptor for what it prints; without one there is a log."""
 
     def __init__(
@@ -63,7 +80,8 @@ class LinkHere:
         self._crash = tempfile.TemporaryFile()  # noqa: SIM115
         self._log = tempfile.TemporaryFile() if output is None else None  # noqa: SIM115
         prints = output if self._log is None else self._log.fileno()
-        self._socket, theirs = socket.socketpair()
+        ours, theirs = socket.socketpair()
+        super().__init__(ours)
         lifeline, self._lifeline_fd = os.pipe()
         passed = (theirs.fileno(), lifeline, self._crash.fileno(), *fds)
         try:
@@ -83,18 +101,8 @@ class LinkHere:
         finally:
             theirs.close()
             os.close(lifeline)
-        self._socket.setblocking(False)
         self.pid = self._process.pid
         self.where = f"process {self.pid}"
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
-    def send(self, data: memoryview) -> int:
-        return self._socket.send(data)
-
-    def receive(self, most: int) -> bytes:
-        return self._socket.recv(most)
 
     def log_tail(self, lines: int) -> str:
         if self._log is None or self._log.closed:
@@ -108,7 +116,7 @@ class LinkHere:
             self._ask_for_stack()
         started = descendants(self.pid)  # once it has ended, nobody knows what it started
         with suppress(OSError):  # a child that answers calls ends now
-            self._socket.shutdown(socket.SHUT_RDWR)
+            self.connection.shutdown(socket.SHUT_RDWR)
         until_s = time.monotonic() + grace_s
         while Process.of(self.pid) is not None and time.monotonic() < until_s:
             time.sleep(_LOOK_S)
@@ -142,6 +150,6 @@ class LinkHere:
 
     def _close(self) -> None:
         """The log stays, for who wants to know why it ended."""
-        self._socket.close()
+        self.connection.close()
         os.close(self._lifeline_fd)
         self._crash.close()
