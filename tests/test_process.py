@@ -180,6 +180,17 @@ def test_what_a_process_started_ends_with_it(start: Call, way: str, method: str)
         call(way, worker, "add", 1, 2)
 
 
+def test_a_call_that_waits_hears_that_its_process_is_ended(start: Call) -> None:
+    async def end(worker: Worker) -> Any:
+        waiting = asyncio.create_task(worker.call("hangs", deadline_s=WAIT_S))
+        await asyncio.sleep(0.1)
+        await worker.end()
+        return (await asyncio.gather(waiting, return_exceptions=True))[0]
+
+    error = asyncio.run(end(start()))
+    assert isinstance(error, Lost) and "was ended by this process" in str(error)
+
+
 def test_a_process_that_may_end_by_itself_does(start: Call) -> None:
     worker = start()
     worker.ask("pid", deadline_s=WAIT_S)
