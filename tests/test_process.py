@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from process_targets import Own
 
 import rollcall
-from rollcall.process import Process
 from rollcall.process.child import serve
 from rollcall.process.framing import DONE, HEAD, PART, PICKLE, Frames, frame
 from rollcall.process.here import SocketLink, spawn
@@ -56,11 +56,18 @@ def call(way: str, worker: Worker, method: str, *args: Any, deadline_s: float = 
     return asyncio.run(worker.call(method, *args, deadline_s=deadline_s, **options))
 
 
+def is_there(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def has_ended(pid: int) -> bool:
     until = time.monotonic() + WAIT_S
-    while Process.of(pid) is not None and time.monotonic() < until:
+    while is_there(pid) and time.monotonic() < until:
         time.sleep(0.02)
-    return Process.of(pid) is None
+    return not is_there(pid)
 
 
 def test_a_call_returns_and_calls_of_both_kinds_may_follow_each_other(start: Call) -> None:
