@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 from rollcall.environments.processes import refuse_unset
 from rollcall.environments.protocol import Ended, EnvironmentFailed
 from rollcall.process import Process, allow_files, process_ids, read_row
+from rollcall.process.ending import how_it_ended
 from rollcall.reward.confine import Confinement, environment, make_folder, remove_folder, sweep_folders
-from rollcall.reward.ending import how_it_ended
 
 MAX_TAIL_BYTES = 1 << 16
 DRAIN_S = 2.0  # for output that is on its way when the program has ended
