@@ -23,7 +23,6 @@ from rollcall.config.sections import ClusterSection
 from rollcall.durable.atomic import write_atomic
 from rollcall.durable.journal import ATTEMPTS, GROUPS
 from rollcall.errors import ClusterError, ConfigError
-from rollcall.jobs.channel import Unreachable
 from rollcall.jobs.prepare import prepare_node
 from rollcall.jobs.submit import Job, Jobs, reach
 from rollcall.launch.ready import JOIN_S, look_first
@@ -172,6 +171,8 @@ def _note_reached(cluster: str, run_dir: Path) -> None:
 
 def _known(jobs: Jobs) -> list[Job]:
     """Ray's dashboard answers later than Ray itself, on a busy node much later."""
+    from rollcall.on_ray.job_client import Unreachable
+
     wait = Wait(DASHBOARD_S)
     while True:
         try:
