@@ -61,9 +61,7 @@ def test_an_image_is_built_where_it_is_missing_and_an_old_container_is_replaced(
 
 
 def test_what_runs_beside_the_node_enters_its_container() -> None:
-    assert container().enter(["rollcall", "check", "8"], variables=["A"]) == [
-        "docker", "exec", "--env", "A", "rollcall-one", "rollcall", "check", "8",
-    ]  # fmt: skip
+    assert container().shell() == ["docker", "exec", "--interactive", "rollcall-one", "bash", "-s"]
     assert container().stop() == ["docker", "rm", "--force", "rollcall-one"]
     plain = container(runtime="apptainer")
     assert plain.stop() is None and plain.exports(["A"]) == ['[ -z "${A+set}" ] || export APPTAINERENV_A="$A"']

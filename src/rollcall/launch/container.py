@@ -58,13 +58,11 @@ class Container:
             return [*self._start(), *options, *inside, self.section.image, *words]
         return [*self._apptainer(), self.section.image, *words]
 
-    def enter(self, words: Sequence[str], *, variables: Iterable[str] = (), interactive: bool = False) -> list[str]:
-        """``words`` beside what runs in the container already. ``interactive``: they read stdin."""
+    def shell(self) -> list[str]:
+        """A shell in it that reads its script from stdin, while the node runs there too."""
         if self.is_daemon:
-            inside = [word for name in variables for word in ("--env", name)]
-            stdin = ["--interactive"] if interactive else []
-            return [self.section.runtime, "exec", *stdin, *inside, self.name, *words]
-        return self.run(words, variables=variables)
+            return [self.section.runtime, "exec", "--interactive", self.name, "bash", "-s"]
+        return self.run(["bash", "-s"], variables=())
 
     def exports(self, variables: Iterable[str]) -> list[str]:
         """Lines of shell that hand named variables to a runtime which takes them from the environment under another name."""

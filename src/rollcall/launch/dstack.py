@@ -12,7 +12,7 @@ from rollcall.launch.record import LaunchRecord
 from rollcall.launch.rendered import Command, Rendered, RenderedFile, yaml_text
 from rollcall.launch.script import node_lines
 from rollcall.launch.target import RUN_FILE, LaunchRequest
-from rollcall.launch.tool import Seen, ToolTarget, ask_json, check_for_tool, run, unlike_slots
+from rollcall.launch.tool import Seen, ToolTarget, ask_json, run, unlike_slots
 from rollcall.worker_env.node_shell import TOKEN
 
 TASK = "task.dstack.yml"
@@ -27,11 +27,9 @@ class Dstack(ToolTarget):
     install = "install it with `pip install dstack`"
     checked = "dstack checks the task when it starts it"
     look = "dstack ps"
+    image_key = "launch.dstack.image"
     place_words = "dstack's project"
     place_advice = "run `dstack project set-default {}` first, or set DSTACK_PROJECT"
-
-    def check(self, request: LaunchRequest) -> None:
-        check_for_tool(request, target=self.name, image_key="launch.dstack.image")
 
     def render(self, request: LaunchRequest) -> Rendered:
         section = request.section(DstackSection)

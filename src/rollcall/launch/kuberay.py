@@ -19,7 +19,7 @@ from rollcall.launch.record import LaunchRecord
 from rollcall.launch.rendered import Command, Rendered, RenderedFile, yaml_text
 from rollcall.launch.script import RUN_FILE_VARIABLE
 from rollcall.launch.target import LaunchRequest
-from rollcall.launch.tool import Seen, ToolTarget, ask, ask_json, check_for_tool, run, watch
+from rollcall.launch.tool import Seen, ToolTarget, ask, ask_json, run
 from rollcall.wait import Wait, say
 
 MANIFEST = "rayjob.yaml"
@@ -40,11 +40,9 @@ class Kuberay(ToolTarget):
     install = "install Kubernetes' command line"
     checked = "Kubernetes accepts the manifest"
     look = "kubectl get rayjobs"
+    image_key = "launch.kuberay.image"
     place_words = "kubectl's context"
     place_advice = "run `kubectl config use-context {}` first"
-
-    def check(self, request: LaunchRequest) -> None:
-        check_for_tool(request, target=self.name, image_key="launch.kuberay.image")
 
     def render(self, request: LaunchRequest) -> Rendered:
         section = request.section(KuberaySection)
@@ -97,45 +95,44 @@ class Kuberay(ToolTarget):
         words = (*self._kubectl(record), "delete", "rayjob", self.tool_name(record.name), "--ignore-not-found")
         run(Command(words=words, what="delete the RayJob"))
 
-    def logs(self, record: LaunchRecord, *options: str) -> None:
-        self.require_started(record)
-        found = self._rayjob(record) or {}
-        mode = found.get("spec", {}).get("submissionMode")
-        if mode == "HTTPMode":
-            say(
-                "KubeRay submits this job over HTTP, so Kubernetes has no log of it; look at the job in Ray's dashboard"
-            )
-            return
+    def log_command(self, record: LaunchRecord, *, follow: bool) -> tuple[str, ...]:
         # KubeRay's submitter has the RayJob's name, and prints the log of the run.
         where: tuple[str, ...] = (f"job/{self.tool_name(record.name)}",)
-        if mode == "SidecarMode":
+        found = self._rayjob(record) or {}
+        if found.get("spec", {}).get("submissionMode") == "SidecarMode":
             head = f"ray.io/cluster={found['status']['rayClusterName']},ray.io/node-type=head"
             where = ("--selector", head, "--container", "ray-job-submitter", "--tail", "-1")
-        watch(Command(words=(*self._kubectl(record), "logs", *where, *options), what="read the log"))
+        return (*self._kubectl(record), "logs", *where, *(["--follow"] if follow else []))
+
+    def logs(self, record: LaunchRecord) -> None:
+        if self._has_log(record):
+            super().logs(record)
 
     def follow(self, record: LaunchRecord) -> int:
         self.require_started(record)
-        if self._wait(record, until=("Running", *ENDED))["jobDeploymentStatus"] != INVALID:
-            self.logs(record, "--follow")
-        ended = self._wait(record, until=ENDED)
-        if ended.get("jobStatus") == "SUCCEEDED":
+        if self._wait(record, until=("Running", *ENDED))["jobDeploymentStatus"] != INVALID and self._has_log(record):
+            super().follow(record)
+        if self._wait(record, until=ENDED).get("jobStatus") == "SUCCEEDED":
             return 0
         say(f"the RayJob is {self.status(record)}")
         return 1
 
+    def _has_log(self, record: LaunchRecord) -> bool:
+        if (self._rayjob(record) or {}).get("spec", {}).get("submissionMode") != "HTTPMode":
+            return True
+        say("KubeRay submits this job over HTTP, so Kubernetes has no log of it; look at the job in Ray's dashboard")
+        return False
+
     def _wait(self, record: LaunchRecord, *, until: Sequence[str]) -> dict[str, Any]:
         """The status of the RayJob once it is in one of these states."""
         wait = Wait(first_s=0.0, every_s=30.0)
-        while True:
-            if (found := self._rayjob(record)) is None:
-                raise LaunchError(
-                    f"the RayJob {self.tool_name(record.name)!r} was deleted while its end was waited for"
-                )
+        while (found := self._rayjob(record)) is not None:
             status = found.get("status", {})
-            state = status.get("jobDeploymentStatus")
-            if state in until:
+            if status.get("jobDeploymentStatus") in until:
                 return status
-            wait.again(f"waiting for the RayJob, which is {state or 'new'}", after_s=LOOK_EVERY_S)
+            state = status.get("jobDeploymentStatus") or "new"
+            wait.again(f"waiting for the RayJob, which is {state}", after_s=LOOK_EVERY_S)
+        raise LaunchError(f"the RayJob {self.tool_name(record.name)!r} was deleted while its end was waited for")
 
     def _rayjob(self, record: LaunchRecord) -> Any:
         words = (

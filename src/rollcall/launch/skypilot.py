@@ -16,7 +16,7 @@ from rollcall.launch.record import LaunchRecord
 from rollcall.launch.rendered import Command, Rendered, RenderedFile, yaml_text
 from rollcall.launch.script import node_lines
 from rollcall.launch.target import RUN_FILE, LaunchRequest
-from rollcall.launch.tool import Seen, ToolTarget, ask, ask_json, check_for_tool, run, unlike_slots
+from rollcall.launch.tool import Seen, ToolTarget, ask, ask_json, run, unlike_slots
 from rollcall.worker_env.node_shell import TOKEN
 
 TASK = "task.yaml"
@@ -35,9 +35,10 @@ class Skypilot(ToolTarget):
     install = "install it with `pip install skypilot` (with the extras of your clouds)"
     checked = "SkyPilot checks the task when it starts it"
     look = "sky status` and `sky jobs queue"
+    image_key = "launch.skypilot.resources.image_id"
 
     def check(self, request: LaunchRequest) -> None:
-        check_for_tool(request, target=self.name, image_key="launch.skypilot.resources.image_id")
+        super().check(request)
         run_dir = request.config.run.dir
         for path, source in request.section(SkypilotSection).file_mounts.items():
             if isinstance(source, str) and "://" in source and run_dir.is_relative_to(path):

@@ -12,7 +12,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from rollcall.jobs.paths import resolve_paths
 from rollcall.launch.errors import ElsewhereError, LaunchError
 from rollcall.launch.record import LaunchRecord, launch_token
 from rollcall.launch.rendered import Command, Rendered
-from rollcall.launch.target import LaunchRequest
+from rollcall.launch.target import LaunchRequest, Target
 from rollcall.redact import redact_end
 from rollcall.wait import Wait, say
 from rollcall.words import visible
@@ -52,21 +52,15 @@ class Seen:
         return self.is_busy or self.stays
 
 
-class ToolTarget(ABC):
-    name: ClassVar[str]
+class ToolTarget(Target):
     title: ClassVar[str]  # of the tool, for messages
     program: ClassVar[str]
     install: ClassVar[str]
     checked: ClassVar[str]  # a line for the user, after ``validate``
     look: ClassVar[str]  # the command with which the user sees what there is
+    image_key: ClassVar[str] = ""  # where the section names the image
     place_words: ClassVar[str] = ""  # "kubectl's context": the cluster or project that the tool speaks with
     place_advice: ClassVar[str] = ""  # with {} for its name
-
-    @abstractmethod
-    def check(self, request: LaunchRequest) -> None: ...
-
-    @abstractmethod
-    def render(self, request: LaunchRequest) -> Rendered: ...
 
     @abstractmethod
     def find(self, record: LaunchRecord) -> list[Seen]:
@@ -75,6 +69,9 @@ class ToolTarget(ABC):
     @abstractmethod
     def end(self, record: LaunchRecord, ids: Sequence[str]) -> None:
         """Tell the tool to end these."""
+
+    def log_command(self, record: LaunchRecord, *, follow: bool) -> tuple[str, ...]:
+        raise NotImplementedError  # of a target that prints its log in another way
 
     def tool_name(self, name: str) -> str:
         """The launch's name as the tool takes it."""
@@ -88,13 +85,22 @@ class ToolTarget(ABC):
         """The cluster or project that the tool speaks with now."""
         return ""
 
-    def log_command(self, record: LaunchRecord, *, follow: bool) -> tuple[str, ...]:
-        raise NotImplementedError
-
     def begin(self, request: LaunchRequest, rendered: Rendered, record: LaunchRecord) -> str:
         """Start it; returns its id, or "" if the tool does not print it."""
         run(rendered.commands[0], env={TOKEN: launch_token(request.folder)}, cwd=request.cwd)
         return ""
+
+    def check(self, request: LaunchRequest) -> None:
+        if request.launch.container is not None:
+            raise LaunchError(
+                f"launch.container is for ssh and slurm; for {self.name} name the image in {self.image_key}"
+            )
+        if request.launch.rendezvous is not None:
+            raise LaunchError(
+                f"launch.rendezvous is for ssh and slurm; {self.name} tells its nodes where the head is, so leave it out"
+            )
+        if request.cluster.num_nodes > 1:  # one node finds a relative path in its own folder
+            resolve_paths(request.config, folder=request.cwd, shared=None)
 
     def validate(self, rendered: Rendered, folder: Path) -> str:
         need_tool(self.program, install=self.install)
@@ -191,18 +197,6 @@ def is_own(record: LaunchRecord, name: str, id: str) -> bool:
     """Whether this launch started what the tool calls ``id``. Before its id is known, and where the tool gives none, it goes by its
     name: when it was about to be started, nothing had that name."""
     return record.id in ("", name, id)
-
-
-def check_for_tool(request: LaunchRequest, *, target: str, image_key: str) -> None:
-    """Refuse what is only for plain machines, where the target's section names an image."""
-    if request.launch.container is not None:
-        raise LaunchError(f"launch.container is for ssh and slurm; for {target} name the image in {image_key}")
-    if request.launch.rendezvous is not None:
-        raise LaunchError(
-            f"launch.rendezvous is for ssh and slurm; {target} tells its nodes where the head is, so leave it out"
-        )
-    if request.cluster.num_nodes > 1:  # one node finds a relative path in its own folder
-        resolve_paths(request.config, folder=request.cwd, shared=None)
 
 
 def unlike_slots(asked: object, cluster: ClusterSection, *, key: str) -> tuple[str, ...]:

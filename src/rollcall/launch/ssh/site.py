@@ -54,7 +54,7 @@ class Site:
             login=Login(user=section.user, port=section.port, key=key),
             activate=section.activate,
             variables={**request.node_env, **section.env},
-            inside=tuple(container.enter(["bash", "-s"], interactive=True)) if container else (),
+            inside=tuple(container.shell()) if container else (),
             container=end,
         )
 

@@ -47,7 +47,7 @@ NODE_S = 900.0  # `rollcall node` has limits of its own, which are shorter and s
 CHECK_S = 120.0
 DOCTOR_S = 600.0
 DOWN_S = 300.0
-LOOK, PREPARE, JOINED, DOCTOR = "look.sh", "prepare.sh", "joined.sh", "doctor.sh"  # rendered scripts
+LOOK, PREPARE, CHECK = "look.sh", "prepare.sh", "check.sh"  # rendered scripts
 CONTAINER_FILE, NODE_FILE = "container.sh", re.compile(r"node-\d+\.sh")
 UP = "up"  # the fact with the hosts that have a node or its container, or were about to
 HEAD = "head"  # the fact that says where the head listens
@@ -65,16 +65,13 @@ class Ssh:
         named = ("--cluster", request.name)
         interface = ("--interface", section.interface) if section.interface else ()
         look = shlex.join(("rollcall", "here", *named, *interface))
-        joined = shlex.join(
-            ("rollcall", "check", str(request.cluster.num_slots), *named, "--timeout", f"{CHECK_S:g}", "--json")
-        )
-        doctor = f'rollcall doctor "$run" {shlex.join(named)} --quick </dev/null'
+        joined = ("rollcall", "check", str(request.cluster.num_slots), *named, "--timeout", f"{CHECK_S:g}", "--json")
+        doctor = f'[ -n "${{goes_on-}}" ] || rollcall doctor "$run" {shlex.join(named)} --quick </dev/null'
         scripts = {
             LOOK: site.script(f"{look} </dev/null && exit", "rollcall version", "exit 1"),
             PREPARE: _with_run_file(request, site, 'rollcall prepare --tied ${once-} "$run"'),
             **{node_file(rank): site.script(f"exec {_node_line(request, rank)}") for rank in range(len(site.hosts))},
-            JOINED: site.script(f"exec {joined} </dev/null"),
-            DOCTOR: _with_run_file(request, site, doctor),
+            CHECK: _with_run_file(request, site, f"{shlex.join(joined)} </dev/null || exit 1", doctor),
         }
         steps = []
         if (lines := _container_lines(request)) is not None:
@@ -83,8 +80,7 @@ class Ssh:
         steps += [(host, f"ask {host} whether it can be used", LOOK) for host in site.hosts]
         steps += [(host, f"prepare {host}", PREPARE) for host in site.hosts]
         steps += [(host, f"start rank {rank} on {host}", node_file(rank)) for rank, host in enumerate(site.hosts)]
-        steps += [(site.head, f"ask {site.head} whether all nodes have joined", JOINED)]
-        steps += [(site.head, f"look on {site.head} for what would break the run", DOCTOR)]
+        steps += [(site.head, f"see on {site.head} that all nodes have joined and nothing would break the run", CHECK)]
         inside = f"scripts after {CONTAINER_FILE} run in the container: `{shlex.join(site.inside)}`"
         return Rendered(
             files=(request.run_file, *(RenderedFile(name=name, text=text) for name, text in scripts.items())),
@@ -123,8 +119,9 @@ class Ssh:
                 _prepare(request, site, rendered)
             record = record.knowing(**{HEAD: head, UP: list(site.hosts)}).having(id=record.id or "").save()
             _start_nodes(site, rendered, record)
-            record = _see_all_joined(site, rendered, record)
-            return _submit(request, site, rendered, record)
+            goes_on = _is_running(record)
+            record = _check(site, rendered, record, goes_on=goes_on)
+            return record if goes_on else _submit(request, record)
         except BaseException as error:
             if is_fresh:
                 _undo(get_record(record.name), has_failed=isinstance(error, Exception))
@@ -204,14 +201,14 @@ def node_file(rank: int) -> str:
     return f"node-{rank}.sh"
 
 
-def _with_run_file(request: LaunchRequest, site: Site, command: str) -> str:
-    """A script that runs the command with the run file at ``$run``, which is there only meanwhile."""
+def _with_run_file(request: LaunchRequest, site: Site, *commands: str) -> str:
+    """A script that runs commands with the run file at ``$run``, which is there only meanwhile."""
     return site.script(
         "folder=$(mktemp -d) || exit 1",
         """trap 'rm -rf "$folder"' EXIT""",
         "run=$folder/run.yaml",
         f'printf %s {shlex.quote(request.run_file.text)} > "$run" || exit 1',
-        command,
+        *commands,
     )
 
 
@@ -347,15 +344,15 @@ def _start_nodes(site: Site, rendered: Rendered, record: LaunchRecord) -> None:
     _raise_if_any("without a node", site.send(scripts, timeout_s=NODE_S, tell=prefixed(site.hosts), together=True))
 
 
-def _see_all_joined(site: Site, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
+def _check(site: Site, rendered: Rendered, record: LaunchRecord, *, goes_on: bool) -> LaunchRecord:
     tell = prefixed(site.hosts)
     [outcome] = site.send(
-        {site.head: rendered.file(JOINED).text},
-        timeout_s=CHECK_S + LOOK_S,
+        {site.head: ("goes_on=yes\n" if goes_on else "") + rendered.file(CHECK).text},
+        timeout_s=CHECK_S + LOOK_S + DOCTOR_S,
         tell=lambda host, line: None if line.startswith("{") else tell(host, line),  # without the answer in JSON
     )
     if (found := _answer(outcome)) is None:
-        raise LaunchError(f"not all nodes have joined:\n  {outcome.problem}")
+        raise LaunchError(f"not all nodes have joined, or something would break the run:\n  {outcome.problem}")
     port = re.fullmatch(r"https?://[^/\s]+:([0-9]+)/?", found["dashboard_url"] or "")
     if port is None:
         raise LaunchError(f"{site.head}: the head has no dashboard on its loopback ({found['dashboard_url']!r})")
@@ -363,15 +360,12 @@ def _see_all_joined(site: Site, rendered: Rendered, record: LaunchRecord) -> Lau
     return record.knowing(**{DASHBOARD: int(port[1])}).save()
 
 
-def _submit(request: LaunchRequest, site: Site, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
+def _submit(request: LaunchRequest, record: LaunchRecord) -> LaunchRecord:
     with jobs_of(record) as jobs:
         known = find_job(record, jobs)
-        if known is not None and (record.state == "starting" or not known.is_over):
-            say(f"{known.id} is {known.status}")
+        if known is not None and record.state == "starting":
+            say(f"{known.id} {known.stands}")
             return record
-        [outcome] = site.send({site.head: rendered.file(DOCTOR).text}, timeout_s=DOCTOR_S, tell=prefixed([site.head]))
-        if not outcome.is_good:
-            raise LaunchError(f"`rollcall doctor` has found what would break the run:\n  {outcome.problem}")
         if known is not None or not record.id:
             record = record.having(id=new_id(request.config.run.name)).save()
         run = request.config.model_copy(update={"launch": None})
