@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import io
 import json
+import logging
 import os
 import signal
 import socket
@@ -585,6 +586,9 @@ def test_a_job_that_prints_nothing_for_a_while_is_not_lost(monkeypatch: pytest.M
     written: list[str] = []
     client = HttpClient(quiet_head, token="right", token_source="somewhere")
     assert (client.tail("rollcall-a", skip=2, take=written.append), "".join(written)) == ("", "e\ntwo\n")
+    assert not logging.getLogger("ray.dashboard.modules.job.sdk").isEnabledFor(logging.INFO), (
+        "Ray tells of the log's end"
+    )
 
 
 def test_a_head_that_goes_away_while_a_job_is_quiet_is_noticed(

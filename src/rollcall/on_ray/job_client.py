@@ -71,7 +71,8 @@ class HttpClient(JobSubmissionClient):
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         # Not the constructor of Ray's client (2.60): it lets RAY_ADDRESS override the address that it is given.
         dashboard_sdk.SubmissionClient.__init__(self, url, headers=headers)
-        dashboard_sdk.logger.setLevel(logging.WARNING)
+        for name in ("dashboard_sdk", "job.sdk"):  # which tell of each package, and of a log's end
+            logging.getLogger(f"ray.dashboard.modules.{name}").setLevel(logging.WARNING)
 
     def call(self, method: str, *args: Any, **options: Any) -> Any:
         if why := self._connect():

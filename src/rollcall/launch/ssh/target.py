@@ -121,6 +121,8 @@ class Ssh:
             _start_nodes(site, rendered, record)
             goes_on = _is_running(record)
             record = _check(site, rendered, record, goes_on=goes_on)
+            if goes_on:
+                say(f"{record.id} is running")
             return record if goes_on else _submit(request, record)
         except BaseException as error:
             if is_fresh:

@@ -27,7 +27,6 @@ from rollcall.wait import say
 
 # A connection that the user's ssh shares would keep the port open after this.
 OWN_CONNECTION = ("-o", "ControlPath=none", "-o", "ExitOnForwardFailure=yes")
-TRIES = 5  # another process may take the local port between the choice and ssh
 END_S = 5.0
 LOOK_AGAIN_S = 1.0  # after a tunnel
 LOOK_FOR_PAGE_S = 30.0  # while the run serves none
@@ -40,14 +39,9 @@ class Tunnel:
     def __init__(self, login: Login, *, host: str, port: int, local_port: int | None = None) -> None:
         self._login, self._host, self._port = login, host, port
         self._process: subprocess.Popen[bytes] | None = None
-        for _ in range(TRIES):
-            self.local_port = local_port or free_ports(1)[0]
-            why = self.connect()
-            if not why:
-                return
-            if local_port is not None or "Address already in use" not in why:
-                break
-        raise LaunchError(why)
+        self.local_port = local_port or free_ports(1)[0]
+        if why := self.connect():
+            raise LaunchError(why)
 
     @property
     def url(self) -> str:
