@@ -15,6 +15,8 @@ import pytest
 
 from rollcall.config import ClusterSection
 from rollcall.errors import PlacementError
+from rollcall.groups.backend import NodeSeats, WorkerSpec
+from rollcall.groups.failures import waits_words
 from rollcall.groups.host import marked_processes
 from rollcall.groups.pulse import Pulse, Seen, dump_stacks, look
 from rollcall.groups.watch import FACTOR, FIRST_CALL_S, LEAST_S, Watch
@@ -158,6 +160,24 @@ def test_patience_is_that_of_a_workers_own_kind() -> None:
     assert watch.patience_s("rollout", "build") == FIRST_CALL_S and watch.patience_s("actor", "build") == LEAST_S
     (loss,) = watch.judge(looks, seats={"a": [0, 1]}, gone=set(), kinds={0: "actor", 1: "actor"})
     assert loss.rank == 1
+
+
+def test_who_is_waited_for_is_told_by_purpose() -> None:
+    def spec(rank: int, *, title: str = "", node: int, address: str) -> WorkerSpec:
+        seats = NodeSeats(node_rank=node, node_id=address, address=address, bundles=(0,))
+        return WorkerSpec(
+            role="run", rank=rank, world_size=6, local_rank=0, local_world_size=1, node=seats, slots=(0,), share=1.0, env={},
+            title=title,
+        )  # fmt: skip
+
+    engines = [spec(rank, node=rank, address="10.0.0.2") for rank in range(5)]
+    actor = spec(0, title="actor rank 0", node=0, address="10.0.0.1")
+    where = ", ".join(f"run rank {rank} on node {rank} (10.0.0.2)" for rank in range(3))
+    assert waits_words({"to send weights of version 4": [actor], "to take weights of version 4": engines}) == (
+        "the run waited for actor rank 0 on node 0 (10.0.0.1) to send weights of version 4, and for "
+        f"{where} and 2 more to take weights of version 4"
+    )
+    assert waits_words({}) == ""
 
 
 # Fewer nodes
