@@ -18,7 +18,8 @@ from rollcall.errors import PlacementError
 from rollcall.groups.backend import NodeSeats, WorkerSpec
 from rollcall.groups.failures import waits_words
 from rollcall.groups.host import marked_processes
-from rollcall.groups.pulse import Pulse, Seen, dump_stacks, look
+from rollcall.groups.pulse import Pulse, Seen, look
+from rollcall.groups.reachable import UnreadableError, as_text, read_threads
 from rollcall.groups.watch import FACTOR, FIRST_CALL_S, LEAST_S, Watch
 from rollcall.plan.elastic import shrink
 from rollcall.plan.placement import Role, plan_placement
@@ -27,8 +28,7 @@ from rollcall.plan.placement import Role, plan_placement
 
 BUSY = """
 import time
-from rollcall.groups.pulse import Pulse, write_stacks_on_signal
-write_stacks_on_signal()
+from rollcall.groups.pulse import Pulse
 pulse = Pulse(3)
 with pulse.doing("warm_up"):
     pass
@@ -64,17 +64,18 @@ def test_a_stopped_process_is_seen_as_such_and_tells_its_stacks(busy: subprocess
     assert watch.judge({"a": {3: stopped}}, seats={"a": [3]}, gone=set(), kinds={}) == []
     (loss,) = watch.judge({"a": {3: stopped}}, seats={"a": [3]}, gone=set(), kinds={})
     assert loss.rank == 3 and loss.still_runs and "stopped" in loss.why and "update" in loss.why
-    stacks = dump_stacks(busy.pid)
-    assert "a_function_that_hangs" in stacks and busy.poll() is None
+    assert "a_function_that_hangs" in as_text(read_threads(busy.pid))
+    assert look(busy.pid).state == "T", "it is not woken for it"
     busy.kill()
     busy.wait()
     assert not look(busy.pid).is_alive
-    assert dump_stacks(busy.pid) == "it has no file for its stacks: it is gone, or has not begun"
+    with pytest.raises(UnreadableError, match="it has ended"):
+        read_threads(busy.pid)
 
 
 def test_a_killed_worker_leaves_no_file_behind(busy: subprocess.Popen[str]) -> None:
     names = {os.readlink(entry) for entry in Path(f"/proc/{busy.pid}/fd").iterdir()}
-    assert {"/memfd:rollcall-pulse-3 (deleted)", "/memfd:rollcall-stacks (deleted)"} <= names
+    assert "/memfd:rollcall-pulse-3 (deleted)" in names
     busy.kill()
     assert not list(Path("/dev/shm").glob("rollcall-*"))
 

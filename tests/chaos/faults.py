@@ -138,7 +138,7 @@ FAULTS: dict[str, Callable[[Run], AbstractContextManager[None]]] = {
 LOST = r"is lost; the others do its work|goes on from the newest checkpoint"
 NOTICED = {
     "worker killed": LOST,
-    "worker stopped": r"(?s)is stopped \(state T\).*Thread 0x",
+    "worker stopped": r"(?s)is stopped \(state T\).*Thread \d",
     "node lost and back": LOST,
     "node gone": LOST,
     "network cut for 60 s": LOST,

@@ -27,7 +27,8 @@ from rollcall.debug.board import BOARD, DebugSeat
 from rollcall.groups.backend import WorkerSpec
 from rollcall.groups.host import GROUP_MARK, end_group
 from rollcall.groups.logs import LogTail
-from rollcall.groups.pulse import JOIN_S, Reader, Seen, dump_stacks
+from rollcall.groups.pulse import JOIN_S, Reader, Seen
+from rollcall.groups.reachable import UnreadableError, as_text, read_threads
 from rollcall.groups.sightings import Lookout, Sightings
 from rollcall.groups.watch import ANSWER_S, LOOK_EVERY_S, Loss, Watch
 from rollcall.on_ray.each_node import pinned
@@ -84,8 +85,11 @@ class Eyes:
         os._exit(1)
 
     def stacks(self, pid: int) -> str:
-        """The stacks of all threads of a stuck worker."""
-        return dump_stacks(pid)
+        """The stacks of all threads of a stuck worker, or why they cannot be read."""
+        try:
+            return as_text(read_threads(pid, timeout_s=ANSWER_S))
+        except UnreadableError as error:
+            return f"they cannot be read: {error}"
 
     def end(self, pid: int) -> None:
         with suppress(ProcessLookupError):  # it has ended
