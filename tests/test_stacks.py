@@ -18,6 +18,7 @@ from types import FunctionType, SimpleNamespace
 from typing import Any, cast
 
 import cloudpickle
+import psutil
 import pytest
 import torch
 from runs import make_run
@@ -40,7 +41,7 @@ from rollcall.inspect.processes import ProcessTarget, find_target
 from rollcall.inspect.profile import Format, profile_role
 from rollcall.inspect.stacks import read_stacks
 from rollcall.observe.live import Live, read_live, write_live
-from rollcall.process import Process
+from rollcall.process_table import Process
 
 YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 
@@ -113,11 +114,11 @@ def test_a_stopped_process_is_not_woken_to_show_its_stacks(run_dir: Path) -> Non
     ) as child:
         assert child.stdout is not None and child.stdout.readline()
         os.kill(child.pid, signal.SIGSTOP)
-        while module.process_state(child.pid) != "T":
+        while module.status_of(child.pid) != psutil.STATUS_STOPPED:
             time.sleep(0.01)
         report = read_stacks(find_target(str(run_dir)), native=False, timeout_s=60)
         (one,) = [one for own in report.hosts.values() for one in own if one.pid == child.pid]
-        assert one.state == "T" and one.threads and module.process_state(child.pid) == "T"
+        assert one.state == module.status_of(child.pid) == psutil.STATUS_STOPPED and one.threads
         child.kill()
 
 

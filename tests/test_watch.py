@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from rollcall.config import ClusterSection
@@ -59,13 +60,13 @@ def test_a_stopped_process_is_seen_as_such_and_tells_its_stacks(busy: subprocess
     seen = look(busy.pid)
     assert seen.is_alive and seen.doing == "update" and seen.num_done == 1 and set(seen.longest_s or ()) == {"warm_up"}
     busy.send_signal(signal.SIGSTOP)
-    stopped = wait_for_state(busy, "T")
+    stopped = wait_for_state(busy, psutil.STATUS_STOPPED)
     watch = Watch()
     assert watch.judge({"a": {3: stopped}}, seats={"a": [3]}, gone=set(), kinds={}) == []
     (loss,) = watch.judge({"a": {3: stopped}}, seats={"a": [3]}, gone=set(), kinds={})
     assert loss.rank == 3 and loss.still_runs and "stopped" in loss.why and "update" in loss.why
     assert "a_function_that_hangs" in as_text(read_threads(busy.pid))
-    assert look(busy.pid).state == "T", "it is not woken for it"
+    assert look(busy.pid).state == psutil.STATUS_STOPPED, "it is not woken for it"
     busy.kill()
     busy.wait()
     assert not look(busy.pid).is_alive

@@ -33,7 +33,7 @@ from pathlib import Path
 from rollcall.durable.atomic import create_atomic
 from rollcall.durable.patience import persist, refusing
 from rollcall.errors import ConfigError
-from rollcall.process import STOPPED, Process, process_state
+from rollcall.process_table import STOPPED, Process, status_of
 from rollcall.redact import redact
 from rollcall.wait import waiting, warn
 
@@ -215,7 +215,7 @@ def _watch(run_dir: Path, holder: Holder) -> None:
 
 
 def _refuse(run_dir: Path, holder: Holder) -> None:
-    stopped = holder.is_here and process_state(holder.pid) in STOPPED
+    stopped = holder.is_here and status_of(holder.pid) in STOPPED
     raise ConfigError(
         f"another process is training in run.dir={run_dir}: {holder}{', which is stopped (SIGSTOP)' if stopped else ''}; "
         "wait for it or stop it, or choose another run.dir"

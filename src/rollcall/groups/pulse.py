@@ -3,7 +3,7 @@ it.
 
 The thread that does the work writes the pulse into a small file that only its own node reads. So a process whose
 interpreter hangs in a call looks busy with that call, and a stopped process looks stopped. The pulse holds the last calls; a
-reader keeps the file open, so what a killed worker did is not lost with it. ``Reader`` reads pulses and ``/proc``. The file
+reader keeps the file open, so what a killed worker did is not lost with it. ``Reader`` reads pulses, and asks psutil about the process. The file
 is in memory and in no folder: others open it through ``/proc``, and it ends with the process.
 """
 
@@ -21,8 +21,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+import psutil
+
 from rollcall.debug.pause import running_s
-from rollcall.process import Process, device_bytes, process_state, resident_bytes
+from rollcall.process import device_bytes
+from rollcall.process_table import DEAD
 
 PULSE = "rollcall-pulse"
 PAGE = 4096  # bytes of a pulse
@@ -55,7 +58,7 @@ class Seen:
     """A worker as its node sees it."""
 
     is_alive: bool
-    state: str = ""  # as /proc has it: R, S, D, T (stopped), ...
+    state: str = ""  # psutil's word: running, sleeping, disk-sleep, stopped, ...
     doing: str = ""  # a method; empty: it waits to be called
     busy_s: float = 0.0  # since it began with that
     num_done: int = 0  # calls
@@ -140,7 +143,10 @@ class Reader:
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
-        self._process = Process.of(pid)
+        try:
+            self._process = psutil.Process(pid)
+        except psutil.NoSuchProcess:
+            self._process = None
         self._file: BinaryIO | None = None
         self._told = 0  # calls
         self._last: DoneCall | None = None
@@ -152,8 +158,11 @@ class Reader:
 
     def look(self) -> Seen:
         """The process and its pulse, now."""
-        state = process_state(self._pid)
-        is_alive = state not in ("", "Z", "X") and Process.of(self._pid) == self._process
+        state, memory_bytes = "", 0
+        with contextlib.suppress(psutil.Error):
+            if self._process is not None and self._process.is_running():  # not a later one with its number
+                state, memory_bytes = self._process.status(), self._process.memory_info().rss
+        is_alive = state != "" and state not in DEAD
         now = time.monotonic()
         data = self._read()
         try:
@@ -180,7 +189,7 @@ class Reader:
             longest_s=longest_s,
             since_s=since,
             calls=calls,
-            memory_bytes=resident_bytes(self._pid),
+            memory_bytes=memory_bytes,
             device_bytes=HEAD.unpack_from(data, PAGE)[1],
             stop=stop,
         )

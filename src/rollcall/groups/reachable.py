@@ -26,9 +26,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from rollcall.groups.profiling import serve_profiles
 from rollcall.groups.pulse import look, memory_file
-from rollcall.process import Process, command_of, descendants, process_ids, process_state
+from rollcall.process_table import Process, command_of, descendants, status_of
 
 ABOUT = "rollcall-about"
 PAGE = 4096
@@ -66,7 +68,7 @@ class Stacks:
 
     title: str
     pid: int
-    state: str  # as /proc has it
+    state: str  # psutil's word, such as sleeping
     doing: str  # the call of a worker; empty: none, or it is not a worker
     busy_s: float
     threads: list[Thread]
@@ -122,7 +124,7 @@ def about_process(pid: int) -> About | None:
 
 def reachable_here(*, run: str | None = None) -> dict[int, About]:
     """The processes of this host that are part of a run, of this one if it is named; by process id."""
-    found = {pid: about for pid in sorted(process_ids()) if (about := about_process(pid)) is not None and about.title}
+    found = {pid: about for pid in sorted(psutil.pids()) if (about := about_process(pid)) is not None and about.title}
     return {pid: about for pid, about in found.items() if run is None or about.run == run}
 
 
@@ -138,7 +140,7 @@ def stacks_here(*, run: str | None = None, native: bool = False) -> list[Stacks]
 
 
 def _stacks(pid: int, title: str, *, native: bool) -> Stacks:
-    seen, state, threads, error = look(pid), process_state(pid), [], ""
+    seen, state, threads, error = look(pid), status_of(pid), [], ""
     try:
         threads = read_threads(pid, native=native)
     except UnreadableError as found:
