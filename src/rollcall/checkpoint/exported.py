@@ -9,12 +9,10 @@ from typing import Any
 from rollcall.checkpoint.store import MANIFEST, Checkpoint
 from rollcall.config.yaml import read_small
 from rollcall.errors import CheckpointError
-from rollcall.stored.files import StoredError
+from rollcall.stored.files import StoredError, plain_damage
 from rollcall.stored.find import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PROBE
 from rollcall.stored.safetensors import check_weights
 from rollcall.wait import warn
-
-MOST_BYTES = 1 << 28  # of a file beside the weights
 
 
 def exported_model(run_dir: Path, *, last: Checkpoint | None) -> Path | None:
@@ -52,16 +50,12 @@ def _refuse_damaged(model: Path) -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(read_small(path, most=MOST_BYTES))
-    except FileNotFoundError:
-        raise StoredError(f"{path} does not exist; restore the file") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise StoredError(
-            f"{path} is not a whole JSON file ({type(error).__name__}: {error}); restore the file"
-        ) from None
-    if not isinstance(found, dict):
-        raise StoredError(f"{path} holds a {type(found).__name__}, not a map; restore the file")
+    if not path.exists():
+        raise StoredError(f"{path} does not exist; restore the file")
+    with plain_damage(f"{path} is not a whole JSON file"):
+        found = json.loads(read_small(path))
+        if not isinstance(found, dict):
+            raise ValueError(f"a {type(found).__name__}, not a map")
     return found
 
 

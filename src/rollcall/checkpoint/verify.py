@@ -19,8 +19,8 @@ import numpy as np
 import psutil
 import torch
 
-from rollcall.checkpoint.beside import differing
-from rollcall.checkpoint.probe import MOST_BYTES, TrainedProbe, read_probe
+from rollcall.checkpoint.config_files import changed_config_files
+from rollcall.checkpoint.probe import TrainedProbe, read_probe
 from rollcall.checkpoint.store import describe_files
 from rollcall.config.yaml import read_small
 from rollcall.durable.atomic import write_atomic
@@ -96,7 +96,7 @@ def verify(model_dir: Path, probe: Path | None = None, *, dtype: str | None = No
             f"{model_dir} is not the model that was trained: {result.words}. Merge the checkpoint again; if it stays so, take "
             "another checkpoint"
         )
-    if other := differing(model_dir, recorded.beside):
+    if other := changed_config_files(model_dir, recorded.beside):
         raise VerifyError(
             f"{model_dir} is not the model that was trained: {', '.join(other)} {'is' if len(other) == 1 else 'are'} not as the run saved "
             "it. Merge the checkpoint again"
@@ -120,7 +120,7 @@ def why_not_verified(model_dir: Path) -> str:
 def mark_of(model_dir: Path) -> dict[str, Any] | None:
     """What an earlier ``verify`` left in the directory; None: nothing that can be read."""
     try:
-        found: Any = json.loads(read_small(model_dir / VERIFIED, most=MOST_BYTES))
+        found: Any = json.loads(read_small(model_dir / VERIFIED))
         sound = found["format"] == 1 and isinstance(found["files"], dict) and isinstance(found["dtype"], str)
         return found if sound else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

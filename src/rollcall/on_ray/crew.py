@@ -30,6 +30,7 @@ from rollcall.groups.failures import RemoteFailureError, died, is_about_a_peer, 
 from rollcall.groups.host import DEBUG_HOST, GROUP_MARK, Host, end_group
 from rollcall.groups.sightings import Sightings
 from rollcall.groups.watch import SILENT_S
+from rollcall.on_ray import zygote
 from rollcall.on_ray.each_node import pinned
 from rollcall.on_ray.sizes import is_large
 from rollcall.on_ray.supervise import Supervisor
@@ -44,8 +45,10 @@ KEPT_CALLS = 8  # of a worker, for errors to tell what was waited for; no more a
 
 
 class RayCrew:
-    def __init__(self, specs: Sequence[WorkerSpec], recipe: Recipe, *, group: PlacementGroup) -> None:
+    def __init__(self, specs: Sequence[WorkerSpec], recipe: Recipe, *, group: PlacementGroup, may_fork: bool) -> None:
+        """``may_fork``: its nodes were started by `rollcall node`, so Rollcall is in the Python of their Ray."""
         self._specs = list(specs)
+        self._may_fork = may_fork and isinstance(recipe.target, str) and recipe.target.startswith("rollcall.")
         self._recipe = recipe
         self._group = group
         self._mark = uuid.uuid4().hex
@@ -69,6 +72,12 @@ class RayCrew:
             placement_group_bundle_index=spec.node.bundles[spec.slots[0]],
             placement_group_capture_child_tasks=False,
         )
+        env_vars = {**for_ray(spec.env), GROUP_MARK: self._mark}
+        if self._may_fork:
+            module = str(self._recipe.target).rpartition(".")[0]
+            runtime_env = zygote.runtime_env(module, self._mark, env_vars)
+        else:
+            runtime_env = {"env_vars": env_vars}
         # Ray counts a process on several slots on its first; the virtual cluster keeps other workers off the rest.
         return (
             ray.remote(Host)
@@ -77,7 +86,7 @@ class RayCrew:
                 num_cpus=0 if has_gpu else spec.share,
                 max_restarts=0,
                 scheduling_strategy=strategy,
-                runtime_env={"env_vars": {**for_ray(spec.env), GROUP_MARK: self._mark}},
+                runtime_env=runtime_env,
             )
             .remote(f"{spec.role} rank {spec.rank}, node {spec.node.node_rank}")
         )

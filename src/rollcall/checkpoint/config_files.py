@@ -1,4 +1,4 @@
-"""What the files beside the weights must say, whatever the log-probs are: configs, tokenizer, chat templates.
+"""The config files of a model: configs, tokenizer, chat templates. They must stay as saved, whatever the log-probs are.
 
 A wrong tokenizer or a wrong stop token changes no log-prob of given tokens, and a config that is a little wrong may change them
 by less than rounding does.
@@ -16,7 +16,7 @@ ENDS = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 _FREE = ("dtype", "torch_dtype", "_name_or_path", "transformers_version")
 
 
-def describe_beside(files: Mapping[str, bytes]) -> dict[str, str]:
+def describe_config_files(files: Mapping[str, bytes]) -> dict[str, str]:
     """A checksum of each file by its name; of configs only what a conversion or a user may not change."""
     return {
         name: blake2b(_meaning(name, data), digest_size=16).hexdigest()
@@ -25,12 +25,12 @@ def describe_beside(files: Mapping[str, bytes]) -> dict[str, str]:
     }
 
 
-def differing(folder: Path, beside: Mapping[str, str]) -> list[str]:
-    """The files that are not as ``beside`` describes them; a template that it does not know is one of them."""
-    names = {*beside, *(path.name for path in folder.glob("*.jinja"))} if beside else set()
+def changed_config_files(folder: Path, described: Mapping[str, str]) -> list[str]:
+    """The files that are not as ``describe_config_files`` found them; a new template is one of them."""
+    names = {*described, *(path.name for path in folder.glob("*.jinja"))} if described else set()
     there = {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
-    now = describe_beside(there)
-    return sorted(name for name in names if now.get(name) != beside.get(name))
+    now = describe_config_files(there)
+    return sorted(name for name in names if now.get(name) != described.get(name))
 
 
 def _meaning(name: str, data: bytes) -> bytes:
