@@ -108,7 +108,6 @@ class Arena:
             if not host.is_up:
                 host.restart()
             host.heal()
-            host.speed_up()
         self.join(0, 1)
 
     @contextmanager

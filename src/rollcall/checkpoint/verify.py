@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
 from rollcall.checkpoint.config_files import changed_config_files
@@ -26,7 +27,6 @@ from rollcall.durable.atomic import write_atomic
 from rollcall.durable.patience import plain_disk_errors
 from rollcall.errors import CheckpointError
 from rollcall.model.load import loading, own_code, refuse_loaded
-from rollcall.process import available_memory
 from rollcall.stored.find import PROBE
 from rollcall.stored.safetensors import open_model_dir
 from rollcall.stored.tensors import Stored
@@ -153,7 +153,7 @@ def _load(model_dir: Path, stored: Stored) -> tuple[Any, str]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     elements = sum(math.prod(tensor.shape) for tensor in stored.tensors.values())
-    fits = 4 * elements <= _SPARE * available_memory()
+    fits = 4 * elements <= _SPARE * psutil.virtual_memory().available
     if code := own_code(str(model_dir)):
         raise VerifyError(
             f"{model_dir} asks to run code that comes with it ({', '.join(code)}), which verify does not do"

@@ -225,10 +225,9 @@ class RayCrew:
                     continue
                 missing = self._missing(futures)
                 if missing and wait.is_over:
-                    slow = self._supervisor.slow_links(missing)
-                    raise unanswered(missing, total=len(futures), timeout_s=wait.timeout_s, more=slow) from None
+                    raise unanswered(missing, total=len(futures), timeout_s=wait.timeout_s) from None
                 if missing:
-                    wait.tell(f"waiting for {listed(missing)}{self._supervisor.slow_links(missing)}")
+                    wait.tell(f"waiting for {listed(missing)}")
             except RayError as error:
                 self._explain(futures, error)
 
@@ -261,7 +260,7 @@ class RayCrew:
         also = f"\nAlso failed: {listed(others)}" if others else ""
         if dead:
             # Ray knows that it ended, the watch knows why.
-            why = self._lost.get(spec.rank) or f"{_death(found)}{self._supervisor.slow_links([spec])}"
+            why = self._lost.get(spec.rank) or _death(found)
             self._supervisor.lose({each.rank: why for each, _ in dead})
             raise died([spec, *others], f"{why}{self._waits()}{also}") from found
         named = whom([spec, *others])
@@ -269,8 +268,7 @@ class RayCrew:
         if isinstance(cause, RemoteFailureError):
             if is_about_a_peer(cause.original, cause.text):
                 self._blame(futures, f"{spec.where} raised\n{cause}{also}")
-                slow = self._supervisor.slow_links([spec])
-                raise PeerLostError(f"{spec.where} lost its peer{slow}:\n{cause}{also}", **named) from cause.original
+                raise PeerLostError(f"{spec.where} lost its peer:\n{cause}{also}", **named) from cause.original
             raise WorkerError(f"{spec.where} raised\n{cause}{also}", **named) from cause.original
         raise WorkerError(f"{spec.where} gave no result: {found}{also}", **named) from found
 
@@ -282,7 +280,7 @@ class RayCrew:
             self._check(futures)
             if dead := [rank for rank in ranks if rank in self._lost or not self.is_alive(rank)]:
                 spec = self._specs[dead[0]]
-                why = self._lost.get(spec.rank) or f"its process is gone{self._supervisor.slow_links([spec])}"
+                why = self._lost.get(spec.rank) or "its process is gone"
                 raise died([self._specs[rank] for rank in dead], f"{why}{self._waits()}\n{complaint}")
             time.sleep(LOOK_S)
 

@@ -19,6 +19,7 @@ from rollcall.checkpoint.store import CheckpointEntry, store_of
 from rollcall.config import Config, load_saved_run
 from rollcall.config.yaml import read_yaml
 from rollcall.durable.append_file import is_count
+from rollcall.durable.heartbeat import Heartbeat
 from rollcall.durable.lease import WATCH_S, Holder, read_holder
 from rollcall.errors import ConfigError
 from rollcall.observe.events import EVENTS, Mark, PhaseEvent, last_phase_in, marks_in
@@ -218,9 +219,7 @@ class HolderWatch:
     """Whether the holder of a run directory is alive. One on this machine is looked up; of one elsewhere the counter must move."""
 
     def __init__(self) -> None:
-        self._seen: tuple[str, int] | None = None
-        self._moved = 0.0
-        self._first = 0.0
+        self._beat = Heartbeat()
 
     def is_alive(self, holder: Holder | None) -> bool | None:
         """None: not known yet."""
@@ -228,14 +227,10 @@ class HolderWatch:
             return False
         if holder.is_here:
             return True
-        now, mark = time.monotonic(), (holder.owner, holder.counter)
-        if self._seen is None or self._seen[0] != holder.owner:
-            self._seen, self._first, self._moved = mark, now, 0.0
-        elif mark != self._seen:
-            self._seen, self._moved = mark, now
-        if self._moved and now - self._moved < WATCH_S:
-            return True
-        return None if now - self._first < WATCH_S else False
+        self._beat.see(holder.owner, holder.counter)
+        if self._beat.silent_s >= WATCH_S:
+            return False
+        return True if self._beat.has_moved else None
 
 
 def describe_holder(holder: Holder | None) -> str:
