@@ -125,7 +125,7 @@ class EpisodeRules:
         if left < 1:
             text = f"{self.base.max_tokens} tokens (rollout.max_response_tokens)"
             raise self._over(EndReason.TOKENS, text, code="token_limit")
-        limits = (room, left, self.section.max_turn_tokens or left, wanted.max_tokens or left)
+        limits = (room, left, self.section.max_turn_tokens or left, wanted.token_limit or left)
         return replace(
             self.base,
             max_tokens=min(limits),
@@ -287,10 +287,8 @@ def _take_printed_reward(caller: Caller, printed: str) -> None:
     if not (last.startswith("{") and '"reward"' in last):
         return
     try:
-        given = json.loads(last)
-        if isinstance(given, dict):
-            take_reward(caller, given)
-    except (ValueError, RecursionError, Refused):
+        take_reward(caller, last.encode())
+    except Refused:
         caller.num_refused += 1  # not a reward; the program's own words
 
 

@@ -145,7 +145,7 @@ class Open:
             temperature=default.temperature if wanted.temperature is None else wanted.temperature,
             top_p=default.top_p if wanted.top_p is None else wanted.top_p,
             top_k=default.top_k if wanted.top_k is None else wanted.top_k,
-            max_tokens=min(wanted.max_tokens or room, room),
+            max_tokens=min(wanted.token_limit or room, room),
             stop_token_ids=tuple(dict.fromkeys((*default.stop_token_ids, *wanted.stop_token_ids))),
             stop_strings=(*default.stop_strings, *wanted.stop),
         )
