@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,14 +21,22 @@ import numpy as np
 
 from rollcall.config.environments import EnvironmentBase
 from rollcall.engine.protocol import Sampling
-from rollcall.environments.callers import Caller, Callers, SampleTurn, Served, room_for
+from rollcall.environments.callers import Caller, Callers, Served, room_for
 from rollcall.environments.calls import CallFormat
 from rollcall.environments.conversation import Conversations
 from rollcall.environments.endpoint import EPISODES, Endpoint, call_format_of, take_reward
 from rollcall.environments.episode import LONGEST_ERROR, one_ends_within, row_of, turn_seed
-from rollcall.environments.histories import Histories, Row, Templates, joined
+from rollcall.environments.histories import Histories, Row, Templates
 from rollcall.environments.program import KEY
-from rollcall.environments.protocol import Ended, EnvironmentFailed, EnvironmentLost, Host, ProgramHost, Programs
+from rollcall.environments.protocol import (
+    Ended,
+    EnvironmentFailed,
+    EnvironmentLost,
+    Host,
+    ProgramHost,
+    Programs,
+    SampleTurn,
+)
 from rollcall.environments.server import LOOPBACK, EndpointServer, in_loop
 from rollcall.environments.wire import Refused, Wanted
 from rollcall.types import Completion, EndReason, Episode, FinishReason, Prompt
@@ -174,7 +181,7 @@ class AgentPlayer:
         seed: int,
         sampling: Sampling,
         session: str,
-        sample: Callable[..., Awaitable[Completion]],
+        sample: SampleTurn,
     ) -> Completion:
         """One attempt at a prompt. ``sampling.max_tokens`` bounds all tokens behind the prompts of its histories."""
         crossing = in_loop(sample, asyncio.get_running_loop())
@@ -309,10 +316,7 @@ def completion_of(prompt: Prompt, caller: Caller, *, seed: int, ended: EndReason
     first = rows[0] if rows else Row(prompt_ids=prompt.token_ids, session="")
     is_own = np.array_equal(first.prompt_ids, prompt.token_ids)
     return Completion(
-        token_ids=joined(first.token_ids, np.int32),
-        logprobs=joined(first.logprobs, np.float32),
-        mask=joined(first.mask, np.bool_),
-        segments=tuple(first.segments),
+        **first.joined(),
         finish=first.finish if rows else FinishReason.ABORT,
         seed=seed,
         text=first.turns[-1].text if first.turns else "",

@@ -8,22 +8,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
-from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rollcall.engine.protocol import Sampling
 from rollcall.environments.histories import Histories
+from rollcall.environments.protocol import SampleTurn
 from rollcall.environments.wire import Refused, Wanted
-from rollcall.types import Completion, Ints
-
-
-class SampleTurn(Protocol):
-    """Waits for one completion. Requests of one session extend each other."""
-
-    def __call__(
-        self, prompt_ids: Ints, /, *, seed: int, sampling: Sampling, session: str
-    ) -> Awaitable[Completion]: ...
+from rollcall.types import Ints
 
 
 class Rules(Protocol):

@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Coroutine
 from concurrent.futures import Future
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
 from rollcall.engine.protocol import Sampling
-from rollcall.environments.callers import SampleTurn
+from rollcall.environments.protocol import SampleTurn
 from rollcall.net.http_door import http_server, listen
 from rollcall.types import Completion, Ints
 
@@ -66,7 +66,7 @@ class EndpointServer:
             self.loop.close()
 
 
-def in_loop(sample: Callable[..., Awaitable[Completion]], loop: asyncio.AbstractEventLoop) -> SampleTurn:
+def in_loop(sample: SampleTurn, loop: asyncio.AbstractEventLoop) -> SampleTurn:
     """``sample``, which belongs to ``loop``, for coroutines of another one."""
 
     async def crossing(prompt_ids: Ints, /, *, seed: int, sampling: Sampling, session: str) -> Completion:
