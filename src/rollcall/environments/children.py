@@ -13,15 +13,14 @@ import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 from rollcall.debug.line import DebugLine
 from rollcall.environments.frames import Failed, read_answer, receive, request_bytes, send
 from rollcall.environments.protocol import EnvironmentFailed
+from rollcall.environments.variables import ROOT, variables_of
 from rollcall.errors import ConfigError
 from rollcall.process import descendants
-from rollcall.reward.confine import Confinement, environment
 from rollcall.reward.ending import how_it_ended
 from rollcall.wait import Wait
 from rollcall.words import visible
@@ -36,7 +35,6 @@ _RETRY_S = 0.005  # the zygote has more to do than its socket holds
 _MAX_READY_BYTES = 64 << 20
 _MAX_MESSAGE_BYTES = 1 << 16
 _T = TypeVar("_T")
-_ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +132,7 @@ def _command(python: str | None) -> list[str]:
     if python is None:
         return [sys.executable, "-m", "rollcall.environments.zygote"]
     # Last in its path: another Python has libraries of its own, and the folder of this package may hold this one's too.
-    begin = f"import runpy, sys; sys.path.append({str(_ROOT)!r}); runpy.run_module('rollcall.environments.zygote', run_name='__main__')"
+    begin = f"import runpy, sys; sys.path.append({str(ROOT)!r}); runpy.run_module('rollcall.environments.zygote', run_name='__main__')"
     return [python, "-c", begin]
 
 
@@ -142,6 +140,7 @@ class Zygote:
     """The parent's side of a zygote. All but its making and closing happens in one event loop."""
 
     def __init__(self, setup: Setup, *, output_fd: int, timeout_s: float) -> None:
+        variables = variables_of(setup.env)
         self.children: dict[int, Child] = {}
         self._num_started = 0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -151,13 +150,6 @@ class Zygote:
         lifeline_read_fd, self._lifeline_fd = os.pipe()
         line = DebugLine(role="environment", number=0)
         child_fds = (theirs.fileno(), ready_write_fd, lifeline_read_fd, line.theirs.fileno())
-        confinement = Confinement(
-            own_files=False, network=True, env=tuple(setup.env), processes=0, memory_mb=setup.memory_mb, file_mb=0
-        )
-        variables = environment(confinement, folder="", environ=os.environ, root=_ROOT)
-        variables.pop("TMPDIR")  # its files are the user's own
-        if "TMPDIR" in os.environ:
-            variables["TMPDIR"] = os.environ["TMPDIR"]
         try:
             self.process = subprocess.Popen(
                 [*_command(setup.python), *map(str, child_fds)],

@@ -137,8 +137,11 @@ class ClassPlayer:
         result = ""
         if not error:
             try:
-                tool = self._tool(call.name)
-                result = _text(run(self._function(call.name)(**check_arguments(tool, call.arguments))))
+                if (tool := self._kind.tools.get(call.name)) is None:
+                    there_are = ", ".join(self._kind.tools) or "none"
+                    raise WrongArguments(f"there is no tool {call.name[:80]!r}; there are {there_are}")
+                function = self._kind.functions.get(call.name) or getattr(self.instance, call.name)
+                result = _text(run(function(**check_arguments(tool, call.arguments))))
             except MemoryError:
                 raise
             except WrongArguments as wrong:
@@ -149,15 +152,6 @@ class ClassPlayer:
         if error:
             result = json.dumps({"error": error[:_MAX_SHOWN_CHARS]}, ensure_ascii=False)
         return {"name": call.name, "arguments": call.arguments, "result": result, "failed": bool(error)}
-
-    def _tool(self, name: str) -> Tool:
-        if name not in self._kind.tools:
-            there_are = ", ".join(self._kind.tools) or "none"
-            raise WrongArguments(f"there is no tool {name[:80]!r}; there are {there_are}")
-        return self._kind.tools[name]
-
-    def _function(self, name: str) -> Callable[..., Any]:
-        return self._kind.functions.get(name) or getattr(self.instance, name)
 
 
 def _taken(reset: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,6 @@ caller's: it gives up, and closes the environment as broken.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,7 +22,6 @@ from rollcall.environments.protocol import Environment, EnvironmentFailed, Openi
 from rollcall.errors import ConfigError
 from rollcall.observe.prints import ChildPrints
 from rollcall.process import allow_files
-from rollcall.words import are
 
 START_TIMEOUT_S = 120.0
 _COLUMN = "environment"  # names the class where there are several, and is not for that class
@@ -33,7 +31,6 @@ class ProcessEnvironments:
     """Implements ``protocol.Environments``. Making it waits for the zygote, so a class that cannot be used is refused here."""
 
     def __init__(self, setup: Setup, *, max_processes: int, start_timeout_s: float = START_TIMEOUT_S) -> None:
-        refuse_unset(setup.env)
         allow_files(FILES_OF_CHILD * max_processes)
         setup = replace(setup, python=find_python(setup.python))
         self._setup = setup
@@ -189,13 +186,3 @@ def kind_of(kind: str, kinds: Collection[str]) -> str:
             else f"the row has no environment column, and environment.path has {', '.join(kinds)} to choose from"
         )
     return kind
-
-
-def refuse_unset(env: Sequence[str]) -> None:
-    """Of the variables that ``environment.env`` passes on."""
-    if missing := [name for name in env if name not in os.environ]:
-        it = "it" if len(missing) == 1 else "them"
-        raise ConfigError(
-            f"environment.env names {', '.join(missing)}, which {are(len(missing))} not set where environments run (here); export {it}, or "
-            f"take {it} out of environment.env"
-        )

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from rollcall.environments.processes import refuse_unset
 from rollcall.environments.protocol import Ended, EnvironmentFailed
+from rollcall.environments.variables import variables_of
 from rollcall.process import Process, allow_files, process_ids, read_row
-from rollcall.reward.confine import Confinement, environment, make_folder, remove_folder, sweep_folders
+from rollcall.reward.confine import make_folder, remove_folder, sweep_folders
 from rollcall.reward.ending import how_it_ended
 
 MAX_TAIL_BYTES = 1 << 16
@@ -29,7 +29,6 @@ LONGEST_VARIABLE = 120_000  # bytes; Linux gives a variable 128 KiB
 KEY = "OPENAI_API_KEY"  # no two episodes have the same
 _LOOK_S = 0.5
 _FILES = 8  # that this process opens for one: its pipes, the connection of its episode, and some while it starts
-_ROOT = Path(__file__).resolve().parents[2]
 _LIMITED = """ulimit -c 0
 ulimit -d {kilobytes} || exit 125
 exec 3<&0 </dev/null
@@ -43,13 +42,11 @@ class ProgramsHere:
     """Implements ``protocol.Programs``: the programs of a run, as children of this process."""
 
     def __init__(self, command: str, *, env: Sequence[str], memory_mb: int, max_running: int) -> None:
-        refuse_unset(env)
+        self._variables = variables_of(env)
         allow_files(_FILES * max_running)
         sweep_folders()  # of a process that was killed
         self._command = command
         self._memory_mb = memory_mb
-        confinement = Confinement(own_files=False, network=True, env=tuple(env), processes=0, memory_mb=0, file_mb=0)
-        self._variables = environment(confinement, folder="", environ=os.environ, root=_ROOT)
 
     @property
     def tools(self) -> dict[str, list[dict[str, Any]]]:
@@ -60,7 +57,11 @@ class ProgramsHere:
 
     async def run(self, variables: Mapping[str, str], *, stop: asyncio.Event) -> Ended:
         """In a folder of its own."""
-        _check_sizes(variables)
+        for name, value in variables.items():
+            if (size := len(value.encode(errors="surrogateescape"))) > LONGEST_VARIABLE:
+                raise EnvironmentFailed(
+                    f"{name} has {size:,} bytes, and a variable holds {LONGEST_VARIABLE:,}; leave long columns out of the data"
+                )
         try:
             folder = make_folder()
         except OSError as error:
@@ -102,14 +103,6 @@ def past_proxies(variables: Mapping[str, str]) -> dict[str, str]:
 async def _in_thread(work: Callable[..., Any], *args: Any) -> None:
     """Beside the loop, and to its end, also where this is given up."""
     await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, partial(work, *args)))
-
-
-def _check_sizes(variables: Mapping[str, str]) -> None:
-    for name, value in variables.items():
-        if (size := len(value.encode(errors="surrogateescape"))) > LONGEST_VARIABLE:
-            raise EnvironmentFailed(
-                f"{name} has {size:,} bytes, and a variable holds {LONGEST_VARIABLE:,}; leave long columns out of the data"
-            )
 
 
 class Program:
