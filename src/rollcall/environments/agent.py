@@ -43,7 +43,6 @@ from rollcall.types import Completion, EndReason, Episode, FinishReason, Prompt
 from rollcall.wait import warn
 from rollcall.words import visible
 
-POLICY = "policy"  # the name under which the model is listed; any name is answered
 GRACE_S = 10.0  # for a program that was told that a limit is met
 
 
@@ -167,7 +166,7 @@ class AgentPlayer:
         self._programs = programs  # used in the server's loop alone
         self._tokenizer = copy.deepcopy(tokenizer)  # the run's is used by another thread
         self._templates = Templates(Conversations(self._tokenizer))
-        self._served = Served(name=POLICY, max_model_len=max_row, vocabulary=len(tokenizer))
+        self._served = Served(name="policy", max_model_len=max_row, vocabulary=len(tokenizer))
         self._callers = Callers()
         app = Endpoint(self._callers, served=self._served, tokenizer=self._tokenizer, call_format=call_format)
         self._server = EndpointServer(app, host=address)

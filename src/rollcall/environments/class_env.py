@@ -18,7 +18,6 @@ from rollcall.environments.tools import Tool, WrongArguments, check_arguments, d
 from rollcall.importing import load_named
 
 MAX_RESULT_CHARS = 1_000_000  # of one tool call
-_MAX_SHOWN_CHARS = 10_000  # of a result, for people to read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +149,7 @@ class ClassPlayer:
                 self._examine(raised)
                 error = _told(raised)
         if error:
-            result = json.dumps({"error": error[:_MAX_SHOWN_CHARS]}, ensure_ascii=False)
+            result = json.dumps({"error": error[:10_000]}, ensure_ascii=False)
         return {"name": call.name, "arguments": call.arguments, "result": result, "failed": bool(error)}
 
 
@@ -191,4 +190,5 @@ def _messages(made: list[dict[str, Any]], kind: ClassKind) -> list[dict[str, str
 
 
 def _shown(result: str) -> str:
-    return result if len(result) <= _MAX_SHOWN_CHARS else f"{result[:_MAX_SHOWN_CHARS]}..."
+    """For people to read."""
+    return result if len(result) <= 10_000 else f"{result[:10_000]}..."

@@ -23,12 +23,8 @@ from rollcall.reward.confine import make_folder, remove_folder, sweep_folders
 from rollcall.reward.ending import how_it_ended
 
 MAX_TAIL_BYTES = 1 << 16
-DRAIN_S = 2.0  # for output that is on its way when the program has ended
-KILL_ROUNDS = 3  # it may start others while it is killed
 LONGEST_VARIABLE = 120_000  # bytes; Linux gives a variable 128 KiB
 KEY = "OPENAI_API_KEY"  # no two episodes have the same
-_LOOK_S = 0.5
-_FILES = 8  # that this process opens for one: its pipes, the connection of its episode, and some while it starts
 _LIMITED = """ulimit -c 0
 ulimit -d {kilobytes} || exit 125
 exec 3<&0 </dev/null
@@ -43,7 +39,7 @@ class ProgramsHere:
 
     def __init__(self, command: str, *, env: Sequence[str], memory_mb: int, max_running: int) -> None:
         self._variables = variables_of(env)
-        allow_files(_FILES * max_running)
+        allow_files(8 * max_running)  # its pipes, the connection of its episode, and some while it starts
         sweep_folders()  # of a process that was killed
         self._command = command
         self._memory_mb = memory_mb
@@ -135,7 +131,7 @@ class Program:
         ending = asyncio.ensure_future(self._process.wait())
         try:
             while self._process.returncode is None:
-                await asyncio.wait({ending}, timeout=_LOOK_S)
+                await asyncio.wait({ending}, timeout=0.5)
         finally:
             ending.cancel()
 
@@ -147,7 +143,7 @@ class Program:
         await self.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()
-        await asyncio.wait(self._readers, timeout=DRAIN_S)
+        await asyncio.wait(self._readers, timeout=2.0)  # its output may still be on its way
         for reader in self._readers:
             reader.cancel()
         status = self._process.returncode
@@ -165,7 +161,7 @@ async def _keep_tail(stream: asyncio.StreamReader, tail: bytearray) -> None:
 def kill_leftovers(leader: int, *, mark: bytes | None = None, since: int = 0) -> None:
     """All that is left of the session that this process leads, and who has ``mark`` among its variables and started no earlier than
     ``since`` (clock ticks)."""
-    for _ in range(KILL_ROUNDS):
+    for _ in range(3):  # it may start others while it is killed
         victims = _leftovers(leader, mark, since)
         for victim in victims:
             _kill(victim)

@@ -22,7 +22,6 @@ from rollcall.types import Completion, Ints
 
 T = TypeVar("T")
 LOOPBACK = "127.0.0.1"
-END_S = 10.0
 
 
 def refuse_without_packages() -> None:
@@ -54,7 +53,7 @@ class EndpointServer:
     def close(self) -> None:
         """Ends requests on their way. What runs in the loop besides is the caller's to end first."""
         self._server.should_exit = True
-        self._thread.join(END_S)
+        self._thread.join(10.0)
 
     def _work(self) -> None:
         asyncio.set_event_loop(self.loop)
