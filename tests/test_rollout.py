@@ -103,27 +103,17 @@ class FakeEngine:
 
 
 class FakeScorer:
-    """Scores a completion by its seed, some polls after it was submitted."""
+    """Scores a completion by its seed, some turns of the event loop after it was asked."""
+
+    asks_models = False
 
     def __init__(self, *, delay: int = 3, sign: int = 1) -> None:
         self.delay, self.sign = delay, sign
-        self.jobs: list[list[Any]] = []
-        self.waits: list[float] = []
 
-    @property
-    def num_unfinished(self) -> int:
-        return len(self.jobs)
-
-    def submit(self, key: int, prompt: Prompt, completions: tuple[Completion, ...]) -> None:
-        self.jobs.append([self.delay, key, completions])
-
-    def poll(self, timeout_s: float = 0) -> list[tuple[int, tuple[Score, ...]]]:
-        self.waits.append(timeout_s)
-        for job in self.jobs:
-            job[0] -= 1
-        ready = [job for job in self.jobs if job[0] <= 0]
-        self.jobs = [job for job in self.jobs if job[0] > 0]
-        return [(key, tuple(self._score(completion) for completion in completions)) for _, key, completions in ready]
+    async def score(self, prompt: Prompt, completions: tuple[Completion, ...], **_: Any) -> tuple[Score, ...]:
+        for _turn in range(self.delay):
+            await asyncio.sleep(0)
+        return tuple(self._score(completion) for completion in completions)
 
     def _score(self, completion: Completion) -> Score:
         value = float(self.sign * completion.seed)
@@ -245,15 +235,16 @@ def test_two_scorers_are_served_at_once() -> None:
     assert [attempt.scores[0].value for attempt in drive(work, FakeEngine())] == [3.0, -3.0, 3.0]
 
 
-def test_rewards_are_waited_for_only_when_the_engine_is_idle() -> None:
-    engine, scorer = FakeEngine(), FakeScorer(delay=4)
+def test_a_reward_that_fails_fails_its_attempt() -> None:
+    class Broken(FakeScorer):
+        async def score(self, *_: Any, **__: Any) -> tuple[Score, ...]:
+            raise RuntimeError("the judge is gone")
 
-    async def work(rollouts: Rollouts) -> None:
-        await asyncio.gather(*(attempt(rollouts, "p", seeds=(i,), scorer=scorer) for i in range(3)))
+    async def work(rollouts: Rollouts) -> Group:
+        return await attempt(rollouts, "p", seeds=(1,), scorer=Broken())
 
-    drive(work, engine)
-    assert scorer.waits[:2] == [0.0, 0.0], "the engine still has work"
-    assert max(scorer.waits) > 0, "then only the rewards are left"
+    with pytest.raises(RuntimeError, match="the judge is gone"):
+        drive(work, FakeEngine())
 
 
 def test_a_refused_request_fails_its_attempt_alone() -> None:
@@ -359,10 +350,10 @@ def test_the_pump_sleeps_without_work_and_wakes_again() -> None:
             group = await attempt(rollouts, "p", seeds=(seed,), scorer=scorer)
             values.append(group.scores[0].value)
             await asyncio.sleep(0)
-            polls = len(scorer.waits)
+            polls = engine.num_polls
             for _ in range(50):
                 await asyncio.sleep(0)
-            assert len(scorer.waits) == polls, "nothing is polled while nothing is under way"
+            assert engine.num_polls == polls, "nothing is polled while nothing is under way"
         return values
 
     assert drive(work, engine) == [1.0, 2.0]

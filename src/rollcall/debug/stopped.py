@@ -24,9 +24,9 @@ from functools import partial
 from types import FrameType, TracebackType
 from typing import Any
 
-from rollcall.debug.pause import paused
 from rollcall.net.frames import frame as framed
 from rollcall.net.frames import read_exactly, read_frame
+from rollcall.process.pause import paused
 from rollcall.stop import Stopped, heeded
 
 PIECE = 1 << 16  # characters of text in one message

@@ -21,7 +21,7 @@ from rollcall.environments.protocol import EnvironmentFailed
 from rollcall.environments.variables import ROOT, variables_of
 from rollcall.errors import ConfigError
 from rollcall.process import descendants
-from rollcall.reward.ending import how_it_ended
+from rollcall.process.ending import how_it_ended
 from rollcall.wait import Wait
 from rollcall.words import visible
 

@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 from rollcall.environments.protocol import Ended, EnvironmentFailed
 from rollcall.environments.variables import variables_of
 from rollcall.process import Process, allow_files, process_ids, read_row
+from rollcall.process.ending import how_it_ended
 from rollcall.reward.confine import make_folder, remove_folder, sweep_folders
-from rollcall.reward.ending import how_it_ended
 
 MAX_TAIL_BYTES = 1 << 16
 LONGEST_VARIABLE = 120_000  # bytes; Linux gives a variable 128 KiB

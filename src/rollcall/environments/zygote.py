@@ -30,7 +30,7 @@ from rollcall.debug.child import ChildLine, Examined
 from rollcall.environments.child import Limits, adopt_orphans, flush, run_child
 from rollcall.environments.class_env import ClassKind, load_class
 from rollcall.environments.stepwise import StepKind, load_stepwise
-from rollcall.process import end_with
+from rollcall.process.child import end_with
 from rollcall.redact import guard_streams, remember
 from rollcall.reward.confine import see_no_others
 

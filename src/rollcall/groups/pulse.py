@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from rollcall.debug.pause import running_s
 from rollcall.process import Process, device_bytes, process_state, resident_bytes
+from rollcall.process.pause import running_s
 
 PULSE, STACKS = "rollcall-pulse", "rollcall-stacks"
 STACKS_SIGNAL = signal.SIGUSR2

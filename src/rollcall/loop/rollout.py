@@ -1,8 +1,8 @@
 """Engine and rewards as awaitables.
 
 ``attempt`` submits one prompt and waits for its group of scored completions; ``sample`` waits for one turn of an episode
-(``loop/episodes.py``). One pump drives all of them: it polls the engine, hands finished completions to the rewards, polls the
-rewards, and wakes the callers. When there is nothing to do it sleeps until the next request.
+(``loop/episodes.py``). One pump drives all of them: it polls the engine, has finished completions
+scored, and wakes the callers. When there is nothing to do it sleeps until the next request.
 
 An engine in this process decodes inside ``poll``. With an engine in other processes (``Elsewhere``) a poll only looks, so the
 pump sleeps until there is something to see, and does not hold up the event loop.
@@ -28,7 +28,6 @@ from rollcall.observe.live import REWARDS
 from rollcall.reward.scorer import Scorer
 from rollcall.types import Completion, Group, Ints, Prompt, Score
 
-REWARD_WAIT_S = 0.02  # one look at the reward workers when the engine has nothing to do
 # Environments that are quick bring the next turns within moments. Filled and decoded together, those cost far less than one by one,
 # so the engine waits while they keep coming: for each until the pause is long, and for all of them for a share of the time that it
 # decoded. Where environments are slow, it waits for one pause in vain. Episodes that begin together stay together, so an engine
@@ -36,7 +35,6 @@ REWARD_WAIT_S = 0.02  # one look at the reward workers when the engine has nothi
 QUIET_S, QUIET_SHARE, GATHER_SHARE = 0.002, 0.05, 0.5
 FIRST_QUIET_S, FIRST_GATHER_S, BURST = 0.005, 0.2, 8
 KEEP_EVERY_S = 1.0  # what has ended of a group that goes on is kept this often
-REWARD_LOOK_S = 0.005  # between two looks at them while an engine works elsewhere
 HERE = "local"
 
 UNSCORED = Score(value=0.0, parts={}, errors={})
@@ -63,7 +61,7 @@ class Clock:
     """How the pump spent its time since the last ``take``."""
 
     engine_s: float = 0.0  # while the engine had work
-    reward_s: float = 0.0
+    reward_s: float = 0.0  # while the engine had none, and something was scored
     engine_tokens: int = 0
 
     def take(self) -> Clock:
@@ -118,14 +116,14 @@ class Rollouts:
         self._elsewhere = engine if isinstance(engine, Elsewhere) else None
         self._waiting: dict[int, _Waiting] = {}
         self._turns: dict[int, asyncio.Future[tuple[Completion, str]]] = {}
-        self._scorers: list[Scorer] = []
         self._work = asyncio.Event()
         self._idle = asyncio.Condition()
         self._num_attempts = 0
         self._is_pumping = False
         self._held_back: list[Request] | None = None  # a list: the engine gets nothing new for now
         self._change: asyncio.Task[None] | None = None
-        self._asking: set[asyncio.Task[Any]] = set()
+        self._scoring: set[asyncio.Task[None]] = set()
+        self._only_scores_since_s: float | None = None  # while rewards are all that is waited for
         self._one_asks = asyncio.Lock()
         self._looked_s = time.perf_counter()
 
@@ -149,7 +147,6 @@ class Rollouts:
         if not waiting.places:
             waiting.receive(())
             self._hand_to_rewards(key, waiting)
-            self._work.set()
             return await waiting.done
         missing = tuple(seeds[place] for place in waiting.places)
         self._request(Request(id=str(key), prompt_ids=prompt.token_ids, seeds=missing, sampling=sampling))
@@ -188,7 +185,6 @@ class Rollouts:
         key, waiting = self._expect(group.prompt, step=group.step, draw=group.draw, scorer=scorer)
         waiting.completions = group.completions
         self._hand_to_rewards(key, waiting)
-        self._work.set()
         return replace(group, scores=(await waiting.done).scores)
 
     def _expect(self, prompt: Prompt, *, step: int, draw: int, scorer: Scorer) -> tuple[int, _Waiting]:
@@ -197,8 +193,6 @@ class Rollouts:
         waiting = self._waiting[key] = _Waiting(
             step=step, draw=draw, prompt=prompt, scorer=scorer, started_s=time.time(), done=done
         )
-        if scorer not in self._scorers:
-            self._scorers.append(scorer)
         return key, waiting
 
     def _request(self, request: Request) -> None:
@@ -241,7 +235,6 @@ class Rollouts:
                 worked = bool(self.engine.num_unfinished)
                 num_turns = len(self._turns)
                 decoded_s = self._poll_engine()
-                self._poll_rewards()
                 if worked and not self.engine.num_unfinished:
                     async with self._idle:
                         self._idle.notify_all()
@@ -251,15 +244,17 @@ class Rollouts:
                         quiet_s=max(QUIET_S, QUIET_SHARE * decoded_s),
                         most_s=GATHER_SHARE * decoded_s,
                     )
-                elif self._waiting or self._turns:
+                elif self.engine.num_unfinished:
                     await self._rest(self._elsewhere)
                 is_busy = bool(self.engine.num_unfinished)
-                if self._waiting or self._turns:
+                if is_busy:
                     self._work.set()
+                elif self._scoring:
+                    self._only_scores_since_s = time.perf_counter()
                 await asyncio.sleep(0)
         finally:
             self._is_pumping = False
-            for task in (self._change, *self._asking):
+            for task in (self._change, *self._scoring):
                 if task is not None:
                     task.cancel()
 
@@ -283,6 +278,7 @@ class Rollouts:
     def _submit(self, request: Request) -> None:
         if not self.engine.num_unfinished:
             self._looked_s = time.perf_counter()
+            self._count_rewards()
         try:
             self.engine.submit(request)
         except ValueError as error:
@@ -293,24 +289,16 @@ class Rollouts:
         self._work.set()
 
     async def _rest(self, engine: Elsewhere) -> None:
-        """Sleep until the engine has news, a new request comes, or rewards may be ready."""
+        """Sleep until the engine has news, or a new request comes."""
         news = asyncio.create_task(self._work.wait())
-        events: set[asyncio.Task[Any]] = {news, *self._asking}
-        if self.engine.num_unfinished:
-            self._change = self._change or asyncio.create_task(engine.changed())
-            events.add(self._change)
-        scoring = any(scorer.num_unfinished for scorer in self._scorers)
+        self._change = self._change or asyncio.create_task(engine.changed())
         try:
-            done, _ = await asyncio.wait(
-                events, timeout=REWARD_LOOK_S if scoring else None, return_when=asyncio.FIRST_COMPLETED
-            )
+            done, _ = await asyncio.wait({news, self._change}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             news.cancel()
         if self._change in done:
-            self._change = None
-        self._asking -= done
-        for task in done:
-            task.result()
+            change, self._change = self._change, None
+            change.result()
 
     def _poll_engine(self) -> float:
         """Returns the seconds it took."""
@@ -342,31 +330,39 @@ class Rollouts:
         return now - started
 
     def _hand_to_rewards(self, key: int, waiting: _Waiting) -> None:
-        if self._elsewhere is not None and waiting.scorer.asks_models:
-            self._asking.add(asyncio.create_task(self._ask(key, waiting)))
-        else:
-            self._rewards.note(True)
-            waiting.scorer.submit(key, waiting.prompt, waiting.completions)
+        self._rewards.note(True)
+        task = asyncio.create_task(self._score(key, waiting))
+        self._scoring.add(task)
+        task.add_done_callback(self._has_scored)
 
-    async def _ask(self, key: int, waiting: _Waiting) -> None:
-        """Score by a model in another process, one group at a time: only one thread at a time may use a scorer."""
-        async with self._one_asks:
-            scores = await in_thread(waiting.scorer.score, waiting.prompt, waiting.completions)
-        self._finish(key, scores)
+    def _has_scored(self, task: asyncio.Task[None]) -> None:
+        self._scoring.discard(task)
+        self._rewards.note(bool(self._scoring))
+        if not self._scoring:
+            self._count_rewards()
 
-    def _poll_rewards(self) -> None:
-        started = time.perf_counter()
-        for scorer in self._scorers:
-            idle = self._elsewhere is None and not self.engine.num_unfinished
-            for key, scores in scorer.poll(REWARD_WAIT_S if idle else 0.0) if scorer.num_unfinished else []:
-                self._finish(key, scores)
-        self._rewards.note(any(scorer.num_unfinished for scorer in self._scorers))
-        self.clock.reward_s += time.perf_counter() - started
+    def _count_rewards(self) -> None:
+        if self._only_scores_since_s is not None:
+            self.clock.reward_s += time.perf_counter() - self._only_scores_since_s
+            self._only_scores_since_s = None
 
-    def _finish(self, key: int, scores: tuple[Score, ...]) -> None:
-        waiting = self._waiting.pop(key)
-        if not waiting.done.cancelled():
+    async def _score(self, key: int, waiting: _Waiting) -> None:
+        ask_model = self._ask_elsewhere if self._elsewhere is not None else None
+        try:
+            scores = await waiting.scorer.score(waiting.prompt, waiting.completions, ask_model=ask_model)
+        except Exception as error:  # noqa: BLE001 - who waits for the group gets it
+            if not waiting.done.done():
+                waiting.done.set_exception(error)
+            return
+        finally:
+            del self._waiting[key]
+        if not waiting.done.done():
             waiting.done.set_result(waiting.group(waiting.completions, scores))
+
+    async def _ask_elsewhere(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Ask a model in another process, for one group at a time."""
+        async with self._one_asks:
+            return await in_thread(function, *args)
 
 
 async def _keep_what_ends(waiting: _Waiting, keep: Keep) -> None:

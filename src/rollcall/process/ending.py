@@ -1,4 +1,4 @@
-"""How a reward's process ended, in words: its exit status, and the stack that it dumped."""
+"""How a process ended, in words: its exit status, and the stack that it dumped."""
 
 from __future__ import annotations
 
@@ -9,11 +9,17 @@ from rollcall.words import visible
 
 _THREAD = re.compile(r"(Current )?[Tt]hread 0x[0-9a-f]+\b")
 _FRAME = re.compile(r"  File (\".*\"), line (\d+) in (.*)")
-_OWN_FRAMES = ("rollcall/reward/worker", "rollcall/reward/user_function", "runpy", "/asyncio/")
+_OWN_FRAMES = (
+    "rollcall/process/child",
+    "rollcall/reward/worker",
+    "rollcall/reward/user_function",
+    "runpy",
+    "/asyncio/",
+)
 
 
 def plain_stack(dump: str) -> str:
-    """What faulthandler dumps, as Python shows a traceback: newest call last, without the worker's own frames and threads."""
+    """What faulthandler dumps, as Python shows a traceback: newest call last, without our own frames and threads."""
     said: list[str] = []
     threads: list[tuple[bool, list[str]]] = []
     for line in dump.splitlines():

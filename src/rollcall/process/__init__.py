@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import resource
-import select
-import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,21 +145,3 @@ def refuse_few_files() -> None:
         raise ValueError(
             f"this shell allows a process {limit} open files (ulimit -Hn), and a run needs {FEWEST_FILES}; start it where more are allowed"
         )
-
-
-def end_with(lifeline_fd: int) -> None:
-    """Have the kernel kill this process when the lifeline closes: the read end of a pipe whose other end the parent alone holds.
-
-    User code that hangs inside C (a runaway regular expression) runs no Python thread or handler, and a parent death signal would
-    follow the parent's thread instead of its process. Where the kernel lacks this (macOS), a process ends at its next read.
-    """
-    import fcntl
-
-    set_signal = getattr(fcntl, "F_SETSIG", None)
-    if set_signal is None:
-        return
-    fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(lifeline_fd, set_signal, signal.SIGKILL)
-    fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, fcntl.fcntl(lifeline_fd, fcntl.F_GETFL) | os.O_ASYNC)
-    if select.select([lifeline_fd], [], [], 0)[0]:  # it closed before the signal was asked for
-        os._exit(1)
