@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter
 
-from rollcall.environments.child import LENGTH, MAX_ANSWER_BYTES
+from rollcall.environments.child import MAX_ANSWER_BYTES
 from rollcall.environments.protocol import Ended, EnvironmentFailed, StepResult
+from rollcall.process.framing import LENGTH
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +75,13 @@ def answer_bytes(answer: Answer) -> bytes:
 def read_answer(body: bytes, *wanted: type[_T]) -> _T | Failed:
     """One of what was asked for, or why there is none."""
     try:
-        return _adapter(wanted).validate_json(body)
+        return adapter(wanted).validate_json(body)
     except ValueError:
         raise EnvironmentFailed("its process answered rubbish, or something else than it was asked for") from None
 
 
 @cache
-def _adapter(wanted: tuple[type, ...]) -> TypeAdapter[Any]:
+def adapter(wanted: tuple[type, ...]) -> TypeAdapter[Any]:
     """Of a few types alone: pydantic tries all that there are."""
     kinds: Any = reduce(or_, wanted, Failed)
     return TypeAdapter(kinds, config=_CONFIG)
