@@ -16,17 +16,14 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from rollcall.debug.line import DebugLine
 from rollcall.environments.child import MAX_ANSWER_BYTES
-from rollcall.environments.frames import Left, Opened, Worth, adapter
 from rollcall.environments.protocol import EnvironmentFailed, StepResult
+from rollcall.environments.results import REQUEST, Left, Opened, Worth, reader
 from rollcall.environments.variables import ROOT, variables_of
 from rollcall.errors import ConfigError
 from rollcall.process import Process, descendants
 from rollcall.process.ending import how_it_ended
-from rollcall.process.framing import Body
 from rollcall.process.here import LinkHere
 from rollcall.process.worker import Ending, Lost, Raised, Worker
 from rollcall.words import visible
@@ -34,19 +31,12 @@ from rollcall.words import visible
 END_S = 10.0
 FILES_OF_CHILD = 2  # that this process opens for it: its socket, and its line to the debugger
 GONE = "the process that environments are forked from is gone"
-# A row may hold NaN, and values that JSON does not have: an array as a list, a date as text.
-REQUEST = Body(
-    lambda value: json.dumps(
-        value, default=lambda held: held.tolist() if hasattr(held, "tolist") else str(held)
-    ).encode(),
-    json.loads,
-)
-_TOLD: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, Any])
-_NUMBER: TypeAdapter[int] = TypeAdapter(int)
-_OF_ZYGOTE = {"load": _TOLD.validate_json, "start": _NUMBER.validate_json, "end": _NUMBER.validate_json}
+_OF_ZYGOTE = {"load": json.loads, "start": reader(int), "end": reader(int)}
 _OF_CHILD = {
-    method: adapter((kind,)).validate_json
-    for method, kind in (("reset", Opened), ("step", StepResult), ("reward", Worth), ("attributes", Left))
+    "reset": reader(Opened),
+    "step": reader(StepResult),
+    "reward": reader(Worth),
+    "attributes": reader(Left),
 }
 
 

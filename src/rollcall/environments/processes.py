@@ -19,8 +19,8 @@ from dataclasses import replace
 from typing import Any
 
 from rollcall.environments.children import FILES_OF_CHILD, Setup, Zygote, find_python
-from rollcall.environments.frames import Failed
 from rollcall.environments.protocol import Environment, EnvironmentFailed, Opening, StepResult
+from rollcall.environments.results import Failed
 from rollcall.errors import ConfigError
 from rollcall.observe.prints import ChildPrints
 from rollcall.process import allow_files
