@@ -34,7 +34,7 @@ from rollcall.groups.failures import RemoteFailureError
 from rollcall.groups.host import DEBUG_HOST, Host
 from rollcall.groups.pulse import STOP, Pulse, Reader, Seen
 from rollcall.groups.watch import FACTOR, LEAST_S, Watch
-from rollcall.net.frames import frame
+from rollcall.process.framing import json_frame
 from rollcall.redact import remember
 from rollcall.reward.pool import RewardPool
 from rollcall.reward.worker import Item, RewardResult
@@ -429,7 +429,7 @@ FORGED = """
 import json, os, struct, sys, time
 
 def _say(line, message):
-    os.write(line, struct.pack("<I", len(message)) + message)
+    os.write(line, struct.pack("<Q", len(message)) + message)
 
 def forges(completion, answer):
     line = max(fd for fd in map(int, os.listdir("/proc/self/fd")) if _is_socket(fd))  # behind that of its calls
@@ -467,7 +467,8 @@ def test_a_reward_that_lies_to_the_debugger_costs_its_own_score_only(
 
 
 @pytest.mark.parametrize(
-    "said", [b"x", b"[" * 9, frame({"text": "no prompt"}), frame({"goes": True}), frame({"prompt": 1})[:-1]]
+    "said",
+    [b"x", b"[" * 9, json_frame({"text": "no prompt"}), json_frame({"goes": True}), json_frame({"prompt": 1})[:-1]],
 )
 def test_a_terminal_does_not_wait_for_a_reward_that_opens_no_prompt(
     monkeypatch: pytest.MonkeyPatch, said: bytes
@@ -487,7 +488,7 @@ def test_a_signal_that_stops_the_run_ends_a_rewards_prompt() -> None:
 
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        theirs.sendall(frame({"prompt": "(Pdb) "}))
+        theirs.sendall(json_frame({"prompt": "(Pdb) "}))
         with pytest.raises(Stopped):
             converse(ours, ask=told_to_stop, again=True)
 

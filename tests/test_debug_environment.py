@@ -92,7 +92,7 @@ class Game:
             return None
         message = json.dumps({"stopped": {"file": [[]], "line": "one"}}).encode()
         line = sys.breakpointhook.__self__._fd
-        os.write(line, struct.pack("<I", len(message)) + message)
+        os.write(line, struct.pack("<Q", len(message)) + message)
         time.sleep(600)
 """
 

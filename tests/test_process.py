@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,13 +16,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from process_targets import Own
 
 import rollcall
-from rollcall.process import Process
-from rollcall.process.framing import Frames, frame
-from rollcall.process.here import spawn
-from rollcall.process.worker import Lost, Raised, Worker
+from rollcall.process.child import serve
+from rollcall.process.framing import DONE, HEAD, PART, PICKLE, Frames, frame
+from rollcall.process.here import SocketLink, spawn
+from rollcall.process.worker import Ending, Lost, Raised, Worker
 
 WAIT_S = 600.0
 HERE = Path(__file__).parent
@@ -53,11 +56,18 @@ def call(way: str, worker: Worker, method: str, *args: Any, deadline_s: float = 
     return asyncio.run(worker.call(method, *args, deadline_s=deadline_s, **options))
 
 
+def is_there(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def has_ended(pid: int) -> bool:
     until = time.monotonic() + WAIT_S
-    while Process.of(pid) is not None and time.monotonic() < until:
+    while is_there(pid) and time.monotonic() < until:
         time.sleep(0.02)
-    return Process.of(pid) is None
+    return not is_there(pid)
 
 
 def test_a_call_returns_and_calls_of_both_kinds_may_follow_each_other(start: Call) -> None:
@@ -177,6 +187,17 @@ def test_what_a_process_started_ends_with_it(start: Call, way: str, method: str)
         call(way, worker, "add", 1, 2)
 
 
+def test_a_call_that_waits_hears_that_its_process_is_ended(start: Call) -> None:
+    async def end(worker: Worker) -> Any:
+        waiting = asyncio.create_task(worker.call("hangs", deadline_s=WAIT_S))
+        await asyncio.sleep(0.1)
+        await worker.end()
+        return (await asyncio.gather(waiting, return_exceptions=True))[0]
+
+    error = asyncio.run(end(start()))
+    assert isinstance(error, Lost) and "was ended by this process" in str(error)
+
+
 def test_a_process_that_may_end_by_itself_does(start: Call) -> None:
     worker = start()
     worker.ask("pid", deadline_s=WAIT_S)
@@ -220,6 +241,76 @@ def test_an_ended_process_leaves_no_open_file(start: Call, way: str) -> None:
             call(way, worker, "dies", 1)
         start(output=output.fileno()).close()
     assert num_open() == before
+
+
+# A worker that somebody else has started
+
+
+class Forked(SocketLink):
+    """A process that is forked with what it runs, as a zygote does it."""
+
+    where = "a forked process"
+
+    def __init__(self, serving: Callable[[socket.socket], None]) -> None:
+        ours, theirs = socket.socketpair()
+        self.pid = os.fork()
+        if self.pid == 0:
+            ours.close()
+            try:
+                serving(theirs)
+            finally:
+                os._exit(0)
+        theirs.close()
+        super().__init__(ours)
+
+    def log_tail(self, lines: int) -> str:
+        return ""
+
+    def end(self, *, grace_s: float, ask_stack: bool = False) -> Ending:
+        os.kill(self.pid, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        self.connection.close()
+        return Ending(how=f"status {status}", status=status)
+
+
+def test_a_process_that_a_zygote_forked_is_called_like_any_other(way: str) -> None:
+    worker = Worker(Forked(lambda connection: serve(connection.fileno(), Own())), name="environment 7")
+    assert call(way, worker, "add", 1, 2) == 3 and call(way, worker, "pid") == worker.pid
+    with pytest.raises(Lost, match=r"environment 7 \(a forked process\) died \(status 5\)"):
+        call(way, worker, "dies", 5)
+
+
+def answer_backwards(connection: socket.socket) -> None:
+    """A host of many takes calls as they come, and answers each when it is done."""
+    frames, calls = Frames(), list[bytes]()
+    while len(calls) < 3:
+        calls += frames.feed(connection.recv(1 << 16))
+    for message in reversed(calls):
+        number, _ = HEAD.unpack_from(message)
+        _, (given,) = PICKLE.loads(message[HEAD.size :])
+        connection.sendall(frame(HEAD.pack(number, PART) + PICKLE.dumps("it runs")))
+        connection.sendall(frame(HEAD.pack(number, DONE) + PICKLE.dumps(given * 10)))
+    connection.recv(1)
+
+
+def test_a_process_of_many_answers_calls_in_any_order() -> None:
+    async def play(worker: Worker) -> tuple[list[int], list[int]]:
+        ended: list[int] = []
+
+        async def one(number: int) -> int:
+            parts: list[str] = []
+            answer = await worker.call("play", number, deadline_s=WAIT_S, each=parts.append)
+            ended.append(number)
+            assert parts == ["it runs"]
+            return answer
+
+        return list(await asyncio.gather(*map(one, (1, 2, 3)))), ended
+
+    worker = Worker(Forked(answer_backwards), name="host 0")
+    try:
+        assert asyncio.run(play(worker)) == ([10, 20, 30], [3, 2, 1])
+    finally:
+        worker.close()
 
 
 # What a confined process says

@@ -19,6 +19,7 @@ LENGTH = struct.Struct("<Q")
 HEAD = struct.Struct("<IB")  # number of the call, kind of message
 CALL, PART, DONE, RAISED = range(4)  # PART: a value that a call yields before it is done
 LONGEST = 1 << 40  # bytes of a message between our own processes
+LONGEST_JSON = 256 << 20  # of one that comes over the network
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,10 @@ JSON = Body(_as_json, json.loads)
 
 def frame(body: bytes) -> bytes:
     return LENGTH.pack(len(body)) + body
+
+
+def json_frame(message: Any) -> bytes:
+    return frame(json.dumps(message).encode())
 
 
 class Frames:
@@ -78,6 +83,10 @@ def read_frame(read: Callable[[int], bytes], *, longest: int = LONGEST) -> bytes
     if length > longest:
         raise ConnectionError(f"a message of {length} bytes, and the longest has {longest}")
     return read(length)
+
+
+def read_json_frame(read: Callable[[int], bytes]) -> Any:
+    return json.loads(read_frame(read, longest=LONGEST_JSON))
 
 
 def read_exactly(read_some: Callable[[int], bytes], count: int) -> bytes:

@@ -16,7 +16,8 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from rollcall.process import Process, descendants
+import psutil
+
 from rollcall.process.child import STACK_SIGNAL
 from rollcall.process.ending import how_it_ended, plain_stack
 from rollcall.process.framing import LONGEST
@@ -47,7 +48,24 @@ def spawn(
     return Worker(link, name=name, answers=answers, longest=longest, line=line)
 
 
-class LinkHere:
+class SocketLink:
+    """The part of a link that a connection is enough for: over a socket pair, or through a door (net/door.py)."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        connection.setblocking(False)
+
+    def fileno(self) -> int:
+        return self.connection.fileno()
+
+    def send(self, data: memoryview) -> int:
+        return self.connection.send(data)
+
+    def receive(self, most: int) -> bytes:
+        return self.connection.recv(most)
+
+
+class LinkHere(SocketLink):
     """A child of this process. ``output``: a file descriptor for what it prints; without one there is a log."""
 
     def __init__(
@@ -63,7 +81,8 @@ class LinkHere:
         self._crash = tempfile.TemporaryFile()  # noqa: SIM115
         self._log = tempfile.TemporaryFile() if output is None else None  # noqa: SIM115
         prints = output if self._log is None else self._log.fileno()
-        self._socket, theirs = socket.socketpair()
+        ours, theirs = socket.socketpair()
+        super().__init__(ours)
         lifeline, self._lifeline_fd = os.pipe()
         passed = (theirs.fileno(), lifeline, self._crash.fileno(), *fds)
         try:
@@ -83,18 +102,8 @@ class LinkHere:
         finally:
             theirs.close()
             os.close(lifeline)
-        self._socket.setblocking(False)
         self.pid = self._process.pid
         self.where = f"process {self.pid}"
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
-    def send(self, data: memoryview) -> int:
-        return self._socket.send(data)
-
-    def receive(self, most: int) -> bytes:
-        return self._socket.recv(most)
 
     def log_tail(self, lines: int) -> str:
         if self._log is None or self._log.closed:
@@ -106,19 +115,18 @@ class LinkHere:
     def end(self, *, grace_s: float, ask_stack: bool = False) -> Ending:
         if ask_stack:
             self._ask_for_stack()
-        started = descendants(self.pid)  # once it has ended, nobody knows what it started
+        started = self._descendants()  # once it has ended, nobody knows what it started
         with suppress(OSError):  # a child that answers calls ends now
-            self._socket.shutdown(socket.SHUT_RDWR)
+            self.connection.shutdown(socket.SHUT_RDWR)
         until_s = time.monotonic() + grace_s
-        while Process.of(self.pid) is not None and time.monotonic() < until_s:
+        while not self._has_ended() and time.monotonic() < until_s:
             time.sleep(_LOOK_S)
         # Its status has not been taken, so its number and its group's are still its own; and a status does not change.
         with suppress(ProcessLookupError, PermissionError):  # macOS says so of a group whose only member has died
             os.killpg(self.pid, signal.SIGKILL)
         for process in started:
-            if process.is_alive():
-                with suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGKILL)
+            with suppress(psutil.Error):  # it has ended, or became another user
+                process.kill()
         status: int | None
         try:
             status = self._process.wait(KILL_S)
@@ -128,6 +136,18 @@ class LinkHere:
         stack = os.pread(self._crash.fileno(), _MAX_STACK_BYTES, 0).decode(errors="replace")
         self._close()
         return Ending(how=how, status=status, stack=plain_stack(stack))
+
+    def _descendants(self) -> list[psutil.Process]:
+        try:
+            return psutil.Process(self.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+
+    def _has_ended(self) -> bool:
+        try:
+            return psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
 
     def _ask_for_stack(self) -> None:
         """Have it dump where it is, which works inside C code too."""
@@ -142,6 +162,6 @@ class LinkHere:
 
     def _close(self) -> None:
         """The log stays, for who wants to know why it ended."""
-        self._socket.close()
+        self.connection.close()
         os.close(self._lifeline_fd)
         self._crash.close()

@@ -181,10 +181,6 @@ class Worker:
     def pid(self) -> int:
         return self.link.pid
 
-    @property
-    def is_lost(self) -> bool:
-        return bool(self._gone)
-
     def log_tail(self, lines: int) -> str:
         return self.link.log_tail(lines)
 
@@ -245,13 +241,12 @@ class Worker:
 
     async def end(self, *, grace_s: float = 0.0) -> Ending:
         """End it with all it started, after ``grace_s`` to end by itself."""
-        self._unwatch()
-        return await asyncio.to_thread(self.close, grace_s=grace_s)
+        self._leave()
+        return await asyncio.to_thread(self._end, grace_s=grace_s)
 
     def close(self, *, grace_s: float = 0.0) -> Ending:
         """``end`` for a thread."""
-        self._unwatch()
-        self._gone = self._gone or "was ended by this process"
+        self._leave()
         return self._end(grace_s=grace_s)
 
     def _begin(self, method: str, args: tuple[Any, ...], deadline_s: float, each: Callable[[Any], None] | None) -> Call:
@@ -424,6 +419,10 @@ class Worker:
             self._restart_all()  # a porter says in a moment that it is held
             if self._is_line_watched and self._loop is not None:
                 self._loop.add_reader(self.line.fd, self._on_stop)
+
+    def _leave(self) -> None:
+        self._unwatch()
+        self._is_gone(self._gone or "was ended by this process")
 
     def _lose(self) -> Lost:
         has_died = self._gone == _DIED

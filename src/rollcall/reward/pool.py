@@ -123,8 +123,8 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         self._prints = ChildPrints()
         sweep_folders()
         try:
-            for crew in self._crews:
-                for number in range(num_workers):
+            for place, crew in enumerate(self._crews):
+                for number in range(place * num_workers, (place + 1) * num_workers):
                     seat = _Seat(crew, number=number, start_timeout_s=start_timeout_s, output_fd=self._prints.fd)
                     crew.seats.append(seat)
             for crew in self._crews:
