@@ -24,7 +24,7 @@ from rollcall.environments.variables import ROOT, variables_of
 from rollcall.errors import ConfigError
 from rollcall.process import Process, descendants
 from rollcall.process.ending import how_it_ended
-from rollcall.process.here import LinkHere
+from rollcall.process.here import LinkHere, SocketLink
 from rollcall.process.worker import Ending, Lost, Raised, Worker
 from rollcall.words import visible
 
@@ -197,23 +197,14 @@ class Zygote:
                     os.kill(process.pid, signal.SIGKILL)
 
 
-class ForkedLink:
+class ForkedLink(SocketLink):
     """A child of the zygote. Implements ``process.worker.Link``."""
 
     def __init__(self, zygote: Zygote, number: int, *, pid: int, connection: socket.socket) -> None:
-        self._zygote, self._number, self._socket = zygote, number, connection
-        self._socket.setblocking(False)
+        super().__init__(connection)
+        self._zygote, self._number = zygote, number
         self.pid = pid
         self.where = f"process {pid}"
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
-    def send(self, data: memoryview) -> int:
-        return self._socket.send(data)
-
-    def receive(self, most: int) -> bytes:
-        return self._socket.recv(most)
 
     def log_tail(self, lines: int) -> str:
         return ""  # what it prints is shown
@@ -222,7 +213,7 @@ class ForkedLink:
         until_s = time.monotonic() + grace_s
         while (is_alive := Process.of(self.pid) is not None) and time.monotonic() < until_s:
             time.sleep(0.005)
-        self._socket.close()
+        self.connection.close()
         how, status = self._zygote.end(self._number)
         if grace_s and is_alive and status is not None:
             how = "user code closed the connection; it must leave file descriptors alone that it did not open"

@@ -26,6 +26,7 @@ from rollcall.environments.results import REQUEST, Left, Opened, Worth, reader
 from rollcall.errors import WorkerLostError
 from rollcall.net.door import CHALLENGE, answer, watch_peer
 from rollcall.process.framing import Body
+from rollcall.process.here import SocketLink
 from rollcall.process.worker import Ending, Lost, Raised, Worker
 from rollcall.wait import say, warn
 
@@ -165,23 +166,18 @@ class HostedEnvironments:
             self._changed.set()
 
 
-class _Connection:
+class _Connection(SocketLink):
     """To a host. Implements ``process.worker.Link``."""
 
     pid = 0
 
     def __init__(self, connection: socket.socket, *, where: str) -> None:
-        self._socket, self.where = connection, where
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
-    def send(self, data: memoryview) -> int:
-        return self._socket.send(data)
+        super().__init__(connection)
+        self.where = where
 
     def receive(self, most: int) -> bytes:
         try:
-            return self._socket.recv(most)
+            return self.connection.recv(most)
         except BlockingIOError:
             raise
         except OSError:  # the kernel has given its node up
@@ -192,10 +188,10 @@ class _Connection:
 
     def abort(self) -> None:
         with suppress(OSError):  # it has been closed
-            self._socket.shutdown(socket.SHUT_RDWR)
+            self.connection.shutdown(socket.SHUT_RDWR)
 
     def end(self, *, grace_s: float, ask_stack: bool = False) -> Ending:
-        self._socket.close()
+        self.connection.close()
         return Ending(how="the connection broke off", status=None)
 
 
