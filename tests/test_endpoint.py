@@ -14,6 +14,9 @@ import openai
 import pytest
 from debugged import wait_for
 from endpoints import NAME, Standing, Writer, standing
+from pydantic import ValidationError
+
+from rollcall.environments.wire import ChatRequest, GenerateRequest, TextRequest, Worth
 
 TOOLS: Any = [
     {
@@ -193,19 +196,40 @@ def test_models_say_how_long_a_context_is(stands: Standing) -> None:
         ({"temperature": -1}, "temperature"),
         ({"top_logprobs": 3, "logprobs": True}, "top_logprobs"),
         ({"tool_choice": "required", "tools": TOOLS}, "tool_choice"),
-        ({"stop": [""]}, "stop"),
+        ({"stop": [""]}, "stop[0]"),
         ({"max_tokens": "9"}, "max_tokens"),
-        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0]"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "tool", "tool_call_id": "1"}]}, "messages[0]"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages[0].tool_calls[0].function"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content"),
         ({"messages": []}, "messages"),
         ({"max_tokens": 5, "max_completion_tokens": 9}, "max_completion_tokens"),
-        ({"stream_options": {"include_usage": "no"}}, "include_usage"),
+        ({"stream_options": {"include_usage": "no"}}, "stream_options.include_usage"),
+        ({"stream_options": {"every": 2}}, "stream_options.every"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(stands: Standing, options: dict[str, Any], named: str) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         chat(stands.client(), **options)
     assert refused.value.param == named and named in str(refused.value)
+
+
+def test_a_long_list_of_rubbish_is_one_mistake() -> None:
+    message = {"role": "user", "content": "x"}
+    for kind, body in (
+        (ChatRequest, {"messages": [1] * 1000}),
+        (ChatRequest, {"messages": [message], "tools": [1] * 1000}),
+        (ChatRequest, {"messages": [message], "stop": [1] * 1000}),
+        (ChatRequest, {"messages": [message], "stop_token_ids": ["x"] * 1000}),
+        (ChatRequest, {"messages": [{"role": "assistant", "tool_calls": [1] * 1000}]}),
+        (TextRequest, {"prompt": [[]] * 200}),
+        (GenerateRequest, {"token_ids": ["x"] * 1000}),
+        (Worth, {"reward": 1, "metrics": dict.fromkeys(map(str, range(1000)), "x")}),
+    ):
+        with pytest.raises(ValidationError) as refused:
+            kind.model_validate(body)
+        assert refused.value.error_count() == 1, body
 
 
 def test_what_asks_for_nothing_is_accepted(stands: Standing) -> None:

@@ -29,7 +29,6 @@ from rollcall.environments import host as host_module
 from rollcall.environments import hosted
 from rollcall.environments import program as program_module
 from rollcall.environments.agent import AgentEnvironments
-from rollcall.environments.frames import request_bytes
 from rollcall.environments.host import EnvironmentHost, HostPlace
 from rollcall.environments.hosted import HostedEnvironments
 from rollcall.environments.make import make_here
@@ -39,6 +38,7 @@ from rollcall.groups.cluster import VirtualCluster
 from rollcall.groups.inprocess import InProcessBackend
 from rollcall.net.door import CHALLENGE, new_secret
 from rollcall.plan.judge import workable_plan
+from rollcall.process.framing import CALL, HEAD, JSON, frame
 from rollcall.process_table import Process
 from rollcall.roles import environment_hosts
 from rollcall.roles.environment_hosts import start_hosts
@@ -478,7 +478,7 @@ def test_a_program_ends_when_its_connection_breaks_or_nobody_waits_for_it(
         running = asyncio.create_task(line.run(variables(), stop=asyncio.Event()))
         await appears(tmp_path / "pid")
         if how == "cut":
-            line._writer.transport.abort()
+            line._link.abort()
             with pytest.raises(EnvironmentLost, match="the connection broke off"):
                 await running
         else:
@@ -540,7 +540,7 @@ def test_a_host_that_says_nothing_of_its_program_is_lost(
         running = asyncio.create_task((await environments.find_host()).run(variables(), stop=asyncio.Event()))
         await appears(tmp_path / "began")
         hosts.opened[0]._loop.call_soon_threadsafe(stuck.wait, WAIT_S)
-        with pytest.raises(EnvironmentLost, match="it has said nothing of its program for 3 s"):
+        with pytest.raises(EnvironmentLost, match="has not answered run within 3 s"):
             await running
         await environments.aclose()
 
@@ -566,13 +566,12 @@ def test_a_frozen_host_that_is_killed_leaves_no_program(tmp_path: Path, hosts: H
 
 def test_a_stranger_without_the_secret_starts_nothing(tmp_path: Path, hosts: Hosts) -> None:
     place = hosts.open(f"touch {tmp_path}/started")
-    body = request_bytes({"do": "run", "variables": variables()})
-    frame = len(body).to_bytes(8, "little") + body
+    call = frame(HEAD.pack(1, CALL) + JSON.dumps(["run", [variables()]]))
     for greeting in (b"", bytes(2 * CHALLENGE), secrets.token_bytes(2 * CHALLENGE)):
         with socket.create_connection((place.address, place.port), timeout=WAIT_S) as line:
             assert len(line.recv(CHALLENGE)) == CHALLENGE
             try:
-                line.sendall(greeting + frame)
+                line.sendall(greeting + call)
                 assert line.recv(1) == b"", "the door stays shut"
             except ConnectionError:
                 pass
@@ -588,8 +587,11 @@ def test_a_host_runs_nothing_but_its_own_command(tmp_path: Path, hosts: Hosts) -
 
     async def work() -> None:
         line = await environments.find_host()
-        await line._say({"do": "run", "command": f"touch {tmp_path}/started", "variables": variables()})
-        said = await line._hear(Ended)
+        with pytest.raises(EnvironmentFailed, match="its host failed: TypeError"):
+            await line._call("run", variables(), f"touch {tmp_path}/started")
+        await line.close(broken=True)
+        line = await environments.find_host()
+        said = await line._call("run", {**variables(), "command": f"touch {tmp_path}/started"})
         assert isinstance(said, Ended) and said.stdout == "mine\n"
         await line.close(broken=False)
         line = await environments.find_host()

@@ -16,8 +16,8 @@ import pytest
 from rollcall.config.environments import ClassEnvironment, StepEnvironment
 from rollcall.environments.make import make_environments
 from rollcall.environments.packages import package
-from rollcall.environments.packages.openenv import Server, ServerError
-from rollcall.environments.packages.textarena import random_listed_move
+from rollcall.environments.packages.openenv import Server
+from rollcall.environments.packages.textarena import listed_move
 from rollcall.environments.processes import ProcessEnvironments
 from rollcall.environments.protocol import StepResult
 from rollcall.environments.stepwise import load_stepwise
@@ -153,15 +153,15 @@ def test_an_openenv_server_is_played_over_its_socket() -> None:
             assert (await server.reset({"index": 2, "prompt": "", "answer": "", "level": 3})).text == "2 left"
             assert heard[0] == {"type": "reset", "data": {"seed": 2, "level": 3}}
             refused = await server.step("bad", [])
-            assert refused.observation == "no such move" and not refused.done
+            assert "no such move" in str(refused.observation) and not refused.done
             first = await server.step("go", [])
             assert (first.observation, first.reward, first.done) == ("1 left", 0.5, False)
             last = await server.step("go", [])
             assert last.done and last.metrics == {"step_count": 7.0}
             assert (await server.reset({"index": 5})).text == "5 left"
-            with pytest.raises(ServerError, match="refused step: division"):
+            with pytest.raises(RuntimeError, match="refused step: division"):
                 await server.step("bug", [])
-            await server.close()
+            await server._client.close()
 
     asyncio.run(check())
 
@@ -171,12 +171,11 @@ def test_an_openenv_server_that_goes_away_fails_the_episode() -> None:
         async with openenv_server(leaves_at="step") as (port, _):
             server = Server(f"ws://127.0.0.1:{port}", action="message")
             await server.reset({"index": 2})
-            with pytest.raises(ServerError, match="went away during step"):
+            with pytest.raises(RuntimeError, match="went away during step"):
                 await server.step("go", [])
-            await server.close()
-        with pytest.raises(ServerError, match="no OpenEnv server answers at"):
+        with pytest.raises(RuntimeError, match="no OpenEnv server answers at"):
             await server.reset({"index": 2})
-        await server.close()
+        await server._client.close()
 
     asyncio.run(check())
 
@@ -197,9 +196,9 @@ def test_a_package_that_is_missing_says_where_it_should_be() -> None:
 
 
 def test_an_opponent_moves_as_the_games_text_lists() -> None:
-    assert random_listed_move("Board [x]\nAvailable Moves: '[0]', '[7]'\nYour move.") in ("[0]", "[7]")
+    assert listed_move("Board [x]\nAvailable Moves: '[0]', '[7]'\nYour move.") in ("[0]", "[7]")
     with pytest.raises(ValueError, match="give an opponent"):
-        random_listed_move("Say something.")
+        listed_move("Say something.")
 
 
 def test_a_reasoning_gym_task_may_be_tried_again() -> None:
@@ -242,4 +241,4 @@ def test_gymnasium_text_environments_are_played() -> None:
     assert results[-1].done and results[-1].reward == 1.0
     cards = StepEnvironment(path=lake.path, kwargs={"id": "Blackjack-v1"}, python=lake.python)
     opening, results = asyncio.run(play(cards, ["stick"], index=0))
-    assert "your sum:" in str(opening) and results[-1].done
+    assert "your sum, the dealer's card" in str(opening) and results[-1].done

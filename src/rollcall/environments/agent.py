@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,21 +21,28 @@ import numpy as np
 
 from rollcall.config.environments import EnvironmentBase
 from rollcall.engine.protocol import Sampling
-from rollcall.environments.callers import Caller, Callers, SampleTurn, Served, room_for
+from rollcall.environments.callers import Caller, Callers, Served, room_for
 from rollcall.environments.calls import CallFormat
 from rollcall.environments.conversation import Conversations
 from rollcall.environments.endpoint import EPISODES, Endpoint, call_format_of, take_reward
 from rollcall.environments.episode import LONGEST_ERROR, one_ends_within, row_of, turn_seed
-from rollcall.environments.histories import Histories, Row, Templates, joined
+from rollcall.environments.histories import Histories, Row, Templates
 from rollcall.environments.program import KEY
-from rollcall.environments.protocol import Ended, EnvironmentFailed, EnvironmentLost, Host, ProgramHost, Programs
+from rollcall.environments.protocol import (
+    Ended,
+    EnvironmentFailed,
+    EnvironmentLost,
+    Host,
+    ProgramHost,
+    Programs,
+    SampleTurn,
+)
 from rollcall.environments.server import LOOPBACK, EndpointServer, in_loop
 from rollcall.environments.wire import Refused, Wanted
 from rollcall.types import Completion, EndReason, Episode, FinishReason, Prompt
 from rollcall.wait import warn
 from rollcall.words import visible
 
-POLICY = "policy"  # the name under which the model is listed; any name is answered
 GRACE_S = 10.0  # for a program that was told that a limit is met
 
 
@@ -125,7 +131,7 @@ class EpisodeRules:
         if left < 1:
             text = f"{self.base.max_tokens} tokens (rollout.max_response_tokens)"
             raise self._over(EndReason.TOKENS, text, code="token_limit")
-        limits = (room, left, self.section.max_turn_tokens or left, wanted.max_tokens or left)
+        limits = (room, left, self.section.max_turn_tokens or left, wanted.token_limit or left)
         return replace(
             self.base,
             max_tokens=min(limits),
@@ -160,7 +166,7 @@ class AgentPlayer:
         self._programs = programs  # used in the server's loop alone
         self._tokenizer = copy.deepcopy(tokenizer)  # the run's is used by another thread
         self._templates = Templates(Conversations(self._tokenizer))
-        self._served = Served(name=POLICY, max_model_len=max_row, vocabulary=len(tokenizer))
+        self._served = Served(name="policy", max_model_len=max_row, vocabulary=len(tokenizer))
         self._callers = Callers()
         app = Endpoint(self._callers, served=self._served, tokenizer=self._tokenizer, call_format=call_format)
         self._server = EndpointServer(app, host=address)
@@ -174,7 +180,7 @@ class AgentPlayer:
         seed: int,
         sampling: Sampling,
         session: str,
-        sample: Callable[..., Awaitable[Completion]],
+        sample: SampleTurn,
     ) -> Completion:
         """One attempt at a prompt. ``sampling.max_tokens`` bounds all tokens behind the prompts of its histories."""
         crossing = in_loop(sample, asyncio.get_running_loop())
@@ -287,10 +293,8 @@ def _take_printed_reward(caller: Caller, printed: str) -> None:
     if not (last.startswith("{") and '"reward"' in last):
         return
     try:
-        given = json.loads(last)
-        if isinstance(given, dict):
-            take_reward(caller, given)
-    except (ValueError, RecursionError, Refused):
+        take_reward(caller, last.encode())
+    except Refused:
         caller.num_refused += 1  # not a reward; the program's own words
 
 
@@ -311,10 +315,7 @@ def completion_of(prompt: Prompt, caller: Caller, *, seed: int, ended: EndReason
     first = rows[0] if rows else Row(prompt_ids=prompt.token_ids, session="")
     is_own = np.array_equal(first.prompt_ids, prompt.token_ids)
     return Completion(
-        token_ids=joined(first.token_ids, np.int32),
-        logprobs=joined(first.logprobs, np.float32),
-        mask=joined(first.mask, np.bool_),
-        segments=tuple(first.segments),
+        **first.joined(),
         finish=first.finish if rows else FinishReason.ABORT,
         seed=seed,
         text=first.turns[-1].text if first.turns else "",

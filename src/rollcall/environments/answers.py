@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollcall.environments.histories import Call
-from rollcall.environments.wire import Wanted
+from rollcall.environments.wire import ChatRequest, GenerateRequest, TextRequest
 from rollcall.types import Completion, FinishReason, Ints
 
 DONE = b"data: [DONE]\n\n"
@@ -42,12 +42,14 @@ class Choice:
         return message
 
 
+Request = ChatRequest | TextRequest
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
     """All that a request has come to."""
 
     model: str
-    wanted: Wanted
     prompts: tuple[Ints, ...]
     choices: tuple[Choice, ...]
     tokenizer: Any
@@ -58,7 +60,7 @@ class Answered:
         return {"prompt_tokens": read, "completion_tokens": new, "total_tokens": read + new}
 
 
-def chat_body(answered: Answered) -> dict[str, Any]:
+def chat_body(answered: Answered, request: ChatRequest) -> dict[str, Any]:
     choices: list[dict[str, Any]] = []
     for choice in answered.choices:
         message = {
@@ -72,85 +74,88 @@ def chat_body(answered: Answered) -> dict[str, Any]:
             {
                 "index": choice.index,
                 "message": message,
-                "logprobs": _chat_logprobs(choice.completion, answered),
+                "logprobs": _chat_logprobs(choice.completion, answered, request),
                 "finish_reason": choice.finish_reason,
-                **_token_ids(choice, answered.wanted),
+                **_token_ids(choice, request),
             }
         )
     body = {**_head("chatcmpl", "chat.completion", answered), "choices": choices, "usage": answered.usage()}
-    return {**body, "prompt_token_ids": answered.prompts[0].tolist()} if answered.wanted.token_ids else body
+    return {**body, "prompt_token_ids": answered.prompts[0].tolist()} if request.return_token_ids else body
 
 
-def text_body(answered: Answered) -> dict[str, Any]:
+def text_body(answered: Answered, request: TextRequest) -> dict[str, Any]:
     choices = [
         {
             "index": choice.index,
             "text": choice.content,
-            "logprobs": _text_logprobs(choice.completion, answered),
+            "logprobs": _text_logprobs(choice.completion, answered, request),
             "finish_reason": choice.finish_reason,
-            **_token_ids(choice, answered.wanted),
-            **_prompt_ids(choice, answered),
+            **_token_ids(choice, request),
+            **_prompt_ids(choice, answered, request),
         }
         for choice in answered.choices
     ]
     body = {**_head("cmpl", "text_completion", answered), "choices": choices, "usage": answered.usage()}
-    return {**body, **_prompt_ids(answered.choices[0], answered)} if len(answered.prompts) == 1 else body
+    return {**body, **_prompt_ids(answered.choices[0], answered, request)} if len(answered.prompts) == 1 else body
 
 
-def generate_body(answered: Answered, *, request_id: str | None) -> dict[str, Any]:
+def generate_body(answered: Answered, request: GenerateRequest) -> dict[str, Any]:
     choices = [
         {
             "index": choice.index,
             "token_ids": choice.completion.token_ids.tolist(),
             "finish_reason": choice.finish_reason,
-            "logprobs": {"content": _contents(choice.completion, None)} if answered.wanted.logprobs else None,
+            "logprobs": {"content": _contents(choice.completion, None)}
+            if request.sampling_params.logprobs is not None
+            else None,
         }
         for choice in answered.choices
     ]
-    head = {"request_id": request_id or f"gen-{secrets.token_hex(12)}", "model": answered.model}
+    head = {"request_id": request.request_id or f"gen-{secrets.token_hex(12)}", "model": answered.model}
     return {**head, "choices": choices, "usage": answered.usage()}
 
 
-def chat_events(answered: Answered) -> Iterator[bytes]:
+def chat_events(answered: Answered, request: ChatRequest) -> Iterator[bytes]:
     """A stream: who speaks, what is said, why it ended; then the usage, if that was wanted."""
     head = _head("chatcmpl", "chat.completion.chunk", answered)
-    wanted = answered.wanted
     for choice in answered.choices:
-        first = {"prompt_token_ids": answered.prompts[0].tolist()} if wanted.token_ids and choice.index == 0 else {}
-        yield _event({**head, **first, "choices": [_part(choice, {"role": "assistant", "content": ""})]}, wanted)
+        first = (
+            {"prompt_token_ids": answered.prompts[0].tolist()} if request.return_token_ids and choice.index == 0 else {}
+        )
+        yield _event({**head, **first, "choices": [_part(choice, {"role": "assistant", "content": ""})]}, request)
         said: dict[str, Any] = {"content": choice.content} if choice.content else {}
         if choice.calls:
             said["tool_calls"] = [{"index": at, **call} for at, call in enumerate(_calls(choice.calls))]
-        logprobs = _chat_logprobs(choice.completion, answered)
-        part = {**_part(choice, said), "logprobs": logprobs, **_token_ids(choice, wanted)}
-        yield _event({**head, "choices": [part]}, wanted)
-        yield _event({**head, "choices": [{**_part(choice, {}), "finish_reason": choice.finish_reason}]}, wanted)
-    yield from _last_events(head, answered)
+        logprobs = _chat_logprobs(choice.completion, answered, request)
+        part = {**_part(choice, said), "logprobs": logprobs, **_token_ids(choice, request)}
+        yield _event({**head, "choices": [part]}, request)
+        yield _event({**head, "choices": [{**_part(choice, {}), "finish_reason": choice.finish_reason}]}, request)
+    yield from _last_events(head, answered, request)
 
 
-def text_events(answered: Answered) -> Iterator[bytes]:
+def text_events(answered: Answered, request: TextRequest) -> Iterator[bytes]:
     head = _head("cmpl", "text_completion", answered)
     for choice in answered.choices:
         part = {
             "index": choice.index,
             "text": choice.content,
-            "logprobs": _text_logprobs(choice.completion, answered),
+            "logprobs": _text_logprobs(choice.completion, answered, request),
             "finish_reason": choice.finish_reason,
-            **_token_ids(choice, answered.wanted),
-            **_prompt_ids(choice, answered),
+            **_token_ids(choice, request),
+            **_prompt_ids(choice, answered, request),
         }
-        yield _event({**head, "choices": [part]}, answered.wanted)
-    yield from _last_events(head, answered)
+        yield _event({**head, "choices": [part]}, request)
+    yield from _last_events(head, answered, request)
 
 
-def _last_events(head: dict[str, Any], answered: Answered) -> Iterator[bytes]:
-    if answered.wanted.usage:
+def _last_events(head: dict[str, Any], answered: Answered, request: Request) -> Iterator[bytes]:
+    if request.stream_options.include_usage:
         yield _event({**head, "choices": [], "usage": answered.usage()}, None)
     yield DONE
 
 
-def _event(body: dict[str, Any], wanted: Wanted | None) -> bytes:
-    if wanted is not None and wanted.usage:
+def _event(body: dict[str, Any], request: Request | None) -> bytes:
+    if request is not None and request.stream_options.include_usage:
         body["usage"] = None  # as the API has it, where the last event has the usage
     return b"data: " + to_bytes(body) + b"\n\n"
 
@@ -179,18 +184,18 @@ def _calls(calls: Sequence[Call]) -> list[dict[str, Any]]:
     ]
 
 
-def _token_ids(choice: Choice, wanted: Wanted) -> dict[str, Any]:
-    return {"token_ids": choice.completion.token_ids.tolist()} if wanted.token_ids else {}
+def _token_ids(choice: Choice, request: Request) -> dict[str, Any]:
+    return {"token_ids": choice.completion.token_ids.tolist()} if request.return_token_ids else {}
 
 
-def _prompt_ids(choice: Choice, answered: Answered) -> dict[str, Any]:
-    return {"prompt_token_ids": answered.prompts[choice.prompt].tolist()} if answered.wanted.token_ids else {}
+def _prompt_ids(choice: Choice, answered: Answered, request: Request) -> dict[str, Any]:
+    return {"prompt_token_ids": answered.prompts[choice.prompt].tolist()} if request.return_token_ids else {}
 
 
-def _chat_logprobs(completion: Completion, answered: Answered) -> dict[str, Any] | None:
-    if not answered.wanted.logprobs:
+def _chat_logprobs(completion: Completion, answered: Answered, request: ChatRequest) -> dict[str, Any] | None:
+    if not request.logprobs:
         return None
-    tokenizer = None if answered.wanted.tokens_as_ids else answered.tokenizer
+    tokenizer = None if request.return_tokens_as_token_ids else answered.tokenizer
     return {"content": _contents(completion, tokenizer), "refusal": None}
 
 
@@ -203,10 +208,10 @@ def _contents(completion: Completion, tokenizer: Any) -> list[dict[str, Any]]:
     return found
 
 
-def _text_logprobs(completion: Completion, answered: Answered) -> dict[str, Any] | None:
-    if not answered.wanted.logprobs:
+def _text_logprobs(completion: Completion, answered: Answered, request: TextRequest) -> dict[str, Any] | None:
+    if request.logprobs is None:
         return None
-    tokenizer = None if answered.wanted.tokens_as_ids else answered.tokenizer
+    tokenizer = None if request.return_tokens_as_token_ids else answered.tokenizer
     tokens = [entry["token"] for entry in _contents(completion, tokenizer)]
     offsets = [0]
     for token in tokens:

@@ -8,22 +8,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
-from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rollcall.engine.protocol import Sampling
 from rollcall.environments.histories import Histories
+from rollcall.environments.protocol import SampleTurn
 from rollcall.environments.wire import Refused, Wanted
-from rollcall.types import Completion, Ints
-
-
-class SampleTurn(Protocol):
-    """Waits for one completion. Requests of one session extend each other."""
-
-    def __call__(
-        self, prompt_ids: Ints, /, *, seed: int, sampling: Sampling, session: str
-    ) -> Awaitable[Completion]: ...
+from rollcall.types import Ints
 
 
 class Rules(Protocol):
@@ -145,7 +137,7 @@ class Open:
             temperature=default.temperature if wanted.temperature is None else wanted.temperature,
             top_p=default.top_p if wanted.top_p is None else wanted.top_p,
             top_k=default.top_k if wanted.top_k is None else wanted.top_k,
-            max_tokens=min(wanted.max_tokens or room, room),
+            max_tokens=min(wanted.token_limit or room, room),
             stop_token_ids=tuple(dict.fromkeys((*default.stop_token_ids, *wanted.stop_token_ids))),
             stop_strings=(*default.stop_strings, *wanted.stop),
         )

@@ -1,9 +1,7 @@
-"""The process of one environment: it answers the parent over its socket, one request after the other, and is reset between episodes.
+"""The process of one environment: it answers the calls of its parent (process/child.py), and is reset between episodes.
 
-A message is its length and JSON, in both directions: what a child says may be controlled by the text that it was given, and the
-parent must be able to read it without running it. Requests are ``{"do": "reset", "row": ...}``, ``{"do": "step", "text": ..., "token_ids":
-...}``, ``{"do": "reward"}`` and ``{"do": "attributes"}``. Answers are ``{"text": ...}``, a step's result, ``{"worth": ...}``,
-``{"attributes": ...}``, or ``{"failed": why}``.
+What it says may be controlled by the text that it was given, so it is JSON, and the parent reads it as data. A method returns what its
+parent reads (children.py), or ``{"failed": why}``.
 """
 
 from __future__ import annotations
@@ -12,8 +10,6 @@ import inspect
 import json
 import os
 import resource
-import socket
-import struct
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -24,16 +20,13 @@ from typing import Any, Protocol
 from rollcall.debug.child import ChildLine
 from rollcall.environments import class_env, stepwise
 from rollcall.environments.stepwise import WrongResult
-from rollcall.process.child import end_with
+from rollcall.process.child import cut, end_with, serve
+from rollcall.process.framing import JSON, Body
 from rollcall.process.pause import patient_loop
 
-LENGTH = struct.Struct("<Q")
 MAX_ANSWER_BYTES = 32 << 20
-_MAX_WHY = 20_000
 _MAX_OPENING_CHARS = 1_000_000
-_MAX_DEPTH = 50  # of lists and maps in an attribute
 _MB = 1 << 20
-_PR_SET_CHILD_SUBREAPER = 36
 # Frames that say nothing to the author of an environment.
 _OWN_FILES = (__file__, class_env.__file__, stepwise.__file__)
 
@@ -57,7 +50,7 @@ def adopt_orphans() -> None:
     if sys.platform == "linux":
         import ctypes
 
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
 
 
 Examine = Callable[[BaseException], None]
@@ -65,7 +58,7 @@ Examine = Callable[[BaseException], None]
 
 
 def run_child(
-    connection: socket.socket, make: Callable[[Examine], Player], *, line: ChildLine, lifeline_fd: int, limits: Limits
+    connection_fd: int, make: Callable[[Examine], Player], *, line: ChildLine, lifeline_fd: int, limits: Limits
 ) -> None:
     """The life of a child after its fork; returns when the parent has hung up."""
     # Its own session: killing its group ends what user code started.
@@ -75,21 +68,13 @@ def run_child(
     sys.breakpointhook = line.stop
     _limit(limits)
     _reseed()
-    examine = _examine_by(line) if limits.post_mortem else _let_be
-    _Child(connection, make(examine), limits=limits, examine=examine).serve()
 
-
-def _examine_by(line: ChildLine) -> Examine:
     def examine(error: BaseException) -> None:
         frames = _frames_of_user(error)
-        if frames is not None and not isinstance(error, WrongResult):
+        if limits.post_mortem and frames is not None and not isinstance(error, WrongResult):
             line.examine(error.with_traceback(frames))
 
-    return examine
-
-
-def _let_be(error: BaseException) -> None:
-    return None
+    serve(connection_fd, EnvironmentChild(make(examine), limits=limits, examine=examine))
 
 
 def _end_with_parent(lifeline_fd: int) -> None:
@@ -120,66 +105,43 @@ def _reseed() -> None:
         torch.seed()
 
 
-class _Child:
-    def __init__(self, connection: socket.socket, player: Player, *, limits: Limits, examine: Examine) -> None:
-        self._connection = connection
+def _encoded(answer: Any) -> bytes:
+    body = JSON.dumps(answer)
+    if len(body) <= MAX_ANSWER_BYTES:
+        return body
+    most = MAX_ANSWER_BYTES / _MB
+    return JSON.dumps({"failed": f"it answered with {len(body) / _MB:.1f} MB; at most {most:g} MB can be read"})
+
+
+class EnvironmentChild:
+    hears, says = JSON, Body(_encoded, json.loads)
+
+    def __init__(self, player: Player, *, limits: Limits, examine: Examine) -> None:
         self._player = player
         self._limits = limits
         self._examine = examine
         self._runner: Any = None
-        self._pid = os.getpid()
 
-    def serve(self) -> None:
-        while (request := self._receive()) is not None:
-            body = self._answer(request)
-            if os.getpid() != self._pid:
-                # User code forked and the copy came back here: its answer would be taken for the next one's.
-                os._exit(1)
-            flush()
-            self._connection.sendall(LENGTH.pack(len(body)) + body)
+    def reset(self, row: dict[str, Any]) -> dict[str, Any]:
+        return self._tried(lambda: {"text": _readable(self._player.reset(row, self._run))})
 
-    def _receive(self) -> dict[str, Any] | None:
-        head = self._read(LENGTH.size)
-        body = self._read(LENGTH.unpack(head)[0]) if head else None
-        return json.loads(body) if body else None
+    def step(self, text: str, token_ids: list[int]) -> dict[str, Any]:
+        return self._tried(lambda: self._player.step(text, token_ids, self._run))
 
-    def _read(self, count: int) -> bytes | None:
-        found = bytearray()
-        while len(found) < count:
-            data = self._connection.recv(min(count - len(found), 1 << 20))
-            if not data:
-                return None
-            found += data
-        return bytes(found)
+    def reward(self) -> dict[str, Any]:
+        return self._tried(lambda: {"worth": self._player.reward(self._run)})
 
-    def _answer(self, request: dict[str, Any]) -> bytes:
+    def attributes(self) -> dict[str, Any]:
+        return self._tried(lambda: {"attributes": _attributes(self._player.instance)})
+
+    def _tried(self, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         try:
-            body = _encode(self._do(request))
+            return work()
         except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit too
             self._examine(error)
-            return _encode({"failed": self._why(error)})
-        if len(body) > MAX_ANSWER_BYTES:
-            most = MAX_ANSWER_BYTES / _MB
-            return _encode({"failed": f"it answered with {len(body) / _MB:.1f} MB; at most {most:g} MB can be read"})
-        return body
-
-    def _do(self, request: dict[str, Any]) -> dict[str, Any]:
-        match request["do"]:
-            case "reset":
-                text = self._player.reset(request["row"], self._run)
-                if text is not None and len(text) > _MAX_OPENING_CHARS:
-                    raise WrongResult(
-                        f"reset returned {len(text):,} characters; at most {_MAX_OPENING_CHARS:,} can be read"
-                    )
-                return {"text": text}
-            case "step":
-                return self._player.step(request["text"], request["token_ids"], self._run)
-            case "reward":
-                return {"worth": self._player.reward(self._run)}
-            case "attributes":
-                return {"attributes": _attributes(self._player.instance)}
-            case other:
-                raise AssertionError(f"the parent asked for {other!r}")
+            return {"failed": self._why(error)}
+        finally:
+            flush()
 
     def _run(self, returned: Any) -> Any:
         """What a method returned; if it is async, once that is done. One loop for the process, so that clients stay open."""
@@ -196,8 +158,13 @@ class _Child:
         frames = _frames_of_user(error)
         if isinstance(error, MemoryError):
             error = MemoryError(f"{error} (this process may use memory_mb={self._limits.memory_mb})".strip())
-        why = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
-        return why if len(why) <= _MAX_WHY else f"{why[: _MAX_WHY // 2]}\n...\n{why[-_MAX_WHY // 2 :]}"
+        return cut("".join(traceback.format_exception(type(error), error, frames)).rstrip())
+
+
+def _readable(text: str | None) -> str | None:
+    if text is not None and len(text) > _MAX_OPENING_CHARS:
+        raise WrongResult(f"reset returned {len(text):,} characters; at most {_MAX_OPENING_CHARS:,} can be read")
+    return text
 
 
 def _attributes(instance: Any) -> dict[str, Any]:
@@ -208,8 +175,8 @@ def _attributes(instance: Any) -> dict[str, Any]:
             continue
         try:
             value = getattr(instance, name)
-            text = json.dumps(value, default=_plain, allow_nan=False)
-            if len(text) <= _MAX_OPENING_CHARS and _depth(plain := json.loads(text)) <= _MAX_DEPTH:
+            text = json.dumps(value, default=lambda held: held.tolist(), allow_nan=False)  # of numpy and torch
+            if len(text) <= _MAX_OPENING_CHARS and _depth(plain := json.loads(text)) <= 50:
                 found[name] = plain
         except Exception:  # noqa: BLE001 - a method, a client, a property of the user's that raises, or far too deep
             continue
@@ -219,11 +186,6 @@ def _attributes(instance: Any) -> dict[str, Any]:
 def _depth(value: Any) -> int:
     inner = value.values() if isinstance(value, dict) else value
     return 1 + max(map(_depth, inner), default=0) if isinstance(value, dict | list) else 0
-
-
-def _plain(value: Any) -> Any:
-    """Of numpy and torch."""
-    return value.tolist()
 
 
 def flush() -> None:
@@ -248,8 +210,3 @@ def _frames_of_user(error: BaseException) -> TracebackType | None:
 
 def _is_own(file: str) -> bool:
     return file in _OWN_FILES or os.sep + "asyncio" + os.sep in file
-
-
-def _encode(answer: dict[str, Any]) -> bytes:
-    # Half of a surrogate pair, which Python's text may hold, is no text for anybody else.
-    return json.dumps(answer, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace")

@@ -18,7 +18,6 @@ from rollcall.environments.tools import Tool, WrongArguments, check_arguments, d
 from rollcall.importing import load_named
 
 MAX_RESULT_CHARS = 1_000_000  # of one tool call
-_MAX_SHOWN_CHARS = 10_000  # of a result, for people to read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,8 +136,11 @@ class ClassPlayer:
         result = ""
         if not error:
             try:
-                tool = self._tool(call.name)
-                result = _text(run(self._function(call.name)(**check_arguments(tool, call.arguments))))
+                if (tool := self._kind.tools.get(call.name)) is None:
+                    there_are = ", ".join(self._kind.tools) or "none"
+                    raise WrongArguments(f"there is no tool {call.name[:80]!r}; there are {there_are}")
+                function = self._kind.functions.get(call.name) or getattr(self.instance, call.name)
+                result = _text(run(function(**check_arguments(tool, call.arguments))))
             except MemoryError:
                 raise
             except WrongArguments as wrong:
@@ -147,17 +149,8 @@ class ClassPlayer:
                 self._examine(raised)
                 error = _told(raised)
         if error:
-            result = json.dumps({"error": error[:_MAX_SHOWN_CHARS]}, ensure_ascii=False)
+            result = json.dumps({"error": error[:10_000]}, ensure_ascii=False)
         return {"name": call.name, "arguments": call.arguments, "result": result, "failed": bool(error)}
-
-    def _tool(self, name: str) -> Tool:
-        if name not in self._kind.tools:
-            there_are = ", ".join(self._kind.tools) or "none"
-            raise WrongArguments(f"there is no tool {name[:80]!r}; there are {there_are}")
-        return self._kind.tools[name]
-
-    def _function(self, name: str) -> Callable[..., Any]:
-        return self._kind.functions.get(name) or getattr(self.instance, name)
 
 
 def _taken(reset: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
@@ -197,4 +190,5 @@ def _messages(made: list[dict[str, Any]], kind: ClassKind) -> list[dict[str, str
 
 
 def _shown(result: str) -> str:
-    return result if len(result) <= _MAX_SHOWN_CHARS else f"{result[:_MAX_SHOWN_CHARS]}..."
+    """For people to read."""
+    return result if len(result) <= 10_000 else f"{result[:10_000]}..."

@@ -36,18 +36,8 @@ from rollcall.environments.callers import Caller, Callers, Served, check_ids
 from rollcall.environments.calls import CallFormat, format_of, parse_calls
 from rollcall.environments.histories import Asked, Call
 from rollcall.environments.protocol import EnvironmentFailed, add_metrics
-from rollcall.environments.wire import (
-    ChatRequest,
-    Refused,
-    Wanted,
-    finite,
-    read_chat,
-    read_generate,
-    read_json,
-    read_text,
-)
+from rollcall.environments.wire import ChatRequest, GenerateRequest, Refused, TextRequest, Wanted, Worth, read
 from rollcall.errors import ConfigError
-from rollcall.reward.functions import LARGEST_SCORE
 from rollcall.types import Completion, FinishReason
 
 MAX_BODY_BYTES = 16 << 20  # ids of a million tokens have half of it
@@ -75,7 +65,7 @@ class Endpoint:
         self._tokenizer = tokenizer
         self._most_chars = served.max_model_len * max(map(len, tokenizer.get_vocab()))
         self._call_format: CallFormat = call_format
-        self._posts: dict[str, Callable[[Caller, dict[str, Any]], Coroutine[Any, Any, Reply]]] = {
+        self._posts: dict[str, Callable[[Caller, bytes], Coroutine[Any, Any, Reply]]] = {
             "/v1/chat/completions": self._chat,
             "/v1/completions": self._text,
             "/inference/v1/generate": self._generate,
@@ -134,9 +124,9 @@ class Endpoint:
             raise Refused(404, f"{method} {path[:200]} does not exist here", code="not_found")
         if method != "POST":
             raise Refused(405, f"{path} answers to POST", code="method_not_allowed")
-        given = read_json(await _body(scope, receive))
+        body = await _body(scope, receive)
         caller.num_requests += path != "/v1/reward"
-        return await self._unless_left(caller, work(caller, given), receive)
+        return await self._unless_left(caller, work(caller, body), receive)
 
     def _model(self) -> dict[str, Any]:
         length = self._served.max_model_len
@@ -173,24 +163,25 @@ class Endpoint:
 
     # What is asked
 
-    async def _chat(self, caller: Caller, given: dict[str, Any]) -> Reply:
-        caller.rules.model(_model_name(given))
-        request = read_chat(given)
+    async def _chat(self, caller: Caller, body: bytes) -> Reply:
+        request = read(ChatRequest, body)
+        caller.rules.model(request.model)
         if not self._tokenizer.chat_template:
             raise Refused(
                 400,
                 "the model has no chat template, so it reads no messages; use /v1/completions, or set model.chat_template",
                 code="no_chat_template",
             )
-        if len(request.messages) > self._served.max_model_len:
-            text = f"This model's maximum context length is {self._served.max_model_len} tokens, and the request has {len(request.messages):,} messages"
+        messages = request.conversation()
+        if len(messages) > self._served.max_model_len:
+            text = f"This model's maximum context length is {self._served.max_model_len} tokens, and the request has {len(messages):,} messages"
             raise Refused(400, f"{text}; send fewer", code="context_length_exceeded", param="messages")
         # A call's arguments are counted as the template may write them; names and keys are part of it too.
-        beside = [{key: value for key, value in message.items() if key != "content"} for message in request.messages]
+        beside = [{key: value for key, value in message.items() if key != "content"} for message in messages]
         told = [
             json.dumps(one, ensure_ascii=False) for one in (request.tools, *(one for one in beside if len(one) > 1))
         ]
-        self._refuse_endless([*(message["content"] for message in request.messages), *told])
+        self._refuse_endless([*(message["content"] for message in messages), *told])
         if request.finds_calls and self._call_format == "text":  # its template would leave them out without a word
             raise Refused(
                 400,
@@ -199,34 +190,35 @@ class Endpoint:
                 param="tools",
                 code="no_tools",
             )
-        asked = caller.histories.chat(request.messages, tools=request.tools)
-        answered = await self._sample(caller, [asked], request.wanted, request)
-        if request.wanted.stream:
-            return Reply(body=b"", events=chat_events(answered))
-        return Reply(body=to_bytes(chat_body(answered)))
+        asked = caller.histories.chat(messages, tools=request.tools)
+        answered = await self._sample(caller, [asked], request, request)
+        if request.stream:
+            return Reply(body=b"", events=chat_events(answered, request))
+        return Reply(body=to_bytes(chat_body(answered, request)))
 
-    async def _text(self, caller: Caller, given: dict[str, Any]) -> Reply:
-        caller.rules.model(_model_name(given))
-        request = read_text(given)
-        for prompt in request.prompts:
+    async def _text(self, caller: Caller, body: bytes) -> Reply:
+        request = read(TextRequest, body)
+        caller.rules.model(request.model)
+        for prompt in request.prompt:
             self._refuse_endless([prompt] if isinstance(prompt, str) else [])
         asked = [
             caller.histories.plain(prompt) if isinstance(prompt, str) else self._by_ids(caller, prompt)
-            for prompt in request.prompts
+            for prompt in request.prompt
         ]
-        answered = await self._sample(caller, asked, request.wanted, None)
-        if request.wanted.stream:
-            return Reply(body=b"", events=text_events(answered))
-        return Reply(body=to_bytes(text_body(answered)))
+        answered = await self._sample(caller, asked, request, None)
+        if request.stream:
+            return Reply(body=b"", events=text_events(answered, request))
+        return Reply(body=to_bytes(text_body(answered, request)))
 
-    async def _generate(self, caller: Caller, given: dict[str, Any]) -> Reply:
-        caller.rules.model(_model_name(given))
-        request = read_generate(given)
-        answered = await self._sample(caller, [self._by_ids(caller, request.token_ids)], request.wanted, None)
-        return Reply(body=to_bytes(generate_body(answered, request_id=request.request_id)))
+    async def _generate(self, caller: Caller, body: bytes) -> Reply:
+        request = read(GenerateRequest, body)
+        caller.rules.model(request.model)
+        asked = [self._by_ids(caller, request.token_ids)]
+        answered = await self._sample(caller, asked, request.sampling_params, None)
+        return Reply(body=to_bytes(generate_body(answered, request)))
 
-    async def _reward(self, caller: Caller, given: dict[str, Any]) -> Reply:
-        take_reward(caller, given)
+    async def _reward(self, caller: Caller, body: bytes) -> Reply:
+        take_reward(caller, body)
         return Reply(body=to_bytes({"reward": caller.reward}))
 
     def _refuse_endless(self, texts: Sequence[str]) -> None:
@@ -240,7 +232,7 @@ class Endpoint:
                 param="messages",
             )
 
-    def _by_ids(self, caller: Caller, given: tuple[int, ...]) -> Asked:
+    def _by_ids(self, caller: Caller, given: list[int]) -> Asked:
         asked = caller.histories.ids(np.array(given, dtype=np.int32))
         # Sampled ids may lie beyond the tokenizer's, where the model has more outputs than tokens.
         check_ids(asked.prompt_ids if asked.behind is None else asked.added, self._served)
@@ -277,7 +269,6 @@ class Endpoint:
             choices.append(choice)
         return Answered(
             model=self._served.name,
-            wanted=wanted,
             prompts=tuple(one.prompt_ids for one in asked),
             choices=tuple(choices),
             tokenizer=self._tokenizer,
@@ -291,7 +282,7 @@ class Endpoint:
             content, calls = self._find_calls(content, chat.tools)
         return Choice(index=index, prompt=prompt, completion=completion, content=content, calls=calls)
 
-    def _find_calls(self, text: str, tools: tuple[dict[str, Any], ...]) -> tuple[str, tuple[Call, ...]]:
+    def _find_calls(self, text: str, tools: list[dict[str, Any]]) -> tuple[str, tuple[Call, ...]]:
         """What is said beside the calls, and the calls. Where one of them cannot be read, all of it stays text."""
         known = {tool["function"]["name"]: _argument_names(tool["function"]) for tool in tools}
         found = parse_calls(text, call_format=self._call_format, tools=known)
@@ -310,27 +301,15 @@ def call_format_of(chat_template: str | None) -> CallFormat:
         return "hermes"
 
 
-def take_reward(caller: Caller, given: dict[str, Any]) -> None:
-    """``{"reward": 1.0, "metrics": {"steps": 3}}``; the last one counts."""
-    reward, metrics = given.get("reward"), given.get("metrics") or {}
-    if not finite(reward) or abs(reward) > LARGEST_SCORE:
-        text = f"reward must be a number between -{LARGEST_SCORE:g} and {LARGEST_SCORE:g}"
-        raise Refused(400, text, code="invalid_value", param="reward")
-    if not isinstance(metrics, dict) or not all(map(finite, metrics.values())):
-        raise Refused(400, "metrics must be a map of names to finite numbers", code="invalid_value", param="metrics")
-    caller.reward = float(reward)
-    add_metrics(caller.metrics, metrics)
+def take_reward(caller: Caller, body: bytes) -> None:
+    """The last one counts."""
+    worth = read(Worth, body)
+    caller.reward = worth.reward
+    add_metrics(caller.metrics, worth.metrics or {})
 
 
 class _Left(Exception):  # noqa: N818 - an outcome
     """The client has hung up."""
-
-
-def _model_name(given: dict[str, Any]) -> str | None:
-    name = given.get("model")
-    if name is not None and not isinstance(name, str):
-        raise Refused(400, "model must be text", code="invalid_value", param="model")
-    return name
 
 
 def _argument_names(function: dict[str, Any]) -> list[str]:
@@ -339,7 +318,7 @@ def _argument_names(function: dict[str, Any]) -> list[str]:
     return list(properties) if isinstance(properties, dict) else []
 
 
-def _without(completion: Completion, stops: tuple[str, ...]) -> str:
+def _without(completion: Completion, stops: list[str]) -> str:
     """The text up to the stop string that ended it: the API does not return these."""
     text = completion.text
     if completion.finish is not FinishReason.STOP:

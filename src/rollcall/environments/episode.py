@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -27,13 +27,15 @@ from rollcall.environments.protocol import (
     Environments,
     Host,
     Opening,
+    SampleTurn,
     StepResult,
     add_metrics,
 )
+from rollcall.environments.tokens import Tokens
 from rollcall.process.pause import running_s
 from rollcall.reward.functions import LARGEST_SCORE
 from rollcall.reward.trl import TEXT
-from rollcall.types import Completion, EndReason, Episode, FinishReason, Ints, Prompt, Segment, Turn
+from rollcall.types import Completion, EndReason, Episode, FinishReason, Ints, Prompt, Turn
 
 T = TypeVar("T")
 KIND = "environment"  # the column that names a row's environment, where there are several
@@ -41,44 +43,9 @@ LONGEST_ERROR = 2000
 LOOK_S = 1.0
 GRACE_S = 0.05
 
-SampleTurn = Callable[..., Awaitable[Completion]]
-"""(prompt ids, seed=, sampling=, session=) -> one turn"""
-
 
 class TooLong(Exception):  # noqa: N818 - an outcome
     """A call, or the episode, went over its time."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _Row:
-    """The tokens of an episode so far, without its prompt."""
-
-    token_ids: list[Ints] = field(default_factory=list)
-    logprobs: list[Any] = field(default_factory=list)
-    mask: list[Any] = field(default_factory=list)
-    segments: list[Segment] = field(default_factory=list)
-    length: int = 0
-
-    def add_sampled(self, turn: Completion) -> None:
-        self._add(turn.token_ids, turn.logprobs, turn.mask)
-        for segment in turn.segments:
-            self._note(segment)
-
-    def add_observed(self, ids: Ints) -> None:
-        self._add(ids, np.zeros(len(ids), dtype=np.float32), np.zeros(len(ids), dtype=np.bool_))
-        self._note(Segment(version=self.segments[-1].version, num_tokens=len(ids)))
-
-    def _add(self, ids: Ints, logprobs: Any, mask: Any) -> None:
-        self.token_ids.append(ids)
-        self.logprobs.append(logprobs)
-        self.mask.append(mask)
-        self.length += len(ids)
-
-    def _note(self, segment: Segment) -> None:
-        if self.segments and self.segments[-1].version == segment.version:
-            num_tokens = self.segments.pop().num_tokens + segment.num_tokens
-            segment = Segment(version=segment.version, num_tokens=num_tokens)
-        self.segments.append(segment)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -195,7 +162,7 @@ class _OneEpisode:
         self._session, self._sample = session, sample
         self._opened: Ints | None = None  # where it is not the row's own prompt
         self._opening = ""  # what reset returned
-        self._row = _Row()
+        self._row = Tokens()
         self._turns: list[Turn] = []
         self._unanswered: Completion | None = None  # the turn that the environment has before it
         self._metrics: dict[str, float] = {}
@@ -261,7 +228,7 @@ class _OneEpisode:
             sampling=replace(self._sampling, max_tokens=min(left, most or left)),
             session=self._session,
         )
-        self._row.add_sampled(turn)
+        self._row.append_sampled(turn)
         self._finish, self._unanswered = turn.finish, turn
         return turn
 
@@ -304,15 +271,11 @@ class _OneEpisode:
         )
         self._unanswered = None
         if observed is not None:
-            self._row.add_observed(observed)
+            self._row.append_observed(observed)
 
     def completion(self) -> Completion:
-        row = self._row
         return Completion(
-            token_ids=_joined(row.token_ids, np.int32),
-            logprobs=_joined(row.logprobs, np.float32),
-            mask=_joined(row.mask, np.bool_),
-            segments=tuple(row.segments),
+            **self._row.joined(),
             finish=self._finish,
             seed=self._seed,
             text=self._turns[-1].text if self._turns else "",
@@ -363,7 +326,3 @@ def _reward(value: Any, what: str) -> float:
     if abs(found) > LARGEST_SCORE:
         raise EnvironmentFailed(f"{what} is {found:g}; it must be between -{LARGEST_SCORE:g} and {LARGEST_SCORE:g}")
     return found
-
-
-def _joined(parts: list[Any], dtype: Any) -> Any:
-    return np.concatenate(parts).astype(dtype, copy=False) if parts else np.zeros(0, dtype=dtype)

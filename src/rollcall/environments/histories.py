@@ -24,8 +24,9 @@ import numpy as np
 
 from rollcall.environments.conversation import Conversations
 from rollcall.environments.protocol import EnvironmentFailed, Message
+from rollcall.environments.tokens import Tokens
 from rollcall.errors import ConfigError
-from rollcall.types import Branch, Completion, FinishReason, Ints, Segment, ToolCall, Turn
+from rollcall.types import Branch, Completion, FinishReason, Ints, ToolCall, Turn
 
 MAX_TEMPLATES = 1000
 FOLLOWING = ("user", "tool", "system")  # roles of messages that may follow an answer
@@ -33,26 +34,19 @@ Given = TypeVar("Given", bytes, str)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Row:
-    """A training row on its way."""
+class Row(Tokens):
+    """A training row while it is played."""
 
     prompt_ids: Ints
     session: str
     opening: str = ""  # the text of its prompt
-    token_ids: list[Ints] = field(default_factory=list)
-    logprobs: list[Any] = field(default_factory=list)
-    mask: list[Any] = field(default_factory=list)
-    segments: list[Segment] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
-    length: int = 0
     tip: _Answer | None = None  # the answer at its end
     finish: FinishReason = FinishReason.ABORT
     is_extended: bool = False  # by a request on its way
 
     def add_sampled(self, completion: Completion, calls: Sequence[Call]) -> None:
-        self._add(completion.token_ids, completion.logprobs, completion.mask)
-        for segment in completion.segments:
-            self._note(segment)
+        self.append_sampled(completion)
         self.finish = completion.finish
         self.turns.append(
             Turn(
@@ -67,9 +61,7 @@ class Row:
 
     def add_observed(self, asked: Asked) -> None:
         ids = asked.added
-        if len(ids):
-            self._add(ids, np.zeros(len(ids), dtype=np.float32), np.zeros(len(ids), dtype=np.bool_))
-            self._note(Segment(version=self.segments[-1].version, num_tokens=len(ids)))
+        self.append_observed(ids)
         last = self.turns[-1]
         calls = tuple(
             replace(call, result=result) for call, result in zip(last.calls, asked.results(last.calls), strict=True)
@@ -77,24 +69,7 @@ class Row:
         self.turns[-1] = replace(last, num_observed=len(ids), observation=asked.observation, calls=calls)
 
     def branch(self) -> Branch:
-        return Branch(
-            prompt_ids=self.prompt_ids,
-            token_ids=joined(self.token_ids, np.int32),
-            logprobs=joined(self.logprobs, np.float32),
-            mask=joined(self.mask, np.bool_),
-            segments=tuple(self.segments),
-        )
-
-    def _add(self, ids: Ints, logprobs: Any, mask: Any) -> None:
-        self.token_ids.append(ids)
-        self.logprobs.append(logprobs)
-        self.mask.append(mask)
-        self.length += len(ids)
-
-    def _note(self, segment: Segment) -> None:
-        if self.segments and self.segments[-1].version == segment.version:
-            segment = replace(segment, num_tokens=segment.num_tokens + self.segments.pop().num_tokens)
-        self.segments.append(segment)
+        return Branch(prompt_ids=self.prompt_ids, **self.joined())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -364,7 +339,3 @@ def _digest(key: bytes, text: str) -> bytes:
 
 def _plain(message: dict[str, Any]) -> Message:
     return Message(role=message["role"], content=message["content"], name=message.get("name", ""))
-
-
-def joined(parts: list[Any], dtype: Any) -> Any:
-    return np.concatenate(parts).astype(dtype, copy=False) if parts else np.zeros(0, dtype=dtype)

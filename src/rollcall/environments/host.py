@@ -3,11 +3,10 @@
     HostedEnvironments (hosted.py, the controller) --a connection for each episode--> EnvironmentHost --> ProcessEnvironments --> children
                                                                                                      `--> ProgramsHere --> programs
 
-A connection is one episode. Of an environment: ``start``, then what a child is asked (child.py), then ``close``. Of a program: ``run``,
-which is answered with ``Running`` every ``BEAT_S`` and with ``Ended`` when nothing of it is left, then ``close``; ``stop`` may come
-before and has it ended. One request is under way at a time; ``close`` may come while one is, and ends it. A connection that breaks off
-ends what runs for it: the controller is gone, or has given up on it. Who wants in must know the secret of the run (net/door.py), and
-can start nothing but what this host was made for.
+A connection is one episode, and to the controller a ``Worker``. An environment is called as a child is (child.py), after ``start``; a
+program is called with ``run``, which says every ``BEAT_S`` that it goes on. One such call is under way at a time. ``stop`` and ``close`` may
+come meanwhile, and end it. A connection that breaks off ends what runs for it: the controller is gone, or has given up on it. Who wants
+in must know the secret of the run (net/door.py), and can start nothing but what this host was made for.
 """
 
 from __future__ import annotations
@@ -17,17 +16,18 @@ import json
 import os
 import socket
 import threading
-import time
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollcall.environments.frames import Answer, Failed, Left, Opened, Running, Worth, answer_bytes, receive, send
 from rollcall.environments.processes import ProcessEnvironments
 from rollcall.environments.program import ProgramsHere
 from rollcall.environments.protocol import Ended, Environment, EnvironmentFailed
+from rollcall.environments.results import Answer, Left, Opened, Worth, answer_bytes
 from rollcall.net.door import Door, listen_at, watch_peer
+from rollcall.process.framing import DONE, HEAD, JSON, LENGTH, PART, RAISED, frame
 from rollcall.wait import warn
 
 BEAT_S = 5.0
@@ -104,13 +104,11 @@ class EnvironmentHost:
         episode = _Episode(self._here, writer)
         broken = True
         try:
-            while (request := json.loads(await receive(reader)))["do"] != "close":
-                episode.begin(request)
-            broken = request["broken"]
+            broken = await episode.serve(reader)
         except (OSError, EOFError):
             pass  # the controller is gone, or its node
         finally:
-            writer.close()  # which tells the controller that this host is there
+            writer.close()
             await episode.end(broken=broken)
 
 
@@ -124,12 +122,21 @@ class _Episode:
         self._stop = asyncio.Event()  # of its program
         self._work: asyncio.Task[None] | None = None
 
-    def begin(self, request: dict[str, Any]) -> None:
-        if request["do"] == "stop":
-            self._stop.set()
-            return
-        assert self._work is None or self._work.done(), "the controller asks one thing at a time"
-        self._work = asyncio.create_task(self._answer(request))
+    async def serve(self, reader: asyncio.StreamReader) -> bool:
+        """Until it is closed. Whether it is broken."""
+        while True:
+            (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+            message = await reader.readexactly(size)
+            number, _ = HEAD.unpack_from(message)
+            method, args = json.loads(message[HEAD.size :])
+            if method in ("close", "stop"):
+                await self._say(number, DONE, answer_bytes(None))
+                if method == "close":
+                    return bool(args[0])
+                self._stop.set()
+                continue
+            assert self._work is None or self._work.done(), "the controller asks one thing at a time"
+            self._work = asyncio.create_task(self._answer(number, method, args))
 
     async def end(self, *, broken: bool) -> None:
         is_asked = self._work is not None and not self._work.done()
@@ -139,48 +146,47 @@ class _Episode:
         if self._environment is not None:
             await self._environment.close(broken=broken or is_asked)
 
-    async def _answer(self, request: dict[str, Any]) -> None:
+    async def _answer(self, number: int, method: str, args: list[Any]) -> None:
         try:
-            answer = await self._do(request)
+            kind, body = DONE, answer_bytes(await self._do(number, method, args))
         except EnvironmentFailed as error:
-            answer = Failed(str(error))
+            kind, body = RAISED, JSON.dumps(["EnvironmentFailed", str(error), ""])
         except Exception as error:  # noqa: BLE001 - a host that says nothing would count as lost, with all that it plays
-            warn(f"{request['do']} failed on this host: {''.join(traceback.format_exception(error)).strip()}")
-            answer = Failed(f"its host failed: {type(error).__name__}: {error}")
-        await self._say(answer)
+            warn(f"{method} failed on this host: {''.join(traceback.format_exception(error)).strip()}")
+            kind, body = RAISED, JSON.dumps(["", f"its host failed: {type(error).__name__}: {error}", ""])
+        await self._say(number, kind, body)
 
-    async def _say(self, answer: Answer) -> None:
-        try:
-            await send(self._writer, answer_bytes(answer))
-        except OSError:
-            pass  # the controller is gone, which the next read says too
+    async def _say(self, number: int, kind: int, body: bytes) -> None:
+        with suppress(OSError):  # the controller is gone, which the next read says too
+            self._writer.write(frame(HEAD.pack(number, kind) + body))
+            await self._writer.drain()
 
-    async def _do(self, request: dict[str, Any]) -> Answer:
+    async def _do(self, number: int, method: str, args: list[Any]) -> Answer:
         if isinstance(self._here, ProgramsHere):
-            assert request["do"] == "run", f"the controller asked a program for {request['do']!r}"
-            return await self._run(self._here, request["variables"])
-        if request["do"] == "start":
-            self._environment = await self._here.start(request["kind"])
-            return Opened(None)
-        assert self._environment is not None, "start comes first"
-        match request["do"]:
+            assert method == "run", f"the controller asked a program for {method!r}"
+            return await self._run(number, self._here, *args)
+        if method == "start":
+            self._environment = await self._here.start(*args)
+            return None
+        environment = self._environment
+        assert environment is not None, "start comes first"
+        match method:
             case "reset":
-                return Opened((await self._environment.reset(request["row"])).text)
+                return Opened((await environment.reset(*args)).text)
             case "step":
-                return await self._environment.step(request["text"], request["token_ids"])
+                return await environment.step(*args)
             case "reward":
-                return Worth(await self._environment.reward())
+                return Worth(await environment.reward())
             case "attributes":
-                return Left(await self._environment.attributes())
+                return Left(await environment.attributes())
             case other:
                 raise AssertionError(f"the controller asked for {other!r}")
 
-    async def _run(self, programs: ProgramsHere, variables: Mapping[str, str]) -> Ended:
-        began_s = time.monotonic()
+    async def _run(self, number: int, programs: ProgramsHere, variables: Mapping[str, str]) -> Ended:
         running = asyncio.create_task(programs.run(variables, stop=self._stop))
         try:
             while not (await asyncio.wait({running}, timeout=BEAT_S))[0]:
-                await self._say(Running(time.monotonic() - began_s))
+                await self._say(number, PART, answer_bytes(None))
             return running.result()
         finally:
             if not running.done():

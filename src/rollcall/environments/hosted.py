@@ -1,7 +1,7 @@
 """Environments and programs on the nodes that the placement names, as the controller uses them (host.py is the other side).
 
 An episode goes to the host with the fewest episodes for its CPUs, and has a connection of its own there. A host is lost when a
-connection to it breaks off, cannot be made within ``CONNECT_S``, does not end within ``ANSWER_S`` of a call that was given up, or says
+connection to it breaks off, cannot be made within ``CONNECT_S``, does not answer within ``ANSWER_S`` that an episode is closed, or says
 nothing of its program for ``SILENT_S``; the kernel finds a node that is gone within ``net.door.SILENT_S``. Episodes that a lost host was
 playing are not failures of the environment: ``EnvironmentLost`` has them played again on another host. ``renew`` makes a new host in a
 thread; with none left, the run waits for one.
@@ -11,37 +11,39 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import math
+import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any
 
 from rollcall.environments.child import MAX_ANSWER_BYTES
-from rollcall.environments.episode import one_ends_within
-from rollcall.environments.frames import (
-    Failed,
-    Left,
-    Opened,
-    Running,
-    Worth,
-    read_answer,
-    receive,
-    request_bytes,
-    send,
-)
 from rollcall.environments.host import HostPlace
 from rollcall.environments.processes import kind_of
 from rollcall.environments.protocol import Ended, Environment, EnvironmentFailed, EnvironmentLost, Opening, StepResult
+from rollcall.environments.results import REQUEST, Left, Opened, Worth, reader
 from rollcall.errors import WorkerLostError
 from rollcall.net.door import CHALLENGE, answer, watch_peer
+from rollcall.process.framing import Body
+from rollcall.process.here import SocketLink
+from rollcall.process.worker import Ending, Lost, Raised, Worker
 from rollcall.wait import say, warn
 
 CONNECT_S = 20.0
 AGAIN_S = 0.2
 ANSWER_S = 15.0
 SILENT_S = 60.0  # a host speaks of its program every BEAT_S (host.py)
-_T = TypeVar("_T")
-_BROKEN = (OSError, EOFError)  # a wait that is over is an OSError too
+_ANSWERS = {
+    "start": reader(None),
+    "reset": reader(Opened),
+    "step": reader(StepResult),
+    "reward": reader(Worth),
+    "attributes": reader(Left),
+    "run": reader(Ended, None),  # None: it goes on
+    "stop": reader(None),
+    "close": reader(None),
+}
 
 
 class _Host:
@@ -84,16 +86,16 @@ class HostedEnvironments:
             assert place is not None
             host.num_coming += 1
             try:
-                reader, writer = await _connect_in_time(place)
-            except _BROKEN as error:
+                connection = await _connect_in_time(place)
+            except (OSError, EOFError) as error:  # a wait that is over is an OSError too
                 self._lose(host, place, f"it cannot be reached: {_shown(error)}")
                 continue
             finally:
                 host.num_coming -= 1
             if host.place is not place:  # lost meanwhile
-                writer.close()
+                connection.close()
                 continue
-            found = _Hosted(self, host, place, reader=reader, writer=writer)
+            found = _Hosted(self, host, place, connection=connection)
             host.playing.add(found)
             return found
 
@@ -164,24 +166,48 @@ class HostedEnvironments:
             self._changed.set()
 
 
+class _Connection(SocketLink):
+    """To a host. Implements ``process.worker.Link``."""
+
+    pid = 0
+
+    def __init__(self, connection: socket.socket, *, where: str) -> None:
+        super().__init__(connection)
+        self.where = where
+
+    def receive(self, most: int) -> bytes:
+        try:
+            return self.connection.recv(most)
+        except BlockingIOError:
+            raise
+        except OSError:  # the kernel has given its node up
+            return b""
+
+    def log_tail(self, lines: int) -> str:
+        return ""
+
+    def abort(self) -> None:
+        with suppress(OSError):  # it has been closed
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+    def end(self, *, grace_s: float, ask_stack: bool = False) -> Ending:
+        self.connection.close()
+        return Ending(how="the connection broke off", status=None)
+
+
 class _Hosted:
     """A connection to a host, and what is behind it. Implements ``protocol.Host`` with ``protocol.Environment``, and
     ``protocol.ProgramHost``."""
 
-    def __init__(
-        self,
-        owner: HostedEnvironments,
-        host: _Host,
-        place: HostPlace,
-        *,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-    ) -> None:
+    def __init__(self, owner: HostedEnvironments, host: _Host, place: HostPlace, *, connection: socket.socket) -> None:
         self.host = host
         self.place = place
         self._owner = owner
-        self._reader = reader
-        self._writer = writer
+        self._link = _Connection(connection, where=place.name)
+        hears = Body(_sendable, REQUEST.loads)
+        self._worker = Worker(
+            self._link, name=place.name, hears=hears, answers=_ANSWERS, longest=MAX_ANSWER_BYTES + 1024
+        )
         self._tools: tuple[dict[str, Any], ...] = ()
         self._is_lost = False
         self._is_closed = False
@@ -193,7 +219,7 @@ class _Hosted:
                 self._tools = self._owner.tools_of(kind)
             except ValueError as error:
                 raise EnvironmentFailed(str(error)) from None
-            await self._ask({"do": "start", "kind": kind}, Opened)
+            await self._call("start", kind)
             is_started = True
         finally:
             if not is_started:
@@ -201,28 +227,25 @@ class _Hosted:
         return self
 
     async def reset(self, row: Mapping[str, Any]) -> Opening:
-        return Opening(text=(await self._ask({"do": "reset", "row": dict(row)}, Opened)).text, tools=self._tools)
+        return Opening(text=(await self._call("reset", dict(row))).text, tools=self._tools)
 
     async def step(self, text: str, token_ids: Sequence[int]) -> StepResult:
-        ids = [int(token) for token in token_ids] if self._owner.needs_ids else []
-        return await self._ask({"do": "step", "text": text, "token_ids": ids}, StepResult)
+        return await self._call("step", text, [int(token) for token in token_ids] if self._owner.needs_ids else [])
 
     async def reward(self) -> float | None:
-        return (await self._ask({"do": "reward"}, Worth)).worth
+        return (await self._call("reward")).worth
 
     async def attributes(self) -> dict[str, Any]:
-        return (await self._ask({"do": "attributes"}, Left)).attributes
+        return (await self._call("attributes")).attributes
 
     async def run(self, variables: Mapping[str, str], *, stop: asyncio.Event) -> Ended:
         """``EnvironmentLost``: its host is gone, and the program is not to blame."""
         telling = asyncio.create_task(self._tell(stop))
         has_ended = False
         try:
-            await self._say({"do": "run", "variables": dict(variables)})
-            while not isinstance(said := await self._hear_in_time(), Ended):
-                continue
+            ended = await self._call("run", dict(variables), deadline_s=SILENT_S)
             has_ended = True
-            return said
+            return ended
         except asyncio.CancelledError:
             with suppress(EnvironmentLost):  # who gave it up does not want it played again
                 await self.close(broken=True)
@@ -239,74 +262,47 @@ class _Hosted:
         self.host.playing.discard(self)
         try:
             if not self._is_lost:
-                await send(self._writer, request_bytes({"do": "close", "broken": broken}))
-                if broken:
-                    async with asyncio.timeout(ANSWER_S):
-                        await self._hang_up()
-        except _BROKEN as error:
+                await self._worker.call("close", broken, deadline_s=ANSWER_S)
+        except Lost as lost:
             if broken:  # else the episode has ended well
-                raise self._lost(error) from None
+                raise self._lose(lost) from None
         finally:
-            self._writer.close()
+            self._worker.close()
 
     def abort(self) -> None:
         """Its host is lost: end the call that waits for it."""
         self._is_lost = True
-        self._writer.transport.abort()
+        self._link.abort()
 
-    async def _hang_up(self) -> None:
-        """A host that is there closes the connection. An answer that nobody waits for may come before."""
-        while await self._reader.read(1 << 16):
-            continue
-
-    async def _ask(self, request: dict[str, Any], wanted: type[_T]) -> _T:
-        await self._say(request)
-        return await self._hear(wanted)
-
-    async def _say(self, request: dict[str, Any]) -> None:
-        body = request_bytes(request)
-        if len(body) > MAX_ANSWER_BYTES:
-            raise EnvironmentFailed(
-                f"{request['do']} takes {len(body):,} bytes, and a node is sent at most {MAX_ANSWER_BYTES:,}; leave long columns out of "
-                "the data"
-            )
+    async def _call(self, method: str, *args: Any, deadline_s: float = math.inf) -> Any:
         try:
-            await send(self._writer, body)
-        except _BROKEN as error:
-            raise self._lost(error) from None
-
-    async def _hear(self, *wanted: type[_T]) -> _T:
-        try:
-            said = read_answer(await receive(self._reader), *wanted)
-        except _BROKEN as error:
-            raise self._lost(error) from None
-        if isinstance(said, Failed):
-            raise EnvironmentFailed(said.failed)
-        return said
-
-    async def _hear_in_time(self) -> Running | Ended:
-        hearing = asyncio.create_task(self._hear(Running, Ended))
-        try:
-            if not await one_ends_within(SILENT_S, hearing):
-                raise self._lost(TimeoutError(f"it has said nothing of its program for {SILENT_S:g} s"))
-            return hearing.result()
-        finally:
-            hearing.cancel()
-            await asyncio.gather(hearing, return_exceptions=True)  # one reads at a time
+            return await self._worker.call(method, *args, deadline_s=deadline_s)
+        except Lost as lost:
+            raise self._lose(lost) from None
+        except Raised as raised:
+            raise EnvironmentFailed(raised.message) from None
 
     async def _tell(self, stop: asyncio.Event) -> None:
         await stop.wait()
-        with suppress(EnvironmentLost):  # which who waits for the end hears too
-            await self._say({"do": "stop"})
+        with suppress(Lost):  # which who waits for the end hears too
+            await self._worker.call("stop", deadline_s=SILENT_S)
 
-    def _lost(self, error: Exception) -> EnvironmentLost:
+    def _lose(self, lost: Lost) -> EnvironmentLost:
         self._is_lost = True
-        why = _shown(error)
-        self._owner.lose(self, why)
-        return EnvironmentLost(f"{self.place.name} is lost: {why}")
+        self._owner.lose(self, lost.why)
+        return EnvironmentLost(f"{self.place.name} is lost: it {lost.why}")
 
 
-async def _connect_in_time(place: HostPlace) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+def _sendable(call: tuple[str, Any]) -> bytes:
+    body = REQUEST.dumps(call)
+    if len(body) > MAX_ANSWER_BYTES:
+        raise EnvironmentFailed(
+            f"{call[0]} takes {len(body):,} bytes, and a node is sent at most {MAX_ANSWER_BYTES:,}; leave long columns out of the data"
+        )
+    return body
+
+
+async def _connect_in_time(place: HostPlace) -> socket.socket:
     """Again where the connection breaks off: its host may be busy, or strangers may crowd its door."""
     async with asyncio.timeout(CONNECT_S):
         while True:
@@ -322,22 +318,33 @@ class _Stranger(ConnectionError):
     pass
 
 
-async def _connect(place: HostPlace) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def _connect(place: HostPlace) -> socket.socket:
     """To a host that has proved that it knows the secret."""
-    reader, writer = await asyncio.open_connection(place.address, place.port)
+    loop = asyncio.get_running_loop()
+    family, kind, protocol, _, address = (await loop.getaddrinfo(place.address, place.port, type=socket.SOCK_STREAM))[0]
+    connection = socket.socket(family, kind, protocol)
+    connection.setblocking(False)
+
+    async def read() -> bytes:
+        found = b""
+        while len(found) < CHALLENGE:
+            if not (data := await loop.sock_recv(connection, CHALLENGE - len(found))):
+                raise EOFError("the connection broke off")
+            found += data
+        return found
+
     try:
-        watch_peer(writer.get_extra_info("socket"))
-        reply, proof = answer(await reader.readexactly(CHALLENGE), secret=place.secret)
-        writer.write(reply)
-        if not hmac.compare_digest(await reader.readexactly(CHALLENGE), proof):
+        await loop.sock_connect(connection, address)
+        watch_peer(connection)
+        reply, proof = answer(await read(), secret=place.secret)
+        await loop.sock_sendall(connection, reply)
+        if not hmac.compare_digest(await read(), proof):
             raise _Stranger("who answers there does not know the secret of this run")
     except BaseException:
-        writer.close()
+        connection.close()
         raise
-    return reader, writer
+    return connection
 
 
 def _shown(error: Exception) -> str:
-    if isinstance(error, asyncio.IncompleteReadError):
-        return "the connection broke off"
     return str(error) or "no answer in time"

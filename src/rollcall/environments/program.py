@@ -16,21 +16,16 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from rollcall.environments.processes import refuse_unset
 from rollcall.environments.protocol import Ended, EnvironmentFailed
+from rollcall.environments.variables import variables_of
 from rollcall.process import allow_files
 from rollcall.process.ending import how_it_ended
 from rollcall.process_table import Process, living, session_of
-from rollcall.reward.confine import Confinement, environment, make_folder, remove_folder, sweep_folders
+from rollcall.reward.confine import make_folder, remove_folder, sweep_folders
 
 MAX_TAIL_BYTES = 1 << 16
-DRAIN_S = 2.0  # for output that is on its way when the program has ended
-KILL_ROUNDS = 3  # it may start others while it is killed
 LONGEST_VARIABLE = 120_000  # bytes; Linux gives a variable 128 KiB
 KEY = "OPENAI_API_KEY"  # no two episodes have the same
-_LOOK_S = 0.5
-_FILES = 8  # that this process opens for one: its pipes, the connection of its episode, and some while it starts
-_ROOT = Path(__file__).resolve().parents[2]
 _LIMITED = """ulimit -c 0
 ulimit -d {kilobytes} || exit 125
 exec 3<&0 </dev/null
@@ -44,13 +39,11 @@ class ProgramsHere:
     """Implements ``protocol.Programs``: the programs of a run, as children of this process."""
 
     def __init__(self, command: str, *, env: Sequence[str], memory_mb: int, max_running: int) -> None:
-        refuse_unset(env)
-        allow_files(_FILES * max_running)
+        self._variables = variables_of(env)
+        allow_files(8 * max_running)  # its pipes, the connection of its episode, and some while it starts
         sweep_folders()  # of a process that was killed
         self._command = command
         self._memory_mb = memory_mb
-        confinement = Confinement(own_files=False, network=True, env=tuple(env), processes=0, memory_mb=0, file_mb=0)
-        self._variables = environment(confinement, folder="", environ=os.environ, root=_ROOT)
 
     @property
     def tools(self) -> dict[str, list[dict[str, Any]]]:
@@ -61,7 +54,11 @@ class ProgramsHere:
 
     async def run(self, variables: Mapping[str, str], *, stop: asyncio.Event) -> Ended:
         """In a folder of its own."""
-        _check_sizes(variables)
+        for name, value in variables.items():
+            if (size := len(value.encode(errors="surrogateescape"))) > LONGEST_VARIABLE:
+                raise EnvironmentFailed(
+                    f"{name} has {size:,} bytes, and a variable holds {LONGEST_VARIABLE:,}; leave long columns out of the data"
+                )
         try:
             folder = make_folder()
         except OSError as error:
@@ -105,14 +102,6 @@ async def _in_thread(work: Callable[..., Any], *args: Any) -> None:
     await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, partial(work, *args)))
 
 
-def _check_sizes(variables: Mapping[str, str]) -> None:
-    for name, value in variables.items():
-        if (size := len(value.encode(errors="surrogateescape"))) > LONGEST_VARIABLE:
-            raise EnvironmentFailed(
-                f"{name} has {size:,} bytes, and a variable holds {LONGEST_VARIABLE:,}; leave long columns out of the data"
-            )
-
-
 class Program:
     """Made by ``start``."""
 
@@ -141,7 +130,7 @@ class Program:
         ending = asyncio.ensure_future(self._process.wait())
         try:
             while self._process.returncode is None:
-                await asyncio.wait({ending}, timeout=_LOOK_S)
+                await asyncio.wait({ending}, timeout=0.5)
         finally:
             ending.cancel()
 
@@ -153,7 +142,7 @@ class Program:
         await self.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()
-        await asyncio.wait(self._readers, timeout=DRAIN_S)
+        await asyncio.wait(self._readers, timeout=2.0)  # its output may still be on its way
         for reader in self._readers:
             reader.cancel()
         status = self._process.returncode
@@ -170,7 +159,7 @@ async def _keep_tail(stream: asyncio.StreamReader, tail: bytearray) -> None:
 
 def kill_leftovers(leader: int, *, mark: bytes | None = None) -> None:
     """All that is left of the session that this process leads, and who has ``mark`` among its variables."""
-    for _ in range(KILL_ROUNDS):
+    for _ in range(3):  # it may start others while it is killed
         victims = _leftovers(leader, mark)
         for victim in victims:
             _kill(victim)

@@ -7,11 +7,12 @@ episode. A program that drives its own episode (``agent.py``) is run to its end 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rollcall.types import ToolCall
+from rollcall.engine.protocol import Sampling
+from rollcall.types import Completion, Ints, ToolCall
 from rollcall.words import visible
 
 MOST_METRICS, LONGEST_NAME = 100, 100  # of an episode; in characters
@@ -61,6 +62,14 @@ def add_metrics(known: dict[str, float], told: Mapping[str, float]) -> None:
         else:
             taken.add(name)
             known[name] = float(value)
+
+
+class SampleTurn(Protocol):
+    """Waits for one completion. Requests of one session extend each other."""
+
+    def __call__(
+        self, prompt_ids: Ints, /, *, seed: int, sampling: Sampling, session: str
+    ) -> Awaitable[Completion]: ...
 
 
 class Environment(Protocol):

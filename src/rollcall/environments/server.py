@@ -10,19 +10,18 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Coroutine
 from concurrent.futures import Future
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
 from rollcall.engine.protocol import Sampling
-from rollcall.environments.callers import SampleTurn
+from rollcall.environments.protocol import SampleTurn
 from rollcall.net.http_door import http_server, listen
 from rollcall.types import Completion, Ints
 
 T = TypeVar("T")
 LOOPBACK = "127.0.0.1"
-END_S = 10.0
 
 
 def refuse_without_packages() -> None:
@@ -54,7 +53,7 @@ class EndpointServer:
     def close(self) -> None:
         """Ends requests on their way. What runs in the loop besides is the caller's to end first."""
         self._server.should_exit = True
-        self._thread.join(END_S)
+        self._thread.join(10.0)
 
     def _work(self) -> None:
         asyncio.set_event_loop(self.loop)
@@ -66,7 +65,7 @@ class EndpointServer:
             self.loop.close()
 
 
-def in_loop(sample: Callable[..., Awaitable[Completion]], loop: asyncio.AbstractEventLoop) -> SampleTurn:
+def in_loop(sample: SampleTurn, loop: asyncio.AbstractEventLoop) -> SampleTurn:
     """``sample``, which belongs to ``loop``, for coroutines of another one."""
 
     async def crossing(prompt_ids: Ints, /, *, seed: int, sampling: Sampling, session: str) -> Completion:

@@ -22,13 +22,13 @@ from pathlib import Path
 
 from rollcall.config.environments import VerifiersEnvironment
 from rollcall.environments.children import find_python
-from rollcall.environments.processes import refuse_unset
 from rollcall.environments.program import ProgramsHere, kill_leftovers
 from rollcall.environments.protocol import Ended, EnvironmentFailed
+from rollcall.environments.variables import variables_of
 from rollcall.errors import ConfigError
 from rollcall.observe.prints import ChildPrints
 from rollcall.process.ending import how_it_ended
-from rollcall.reward.confine import Confinement, environment, make_folder, remove_folder
+from rollcall.reward.confine import make_folder, remove_folder
 from rollcall.wait import warn
 
 START_TIMEOUT_S = 300.0  # a taskset may download its data
@@ -36,7 +36,6 @@ END_TIMEOUT_S = 15.0  # it gives itself 10
 AGAIN_S = 30.0  # between two attempts to start a server that has ended
 MARK = "ROLLCALL_TASKSET"  # a variable of a server and its harnesses, which have sessions of their own
 _FILE = Path(__file__).parent / "packages" / "verifiers.py"
-_ROOT = Path(__file__).resolve().parents[2]
 
 
 class TasksetPrograms(ProgramsHere):
@@ -93,7 +92,10 @@ class TasksetServer:
     def __init__(self, section: VerifiersEnvironment) -> None:
         python = find_python(section.python)
         assert python is not None, "the key has no default"
-        self._folder = make_folder()
+        variables = variables_of(section.env)
+        # Beside its Python is `uv`, with which verifiers starts its harnesses.
+        variables["PATH"] = os.pathsep.join(filter(None, [str(Path(python).parent), variables.get("PATH")]))
+        self._folder = variables["TMPDIR"] = make_folder()
         self._prints = ChildPrints()
         self.address = str(Path(self._folder) / "asks")
         self._mark = (MARK, self._folder)
@@ -103,7 +105,7 @@ class TasksetServer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._prints.fd,
-            env=_variables(section, python, folder=self._folder) | dict([self._mark]),
+            env=variables | dict([self._mark]),
             start_new_session=True,  # Ctrl-C is for this process
         )
         try:
@@ -161,13 +163,3 @@ class TasksetServer:
             told += data
         if refused := json.loads(told).get("refused"):
             raise ConfigError(f"verifiers refuses environment.config: {refused}")
-
-
-def _variables(section: VerifiersEnvironment, python: str, *, folder: str) -> dict[str, str]:
-    """Those of a program, and beside them `uv` of verifiers' own Python, which its harnesses are started with."""
-    confinement = Confinement(
-        own_files=False, network=True, env=tuple(section.env), processes=0, memory_mb=0, file_mb=0
-    )
-    refuse_unset(section.env)
-    found = environment(confinement, folder=folder, environ=os.environ, root=_ROOT)
-    return found | {"PATH": os.pathsep.join(filter(None, [str(Path(python).parent), found.get("PATH")]))}

@@ -14,8 +14,8 @@ from rollcall.config.environments import ClassEnvironment, StepEnvironment
 from rollcall.engine.protocol import Sampling
 from rollcall.environments.agent import AgentEnvironments
 from rollcall.environments.conversation import Conversations
-from rollcall.environments.episode import Player, SampleTurn
-from rollcall.environments.protocol import Environments
+from rollcall.environments.episode import Player
+from rollcall.environments.protocol import Environments, SampleTurn
 from rollcall.errors import ConfigError
 from rollcall.loop.rollout import HERE, UNSCORED, Keep, Rollouts
 from rollcall.reward.scorer import Scorer

@@ -45,6 +45,12 @@ def main(arguments: list[str]) -> None:
     serve(socket_fd, made)
 
 
+def own_fds() -> tuple[int, int, int]:
+    """The socket, the lifeline and the file for stack dumps of this process."""
+    socket_fd, lifeline_fd, crash_fd = map(int, sys.argv[2:5])
+    return socket_fd, lifeline_fd, crash_fd
+
+
 def serve(fd: int, target: Any) -> None:
     """Answer calls to the methods of ``target`` until the parent hangs up. A confined process may read and write a socket, and do nothing
     else with it."""

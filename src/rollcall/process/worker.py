@@ -181,6 +181,10 @@ class Worker:
     def pid(self) -> int:
         return self.link.pid
 
+    @property
+    def is_lost(self) -> bool:
+        return bool(self._gone)
+
     def log_tail(self, lines: int) -> str:
         return self.link.log_tail(lines)
 

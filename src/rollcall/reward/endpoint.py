@@ -43,13 +43,9 @@ from rollcall.words import visible
 MAX_ANSWER_BYTES = 4 << 20
 FIRST_PAUSE_S = 0.5  # before the second try; each pause is twice as long as the one before
 LONGEST_PAUSE_S = 15.0
-LONGEST_RETRY_AFTER_S = 120.0  # a service may ask for more; it is asked again then
 SAY_FIRST_S = 2.0  # of an outage; a shorter one is no news
 SAY_EVERY_S = 60.0
-_CONNECT_S = 10.0
 _MAX_REDIRECTS = 3
-_MAX_ERROR_BYTES = 4096
-_MAX_SHOWN = 300  # characters of an error's body
 # 403 is here, because some services say so of one text that they do not like.
 _LATER = (403, 408, 409, 425, 500, 502, 503, 504)
 _REFUSED = (401, 402, 404, 405, 407)
@@ -124,7 +120,7 @@ class Endpoint:
         async def session(*, force_close: bool) -> aiohttp.ClientSession:
             made = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, force_close=force_close),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,  # a small answer must not become a large one
             )
@@ -256,7 +252,7 @@ class Endpoint:
 async def _body(answer: Any) -> bytes:
     """What was answered; Problem, if that is not an answer."""
     is_good = 200 <= answer.status < 300
-    said, most = bytearray(), MAX_ANSWER_BYTES if is_good else _MAX_ERROR_BYTES
+    said, most = bytearray(), MAX_ANSWER_BYTES if is_good else 4096
     async for piece in answer.content.iter_chunked(1 << 16):
         said += piece
         if len(said) > most:
@@ -272,7 +268,7 @@ async def _body(answer: Any) -> bytes:
 
 
 def _problem_of(status: int, said: bytes, retry_after: str | None) -> Problem:
-    text = " ".join(said.decode(errors="replace").split())[:_MAX_SHOWN]
+    text = " ".join(said.decode(errors="replace").split())[:300]
     told = f"status {status}{f': {text}' if text else ''}"
     if status == 429:
         return Problem(told, Cause.LIMIT, retry_after_s=_retry_after_s(retry_after))
@@ -310,7 +306,7 @@ def _retry_after_s(value: str | None) -> float | None:
         except (ValueError, OverflowError):
             return None
         seconds = ((when if when.tzinfo else when.replace(tzinfo=UTC)) - datetime.now(UTC)).total_seconds()
-    return min(max(seconds, 0.0), LONGEST_RETRY_AFTER_S) if math.isfinite(seconds) else None
+    return min(max(seconds, 0.0), 120.0) if math.isfinite(seconds) else None
 
 
 def _pause_s(number: int) -> float:
