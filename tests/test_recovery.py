@@ -569,7 +569,8 @@ def check_timeline(config: Config) -> None:
     for lane, kinds in ((actor, {"update", "sync", "wait"}), (rollout, {"rollout", "sync", "wait"})):
         spans = [span for span in found.spans if span.lane == lane]
         assert kinds <= {span.kind for span in spans}
-        assert {span.step for span in spans} >= set(range(1, STEPS + 1))
+        # What a process did in the moments before it was killed is not told: the rollout process is lost in step 3.
+        assert {span.step for span in spans} >= set(range(1, STEPS + 1)) - ({3} if lane == rollout else set())
         # One process does one thing at a time, whatever the clocks say.
         assert all(one.end_s <= next_.start_s for one, next_ in zip(spans, spans[1:], strict=False)), spans
     marks = [(mark.name, mark.lane) for mark in found.marks]
