@@ -1,4 +1,4 @@
-"""Episodes of a class with a tool, for `benchmarks.episodes --way class`: the path of a run from `loop/episodes.py` down, with the
+"""Episodes of a class with a tool, for `benchmarks.episodes --way class`: the path of a run from `loop/rollout.py` down, with the
 environments' processes, the chat template, a tool call in each turn and the environment's reward.
 
 The model's weights are random, so its text holds no calls. The engine samples every token of a turn; then `Calling` puts the text of a
@@ -16,15 +16,16 @@ from typing import Any
 from benchmarks.sides import Lengths
 from rollcall.config.environments import ClassEnvironment
 from rollcall.config.rewards import EnvironmentReward
-from rollcall.engine.protocol import Engine, Finished, Request, Sampling
+from rollcall.engine.protocol import Core, Request, Sampling
+from rollcall.engine.ticker import Ticker
 from rollcall.environments.conversation import MESSAGES, Conversations
 from rollcall.environments.episode import Player
 from rollcall.environments.make import make_environments
 from rollcall.environments.protocol import Message
-from rollcall.loop.episodes import Episodes
+from rollcall.loop.rewards import Rewards
 from rollcall.loop.rollout import Rollouts
 from rollcall.reward.scorer import Scorer
-from rollcall.types import EndReason, Prompt
+from rollcall.types import Completion, EndReason, Prompt
 
 BEGIN, END = "<unused0>", "<unused1>"  # of a message: one token each
 TEMPLATE = (
@@ -37,9 +38,9 @@ TEMPLATE = (
 
 
 class Calling:
-    """An engine whose turns are as long as planned and read as tool calls that ask for the planned observations."""
+    """A core whose turns are as long as planned and read as tool calls that ask for the planned observations."""
 
-    def __init__(self, engine: Engine, *, num_around: int) -> None:
+    def __init__(self, engine: Core, *, num_around: int) -> None:
         self._engine, self._num_around = engine, num_around
         self.plans: Sequence[Lengths] = ()
         self._calls: list[list[str]] = []  # of each plan, in each turn
@@ -54,12 +55,8 @@ class Calling:
         max_tokens = self.plans[number].sampled[turn]
         self._engine.submit(replace(request, sampling=replace(request.sampling, max_tokens=max_tokens)))
 
-    def poll(self) -> list[Finished]:
-        return [self._called(finished) for finished in self._engine.poll()]
-
-    def _called(self, finished: Finished) -> Finished:
-        (turn,) = finished.completions
-        return replace(finished, completions=(replace(turn, text=self._texts.pop(finished.request_id)),))
+    def step(self) -> dict[str, Completion]:
+        return {name: replace(turn, text=self._texts.pop(name)) for name, turn in self._engine.step().items()}
 
     def begin(self, plans: Sequence[Lengths]) -> None:
         if plans is not self.plans:
@@ -99,8 +96,8 @@ class ClassSide:
             max_prompt_tokens=self._max_positions,
         )
         self._engine = Calling(engine, num_around=self._extended(1) - 1)
-        self._rollouts = Rollouts(self._engine, max_running=running)  # type: ignore[arg-type]
-        self._episodes = Episodes(rollouts=self._rollouts, player=player)
+        ticker = Ticker(self._engine, max_running=running)  # type: ignore[arg-type]
+        self._rollouts = Rollouts(engine=ticker, rewards=Rewards(), player=player)
         self._prompts: list[Prompt] = []
 
     @property
@@ -130,23 +127,14 @@ class ClassSide:
     async def _play(self, num_episodes: int) -> int:
         longest = self._max_positions - self.prompt_tokens
         sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=longest, stop_token_ids=(), stop_strings=())
-        pump = asyncio.create_task(self._rollouts.pump())
-        try:
-            groups = await asyncio.gather(
-                *(
-                    self._episodes.attempt(
-                        prompt,
-                        step=0,
-                        draw=number,
-                        seeds=(number,),
-                        sampling=sampling,
-                        scorer=self._scorer,
-                    )
-                    for number, prompt in enumerate(self._prompts[:num_episodes])
+        groups = await asyncio.gather(
+            *(
+                self._rollouts.group(
+                    prompt, step=0, draw=number, seeds=(number,), sampling=sampling, scorer=self._scorer
                 )
+                for number, prompt in enumerate(self._prompts[:num_episodes])
             )
-        finally:
-            pump.cancel()
+        )
         for completion in (each for group in groups for each in group.completions):
             episode = completion.episode
             assert episode is not None and episode.ended is EndReason.TURNS, episode

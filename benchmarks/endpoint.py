@@ -4,6 +4,7 @@ engine, token ids in and out."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import subprocess
 import sys
@@ -11,13 +12,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.sides import Lengths
-from rollcall.engine.protocol import Sampling
+from rollcall.engine.protocol import Request, Sampling
+from rollcall.engine.ticker import Ticker
 from rollcall.environments.callers import Caller, Callers, Open, Served
 from rollcall.environments.conversation import Conversations
 from rollcall.environments.endpoint import Endpoint
 from rollcall.environments.histories import Histories, Templates
 from rollcall.environments.server import EndpointServer, in_loop
-from rollcall.loop.rollout import Rollouts
 from rollcall.types import Completion, Ints
 
 KEPT_TOKENS = 4_000_000
@@ -29,7 +30,8 @@ class EndpointSide:
 
     def __init__(self, engine: Any, *, running: int) -> None:
         self._loop = asyncio.new_event_loop()
-        self._rollouts = Rollouts(engine, max_running=running)
+        self._ticker = Ticker(engine, max_running=running)
+        self._numbers = itertools.count()
         self._callers = Callers()
         served = Served(name="policy", max_model_len=engine.max_positions, vocabulary=1 << 30)
         plain = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=1, stop_token_ids=(), stop_strings=())
@@ -67,17 +69,14 @@ class EndpointSide:
         return count
 
     async def _sample(self, prompt_ids: Ints, **given: Any) -> Completion:
-        return (await self._rollouts.sample(prompt_ids, **given))[0]
+        request = Request(id=f"turn-{next(self._numbers)}", prompt_ids=prompt_ids, **given)
+        return (await self._ticker.generate(request)).completion
 
     async def _play(self, line: bytes) -> int:
         assert self._clients.stdin is not None and self._clients.stdout is not None
-        pump = asyncio.create_task(self._rollouts.pump())
-        try:
-            self._clients.stdin.write(line)
-            self._clients.stdin.flush()
-            return int(await asyncio.to_thread(self._clients.stdout.readline))
-        finally:
-            pump.cancel()
+        self._clients.stdin.write(line)
+        self._clients.stdin.flush()
+        return int(await asyncio.to_thread(self._clients.stdout.readline))
 
     def close(self) -> None:
         assert self._clients.stdin is not None

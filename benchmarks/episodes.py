@@ -32,7 +32,7 @@ from benchmarks.common import WORKLOADS, build_model_dir, print_result
 from benchmarks.endpoint import EndpointSide
 from benchmarks.ours import make_config, make_workers
 from benchmarks.sides import Lengths, Side, cpu_s
-from rollcall.engine.protocol import Engine, Request, Sampling
+from rollcall.engine.protocol import Core, Request, Sampling
 from rollcall.types import Ints
 
 
@@ -69,21 +69,20 @@ def sampling(max_tokens: int) -> Sampling:
     return Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=max_tokens, stop_token_ids=(), stop_strings=())
 
 
-def single_turn(engine: Engine, plans: Sequence[Lengths], *, tag: str) -> int:
+def single_turn(engine: Core, plans: Sequence[Lengths], *, tag: str) -> int:
     """All sampled tokens in one request of each episode; how many there were."""
     for number, plan in enumerate(plans):
         prompt = np.concatenate((plan.prompt, *plan.observed))
-        seeds = (number,)
         engine.submit(
-            Request(id=f"{tag}/{number}", prompt_ids=prompt, seeds=seeds, sampling=sampling(sum(plan.sampled)))
+            Request(id=f"{tag}/{number}", prompt_ids=prompt, seed=number, sampling=sampling(sum(plan.sampled)))
         )
     count = 0
     while engine.num_unfinished:
-        count += sum(len(item.completions[0].token_ids) for item in engine.poll())
+        count += sum(len(completion.token_ids) for completion in engine.step().values())
     return count
 
 
-def through_engine(engine: Engine, plans: Sequence[Lengths], *, tag: str, sessions: bool = True) -> int:
+def through_engine(engine: Core, plans: Sequence[Lengths], *, tag: str, sessions: bool = True) -> int:
     """An environment that answers at once: each turn's request goes out when the one before is back."""
     ids = [plan.prompt for plan in plans]
 
@@ -92,8 +91,9 @@ def through_engine(engine: Engine, plans: Sequence[Lengths], *, tag: str, sessio
             Request(
                 id=f"{tag}/{number}/{turn}",
                 prompt_ids=ids[number],
-                seeds=(number * 100 + turn,),
+                seed=number * 100 + turn,
                 sampling=sampling(plans[number].sampled[turn]),
+                order=(0, number, 0),
                 session=f"{tag}/{number}" if sessions else None,
             )
         )
@@ -102,9 +102,8 @@ def through_engine(engine: Engine, plans: Sequence[Lengths], *, tag: str, sessio
         submit(number, 0)
     count = 0
     while engine.num_unfinished:
-        for item in engine.poll():
-            number, turn = map(int, item.request_id.split("/")[-2:])
-            (completion,) = item.completions
+        for request_id, completion in engine.step().items():
+            number, turn = map(int, request_id.split("/")[-2:])
             count += len(completion.token_ids)
             if turn + 1 < len(plans[number].sampled):
                 ids[number] = np.concatenate((ids[number], completion.token_ids, plans[number].observed[turn]))
@@ -115,7 +114,7 @@ def through_engine(engine: Engine, plans: Sequence[Lengths], *, tag: str, sessio
 
 
 class EngineSide:
-    def __init__(self, engine: Engine, *, sessions: bool) -> None:
+    def __init__(self, engine: Core, *, sessions: bool) -> None:
         self._engine, self._sessions = engine, sessions
         self.pids: list[int] = []
 
@@ -169,11 +168,11 @@ def main() -> None:
         )
         workers = make_workers(config)
         torch.set_num_threads(args.threads or workload.threads)
-        side = make_side(workers.engine, args)
+        side = make_side(workers.core, args)
         try:
             prompt_tokens = prompt_tokens_of(side, args, usual=workload.prompt_tokens)
             plans = make_plans(args, prompt_tokens=prompt_tokens, vocabulary=workload.vocab_size)
-            episodes, single = measure_pair(workers.engine, side, plans, repeats=args.repeats)
+            episodes, single = measure_pair(workers.core, side, plans, repeats=args.repeats)
         finally:
             side.close()
             workers.close()
@@ -181,9 +180,7 @@ def main() -> None:
     print_result("episodes", workload=args.workload, device=args.device, ours=episodes, peer=single, ratio=ratio)
 
 
-def measure_pair(
-    engine: Engine, side: Side, plans: list[Plan], *, repeats: int
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def measure_pair(engine: Core, side: Side, plans: list[Plan], *, repeats: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Both sides in turn, so that a change of the machine's speed meets both; the first of each is not counted."""
     sides: tuple[Callable[[str], int], ...] = (
         lambda tag: side.round(plans, tag=tag),

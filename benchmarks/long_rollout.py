@@ -94,10 +94,10 @@ def step_s(engine: Any, workload: Workload, context: int, args: argparse.Namespa
         runs += 1
         sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=count, stop_token_ids=(), stop_strings=())
         for row, prompt in enumerate(prompts):
-            engine.submit(Request(id=f"{context}/{runs}/{row}", prompt_ids=prompt, seeds=(row,), sampling=sampling))
+            engine.submit(Request(id=f"{context}/{runs}/{row}", prompt_ids=prompt, seed=row, sampling=sampling))
         found = 0
         while engine.num_unfinished:
-            found += sum(len(one.token_ids) for finished in engine.poll() for one in finished.completions)
+            found += sum(len(one.token_ids) for one in engine.step().values())
         assert found == count * len(prompts), f"{found} tokens instead of {count * len(prompts)}"
 
     few, many = (

@@ -102,9 +102,9 @@ def decode_s(engine: NativeEngine, args: argparse.Namespace) -> float:
         started = time.perf_counter()
         for row in range(args.rows):
             ids = np.arange(4 + row, 36 + row, dtype=np.int32)
-            engine.submit(Request(id=f"{turn}-{row}", prompt_ids=ids, seeds=(row,), sampling=sampling))
+            engine.submit(Request(id=f"{turn}-{row}", prompt_ids=ids, seed=row, sampling=sampling))
         while engine.num_unfinished:
-            engine.poll()
+            engine.step()
         took = time.perf_counter() - started
     return took
 

@@ -212,9 +212,10 @@ class Case:
             sampling = Sampling(
                 temperature=1.0, top_p=1.0, top_k=0, max_tokens=RESPONSE, stop_token_ids=(), stop_strings=()
             )
-            engine.submit(Request(id=str(index), prompt_ids=ids, seeds=tuple(range(GROUP)), sampling=sampling))
+            for seed in range(GROUP):
+                engine.submit(Request(id=f"{index}/{seed}", prompt_ids=ids, seed=seed, sampling=sampling))
         while engine.num_unfinished:
-            engine.poll()
+            engine.step()
 
 
 class _Words:

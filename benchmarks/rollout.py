@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks.common import WORKLOADS, Workload, build_model_dir, measure, peer_python, print_result, run_peer
 from benchmarks.ours import make_config, make_workers
-from rollcall.engine.protocol import Engine, Request, Sampling
+from rollcall.engine.protocol import Core, Request, Sampling
 
 CPU_WORKLOADS = ("rollout-0.8m", "rollout-135m", "rollout-11m-mixed")
 PEER_DEADLINE_S = 900
@@ -61,12 +61,11 @@ def measure_ours(workload: Workload, model_dir: Path, run_dir: Path, args: argpa
 
     def once() -> None:
         nonlocal runs
-        submit(workers.engine, workload, prompts, tag=runs)
+        submit(workers.core, workload, prompts, tag=runs)
         runs += 1
         count = 0
-        while workers.engine.num_unfinished:
-            for finished in workers.engine.poll():
-                count += sum(len(completion.token_ids) for completion in finished.completions)
+        while workers.core.num_unfinished:
+            count += sum(len(completion.token_ids) for completion in workers.core.step().values())
         assert count == workload.num_new_tokens, f"{count} tokens instead of {workload.num_new_tokens}"
 
     try:
@@ -80,23 +79,21 @@ def measure_ours(workload: Workload, model_dir: Path, run_dir: Path, args: argpa
     }
 
 
-def submit(engine: Engine, workload: Workload, prompts: list[list[int]], *, tag: int) -> None:
-    """One request per prompt where its completions are equally long, else one per completion."""
+def submit(core: Core, workload: Workload, prompts: list[list[int]], *, tag: int) -> None:
     per_prompt = workload.samples_per_prompt
     for index, prompt in enumerate(prompts):
-        lengths = workload.new_tokens[index * per_prompt : (index + 1) * per_prompt]
-        shared = [(lengths[0], per_prompt)] if len(set(lengths)) == 1 else [(length, 1) for length in lengths]
-        for part, (length, count) in enumerate(shared):
+        ids = np.array(prompt, dtype=np.int32)
+        for place, length in enumerate(workload.new_tokens[index * per_prompt : (index + 1) * per_prompt]):
             sampling = Sampling(
                 temperature=1.0, top_p=1.0, top_k=0, max_tokens=length, stop_token_ids=(), stop_strings=()
             )
-            first = (tag * 1000 + index) * 100 + part * 10
-            engine.submit(
+            core.submit(
                 Request(
-                    id=f"{tag}/{index}/{part}",
-                    prompt_ids=np.array(prompt, dtype=np.int32),
-                    seeds=tuple(range(first, first + count)),
+                    id=f"{tag}/{index}/{place}",
+                    prompt_ids=ids,
+                    seed=(tag * 1000 + index) * 100 + place,
                     sampling=sampling,
+                    group=f"{tag}/{index}",
                 )
             )
 

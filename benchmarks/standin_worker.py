@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from rollcall.engine.protocol import Ended, Finished, Request
-from rollcall.roles.engine_seat import Advance, EngineSeat
+from rollcall.engine.exchange import Exchanged, exchange
+from rollcall.engine.protocol import Request
 from rollcall.types import Completion, FinishReason, Floats, Sample, Segment
 from rollcall.weights.protocol import Invitation
 
@@ -24,8 +24,8 @@ NAP_S = 0.02  # longest sleep of an engine between two looks at its clock
 class Pace:
     """What a stand-in takes its time for."""
 
-    request_s: float = 0.0
-    places: int = 1  # requests that an engine works on at once
+    request_s: float = 0.0  # of a group, whose completions end together
+    places: int = 1  # groups that an engine works on at once
     num_tokens: int = 8  # of a completion
     update_s: float = 0.0
     shares_policy: bool = False  # the actor and the engine are in one process
@@ -33,15 +33,15 @@ class Pace:
 
 
 class SleepEngine:
-    """An engine whose requests take a known time; their tokens come evenly over it, each from the version of its moment."""
+    """A core whose groups take a known time; their tokens come evenly over it, each from the version of its moment."""
 
     def __init__(self, pace: Pace) -> None:
         self.version = 0
         self.num_preemptions = 0
         self._pace = pace
-        self._waiting: list[Request] = []
+        self._waiting: dict[str, dict[str, Request]] = {}  # by group
         self._running: dict[str, _Running] = {}
-        self._aborted: list[Finished] = []
+        self._groups: dict[str, str] = {}  # by request
         self._tokens = np.arange(pace.num_tokens, dtype=np.int32)
         self._logprobs = np.full(pace.num_tokens, -0.5, dtype=np.float32)
         self._mask = np.ones(pace.num_tokens, dtype=np.bool_)
@@ -49,34 +49,44 @@ class SleepEngine:
 
     @property
     def num_unfinished(self) -> int:
-        return len(self._waiting) + len(self._running) + len(self._aborted)
+        return len(self._groups)
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(map(len, self._waiting.values()))
 
     def submit(self, request: Request) -> None:
-        self._waiting.append(request)
+        group = request.group or request.id
+        self._groups[request.id] = group
+        self._waiting.setdefault(group, {})[request.id] = request
 
-    def poll(self) -> list[Finished]:
+    def step(self) -> dict[str, Completion]:
         while self._waiting and len(self._running) < self._pace.places:
-            request = self._waiting.pop(0)
-            longer = 1 + self._pace.spread * (request.seeds[0] % 1000) / 1000
-            end_s = time.monotonic() + longer * self._pace.request_s
-            self._running[request.id] = _Running(request, end_s - longer * self._pace.request_s, end_s)
+            group = next(iter(self._waiting))
+            requests = self._waiting.pop(group)
+            longer = 1 + self._pace.spread * (next(iter(requests.values())).seed % 1000) / 1000
+            start_s = time.monotonic()
+            self._running[group] = _Running(requests, start_s, start_s + longer * self._pace.request_s)
         if self._running:
             first_s = min(running.end_s for running in self._running.values()) - time.monotonic()
             time.sleep(min(max(first_s, 0.0), NAP_S))
-        finished, self._aborted = self._aborted, []
+        ended: dict[str, Completion] = {}
         now = time.monotonic()
-        for running in [running for running in self._running.values() if running.end_s <= now]:
-            del self._running[running.request.id]
-            finished.append(self._finish(running))
-        return finished
-
-    def take_ended(self) -> list[Ended]:
-        return []  # the completions of a request end together
+        for group in [group for group, running in self._running.items() if running.end_s <= now]:
+            ended |= self._finish(self._running.pop(group))
+        return ended
 
     def abort(self, request_id: str) -> None:
-        self._waiting = [request for request in self._waiting if request.id != request_id]
-        self._running.pop(request_id, None)
-        self._aborted.append(Finished(request_id=request_id, completions=()))
+        group = self._groups.pop(request_id, "")
+        if group in self._running:
+            self._running[group].requests.pop(request_id, None)
+        elif group in self._waiting:
+            self._waiting[group].pop(request_id, None)
+            if not self._waiting[group]:
+                del self._waiting[group]
+
+    def settle(self) -> None:
+        """It sleeps only in a step."""
 
     def update_weights(self, version: int) -> None:
         now = time.monotonic()
@@ -87,28 +97,32 @@ class SleepEngine:
     def end_session(self, session: str) -> None:
         """Nothing is kept."""
 
-    def _finish(self, running: _Running) -> Finished:
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _finish(self, running: _Running) -> dict[str, Completion]:
         running.note(self.version, running.end_s, self._pace.num_tokens)
         segments = tuple(Segment(version=version, num_tokens=count) for version, count in running.segments if count)
-        completions = tuple(
-            Completion(
+        for request_id in running.requests:
+            del self._groups[request_id]
+        return {
+            request_id: Completion(
                 token_ids=self._tokens,
                 logprobs=self._logprobs,
                 mask=self._mask,
                 segments=segments,
                 finish=FinishReason.LENGTH,
-                seed=seed,
+                seed=request.seed,
                 text=self._text,
                 episode=None,
             )
-            for seed in running.request.seeds
-        )
-        return Finished(request_id=running.request.id, completions=completions)
+            for request_id, request in running.requests.items()
+        }
 
 
 class _Running:
-    def __init__(self, request: Request, start_s: float, end_s: float) -> None:
-        self.request, self.start_s, self.end_s = request, start_s, end_s
+    def __init__(self, requests: dict[str, Request], start_s: float, end_s: float) -> None:
+        self.requests, self.start_s, self.end_s = requests, start_s, end_s
         self.segments: list[tuple[int, int]] = []
 
     def note(self, version: int, now: float, num_tokens: int) -> None:
@@ -132,29 +146,22 @@ class StandIn:
     def __init__(self, pace: Pace) -> None:
         self.pace = pace
         self.engine = SleepEngine(pace)
-        self.seat = EngineSeat(self.engine, room=0)
         self.num_trained = 0
-
-    def set_room(self, room: int) -> None:
-        self.seat = EngineSeat(self.engine, room=room)
 
     def set_pace(self, pace: Pace) -> None:
         self.pace = pace
         self.engine = SleepEngine(pace)
-        self.seat = EngineSeat(self.engine, room=0)
 
-    def advance(
-        self, requests: Sequence[Request], aborted: Sequence[str], ended: Sequence[str], give_back: int, look_s: float
-    ) -> Advance:
-        return self.seat.advance(requests, aborted, ended=ended, give_back=give_back, look_s=look_s)
+    def exchange(
+        self, new: Sequence[Request], cancelled: Sequence[str], ended_sessions: Sequence[str], look_s: float
+    ) -> Exchanged:
+        return exchange(self.engine, new, cancelled, ended_sessions, look_s=look_s)
 
     def score(self, samples: Sequence[Sample]) -> list[Said]:
         zeros = [np.zeros(len(sample.response_ids), dtype=np.float32) for sample in samples]
         return [Said(logprobs=row, entropy=row, certainty=row) for row in zeros]
 
     def update(self, samples: Sequence[Sample]) -> tuple[dict[str, float], int]:
-        if self.pace.shares_policy:
-            self.seat.hold()
         time.sleep(self.pace.update_s)
         self.num_trained += sum(len(sample.response_ids) for sample in samples)
         return {"loss": 0.0, "mismatch": 0.0, "mismatch_max": 0.0}, self.num_trained

@@ -35,7 +35,7 @@ from rollcall.observe.live import Look
 from rollcall.observe.progress import Progress
 from rollcall.plan.placement import Role
 from rollcall.reward.scorer import Scorer
-from rollcall.roles.engines import RemoteEngine
+from rollcall.roles.engines import Engines
 from rollcall.roles.remote import RemoteLearner
 from rollcall.roles.team import Team
 from rollcall.types import Prompt
@@ -70,7 +70,7 @@ class ThreadGroup:
 class StandInWorkers:
     """What the controller drives."""
 
-    engine: RemoteEngine
+    engine: Engines
     learner: RemoteLearner
     scorer: Scorer
     train: PromptSet
@@ -92,9 +92,6 @@ class StandInWorkers:
     @property
     def eval_scorer(self) -> Scorer:
         return self.scorer
-
-    def take_preemptions(self) -> int:
-        return 0
 
     @property
     def saving(self) -> Saving:
@@ -147,10 +144,9 @@ def _members(paces: Sequence[Pace], actors: Sequence[int]) -> dict[Role, list[in
 
 def make_workers(config: Config, team: Team, *, prompts: int, room: int, prompt_tokens: int = 64) -> StandInWorkers:
     """``room`` is in completions, as ``rollout.max_running``."""
-    team.call(sorted({worker for members in team.members.values() for worker in members}), "set_room", room)
     weights = config.cluster.node_weights if config.cluster else None
     return StandInWorkers(
-        engine=RemoteEngine(team, room=room, node_weights=weights),
+        engine=Engines(team, room=room, node_weights=weights),
         learner=RemoteLearner(team, rescores=config.rescores),
         scorer=Scorer(config.reward, num_workers=2, model_rewards={}),
         train=PromptSet(

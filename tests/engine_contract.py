@@ -1,4 +1,4 @@
-"""What every engine must do, as tests. A test module of an engine imports all of it and gives one fixture, ``kind``.
+"""What the core of every engine must do, as tests. A test module of a core imports all of it and gives one fixture, ``kind``.
 
     pytest.register_assert_rewrite("engine_contract")
     from engine_contract import *
@@ -6,7 +6,7 @@
     @pytest.fixture(params=[...])
     def kind(request) -> EngineKind: ...
 
-An engine is used until the next one is made, not beside it. Models are tiny and float32. The reference is transformers' own forward over the whole sequence, without a cache.
+``generate_contract.py`` has what the awaitable engine around it must do. A core is used until the next one is made, not beside it. Models are tiny and float32. The reference is transformers' own forward over the whole sequence, without a cache.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import pytest
 import torch
 from tiny import ARCHITECTURES, make_model, make_tokenizer, random_prompts, reference_logprobs
 
-from rollcall.engine.protocol import Engine, Finished, Request, Sampling
+from rollcall.engine.protocol import Core, Refused, Request, Sampling
 from rollcall.types import Completion, FinishReason
 
 EOS = 0
 TOLERANCE = 1e-4
-MOST_POLLS = 2000
+MOST_STEPS = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,10 +43,11 @@ class EngineKind:
     """One implementation on one device."""
 
     device: str
-    make: Callable[..., Any]  # (model, tokenizer, *, max_running, kv_tokens) -> Engine
+    make: Callable[..., Any]  # (model, tokenizer, *, max_running, kv_tokens) -> Core
     push_weights: Callable[[Any, Any, int], None]  # (engine, model, version): the model's parameters were changed
     num_preemptions: Callable[[Any], int]
     tight: Tight
+    in_order: bool = True  # requests begin by their order, not as they arrive
     shape: Mapping[str, Any] = field(default_factory=dict)  # of the models, where it must differ from tiny.SHAPE
 
     def model(self, architecture: str = "qwen2-tied", **shape: Any) -> Any:
@@ -60,13 +61,54 @@ def sampling(**changes: Any) -> Sampling:
     return Sampling(**{**plain, **changes})
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """A prompt, and a request for each of the seeds: a group, unless there is a session."""
+
+    id: str
+    prompt_ids: np.ndarray
+    seeds: tuple[int, ...]
+    sampling: Sampling
+    session: str | None = None
+    adapter: str | None = None
+    order: tuple[int, int, int] = (0, 0, 0)
+
+    @property
+    def requests(self) -> list[Request]:
+        return [
+            Request(
+                id=f"{self.id}/{place}",
+                prompt_ids=self.prompt_ids,
+                seed=seed,
+                sampling=self.sampling,
+                order=self.order,
+                group=self.id if self.session is None else None,
+                session=self.session,
+                adapter=self.adapter,
+            )
+            for place, seed in enumerate(self.seeds)
+        ]
+
+
+Results = dict[str, tuple[Completion, ...]]
+"""Completions by the id of what was asked for, in the order of its seeds."""
+
+
 def request(
-    prompt: np.ndarray, *, seeds: Sequence[int] = (1,), name: str = "r", session: str | None = None, **changes: Any
-) -> Request:
-    return Request(id=name, prompt_ids=prompt, seeds=tuple(seeds), sampling=sampling(**changes), session=session)
+    prompt: np.ndarray,
+    *,
+    seeds: Sequence[int] = (1,),
+    name: str = "r",
+    session: str | None = None,
+    order: tuple[int, int, int] = (0, 0, 0),
+    **changes: Any,
+) -> Ask:
+    return Ask(
+        id=name, prompt_ids=prompt, seeds=tuple(seeds), sampling=sampling(**changes), session=session, order=order
+    )
 
 
-def requests_for(prompts: list[np.ndarray], *, num_seeds: int = 2, **changes: Any) -> list[Request]:
+def requests_for(prompts: list[np.ndarray], *, num_seeds: int = 2, **changes: Any) -> list[Ask]:
     """Two completions each of the prompts; every seed is different."""
     return [
         request(prompt, name=f"r{index}", seeds=range(100 * index, 100 * index + num_seeds), **changes)
@@ -74,33 +116,56 @@ def requests_for(prompts: list[np.ndarray], *, num_seeds: int = 2, **changes: An
     ]
 
 
-def finish(engine: Engine, found: dict[str, Finished] | None = None) -> dict[str, tuple[Completion, ...]]:
-    """Poll until nothing is left."""
+def submit(engine: Core, *asked: Ask) -> None:
+    for one in asked:
+        for each in one.requests:
+            engine.submit(each)
+
+
+def abort(engine: Core, asked: Ask) -> None:
+    for each in asked.requests:
+        engine.abort(each.id)
+
+
+def step(engine: Core, found: dict[str, Completion]) -> None:
+    """``found`` gets what has ended, by request."""
+    for name, completion in engine.step().items():
+        assert name not in found, "a completion came back twice"
+        found[name] = completion
+
+
+def grouped(found: Mapping[str, Completion]) -> Results:
+    groups: dict[str, dict[int, Completion]] = {}
+    for name, completion in found.items():
+        group, _, place = name.rpartition("/")
+        groups.setdefault(group, {})[int(place)] = completion
+    return {name: tuple(group[place] for place in sorted(group)) for name, group in groups.items()}
+
+
+def finish(engine: Core, found: dict[str, Completion] | None = None) -> Results:
+    """Step until nothing is left."""
     found = {} if found is None else found
-    for _ in range(MOST_POLLS):
-        for result in engine.poll():
-            assert result.request_id not in found, "a request came back twice"
-            found[result.request_id] = result
+    for _ in range(MOST_STEPS):
+        step(engine, found)
         if not engine.num_unfinished:
-            return {name: result.completions for name, result in found.items()}
-    raise AssertionError(f"{engine.num_unfinished} requests are unfinished after {MOST_POLLS} polls")
+            return grouped(found)
+    raise AssertionError(f"{engine.num_unfinished} requests are unfinished after {MOST_STEPS} steps")
 
 
-def run(engine: Engine, requests: list[Request]) -> dict[str, tuple[Completion, ...]]:
-    for one in requests:
-        engine.submit(one)
+def run(engine: Core, asked: list[Ask]) -> Results:
+    submit(engine, *asked)
     return finish(engine)
 
 
-def run_one(engine: Engine, one: Request) -> Completion:
+def run_one(engine: Core, one: Ask) -> Completion:
     return run(engine, [one])[one.id][0]
 
 
-def ids_of(results: dict[str, tuple[Completion, ...]]) -> dict[str, list[list[int]]]:
+def ids_of(results: Results) -> dict[str, list[list[int]]]:
     return {name: [completion.token_ids.tolist() for completion in group] for name, group in results.items()}
 
 
-def off_by(model: Any, requests: list[Request], results: dict[str, tuple[Completion, ...]]) -> float:
+def off_by(model: Any, requests: list[Ask], results: Results) -> float:
     """Largest difference of the engine's log-probs to transformers'."""
     worst = 0.0
     for one in requests:
@@ -176,9 +241,8 @@ def test_a_weight_swap_in_the_middle_of_completions_is_recorded_and_exact(
     model = kind.model(architecture)
     engine = kind.make(model, tokenizer, max_running=16, kv_tokens=None)
     requests = requests_for(random_prompts(3), max_tokens=40, stop_token_ids=())
-    for one in requests:
-        engine.submit(one)
-    assert engine.poll() == []
+    submit(engine, *requests)
+    assert engine.step() == {}
     before = kind.model(architecture)
     perturb(model, seed=1)
     kind.push_weights(engine, model, 7)
@@ -210,9 +274,8 @@ def test_a_weight_swap_between_requests_is_exact(kind: EngineKind, engine: Any, 
 def test_a_weight_swap_while_requests_wait_for_room_is_exact(kind: EngineKind, model: Any, tokenizer: Any) -> None:
     engine = kind.make(model, tokenizer, max_running=2, kv_tokens=None)
     requests = requests_for(random_prompts(4), max_tokens=24, stop_token_ids=())
-    for one in requests:
-        engine.submit(one)
-    engine.poll()
+    submit(engine, *requests)
+    engine.step()
     perturb(model, seed=3)
     kind.push_weights(engine, model, 5)
     results = finish(engine)
@@ -227,28 +290,31 @@ def test_any_schedule_of_requests_aborts_and_swaps_is_exact(kind: EngineKind, to
     model, tight = kind.model(), kind.tight
     engine = kind.make(model, tokenizer, max_running=int(rng.integers(5, 9)), kv_tokens=tight.kv_tokens)
     versions = [copy.deepcopy(model)]
-    found: dict[str, Finished] = {}
-    requests: list[Request] = []
+    found: dict[str, Completion] = {}
+    requests: list[Ask] = []
+    aborted: set[str] = set()
     for turn in range(40):
         for _ in range(rng.integers(0, 3)):
             (prompt,) = random_prompts(1, lengths=(1, tight.prompt_lengths[1]), seed=int(rng.integers(1 << 30)))
             seeds = [int(number) for number in rng.integers(1 << 40, size=rng.integers(1, 4))]
             longest = int(rng.integers(1, 3 * tight.max_tokens))
             requests.append(request(prompt, name=f"r{len(requests)}", seeds=seeds, max_tokens=longest))
-            engine.submit(requests[-1])
+            submit(engine, requests[-1])
         if turn % 13 == 12:
             perturb(model, seed=turn)
             versions.append(copy.deepcopy(model))
             kind.push_weights(engine, model, len(versions) - 1)
-        if rng.random() < 0.2:
-            engine.abort(requests[rng.integers(len(requests))].id if requests else "none")
-        found |= {result.request_id: result for result in engine.poll()}
+        if rng.random() < 0.2 and requests:
+            one = requests[rng.integers(len(requests))]
+            aborted |= {each.id for each in one.requests} - found.keys()
+            abort(engine, one)
+        step(engine, found)
     results = finish(engine, found)
-    assert len(results) == len(requests)
+    assert found.keys() == {each.id for one in requests for each in one.requests} - aborted
     # Blocks of 64 tokens make room coarse on CUDA: whether a random schedule runs out there is chance.
     assert kind.num_preemptions(engine) > 0 or kind.device == "cuda"
     for one in requests:
-        for completion in results[one.id]:
+        for completion in results.get(one.id, ()):
             start = 0
             for segment in completion.segments:
                 expected = reference_logprobs(versions[segment.version], one.prompt_ids, completion.token_ids).numpy()
@@ -265,11 +331,10 @@ def test_rows_keep_their_context_when_one_joins_after_longer_ones_have_ended(
     prompts = random_prompts(5, lengths=(5, 5))
     run(engine, requests_for(prompts[:2], num_seeds=1, max_tokens=57, stop_token_ids=()))
     requests = requests_for(prompts[2:], num_seeds=1, max_tokens=40, stop_token_ids=())
-    for one in requests[:2]:
-        engine.submit(one)
+    submit(engine, *requests[:2])
     for _ in range(2):
-        engine.poll()
-    engine.submit(requests[2])
+        engine.step()
+    submit(engine, requests[2])
     assert off_by(model, requests, finish(engine)) < TOLERANCE
 
 
@@ -462,87 +527,74 @@ def test_a_prompt_of_one_token_is_enough(engine: Any, model: Any) -> None:
     assert off_by(model, requests, run(engine, requests)) < TOLERANCE
 
 
-def test_abort_returns_what_there_is(kind: EngineKind, engine: Any, model: Any) -> None:
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_what_is_aborted_does_not_come_back_and_its_neighbour_goes_on(
+    kind: EngineKind, engine: Any, model: Any, has_begun: bool
+) -> None:
     prompts = random_prompts(2)
     long = request(prompts[0], name="long", seeds=(1, 2), max_tokens=100, stop_token_ids=())
     other = request(prompts[1], name="other", seeds=(3, 4), max_tokens=100, stop_token_ids=())
     free = run(engine, [long, other])
-    engine.submit(long)
-    engine.submit(other)
-    assert engine.poll() == [] and engine.num_unfinished == 2
-    engine.abort("long")
+    submit(engine, long, other)
+    if has_begun:
+        assert engine.step() == {} and engine.num_unfinished == 4
+    engine.abort("long/0")
     results = finish(engine)
-    assert [completion.finish for completion in results["long"]] == [FinishReason.ABORT] * 2
-    for completion, whole in zip(results["long"], free["long"], strict=True):
-        count = len(completion.token_ids)
-        assert 0 < count < 100 and completion.token_ids.tolist() == whole.token_ids.tolist()[:count]
-    assert off_by(model, [long], results) < TOLERANCE
-    assert ids_of({"other": results["other"]}) == ids_of({"other": free["other"]}), "the neighbour goes on undisturbed"
-
-
-def test_abort_before_the_first_token_returns_empty_completions(engine: Any) -> None:
-    (prompt,) = random_prompts(1)
-    engine.submit(request(prompt, seeds=(1, 2)))
-    engine.abort("r")
-    group = finish(engine)["r"]
-    assert [completion.finish for completion in group] == [FinishReason.ABORT] * 2
-    assert [len(completion.token_ids) for completion in group] == [0, 0]
+    assert ids_of({"other": results["other"]}) == ids_of({"other": free["other"]})
+    (left,) = results["long"]
+    assert left.seed == 2 and left.token_ids.tolist() == free["long"][1].token_ids.tolist()
+    assert ids_of(run(engine, [long])) == ids_of({"long": free["long"]}), "its id is free again"
 
 
 def test_an_engine_serves_again_after_abort_and_after_the_end(engine: Any, model: Any) -> None:
     requests = requests_for(random_prompts(3), stop_token_ids=())
     first = run(engine, requests)
-    assert engine.num_unfinished == 0 and engine.poll() == []
-    engine.submit(requests[0])
-    engine.poll()
-    engine.abort(requests[0].id)
-    finish(engine)
-    assert engine.num_unfinished == 0
+    assert engine.num_unfinished == 0 and engine.step() == {}
+    submit(engine, requests[0])
+    engine.step()
+    abort(engine, requests[0])
+    assert engine.step() == {} and engine.num_unfinished == 0
     assert ids_of(run(engine, requests)) == ids_of(first)
 
 
-def test_num_unfinished_counts_requests_not_yet_returned(engine: Any) -> None:
-    assert engine.num_unfinished == 0 and engine.poll() == []
+def test_a_completion_comes_back_when_it_has_ended_and_counts_until_then(engine: Any) -> None:
+    assert engine.num_unfinished == 0 and engine.step() == {}
     prompts = random_prompts(2)
-    engine.submit(request(prompts[0], name="short", seeds=(1, 2, 3), max_tokens=1))
-    engine.submit(request(prompts[1], name="long", max_tokens=60, stop_token_ids=()))
-    assert engine.num_unfinished == 2
-    (short,) = engine.poll()
-    assert short.request_id == "short" and engine.num_unfinished == 1
+    submit(engine, request(prompts[0], name="short", seeds=(1, 2, 3), max_tokens=1))
+    submit(engine, request(prompts[1], name="long", max_tokens=60, stop_token_ids=()))
+    assert engine.num_unfinished == 4
+    assert set(engine.step()) == {"short/0", "short/1", "short/2"} and engine.num_unfinished == 1
     assert set(finish(engine)) == {"long"} and engine.num_unfinished == 0
 
 
-def test_what_ends_before_its_request_is_told_once(engine: Any) -> None:
-    """The first token of one completion ends it; the other goes on to its limit."""
+def test_requests_wait_in_their_order(kind: EngineKind, model: Any, tokenizer: Any) -> None:
+    engine = kind.make(model, tokenizer, max_running=1, kv_tokens=None)
     (prompt,) = random_prompts(1)
-    stop = int(run_one(engine, request(prompt, name="try", seeds=(1,), max_tokens=1, stop_token_ids=())).token_ids[0])
-    engine.submit(request(prompt, seeds=(2, 1, 3), max_tokens=40, stop_token_ids=(stop,)))
-    told: dict[int, Completion] = {}
-    found: dict[str, Finished] = {}
-    for _ in range(MOST_POLLS):
-        found |= {result.request_id: result for result in engine.poll()}
-        for ended in engine.take_ended():
-            assert ended.request_id == "r" and ended.place not in told
-            told[ended.place] = ended.completion
-        if not engine.num_unfinished:
-            break
-    whole = found["r"].completions
-    assert engine.take_ended() == []
-    assert all(len(whole[place].token_ids) < 40 for place in told), "the longest ends with its request"
-    if len(whole[0].token_ids) == 40 or len(whole[2].token_ids) == 40:
-        assert 1 in told
-    for place, completion in told.items():
-        assert completion.seed == whole[place].seed and np.array_equal(completion.token_ids, whole[place].token_ids)
+    for place in (3, 1, 2):
+        submit(engine, request(prompt, name=str(place), order=(1, place, 0), max_tokens=2, stop_token_ids=()))
+    found: dict[str, Completion] = {}
+    while engine.num_unfinished:
+        step(engine, found)
+    expected = ["1/0", "2/0", "3/0"] if kind.in_order else ["3/0", "1/0", "2/0"]
+    assert list(found) == expected and engine.num_waiting == 0
+
+
+def test_nothing_is_computed_ahead_of_what_is_settled(engine: Any, model: Any) -> None:
+    """So the parameters may change right behind it; then ``update_weights`` says so."""
+    asked = requests_for(random_prompts(3), max_tokens=40, stop_token_ids=())
+    submit(engine, *asked)
+    assert engine.step() == {}
+    engine.settle()
+    engine.settle()
+    assert off_by(model, asked, finish(engine)) < TOLERANCE
 
 
 def test_requests_join_while_others_are_decoded(engine: Any, model: Any) -> None:
     first, second = (requests_for(random_prompts(2, seed=seed), max_tokens=30, stop_token_ids=()) for seed in (1, 2))
     second = [request(one.prompt_ids, name=f"late-{one.id}", seeds=one.seeds, max_tokens=12) for one in second]
-    for one in first:
-        engine.submit(one)
-    engine.poll()
-    for one in second:
-        engine.submit(one)
+    submit(engine, *first)
+    engine.step()
+    submit(engine, *second)
     assert off_by(model, [*first, *second], finish(engine)) < TOLERANCE
 
 
@@ -550,8 +602,8 @@ def test_a_request_longer_than_the_kv_room_is_refused_with_the_sum(
     kind: EngineKind, model: Any, tokenizer: Any
 ) -> None:
     engine = kind.make(model, tokenizer, max_running=4, kv_tokens=128)
-    with pytest.raises(ValueError, match=r"20 prompt \+ 109 new = 129 tokens.*128.*kv_tokens"):
-        engine.submit(request(np.full(20, 5, dtype=np.int32), max_tokens=109))
+    with pytest.raises(Refused, match=r"20 prompt \+ 109 new = 129 tokens.*128.*kv_tokens"):
+        submit(engine, request(np.full(20, 5, dtype=np.int32), max_tokens=109))
     assert engine.num_unfinished == 0
     assert (
         len(run_one(engine, request(np.full(20, 5, dtype=np.int32), max_tokens=108, stop_token_ids=())).token_ids)
@@ -560,8 +612,8 @@ def test_a_request_longer_than_the_kv_room_is_refused_with_the_sum(
 
 
 def test_a_request_past_the_models_positions_is_refused_with_the_sum(engine: Any) -> None:
-    with pytest.raises(ValueError, match=r"10 prompt \+ 247 new = 257 positions.*256"):
-        engine.submit(request(np.full(10, 5, dtype=np.int32), max_tokens=247))
+    with pytest.raises(Refused, match=r"10 prompt \+ 247 new = 257 positions.*256"):
+        submit(engine, request(np.full(10, 5, dtype=np.int32), max_tokens=247))
     assert engine.num_unfinished == 0
 
 
@@ -570,19 +622,19 @@ def test_a_request_past_the_models_positions_is_refused_with_the_sum(engine: Any
 )
 def test_a_prompt_that_cannot_be_computed_is_refused_and_others_go_on(engine: Any, ids: list[int], why: str) -> None:
     good = request(random_prompts(1)[0], max_tokens=20, stop_token_ids=())
-    engine.submit(good)
-    engine.poll()
-    with pytest.raises(ValueError, match=why):
-        engine.submit(request(np.array(ids, dtype=np.int32), name="bad"))
+    submit(engine, good)
+    engine.step()
+    with pytest.raises(Refused, match=why):
+        submit(engine, request(np.array(ids, dtype=np.int32), name="bad"))
     (completion,) = finish(engine)["r"]
     assert len(completion.token_ids) == 20 and engine.num_unfinished == 0
 
 
 def test_an_id_under_way_is_refused_and_free_again_afterwards(engine: Any) -> None:
     (prompt,) = random_prompts(1)
-    engine.submit(request(prompt, name="twice"))
-    with pytest.raises(ValueError, match="'twice' is already running"):
-        engine.submit(request(prompt, name="twice"))
+    submit(engine, request(prompt, name="twice"))
+    with pytest.raises(Refused, match="'twice/0' is already running"):
+        submit(engine, request(prompt, name="twice"))
     assert set(finish(engine)) == {"twice"}
     assert set(run(engine, [request(prompt, name="twice")])) == {"twice"}
 
@@ -594,46 +646,47 @@ class Talk:
     """Episodes of several turns, each with a session of its own or without: sampled tokens, then observation tokens."""
 
     def __init__(
-        self, engine: Engine, prompts: list[np.ndarray], *, turns: int = 3, sessions: bool = True, **changes: Any
+        self, engine: Core, prompts: list[np.ndarray], *, turns: int = 3, sessions: bool = True, **changes: Any
     ):
         self.engine, self.turns, self.sessions, self.changes = engine, turns, sessions, changes
         self.ids = list(prompts)
-        self.requests: dict[str, Request] = {}
-        self.results: dict[str, tuple[Completion, ...]] = {}
+        self.requests: dict[str, Ask] = {}
+        self.results: Results = {}
 
     def begin(self, episode: int, turn: int) -> None:
         changes = {"max_tokens": 3 + (5 * episode + 3 * turn) % 11, "stop_token_ids": (EOS, 7), **self.changes}
-        self.requests[f"e{episode}/{turn}"] = one = request(
+        self.requests[f"e{episode}-{turn}"] = one = request(
             self.ids[episode],
-            name=f"e{episode}/{turn}",
+            name=f"e{episode}-{turn}",
             seeds=(1000 * episode + turn,),
             session=f"s{episode}" if self.sessions else None,
+            order=(0, episode, 0),
             **changes,
         )
-        self.engine.submit(one)
+        submit(self.engine, one)
 
-    def poll(self) -> None:
+    def step(self) -> None:
         """Every episode that got an answer goes on with the next turn at once."""
-        for item in self.engine.poll():
-            self.results[item.request_id] = item.completions
-            episode, turn = map(int, item.request_id[1:].split("/"))
+        for name, completions in grouped(self.engine.step()).items():
+            self.results[name] = completions
+            episode, turn = map(int, name[1:].split("-"))
             (observed,) = random_prompts(1, lengths=(1, 9), seed=100 * episode + turn)
-            self.ids[episode] = np.concatenate((self.ids[episode], item.completions[0].token_ids, observed))
+            self.ids[episode] = np.concatenate((self.ids[episode], completions[0].token_ids, observed))
             if turn + 1 < self.turns:
                 self.begin(episode, turn + 1)
 
-    def finish(self) -> dict[str, tuple[Completion, ...]]:
-        for _ in range(MOST_POLLS):
+    def finish(self) -> Results:
+        for _ in range(MOST_STEPS):
             if not self.engine.num_unfinished:
                 return self.results
-            self.poll()
-        raise AssertionError(f"{self.engine.num_unfinished} requests are unfinished after {MOST_POLLS} polls")
+            self.step()
+        raise AssertionError(f"{self.engine.num_unfinished} requests are unfinished after {MOST_STEPS} steps")
 
     def off_by(self, model: Any) -> float:
         return off_by(model, list(self.requests.values()), self.results)
 
 
-def talk(engine: Engine, prompts: list[np.ndarray], **changes: Any) -> Talk:
+def talk(engine: Core, prompts: list[np.ndarray], **changes: Any) -> Talk:
     """All episodes to their end."""
     one = Talk(engine, prompts, **changes)
     for episode in range(len(prompts)):
@@ -681,8 +734,8 @@ def test_a_weight_swap_between_and_within_turns_of_sessions_is_exact(
         talked.begin(episode, 0)
     versions = [copy.deepcopy(model)]
     for number in (1, 2, 3):
-        talked.poll()
-        talked.poll()
+        talked.step()
+        talked.step()
         perturb(model, seed=number)
         versions.append(copy.deepcopy(model))
         kind.push_weights(engine, model, number)
@@ -720,15 +773,14 @@ def test_a_session_that_goes_back_into_a_shared_prompt_leaves_the_others_as_they
         request(prompt, name="goes on", seeds=(2,), max_tokens=60, stop_token_ids=()),
         request(prompt, name="waits", seeds=(3,), session="t", max_tokens=2, stop_token_ids=()),
     ]
-    for one in requests:
-        engine.submit(one)
-    found: dict[str, Finished] = {}
-    while not {"goes back", "waits"} <= found.keys():
-        found |= {result.request_id: result for result in engine.poll()}
+    submit(engine, *requests)
+    found: dict[str, Completion] = {}
+    while not {"goes back/0", "waits/0"} <= found.keys():
+        step(engine, found)
     other = np.concatenate((prompt[:40], np.flip(prompt)[:20])).astype(prompt.dtype)
-    whole = np.concatenate((prompt, found["waits"].completions[0].token_ids))
+    whole = np.concatenate((prompt, found["waits/0"].token_ids))
     requests.append(request(other, name="back", seeds=(4,), session="s", max_tokens=20, stop_token_ids=()))
-    engine.submit(requests[-1])
+    submit(engine, requests[-1])
     results = finish(engine, found)
     requests.append(request(whole, name="after", seeds=(5,), session="t", max_tokens=20, stop_token_ids=()))
     results |= run(engine, requests[-1:])
@@ -756,16 +808,8 @@ def test_ended_and_aborted_sessions_can_be_used_again(engine: Any, model: Any) -
     engine.end_session("s0")
     engine.end_session("s0")
     engine.end_session("never seen")
-    engine.submit(request(prompts[1], name="gone", session="s1", max_tokens=100, stop_token_ids=()))
-    engine.poll()
-    engine.abort("gone")
-    finish(engine)
+    submit(engine, request(prompts[1], name="gone", session="s1", max_tokens=100, stop_token_ids=()))
+    engine.step()
+    engine.abort("gone/0")
     again = run(engine, requests)
     assert ids_of(again) == ids_of(first) and off_by(model, requests, again) < TOLERANCE
-
-
-def test_a_session_with_several_seeds_is_refused(engine: Any) -> None:
-    (prompt,) = random_prompts(1)
-    with pytest.raises(ValueError, match="of session 's' has 2 seeds; .* give the request one seed"):
-        engine.submit(request(prompt, seeds=(1, 2), session="s"))
-    assert engine.num_unfinished == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from typing import Any
@@ -18,6 +19,12 @@ class LetterGame:
         if self.num_turns == 1:
             return f"{self.answer}="
         return None, float(self.answer in text), True, {"tries": 2.0}
+
+
+class SlowLetterGame(LetterGame):
+    async def step(self, text: str, token_ids: list[int]) -> Any:
+        await asyncio.sleep(0.2)
+        return await super().step(text, token_ids)
 
 
 class SuicidalGame(LetterGame):

@@ -184,14 +184,14 @@ def test_prompts_that_do_not_fit_at_once_are_computed_in_halves() -> None:
 def test_an_engine_without_memory_says_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(make_model(), make_tokenizer())
     sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=3, stop_token_ids=(), stop_strings=())
-    engine.submit(Request(id="one", prompt_ids=np.array([5, 6, 7], dtype=np.int32), seeds=(1,), sampling=sampling))
+    engine.submit(Request(id="one", prompt_ids=np.array([5, 6, 7], dtype=np.int32), seed=1, sampling=sampling))
 
     def admit(sequences: Any) -> int:
         raise torch.OutOfMemoryError(WHY)
 
     monkeypatch.setattr(engine.runner, "admit", admit)
     with pytest.raises(MemoryShortError, match=r"native engine is out of memory .* KV cache of \d+ tokens"):
-        engine.poll()
+        engine.step()
 
 
 @pytest.mark.slow

@@ -21,8 +21,11 @@ pytest.register_assert_rewrite("engine_contract")
 from engine_contract import *  # noqa: F403
 from engine_contract import (
     TOLERANCE,
+    Ask,
     EngineKind,
+    Results,
     Tight,
+    abort,
     finish,
     ids_of,
     off_by,
@@ -30,6 +33,7 @@ from engine_contract import (
     requests_for,
     run,
     run_one,
+    submit,
     talk,
 )
 from tiny import (
@@ -47,11 +51,9 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHead
 from rollcall.engine.native.engine import NativeEngine
 from rollcall.engine.native.kept_rows import KeptRows, Leaving, Plane, Returning
 from rollcall.engine.native.rows import KEPT_PER_ROW, TURN
-from rollcall.engine.protocol import Request
 from rollcall.engine.sequence import Sequence
 from rollcall.model.attention import Way, cpu_way
 from rollcall.model.decoder import Decoder, UnsupportedModel, fuse_parameters
-from rollcall.types import Completion, FinishReason
 
 SMOLLM2 = os.environ.get("ROLLCALL_SMOLLM2")
 
@@ -149,11 +151,10 @@ def test_a_chunk_started_before_the_last_was_looked_at_changes_nothing(tokenizer
 
         engine.runner.start, engine.runner.read = noted_start, noted_read  # type: ignore[method-assign]
         aborted = request(requests[0].prompt_ids, name="aborted", max_tokens=200, stop_token_ids=())
-        engine.submit(aborted)
-        engine.poll()
-        engine.abort("aborted")
+        submit(engine, aborted)
+        engine.step()
+        abort(engine, aborted)
         results = run(engine, requests)
-        assert results.pop("aborted")[0].finish is FinishReason.ABORT
         found.append((ids_of(results), off_by(model, requests, results), sum(started), max(unread)))
     (plain, _, few, one), (ahead, off, more, two) = found
     assert ahead == plain and off < TOLERANCE
@@ -223,20 +224,20 @@ def test_sequences_past_the_first_rotary_table_are_exact(kind: EngineKind, token
 def test_a_turn_of_a_session_fills_only_what_is_new(kind: EngineKind, model: Any, tokenizer: Any) -> None:
     engine = make_engine(model, tokenizer)
     talked = talk(engine, random_prompts(3, lengths=(20, 90)), turns=3)
-    ends = [len(talked.requests[f"e{episode}/2"].prompt_ids) - 1 for episode in range(3)]
+    ends = [len(talked.requests[f"e{episode}-2"].prompt_ids) - 1 for episode in range(3)]
     sampled = [len(completion.token_ids) for name, (completion,) in talked.results.items() if name[-1] != "2"]
     assert engine.runner.num_filled_tokens == sum(ends) - sum(sampled)  # type: ignore[attr-defined]
     for episode in range(3):
         engine.end_session(f"s{episode}")
     before = engine.runner.num_filled_tokens  # type: ignore[attr-defined]
-    run(engine, [talked.requests["e0/2"]])
+    run(engine, [talked.requests["e0-2"]])
     assert engine.runner.num_filled_tokens == before + ends[0]  # type: ignore[attr-defined]
 
 
 def test_conversations_that_have_begun_go_on_before_others_begin(kind: EngineKind, model: Any, tokenizer: Any) -> None:
     engine = make_engine(model, tokenizer, max_running=3)
     talked = talk(engine, random_prompts(12, lengths=(20, 40)), turns=3)
-    ends = [len(talked.requests[f"e{episode}/2"].prompt_ids) - 1 for episode in range(12)]
+    ends = [len(talked.requests[f"e{episode}-2"].prompt_ids) - 1 for episode in range(12)]
     sampled = [len(completion.token_ids) for name, (completion,) in talked.results.items() if name[-1] != "2"]
     assert engine.runner.num_filled_tokens == sum(ends) - sum(sampled), "no KV was lost"  # type: ignore[attr-defined]
     assert talked.off_by(model) < TOLERANCE
@@ -259,12 +260,12 @@ def test_kept_rows_come_back_as_they_left_and_holes_are_closed_before_a_session_
     planes = [Plane(torch.randn(rows, 2, 3, columns), 3), Plane(torch.randn(rows, 2, columns, 3), 2)]
     before = [plane.tensor.clone() for plane in planes]
     ids = np.arange(6, dtype=np.int32)
-    leaving = [Leaving(session=f"s{row}", order=row, ids=ids, row=row, past=6) for row in (0, 2, 3, 5, 7)]
+    leaving = [Leaving(session=f"s{row}", ids=ids, row=row, past=6) for row in (0, 2, 3, 5, 7)]
     kept.put(leaving, planes, end=10)
     assert kept.num_tokens == 5 * 6
 
     def back(session: str, row: int) -> None:
-        sequence = Sequence(request=request(np.arange(9, dtype=np.int32), session=session), index=0, order=0)
+        sequence = Sequence(request=request(np.arange(9, dtype=np.int32), session=session).requests[0], number=0)
         taken = kept.take(sequence)
         assert taken is not None and taken[1] == 6
         kept.restore([Returning(kept=taken[0], num_tokens=6, row=row, column=1)], planes)
@@ -350,9 +351,9 @@ def test_sessions_and_rows_together_keep_to_the_memory_there_is() -> None:
     for number in range(60):
         session = f"s{draw.integers(12)}"
         prompt = random_prompts(1, seed=number, lengths=(5, int(draw.integers(8, 160))))[0]
-        engine.submit(request(prompt, name=str(number), session=session, max_tokens=4, stop_token_ids=()))
+        submit(engine, request(prompt, name=str(number), session=session, max_tokens=4, stop_token_ids=()))
         for _ in range(int(draw.integers(0, 4))):
-            engine.poll()
+            engine.step()
         kept: Any = engine.runner._kept  # type: ignore[attr-defined]
         bundles = {id(one.kv.bundle): one.kv.bundle for one in kept._sessions}.values()
         assert kept.num_tokens == sum(bundle.num_rows * bundle.num_columns for bundle in bundles)
@@ -368,13 +369,13 @@ def test_a_request_that_has_to_wait_costs_no_session_its_kv() -> None:
     for number, prompt in enumerate(random_prompts(3, lengths=(20, 24))):
         run(engine, [request(prompt, name=f"first{number}", session=f"s{number}", max_tokens=4, stop_token_ids=())])
     prompts = random_prompts(2, lengths=(80, 81))
-    engine.submit(request(prompts[0], name="runs", max_tokens=60, stop_token_ids=()))
-    engine.poll()
+    submit(engine, request(prompts[0], name="runs", max_tokens=60, stop_token_ids=()))
+    engine.step()
     kept: Any = engine.runner._kept  # type: ignore[attr-defined]
     assert len(kept._sessions) == 3
     wide = random_prompts(1, lengths=(160, 161))[0]
-    engine.submit(request(wide, name="waits", max_tokens=4, stop_token_ids=()))
-    engine.poll()
+    submit(engine, request(wide, name="waits", max_tokens=4, stop_token_ids=()))
+    engine.step()
     assert len(kept._sessions) == 3, "two rows of 160 tokens do not fit, with or without sessions"
     finish(engine)
 
@@ -503,7 +504,7 @@ def test_bfloat16_logprobs_stay_close_to_the_modules_own(device: str, architectu
     assert _mean_difference(model, requests, results) < 0.05
 
 
-def _mean_difference(model: Any, requests: list[Request], results: dict[str, tuple[Completion, ...]]) -> float:
+def _mean_difference(model: Any, requests: list[Ask], results: Results) -> float:
     differences = [
         np.abs(reference_logprobs(model, one.prompt_ids, completion.token_ids).numpy() - completion.logprobs)
         for one in requests
@@ -576,12 +577,12 @@ def test_a_session_that_turns_to_something_else_has_the_room_of_what_it_kept(mon
     fuse_parameters(model)
     runner = PagedRunner(Decoder.of(model), max_running=2, kv_tokens=4 * 64, kv_fraction=0.3, graphs=False)
     ids = np.arange(200, dtype=np.int32) % 30 + 5
-    long = Sequence(request=request(ids, session="talk"), index=0, order=0)
+    long = Sequence(request=request(ids, session="talk").requests[0], number=0)
     assert runner.admit([long]) == 1
     runner.keep({0: long})
     runner.remove(0)
     other = np.concatenate((ids[:70], ids[:80] + 1)).astype(np.int32)
-    shorter = Sequence(request=request(other, session="talk"), index=0, order=1)
+    shorter = Sequence(request=request(other, session="talk").requests[0], number=1)
     before = runner.num_filled_tokens
     assert runner.admit([shorter]) == 1, "all four blocks were kept, and it shares two"
     assert runner.num_filled_tokens - before == 149 - 70

@@ -19,11 +19,25 @@ import numpy as np
 import pytest
 import torch
 
-pytest.register_assert_rewrite("engine_contract")
+pytest.register_assert_rewrite("engine_contract", "generate_contract")
 
 from engine_contract import *  # noqa: F403
-from engine_contract import TOLERANCE, EngineKind, Tight, off_by, perturb, request, requests_for, run, run_one
+from engine_contract import (
+    TOLERANCE,
+    EngineKind,
+    Tight,
+    abort,
+    off_by,
+    perturb,
+    request,
+    requests_for,
+    run,
+    run_one,
+    submit,
+)
 from forked import ForkedBackend
+from generate_contract import *  # noqa: F403
+from generate_contract import House
 from runs import column, finish, groups, make_run
 from tiny import make_model, random_prompts, save_model
 from typer.testing import CliRunner
@@ -31,6 +45,8 @@ from typer.testing import CliRunner
 import rollcall
 from rollcall.cli.main import app
 from rollcall.config import VllmSection, dump_config
+from rollcall.engine.protocol import Refused
+from rollcall.engine.ticker import Ticker
 from rollcall.engine.vllm.child import Child, UpdateRefused, VllmError
 from rollcall.engine.vllm.engine import VllmEngine
 from rollcall.engine.vllm.setup import PYTHON_VARIABLE, VllmUnavailable, find_python
@@ -79,10 +95,18 @@ def kind(child: Child, version: str) -> EngineKind:
         make=make,
         push_weights=lambda engine, model, version: engine.update_weights(version),
         num_preemptions=lambda engine: engine.num_preemptions,
+        in_order=False,
         # Eight completions start in one block each and all need a second one.
         tight=Tight(kv_tokens=BLOCK * 9, prompt_lengths=(20, 28), max_tokens=30),
         shape=SHAPE if version == "vllm" else QUICK_SHAPE,
     )
+
+
+@pytest.fixture
+def house(kind: EngineKind, model: Any, tokenizer: Any) -> House:
+    core = kind.make(model, tokenizer, max_running=16, kv_tokens=None)
+    core.close = lambda: None  # the process stays for the next test
+    return House(make=lambda: Ticker(core, max_running=16), model=model, cores=[core])
 
 
 def test_a_prompt_of_several_blocks_is_not_remembered_from_older_weights(
@@ -123,9 +147,8 @@ def test_a_model_divided_between_processes_is_exact_and_takes_updates_in_the_mid
     )
     requests = requests_for(random_prompts(2), max_tokens=40, stop_token_ids=())
     assert off_by(model, requests, run(engine, requests)) < TOLERANCE
-    for one in requests:
-        engine.submit(one)
-    engine.poll()
+    submit(engine, *requests)
+    engine.step()
     perturb(model, seed=1)
     engine.update_weights(1)
     for one in (run(engine, []), run(engine, requests)):
@@ -207,11 +230,11 @@ def test_weights_come_part_by_part_and_no_process_keeps_them(
         kv_tokens=None, device=torch.device("cpu"),
     )  # fmt: skip
     requests = requests_for(random_prompts(2), max_tokens=20, stop_token_ids=())
-    engine.submit(requests[0])
+    submit(engine, requests[0])
     with pytest.raises(VllmError, match="no weights have been sent yet"):
-        engine.poll()
-    engine.abort(requests[0].id)
-    engine.poll()
+        engine.step()
+    abort(engine, requests[0])
+    assert engine.step() == {}
     whole = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     for version in (0, 1, 2):
         engine.load_weights(version, ((name, parameter.clone()) for name, parameter in model.named_parameters()))
@@ -235,8 +258,8 @@ def test_an_update_that_breaks_off_leaves_nothing_to_sample_from_and_the_next_is
     with pytest.raises(VllmError, match="no weights have been sent yet"):
         run(engine, requests)
     for one in requests:
-        engine.abort(one.id)
-    engine.poll()
+        abort(engine, one)
+    assert engine.step() == {}
     engine.load_weights(1, model.named_parameters())
     assert off_by(model, requests, run(engine, requests)) < TOLERANCE
 
@@ -253,10 +276,10 @@ def test_seeds_that_vllm_reads_otherwise_are_seeds_all_the_same(engine: Any) -> 
 
 def test_what_vllm_would_change_silently_is_refused(engine: Any) -> None:
     (prompt,) = random_prompts(1)
-    with pytest.raises(ValueError, match="temperature 0.001, which vLLM would silently raise to 0.01"):
-        engine.submit(request(prompt, temperature=0.001))
-    with pytest.raises(ValueError, match="has token 40, and the model knows 0 to 39: .* another model's tokenizer"):
-        engine.submit(request(np.array([5, 40], dtype=np.int32)))
+    with pytest.raises(Refused, match="temperature 0.001, which vLLM would silently raise to 0.01"):
+        submit(engine, request(prompt, temperature=0.001))
+    with pytest.raises(Refused, match="has token 40, and the model knows 0 to 39: .* another model's tokenizer"):
+        submit(engine, request(np.array([5, 40], dtype=np.int32)))
     assert engine.num_unfinished == 0
 
 

@@ -26,14 +26,15 @@ from rollcall.config import ClassEnvironment, Config, DataSection, StepEnvironme
 from rollcall.data.load import DataError, PromptSet
 from rollcall.durable.journal import Journal
 from rollcall.engine.native.engine import NativeEngine
-from rollcall.engine.protocol import Sampling
+from rollcall.engine.protocol import Request, Sampling
+from rollcall.engine.ticker import Ticker
 from rollcall.environments.conversation import MESSAGES, Conversations
 from rollcall.environments.episode import Player, TooLong, turn_seed, within
 from rollcall.environments.processes import kind_of
 from rollcall.environments.protocol import EnvironmentFailed, Message
 from rollcall.errors import ConfigError
 from rollcall.loop.attempts import RunError
-from rollcall.loop.episodes import Episodes
+from rollcall.loop.rewards import Rewards
 from rollcall.loop.rollout import Rollouts
 from rollcall.model.decoder import fuse_parameters
 from rollcall.observe.transcript import transcript
@@ -69,24 +70,31 @@ def play(
     section = {"path": "x:X", "max_turn_tokens": 6, **section}
     kind = StepEnvironment if section.get("type") == "step" else ClassEnvironment
 
-    async def main() -> Completion:
-        rollouts = Rollouts(
-            NativeEngine(model or a_model(), make_tokenizer(), max_running=8, kv_tokens=None), max_running=8
-        )
-        player = Player(
-            section=kind(**section),
-            environments=environments,
-            conversations=Conversations(make_tokenizer()),
-            max_prompt_tokens=max_prompt_tokens,
-        )
-        pump = asyncio.create_task(rollouts.pump())
-        try:
-            episodes = Episodes(rollouts=rollouts, player=player)
-            return await episodes._play(prompt or a_prompt(), seed=seed, sampling=sampling, makers=Counter())
-        finally:
-            pump.cancel()
+    player = Player(
+        section=kind(**section),
+        environments=environments,
+        conversations=Conversations(make_tokenizer()),
+        max_prompt_tokens=max_prompt_tokens,
+    )
+    core = NativeEngine(model or a_model(), make_tokenizer(), max_running=8, kv_tokens=None)
+    return asyncio.run(episode_of(core, player, prompt or a_prompt(), seed=seed, sampling=sampling))
 
-    return asyncio.run(main())
+
+def rollouts_of(core: Any, player: Player, *, running: int = 8) -> Rollouts:
+    return Rollouts(engine=Ticker(core, max_running=running), rewards=Rewards(), player=player)
+
+
+async def episode_of(
+    core: Any,
+    player: Player,
+    prompt: Prompt,
+    *,
+    seed: int,
+    sampling: Sampling = SAMPLING,
+    rollouts: Rollouts | None = None,
+) -> Completion:
+    rollouts = rollouts or rollouts_of(core, player)
+    return await rollouts._play(prompt, seed=seed, sampling=sampling, order=(0, seed, 0), makers=Counter())
 
 
 def three_turns(row: Any, texts: list[str]) -> Any:
@@ -126,15 +134,12 @@ def test_an_episode_of_one_turn_samples_what_a_plain_completion_would() -> None:
     model, prompt = a_model(), a_prompt()
     made = play(Scripted(lambda row, texts: ends()), model=model, max_turn_tokens=None)
 
-    async def plain() -> Any:
-        rollouts = Rollouts(NativeEngine(model, make_tokenizer(), max_running=8, kv_tokens=None), max_running=8)
-        pump = asyncio.create_task(rollouts.pump())
-        try:
-            return await rollouts.sample(prompt.token_ids, seed=5, sampling=SAMPLING, session="")
-        finally:
-            pump.cancel()
-
-    turn, _ = asyncio.run(plain())
+    core = NativeEngine(model, make_tokenizer(), max_running=8, kv_tokens=None)
+    request = Request(id="plain", prompt_ids=prompt.token_ids, seed=5, sampling=SAMPLING)
+    core.submit(request)
+    while not (ended := core.step()):
+        pass
+    turn = ended["plain"]
     assert np.array_equal(made.token_ids, turn.token_ids) and np.array_equal(made.logprobs, turn.logprobs)
     assert turn_seed(5, 0) == 5 and len({turn_seed(5, turn) for turn in range(100)}) == 100
 
@@ -152,29 +157,23 @@ def test_sixty_four_conversations_go_on_at_once() -> None:
 
     async def main() -> list[Completion]:
         engine = NativeEngine(model, make_tokenizer(), max_running=num, kv_tokens=None)
-        rollouts, poll = Rollouts(engine, max_running=num), engine.poll
+        step = engine.step
 
-        def noted_poll() -> Any:
+        def noted_step() -> Any:
             num_running.append(engine.num_unfinished)
-            return poll()
+            return step()
 
-        engine.poll = noted_poll
+        engine.step = noted_step
         player = Player(
             section=ClassEnvironment(path="x:X", max_turn_tokens=6),
             environments=script,
             conversations=Conversations(make_tokenizer()),
             max_prompt_tokens=64,
         )
-        episodes, pump = Episodes(rollouts=rollouts, player=player), asyncio.create_task(rollouts.pump())
-        try:
-            return await asyncio.gather(
-                *(
-                    episodes._play(a_prompt(f"{seed}="), seed=seed, sampling=SAMPLING, makers=Counter())
-                    for seed in range(num)
-                )
-            )
-        finally:
-            pump.cancel()
+        rollouts = rollouts_of(engine, player, running=num)
+        return await asyncio.gather(
+            *(episode_of(engine, player, a_prompt(f"{seed}="), seed=seed, rollouts=rollouts) for seed in range(num))
+        )
 
     script = Scripted(after_all)
     made = asyncio.run(main())
@@ -504,10 +503,11 @@ def test_a_group_interrupted_at_three_of_four_makes_the_one_that_is_missing(tmp_
     with pytest.raises(RuntimeError, match="power"):
         finish(config)
     with Journal(config.run.dir / "journal") as journal:
-        kept = sum(map(len, journal.read_attempts(1).values()))
+        kept = {(draw, place) for draw, places in journal.read_attempts(1).items() for place in places}
+        kept |= {(group.draw, place) for group in journal.read(1) for place in range(4)}
     script = scripted(Scripted(letters_game))
     finish(config)
-    assert kept >= 11 and script.num_started == 8 * 4 - kept, "an episode that was finished was made again"
+    assert len(kept) >= 11 and script.num_started == 8 * 4 - len(kept), "an episode that was finished was made again"
     for ours, theirs in zip(Journal(config.run.dir / "journal").read(1), expected, strict=True):
         for one, other in zip(ours.completions, theirs.completions, strict=True):
             assert np.array_equal(one.token_ids, other.token_ids)
@@ -613,7 +613,7 @@ def whole_game(tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 
 KILLS = {
-    "attempt": Kill(call="rollcall.durable.journal:Journal.append_attempt", number=11),
+    "attempt": Kill(call="rollcall.durable.journal:Journal.append_attempts", number=1),
     "record": Kill(call=IN_JOURNAL, number=14, when="torn"),
     "update": Kill(call=IN_UPDATE, number=1),
 }
@@ -624,8 +624,12 @@ KILLS = {
 )
 @pytest.mark.slow
 def test_a_run_killed_in_the_middle_of_episodes_makes_no_finished_one_again(whole_game: Config, moment: str) -> None:
-    whole, config = whole_game, own_game(whole_game.run.dir.parent, name=moment)
+    # Attempts are written once a second: a group has to be open for as long.
+    slow = ["environment.path=games:SlowLetterGame", "environment.max_running=4"] if moment == "attempt" else []
+    whole, config = whole_game, own_game(whole_game.run.dir.parent, *slow, name=moment)
     run_and_be_killed(config, KILLS[moment])
+    if moment == "attempt":
+        assert Journal(config.run.dir / "journal").read_attempts(1), "nothing was kept"
     finish(config)
     found = audit(config.run.dir)
     assert found.is_clean and found.steps == 3, found

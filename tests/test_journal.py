@@ -411,8 +411,7 @@ def test_attempts_of_unfinished_groups_are_kept_beside_the_groups(tmp_path: Path
         return replace(whole, completions=whole.completions[place : place + 1], scores=whole.scores[place : place + 1])
 
     with Journal(tmp_path / "journal") as journal:
-        for place in (2, 0):
-            journal.append_attempt(alone(place), attempt=place)
+        journal.append_attempts((place, alone(place)) for place in (2, 0))
         path = tmp_path / "journal" / "000002.attempts"
         with path.open("ab") as file:
             file.write(b"torn")
@@ -422,5 +421,5 @@ def test_attempts_of_unfinished_groups_are_kept_beside_the_groups(tmp_path: Path
     for place, attempt in found[5].items():
         assert_same(attempt, alone(place))
     with Journal(tmp_path / "journal") as journal:
-        journal.append_attempt(alone(1), attempt=1)
+        journal.append_attempts([(1, alone(1))])
         assert set(journal.read_attempts(2)[5]) == {0, 1, 2}

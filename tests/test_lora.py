@@ -17,7 +17,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from engine_contract import finish, request
+from engine_contract import finish, request, submit
 from ranks import Ranks
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save, save_file
@@ -223,7 +223,7 @@ def test_a_compiled_learner_and_engine_have_the_same_adapter() -> None:
 def sample_all(engine: Any, wanted: dict[str, tuple[np.ndarray, str | None]]) -> dict[str, Any]:
     for place, (name, (prompt, adapter)) in enumerate(wanted.items()):
         one = request(prompt, name=name, seeds=(place,), max_tokens=8)
-        engine.submit(type(one)(**{**{key: getattr(one, key) for key in one.__slots__}, "adapter": adapter}))
+        submit(engine, replace(one, adapter=adapter))
     return finish(engine)
 
 
@@ -885,13 +885,13 @@ def test_an_actor_sends_its_adapter_and_nothing_else(tmp_path: Path, monkeypatch
     assert all(torch.equal(tensor, before[name]) for name, tensor in rollout.model.named_parameters())
     plain = actor.score_reference(samples[:1])[0].logprobs
     np.testing.assert_array_equal(plain, make_learner(actor.model, None).score(samples[:1])[0].logprobs)
-    assert rollout.seat is not None and rollout.adapter is not None
+    assert rollout.engine is not None and rollout.adapter is not None
     other = merged_of(config.model.path, rollout.adapter)
     prompt = random_prompts(1)[0]
-    (completion,) = sample_all(rollout.seat.engine, {"r": (prompt, None)})["r"]
+    (completion,) = sample_all(rollout.engine, {"r": (prompt, None)})["r"]
     expected = reference_logprobs(other, prompt, completion.token_ids)
     np.testing.assert_allclose(completion.logprobs, expected.numpy(), atol=1e-4)
-    assert rollout.seat.engine.version == 1
+    assert rollout.engine.version == 1
 
 
 def note(tensors: Any, sent: list[dict[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engine_contract import finish, requests_for
+from engine_contract import finish, requests_for, submit
 from test_lora import make_adapter, merged_of
 from tiny import make_tokenizer, random_prompts, reference_logprobs, save_model
 
@@ -44,8 +44,7 @@ def test_vllm_samples_from_every_version_of_the_adapter(tmp_path: Path) -> None:
                     tensor.mul_(1.3)
                 engine.update_weights(version)
             other = merged_of(str(path), adapter)
-            for request in requests_for(prompts, max_tokens=8):
-                engine.submit(request)
+            submit(engine, *requests_for(prompts, max_tokens=8))
             for name, completions in finish(engine).items():
                 for completion in completions:
                     expected = reference_logprobs(other, prompts[int(name[1:])], completion.token_ids)

@@ -467,7 +467,7 @@ def test_completions_of_a_group_that_was_not_finished_are_not_made_again(
     submit = NativeEngine.submit
 
     def count(engine: NativeEngine, request: Request) -> None:
-        asked.extend(request.seeds)
+        asked.append(request.seed)
         submit(engine, request)
 
     def refuse(journal: Journal, group: Group, *, again: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Rollouts: seeds as a pure function, and attempts driven through a fake engine and a fake scorer."""
+"""Rollouts: seeds as a pure function, groups made by a fake engine and a fake scorer, and what is kept of open groups."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import asyncio
 import gc
 import subprocess
 import sys
-import time
-from collections.abc import Awaitable, Callable
-from contextlib import nullcontext
-from typing import Any
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 
-from rollcall.engine.protocol import Ended, Finished, Request, Sampling
-from rollcall.loop.rollout import Rollouts, sampling_seeds
+from rollcall.engine.protocol import Made, Refused, Request, Sampling, Stats
+from rollcall.loop.rewards import Rewards
+from rollcall.loop.rollout import OpenGroups, Rollouts, sampling_seeds
 from rollcall.types import Completion, FinishReason, Group, Prompt, Score, Segment
 
+T = TypeVar("T")
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=4, stop_token_ids=(0,), stop_strings=())
 
 
@@ -60,46 +61,44 @@ def make_completion(seed: int, *, num_tokens: int = 2) -> Completion:
     )
 
 
-def attempt(rollouts: Rollouts, name: str, *, seeds: tuple[int, ...], scorer: Any) -> Awaitable[Group]:
-    return rollouts.attempt(make_prompt(name), step=1, draw=0, seeds=seeds, sampling=SAMPLING, scorer=scorer)
-
-
 class FakeEngine:
-    """Finishes one request per poll, the newest first."""
+    """Ends every completion after a moment, the last that was asked for first."""
 
     version = 0
+    moment_s = 0.02
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
-        self.num_polls = 0
+        self.num_running = 0
 
-    @property
-    def num_unfinished(self) -> int:
-        return len(self.requests)
-
-    def submit(self, request: Request) -> None:
-        if len(request.seeds) > 3:
-            raise ValueError("too many seeds")
+    async def generate(self, request: Request) -> Made:
+        if request.seed == 666:
+            raise Refused("this seed is refused")
         self.requests.append(request)
+        self.num_running += 1
+        try:
+            await asyncio.sleep(self.moment_s / len(self.requests))
+        finally:
+            self.num_running -= 1
+        return Made(completion=make_completion(request.seed), worker=f"w{request.seed % 2}")
 
-    def poll(self) -> list[Finished]:
-        assert self.requests, "polled with nothing to do"
-        self.num_polls += 1
-        request = self.requests.pop()
-        completions = tuple(make_completion(seed) for seed in request.seeds)
-        return [Finished(request_id=request.id, completions=completions)]
+    async def pause(self, *, drain: bool) -> None:
+        raise AssertionError("nobody pauses")
 
-    def take_ended(self) -> list[Ended]:
-        return []
-
-    def abort(self, request_id: str) -> None:
-        raise AssertionError("nobody aborts")
-
-    def update_weights(self, version: int) -> None:
+    async def serve(self, version: int) -> None:
         raise AssertionError("nobody updates")
+
+    def begin_session(self, session: str) -> None:
+        raise AssertionError("there are no sessions")
 
     def end_session(self, session: str) -> None:
         raise AssertionError("there are no sessions")
+
+    def take_stats(self) -> Stats:
+        return Stats(busy_s=0.0, num_tokens=0, num_preemptions=0)
+
+    async def close(self) -> None:
+        pass
 
 
 class FakeScorer:
@@ -113,322 +112,169 @@ class FakeScorer:
     async def score(self, prompt: Prompt, completions: tuple[Completion, ...], **_: Any) -> tuple[Score, ...]:
         for _turn in range(self.delay):
             await asyncio.sleep(0)
-        return tuple(self._score(completion) for completion in completions)
-
-    def _score(self, completion: Completion) -> Score:
-        value = float(self.sign * completion.seed)
-        return Score(value=value, parts={"fake": value}, errors={})
+        values = [float(self.sign * completion.seed) for completion in completions]
+        return tuple(Score(value=value, parts={"fake": value}, errors={}) for value in values)
 
 
-def drive(work: Callable[[Rollouts], Awaitable[Any]], engine: Any) -> Any:
-    """Run ``work`` beside the pump; a pump that ends or raises fails the test."""
+def group(
+    rollouts: Rollouts, name: str, *, seeds: tuple[int, ...], scorer: Any, draw: int = 0, **given: Any
+) -> Coroutine[Any, Any, Group]:
+    return rollouts.group(make_prompt(name), step=1, draw=draw, seeds=seeds, sampling=SAMPLING, scorer=scorer, **given)
 
-    async def main() -> Any:
-        rollouts = Rollouts(engine, max_running=8)
-        pump = asyncio.create_task(rollouts.pump())
-        task = asyncio.ensure_future(work(rollouts))
-        done, _ = await asyncio.wait({pump, task}, timeout=30, return_when=asyncio.FIRST_COMPLETED)
-        if pump in done:
-            pump.result()
-        assert task in done, "the attempts did not end"
-        pump.cancel()
-        return task.result()
+
+def rollouts_of(engine: Any = None) -> Rollouts:
+    return Rollouts(engine=engine or FakeEngine(), rewards=Rewards())
+
+
+def drive(work: Coroutine[Any, Any, T]) -> T:
+    async def main() -> T:
+        async with asyncio.timeout(60):
+            return await work
 
     return asyncio.run(main())
 
 
-def test_an_attempt_brings_the_completions_and_their_scores() -> None:
-    async def work(rollouts: Rollouts) -> Group:
-        return await attempt(rollouts, "p", seeds=(4, 5), scorer=FakeScorer())
-
-    group = drive(work, FakeEngine())
-    assert [completion.seed for completion in group.completions] == [4, 5]
-    assert [score.value for score in group.scores] == [4.0, 5.0]
-    assert group.started_s <= group.finished_s
-
-
-class OneByOne(FakeEngine):
-    """Ends one completion of its oldest request with each poll."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ended: list[Ended] = []
-        self.made: list[Completion] = []
-        self.asked: list[tuple[int, ...]] = []
-
-    def submit(self, request: Request) -> None:
-        self.requests.append(request)
-        self.asked.append(request.seeds)
-
-    def poll(self) -> list[Finished]:
-        (request,) = self.requests
-        place = len(self.made)
-        self.made.append(make_completion(request.seeds[place]))
-        if len(self.made) == len(request.seeds):
-            self.requests = []
-            return [Finished(request_id=request.id, completions=tuple(self.made))]
-        self.ended.append(Ended(request_id=request.id, place=place, completion=self.made[-1]))
-        time.sleep(0.005)
-        return []
-
-    def take_ended(self) -> list[Ended]:
-        ended, self.ended = self.ended, []
-        return ended
+def test_a_group_brings_the_completions_and_their_scores() -> None:
+    engine = FakeEngine()
+    made = drive(group(rollouts_of(engine), "p", seeds=(4, 6, 5), scorer=FakeScorer(), draw=7))
+    assert [completion.seed for completion in made.completions] == [4, 6, 5]
+    assert [score.value for score in made.scores] == [4.0, 6.0, 5.0]
+    assert made.started_s <= made.finished_s and made.worker == "w0", "who made most of it"
+    assert [request.order for request in engine.requests] == [(1, 7, 0), (1, 7, 1), (1, 7, 2)]
+    assert len({request.group for request in engine.requests}) == 1
+    assert len({request.id for request in engine.requests}) == 3
+    assert gc.get_freeze_count(), "the collector looks at all that is loaded again and again"
 
 
-def test_what_has_ended_is_kept_while_the_group_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollcall.loop.rollout.KEEP_EVERY_S", 0.001)
-    kept: dict[int, Group] = {}
+def test_groups_overlap_and_each_gets_its_own_from_its_own_scorer() -> None:
+    plus, minus, engine = FakeScorer(), FakeScorer(sign=-1, delay=6), FakeEngine()
 
-    async def keep(place: int, group: Group) -> None:
-        assert place not in kept
-        kept[place] = group
-
-    scorer: Any = FakeScorer()
-
-    async def work(rollouts: Rollouts, seeds: tuple[int, ...], earlier: dict[int, Completion]) -> Group:
-        return await rollouts.attempt(
-            make_prompt("p"),
-            step=1,
-            draw=7,
-            seeds=seeds,
-            sampling=SAMPLING,
-            scorer=scorer,
-            earlier=earlier,
-            keep=keep,
+    async def work() -> list[Group]:
+        rollouts = rollouts_of(engine)
+        return await asyncio.gather(
+            *(group(rollouts, f"p{i}", seeds=(i, i + 100), scorer=minus if i % 3 == 0 else plus) for i in range(1, 8))
         )
 
-    engine = OneByOne()
-    earlier = {1: make_completion(5)}
-    group = drive(lambda rollouts: work(rollouts, (4, 5, 6, 7, 8, 9), earlier), engine)
-    assert engine.asked == [(4, 6, 7, 8, 9)], "what an earlier process has made is not asked for again"
-    assert [completion.seed for completion in group.completions] == [4, 5, 6, 7, 8, 9]
-    assert 0 in kept and 1 not in kept and 5 not in kept
-    assert all(one.draw == 7 and one.completions[0].seed == 4 + place for place, one in kept.items())
-    nothing = OneByOne()
-    everything = {place: make_completion(seed) for place, seed in enumerate((4, 5))}
-    group = drive(lambda rollouts: work(rollouts, (4, 5), everything), nothing)
-    assert nothing.asked == [] and [score.value for score in group.scores] == [4.0, 5.0]
+    made = drive(work())
+    expected = [[sign * i, sign * (i + 100)] for i in range(1, 8) for sign in (-1 if i % 3 == 0 else 1,)]
+    assert [[score.value for score in one.scores] for one in made] == expected
+    assert len({request.group for request in engine.requests}) == 7
 
 
-def test_attempts_overlap_and_each_gets_its_own() -> None:
+def test_what_an_earlier_process_has_made_is_not_asked_for_again() -> None:
+    engine, done = FakeEngine(), {1: make_completion(5)}
+    made = drive(group(rollouts_of(engine), "p", seeds=(4, 5, 6), scorer=FakeScorer(), done=done))
+    assert [request.seed for request in engine.requests] == [4, 6]
+    assert [request.order[2] for request in engine.requests] == [0, 2]
+    assert [completion.seed for completion in made.completions] == [4, 5, 6] and len(done) == 3
+    nothing, everything = FakeEngine(), {place: make_completion(seed) for place, seed in enumerate((4, 5))}
+    made = drive(group(rollouts_of(nothing), "p", seeds=(4, 5), scorer=FakeScorer(), done=everything))
+    assert nothing.requests == [] and [score.value for score in made.scores] == [4.0, 5.0]
+
+
+def test_a_refused_request_fails_its_group_alone_and_ends_the_rest_of_it() -> None:
     engine, scorer = FakeEngine(), FakeScorer()
 
-    async def work(rollouts: Rollouts) -> list[Group]:
-        return await asyncio.gather(
-            *(attempt(rollouts, f"p{i}", seeds=(i, i + 100), scorer=scorer) for i in range(1, 8))
-        )
+    async def work() -> Group:
+        rollouts = rollouts_of(engine)
+        good = asyncio.create_task(group(rollouts, "good", seeds=(1,), scorer=scorer))
+        with pytest.raises(Refused, match="this seed is refused"):
+            await group(rollouts, "bad", seeds=(1, 2, 666, 3), scorer=scorer)
+        await asyncio.sleep(0)
+        assert engine.num_running <= 1, "nobody waits for the rest of the group"
+        return await good
 
-    attempts = drive(work, engine)
-    assert [[score.value for score in attempt.scores] for attempt in attempts] == [[i, i + 100] for i in range(1, 8)]
-    assert engine.num_polls == 7
-
-
-def test_two_scorers_are_served_at_once() -> None:
-    plus, minus = FakeScorer(), FakeScorer(sign=-1, delay=6)
-
-    async def work(rollouts: Rollouts) -> list[Group]:
-        return await asyncio.gather(
-            *(attempt(rollouts, "p", seeds=(3,), scorer=scorer) for scorer in (plus, minus, plus))
-        )
-
-    assert [attempt.scores[0].value for attempt in drive(work, FakeEngine())] == [3.0, -3.0, 3.0]
+    assert drive(work()).scores[0].value == 1.0
 
 
-def test_a_reward_that_fails_fails_its_attempt() -> None:
+def test_a_cancelled_group_ends_its_requests_and_no_others() -> None:
+    engine, scorer = FakeEngine(), FakeScorer(delay=5)
+    engine.moment_s = 3.0
+
+    async def work() -> Group:
+        rollouts = rollouts_of(engine)
+        gone = asyncio.create_task(group(rollouts, "gone", seeds=(1, 3), scorer=scorer))
+        kept = asyncio.create_task(group(rollouts, "kept", seeds=(2,), scorer=scorer))
+        await asyncio.sleep(0.001)
+        gone.cancel()
+        await asyncio.wait({gone})
+        await asyncio.sleep(0)
+        assert engine.num_running == 1 and gone.cancelled()
+        return await kept
+
+    assert drive(work()).scores[0].value == 2.0
+
+
+def test_rewards_know_how_long_they_were_waited_for() -> None:
+    async def work() -> None:
+        rewards = Rewards()
+        scores = await rewards.score(FakeScorer(), make_prompt("p"), (make_completion(3),))  # type: ignore[arg-type]
+        assert scores[0].value == 3.0
+        assert rewards.take_seconds() > 0 and rewards.take_seconds() == 0
+
+    drive(work())
+
+
+def test_a_reward_that_fails_fails_its_group_alone() -> None:
     class Broken(FakeScorer):
         async def score(self, *_: Any, **__: Any) -> tuple[Score, ...]:
-            raise RuntimeError("the judge is gone")
+            raise RuntimeError("the judge is away")
 
-    async def work(rollouts: Rollouts) -> Group:
-        return await attempt(rollouts, "p", seeds=(1,), scorer=Broken())
+    async def work() -> tuple[Any, Group]:
+        rollouts = rollouts_of()
+        broken = group(rollouts, "a", seeds=(1,), scorer=Broken())
+        good = group(rollouts, "b", seeds=(1,), scorer=FakeScorer())
+        return tuple(await asyncio.gather(broken, good, return_exceptions=True))  # type: ignore[return-value]
 
-    with pytest.raises(RuntimeError, match="the judge is gone"):
-        drive(work, FakeEngine())
-
-
-def test_a_refused_request_fails_its_attempt_alone() -> None:
-    scorer = FakeScorer()
-
-    async def work(rollouts: Rollouts) -> tuple[Any, Any]:
-        return tuple(
-            await asyncio.gather(
-                attempt(rollouts, "bad", seeds=(1, 2, 3, 4), scorer=scorer),
-                attempt(rollouts, "good", seeds=(1,), scorer=scorer),
-                return_exceptions=True,
-            )
-        )  # type: ignore[return-value]
-
-    bad, good = drive(work, FakeEngine())
-    assert isinstance(bad, ValueError) and "too many seeds" in str(bad)
-    assert good.scores[0].value == 1.0
+    error, made = drive(work())
+    assert str(error) == "the judge is away" and made.scores[0].value == 1.0
 
 
-class AllAtOnce(FakeEngine):
-    """Ends everything that it has with each poll."""
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_a_model_in_another_process_is_asked_in_a_thread(is_remote: bool) -> None:
+    class AsksModel(FakeScorer):
+        async def score(self, prompt: Any, completions: Any, *, ask_model: Any = None, **_: Any) -> tuple[Score, ...]:
+            assert (ask_model is not None) == is_remote, "in this process the model is called by the scorer itself"
+            thread = threading.get_ident() if ask_model is None else await ask_model(threading.get_ident)
+            assert (thread != threading.get_ident()) == is_remote
+            return await super().score(prompt, completions)
 
-    def poll(self) -> list[Finished]:
-        time.sleep(0.002)
-        self.num_polls += 1
-        done, self.requests = self.requests, []
-        return [Finished(request_id=one.id, completions=(make_completion(one.seeds[0]),)) for one in done]
+    async def work() -> tuple[Score, ...]:
+        rewards = Rewards(is_remote=is_remote)
+        return await rewards.score(AsksModel(), make_prompt("p"), (make_completion(3),))  # type: ignore[arg-type]
 
-    def end_session(self, session: str) -> None:
-        pass
-
-
-@pytest.mark.parametrize("pause", [{"QUIET_S": 2.0}, {"QUIET_S": 0.0, "QUIET_SHARE": 1e3}], ids=["fixed", "share"])
-def test_turns_that_environments_bring_back_are_decoded_together(
-    monkeypatch: pytest.MonkeyPatch, pause: dict[str, float]
-) -> None:
-    for name, value in ({"GATHER_SHARE": 1e9} | pause).items():
-        monkeypatch.setattr(f"rollcall.loop.rollout.{name}", value)
-    engine = AllAtOnce()
-
-    async def episode(rollouts: Rollouts, number: int) -> None:
-        for turn in range(3):
-            await rollouts.sample(make_prompt("p").token_ids, seed=turn, sampling=SAMPLING, session=str(number))
-            if turn < 2:
-                await asyncio.sleep(0.005 * number)  # each environment takes its own time
-
-    async def work(rollouts: Rollouts) -> None:
-        await asyncio.gather(*(episode(rollouts, number) for number in range(4)))
-        await attempt(rollouts, "p", seeds=(1,), scorer=FakeScorer(delay=1))
-
-    drive(work, engine)
-    assert engine.num_polls <= 3 + 1
+    assert drive(work())[0].value == 3.0
 
 
-def test_episodes_that_begin_one_after_the_other_are_decoded_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also after a time in which none of them had anything to sample."""
-    monkeypatch.setattr("rollcall.loop.rollout.FIRST_QUIET_S", 2.0)
-    monkeypatch.setattr("rollcall.loop.rollout.FIRST_GATHER_S", 0.5)
-    engine = AllAtOnce()
-
-    async def episode(rollouts: Rollouts, number: int) -> None:
-        for turn in range(2):
-            await asyncio.sleep(0.3 * turn + 0.01 * number)
-            await rollouts.sample(make_prompt("p").token_ids, seed=turn, sampling=SAMPLING, session=str(number))
-
-    async def work(rollouts: Rollouts) -> None:
-        await asyncio.gather(*(episode(rollouts, number) for number in range(4)))
-
-    drive(work, engine)
-    assert engine.num_polls == 2
+# Open groups
 
 
-def test_a_refused_turn_fails_its_episode_with_the_engines_words() -> None:
-    class Small(FakeEngine):
-        def submit(self, request: Request) -> None:
-            raise ValueError("needs 1028 positions; the model has 1024")
+def test_what_has_ended_of_open_groups_is_written_once_and_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollcall.loop.rollout.KEEP_EVERY_S", 0.02)
+    writes: list[list[tuple[int, Group]]] = []
 
-    async def work(rollouts: Rollouts) -> None:
-        await rollouts.sample(make_prompt("p").token_ids, seed=1, sampling=SAMPLING, session="one")
+    async def write(attempts: list[tuple[int, Group]]) -> None:
+        writes.append(attempts)
 
-    with pytest.raises(ValueError, match="1028 positions"):
-        drive(work, Small())
+    async def work() -> None:
+        open_groups = OpenGroups(write)
+        running = asyncio.create_task(open_groups.run())
+        dones: list[dict[int, Completion]] = [{0: make_completion(4)}, {}, {}]
+        for draw, done in enumerate(dones):
+            open_groups.open(make_prompt(f"p{draw}"), step=1, draw=draw, done=done)
+        await asyncio.sleep(0.05)
+        assert writes == [], "what an earlier process has made is written already"
+        dones[0][2], dones[1][1], dones[2][0] = make_completion(6), make_completion(7), make_completion(8)
+        open_groups.close(step=1, draw=2)
+        await asyncio.sleep(0.05)
+        dones[1][0] = broken = make_completion(9)
+        broken.logprobs[0] = np.nan
+        dones[1][2] = make_completion(10)
+        running.cancel()
+        await asyncio.wait({running})
 
-
-def test_a_cancelled_attempt_does_not_stop_the_others() -> None:
-    scorer = FakeScorer(delay=5)
-
-    async def work(rollouts: Rollouts) -> Group:
-        first = asyncio.ensure_future(attempt(rollouts, "gone", seeds=(1,), scorer=scorer))
-        await asyncio.sleep(0)
-        first.cancel()
-        return await attempt(rollouts, "kept", seeds=(2,), scorer=scorer)
-
-    assert drive(work, FakeEngine()).scores[0].value == 2.0
-
-
-def test_the_pump_sleeps_without_work_and_wakes_again() -> None:
-    engine, scorer = FakeEngine(), FakeScorer(delay=1)
-
-    async def work(rollouts: Rollouts) -> list[float]:
-        values: list[float] = []
-        for seed in (1, 2):
-            group = await attempt(rollouts, "p", seeds=(seed,), scorer=scorer)
-            values.append(group.scores[0].value)
-            await asyncio.sleep(0)
-            polls = engine.num_polls
-            for _ in range(50):
-                await asyncio.sleep(0)
-            assert engine.num_polls == polls, "nothing is polled while nothing is under way"
-        return values
-
-    assert drive(work, engine) == [1.0, 2.0]
-
-
-def test_the_clock_counts_tokens_and_starts_over_when_taken() -> None:
-    async def work(rollouts: Rollouts) -> tuple[int, int]:
-        await attempt(rollouts, "p", seeds=(1, 2, 3), scorer=FakeScorer())
-        return rollouts.clock.take().engine_tokens, rollouts.clock.take().engine_tokens
-
-    assert drive(work, FakeEngine()) == (6, 0)
-
-
-def test_an_error_of_the_engine_reaches_whoever_runs_the_pump() -> None:
-    class Broken(FakeEngine):
-        def poll(self) -> list[Finished]:
-            raise RuntimeError("the card fell off")
-
-    async def work(rollouts: Rollouts) -> Group:
-        return await attempt(rollouts, "p", seeds=(1,), scorer=FakeScorer())
-
-    with pytest.raises(RuntimeError, match="the card fell off"):
-        drive(work, Broken())
-
-
-def test_a_pump_ends_also_when_work_comes_in_the_moment_in_which_it_is_cancelled() -> None:
-    class Busy(FakeEngine):
-        def poll(self) -> list[Finished]:
-            return []
-
-    async def main() -> bool:
-        rollouts = Rollouts(Busy(), max_running=8)
-        pump = asyncio.create_task(rollouts.pump())
-        turns = [asyncio.create_task(rollouts.sample(np.ones(3, np.int32), seed=0, sampling=SAMPLING, session="s"))]
-        for _ in range(3):
-            await asyncio.sleep(0)  # it waits for more turns now
-        rollouts._work.set()
-        pump.cancel()
-        done, _ = await asyncio.wait({pump}, timeout=10)
-        for task in (pump, *turns):
-            task.cancel()
-        return bool(done)
-
-    assert asyncio.run(main())
-
-
-class Batches(FakeEngine):
-    """Finishes all that it has with each poll."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.batches: list[int] = []
-
-    def poll(self) -> list[Finished]:
-        self.batches.append(len(self.requests))
-        requests, self.requests = self.requests, []
-        return [Finished(request_id=one.id, completions=(make_completion(one.seeds[0]),)) for one in requests]
-
-
-@pytest.mark.parametrize(("num_turns", "are_episodes", "expected"), [(3, True, 3), (8, False, 8)])
-def test_first_turns_are_waited_for_until_there_is_one_of_each_episode_or_for_each_row(
-    num_turns: int, are_episodes: bool, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rollcall.loop.rollout.FIRST_QUIET_S", 60.0)  # so that only their number can end the wait
-    monkeypatch.setattr("rollcall.loop.rollout.FIRST_GATHER_S", 60.0)
-    engine = Batches()
-
-    async def one(rollouts: Rollouts, place: int) -> None:
-        with rollouts.playing() if are_episodes else nullcontext():
-            await asyncio.sleep(0.02 * place)
-            await rollouts.sample(np.ones(3, np.int32), seed=0, sampling=SAMPLING, session="s")
-
-    async def work(rollouts: Rollouts) -> None:
-        await asyncio.gather(*(one(rollouts, place) for place in range(num_turns)))
-
-    drive(work, engine)
-    assert engine.batches[0] == expected and sum(engine.batches) == num_turns
-    assert gc.get_freeze_count(), "the collector looks at all that is loaded again and again"
+    drive(work())
+    found = [[(one.draw, place, one.completions[0].seed) for place, one in attempts] for attempts in writes]
+    assert found == [[(0, 2, 6), (1, 1, 7)], [(1, 2, 10)]], (
+        "also what ended since the last write, and nothing that is not finite"
+    )

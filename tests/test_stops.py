@@ -124,7 +124,7 @@ def watched_cut(tokens: list[int], looks: list[int], stops: list[str], tokenizer
         temperature=1.0, top_p=1.0, top_k=0, max_tokens=10_000, stop_token_ids=(), stop_strings=tuple(stops)
     )
     prompt = np.zeros(1, dtype=np.int32)
-    sequence = Sequence(request=Request(id="r", prompt_ids=prompt, seeds=(0,), sampling=sampling), index=0, order=0)
+    sequence = Sequence(request=Request(id="r", prompt_ids=prompt, seed=0, sampling=sampling), number=0)
     for look in looks:
         before = len(sequence.token_ids)
         sequence.token_ids += tokens[before:look]

@@ -59,7 +59,10 @@ def two_steps(run_dir: Path) -> None:
                 RecordedCall("update", start + 1, start + 1.98),
                 RecordedCall("send_weights", start + 2, start + 2.98),
             ],
-            ROLLOUT: [RecordedCall("advance", start, start + 1, 20), RecordedCall("use_weights", start + 2, start + 3)],
+            ROLLOUT: [
+                RecordedCall("exchange", start, start + 1, 20),
+                RecordedCall("use_weights", start + 2, start + 3),
+            ],
         }
         calls.append(own, time_s=start + 3.5)
     calls.close()
@@ -71,12 +74,12 @@ def two_steps(run_dir: Path) -> None:
 def test_a_pulse_tells_each_call_once_and_short_ones_of_a_method_as_one() -> None:
     pulse, reader = Pulse(0), Reader(os.getpid())
     for _ in range(5):
-        with pulse.doing("advance"):
+        with pulse.doing("exchange"):
             pass
     with pulse.doing("update"):
         seen = reader.look()
         assert seen.doing == "update" and seen.since_s is not None
-        assert [(call.method, call.count) for call in seen.calls] == [("advance", 5)]
+        assert [(call.method, call.count) for call in seen.calls] == [("exchange", 5)]
     with pulse.doing("score"):
         assert [call.method for call in reader.look().calls] == ["update"]
     assert seen.memory_bytes > 0
@@ -86,11 +89,11 @@ def test_a_pulse_tells_each_call_once_and_short_ones_of_a_method_as_one() -> Non
 
 def test_a_call_that_may_still_grow_is_told_later_and_counts_from_its_first_start() -> None:
     pulse, reader = Pulse(0), Reader(os.getpid())
-    with pulse.doing("advance"):
+    with pulse.doing("exchange"):
         first = reader.look()
-    with pulse.doing("advance"):
+    with pulse.doing("exchange"):
         seen = reader.look()
-    assert first.since_s is not None and seen.calls == () and seen.doing == "advance"
+    assert first.since_s is not None and seen.calls == () and seen.doing == "exchange"
     assert seen.since_s == pytest.approx(first.since_s, abs=1e-3)
 
 
@@ -150,14 +153,14 @@ def test_without_a_round_trip_the_youngest_answer_counts() -> None:
 
 def test_a_lost_worker_ends_the_call_it_was_in_and_is_told_once() -> None:
     lookout = Lookout()
-    seen = Seen(is_alive=True, doing="advance", since_s=5.0, calls=(DoneCall("use_weights", 3.0, 4.0),))
+    seen = Seen(is_alive=True, doing="exchange", since_s=5.0, calls=(DoneCall("use_weights", 3.0, 4.0),))
     now = time.time()
     lookout.note("a", {1: seen}, there_s=6.0, asked_s=now, answered_s=now)
     lookout.lose(1, "its process is gone")
     lookout.lose(1, "its process is gone")
     found = lookout.take([10, 11])
     assert [(turn.rank, turn.is_lost) for turn in found.turns] == [(1, True)]
-    assert [call.method for call in found.calls[1]] == ["use_weights", "advance"]
+    assert [call.method for call in found.calls[1]] == ["use_weights", "exchange"]
     assert [one.lost for one in found.workers] == ["", "its process is gone"]
     lookout.regain(1, "process 12 on node 0")
     again = lookout.take([10, 12])
@@ -244,7 +247,7 @@ def test_the_live_file_is_read_back_and_rubbish_is_none(tmp_path: Path) -> None:
 
 
 def test_a_recorder_writes_what_the_roles_tell_and_finishes_what_a_killed_one_left(tmp_path: Path) -> None:
-    left = ProcessState(lane=ROLLOUT, state=WorkState.BUSY, doing="advance", since_s=100.0)
+    left = ProcessState(lane=ROLLOUT, state=WorkState.BUSY, doing="exchange", since_s=100.0)
     before = ProcessState(lane=CONTROLLER, state=WorkState.BUSY, doing="rollout of step 3", since_s=99.0)
     write_live(tmp_path, Live(time_s=101.0, host="h", is_over=False, processes=(before, left)))
     looks = [
@@ -266,7 +269,7 @@ def test_a_recorder_writes_what_the_roles_tell_and_finishes_what_a_killed_one_le
     over = read_live(tmp_path)
     assert over is not None and over.is_over
     assert read_calls(tmp_path) == {
-        ROLLOUT: [RecordedCall("advance", 100.0, 101.0)],
+        ROLLOUT: [RecordedCall("exchange", 100.0, 101.0)],
         ACTOR: [RecordedCall("listen", 199.0, 199.5)],
     }
     assert [(mark.at_s, mark.name) for mark in read_marks(tmp_path)] == [
@@ -356,13 +359,13 @@ def test_a_timeline_has_a_lane_for_every_worker_with_its_calls_and_waits(tmp_pat
     ]
     one = [("update", "update"), ("send_weights", "sync"), ("wait", "wait")]
     assert [(name, kind) for name, kind, _ in lanes[ACTOR]] == [*one, *one[:2]]
-    assert lanes[ROLLOUT][:3] == [("advance", "rollout", 1), ("wait", "wait", 1), ("use_weights", "sync", 1)]
+    assert lanes[ROLLOUT][:3] == [("exchange", "rollout", 1), ("wait", "wait", 1), ("use_weights", "sync", 1)]
     notes = {(span.lane, span.name, span.step): span.note for span in found.spans}
     assert notes[CONTROLLER, "rollout", 1] == f"waited for {ROLLOUT}"
     assert notes[CONTROLLER, "update", 1] == f"waited for {ACTOR}"
     assert notes[CONTROLLER, "sync", 1] == f"waited for {ROLLOUT}"
     assert notes[ROLLOUT, "wait", 1] == f"during update of step 1, which waited for {ACTOR}"
-    assert notes[ROLLOUT, "advance", 1] == "20 calls"
+    assert notes[ROLLOUT, "exchange", 1] == "20 calls"
     idle = idle_shares(found)
     assert idle[ACTOR] == pytest.approx(1 - 3.92 / 6, abs=0.01) and idle[ROLLOUT] == pytest.approx(1 / 3, abs=0.01)
 
@@ -437,7 +440,7 @@ def test_a_directory_without_calls_has_the_controllers_lane_and_shows_a_kill(tmp
 def test_what_runs_now_is_in_the_timeline_too(tmp_path: Path) -> None:
     two_steps(tmp_path)
     write_events(tmp_path, phase(StepPhase.ROLLOUT, 3, 106.0, None))
-    now = ProcessState(lane=ROLLOUT, state=WorkState.BUSY, doing="advance", since_s=106.1)
+    now = ProcessState(lane=ROLLOUT, state=WorkState.BUSY, doing="exchange", since_s=106.1)
     write_live(tmp_path, Live(time_s=108.0, host="h", is_over=False, processes=(now,)))
     found = read_timeline(tmp_path, first_step=3)
     assert [(span.lane, span.start_s, span.end_s) for span in found.spans] == [
@@ -463,7 +466,7 @@ def test_files_of_strangers_do_not_end_a_reader(tmp_path: Path) -> None:
     two_steps(tmp_path)
     mark = {"mark": WORKER_LOST, "at_s": 101.2, "kind": "fault", "lane": ROLLOUT, "note": "gone"}
     write_events(tmp_path, mark)
-    one = ProcessState(lane=ROLLOUT, roles={"rollout": 0}, slots=(0,), doing="advance", since_s=106.1)
+    one = ProcessState(lane=ROLLOUT, roles={"rollout": 0}, slots=(0,), doing="exchange", since_s=106.1)
     write_live(tmp_path, Live(time_s=108.0, host="h", is_over=False, processes=(one,), missing_nodes=(1,)))
     whole = {name: (tmp_path / name).read_bytes() for name in ("events.jsonl", CALLS, LIVE)}
     for name, data in whole.items():

@@ -18,9 +18,10 @@ from runs import column, finish, groups, letter_rows, make_run
 from tiny import make_model
 
 from rollcall.config import Config
+from rollcall.engine.protocol import Made, Request
+from rollcall.engine.ticker import Ticker
 from rollcall.engine.vllm.setup import PYTHON_VARIABLE, VllmUnavailable, find_python
 from rollcall.learner.learner import Learner
-from rollcall.loop.rollout import Rollouts
 from rollcall.model.tiny import SPECIAL
 from rollcall.types import Completion, Sample
 
@@ -110,24 +111,25 @@ class Watch:
         self.turns: dict[str, list[tuple[np.ndarray, Completion]]] = defaultdict(list)  # by the engine's session
         self.rows: list[Sample] = []
         tokenizers = type(make_tokenizer())
-        encode, sample, update = tokenizers._encode_plus, Rollouts.sample, Learner.update
+        encode, generate, update = tokenizers._encode_plus, Ticker.generate, Learner.update
         watch = self
 
         def noted_encode(self: Any, text: Any, *args: Any, **kwargs: Any) -> Any:
             watch.texts += [text] if isinstance(text, str) else [str(part) for part in text]
             return encode(self, text, *args, **kwargs)
 
-        async def noted_sample(self: Any, prompt_ids: Any, *, session: str, **given: Any) -> Any:
-            turn, worker = await sample(self, prompt_ids, session=session, **given)
-            watch.turns[session].append((prompt_ids, turn))
-            return turn, worker
+        async def noted_generate(self: Any, request: Request) -> Made:
+            made = await generate(self, request)
+            assert request.session is not None
+            watch.turns[request.session].append((request.prompt_ids, made.completion))
+            return made
 
         def noted_update(self: Any, samples: Any) -> Any:
             watch.rows += samples
             return update(self, samples)
 
         monkeypatch.setattr(tokenizers, "_encode_plus", noted_encode)
-        monkeypatch.setattr(Rollouts, "sample", noted_sample)
+        monkeypatch.setattr(Ticker, "generate", noted_generate)
         monkeypatch.setattr(Learner, "update", noted_update)
 
     def check_rows(self) -> None:

@@ -15,10 +15,10 @@ from test_episodes import game, play, scripted
 
 from rollcall.algo.shaping import compared, group_advantages, has_signal, shaped_rewards, trained
 from rollcall.config import Dapo, DrGrpo, Grpo, ReinforcePlusPlus, StepEnvironment, parse_config
+from rollcall.engine.protocol import Stats
 from rollcall.environments.protocol import EnvironmentFailed
 from rollcall.loop.evaluate import summarize
-from rollcall.loop.group_maker import _is_finite
-from rollcall.loop.rollout import Clock
+from rollcall.loop.rollout import is_finite
 from rollcall.loop.samples import make_samples
 from rollcall.loop.step_metrics import batch_metrics
 from rollcall.loop.supply import Cursor, StepBatch
@@ -28,6 +28,7 @@ from rollcall.reward.scorer import environment_reward
 from rollcall.types import EndReason, Group, Sample
 
 assert scripted  # a fixture of these tests too
+NOTHING = Stats(busy_s=0.0, num_tokens=0, num_preemptions=0)
 REASONS = {
     EndReason.TURNS: "truncated", EndReason.TOKENS: "truncated", EndReason.TIMEOUT: "timed_out", EndReason.ERROR: "failed",
 }  # fmt: skip
@@ -150,7 +151,7 @@ def test_the_metrics_of_episodes() -> None:
         ],
         [1.0, 0.0, 0.0, 0.0],
     )
-    found = batch_metrics(one_step(group), [], clock=Clock(), threshold=1.0, first_reward="environment")
+    found = batch_metrics(one_step(group), [], stats=NOTHING, reward_s=0.0, threshold=1.0, first_reward="environment")
     check_names(found)
     assert {name: value for name, value in found.items() if name.startswith(("episode/", "env/"))} == {
         "episode/turns_mean": 5 / 4, "episode/tool_calls_mean": 6 / 4, "episode/failed_fraction": 0.25,
@@ -171,7 +172,7 @@ def test_names_of_metrics_are_data_and_none_can_end_a_run(tmp_path: Path) -> Non
     assert made.episode.metrics == {**dict.fromkeys(shown, 2.0), "metrics_dropped": 4.0}
     many = [replace(made, episode=replace(made.episode, metrics={f"{i}": 1.0})) for i in range(1000)]
     for attempts, dropped in (([made], 4), ([made, *many], 4 + 7 + 1000 - 500)):
-        found = batch_metrics(one_step(make_group(attempts, [1.0] * len(attempts))), [], clock=Clock(), threshold=1.0,
+        found = batch_metrics(one_step(make_group(attempts, [1.0] * len(attempts))), [], stats=NOTHING, reward_s=0.0, threshold=1.0,
                               first_reward="environment")  # fmt: skip
         assert found["episode/metrics_dropped"] == dropped
         for sink in make_sinks(parse_config({"trainer": {"loggers": ["tensorboard"]}}), tmp_path, None):
@@ -191,7 +192,9 @@ def test_explained_variance_is_that_of_all_loss_tokens_of_the_step() -> None:
             )
             for place, one in enumerate(group.completions)
         ]
-        found = batch_metrics(one_step(group), samples, clock=Clock(), threshold=1.0, first_reward="environment")
+        found = batch_metrics(
+            one_step(group), samples, stats=NOTHING, reward_s=0.0, threshold=1.0, first_reward="environment"
+        )
         check_names(found)
         return found.get("train/value_explained_variance")
 
@@ -206,7 +209,7 @@ def test_log_probs_of_a_branch_count_when_a_group_is_looked_at_for_divergence() 
     branch = make_branch([4, 9], [True, False, True], seed=9)
     bad = replace(branch, logprobs=branch.logprobs * np.float32("nan"))
     groups = [make_group([make_episode([make_turn(2, 0)], seed=0, branches=[one])], [1.0]) for one in (branch, bad)]
-    assert [_is_finite(group) for group in groups] == [True, False]
+    assert [all(map(is_finite, group.completions)) for group in groups] == [True, False]
 
 
 @pytest.mark.parametrize("ended", [EndReason.TURNS, EndReason.TOKENS, EndReason.DONE])

@@ -361,7 +361,7 @@ def on_two_nodes(run_dir: Path) -> None:
         for place, lane in enumerate(lanes[1:]):
             if not (lane == lanes[2] and step in (16, 17)):
                 calls[lane] += [
-                    RecordedCall("advance", at + 0.01, at + 1.1 - 0.3 * place, 40),
+                    RecordedCall("exchange", at + 0.01, at + 1.1 - 0.3 * place, 40),
                     RecordedCall("use_weights", at + 1.93, at + 1.98),
                 ]
     file.append(calls, time_s=shown_runs.BEGAN_S + 40.0)
@@ -393,7 +393,7 @@ def on_two_nodes(run_dir: Path) -> None:
     ]
     for place, lane in enumerate(lanes):
         role, node = lane.split()[0], int(lane[-1])
-        doing = "advance" if role == "rollout" else ""
+        doing = "exchange" if role == "rollout" else ""
         states.append(ProcessState(lane=lane, roles={role: int(lane.split()[1])}, node=node, address=f"10.0.0.{node + 1}", slots=(place % 2 if node == 0 else 0,), pid=4700 + place, state="busy" if doing else "idle", doing=doing, since_s=now - 2, num_calls=120 + place, memory_bytes=2_400_000_000, device_bytes=31_000_000_000))  # fmt: skip
     write_live(run_dir, Live(time_s=now, host="node0", is_over=False, processes=tuple(states)))
 

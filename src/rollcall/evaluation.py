@@ -1,6 +1,6 @@
 """What `rollcall eval` does: find the model, build engine and rewards (no optimizer), answer every prompt.
 
-``evaluate`` waits for the engine's completions and their scores; ``Rollouts.pump`` beside it drives both.
+``evaluate`` awaits the groups, with their scores.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from rollcall.config import Config, DataSection, ExactReward, load_config
 from rollcall.config.lora import LoraSection
 from rollcall.data.load import PromptSet, load_prompts
 from rollcall.engine.protocol import Sampling
+from rollcall.engine.ticker import Ticker
 from rollcall.errors import ConfigError
 from rollcall.loop.aside import together
-from rollcall.loop.episodes import episodes_of
 from rollcall.loop.evaluate import Evaluation, evaluate
 from rollcall.loop.group_maker import sampling_of
-from rollcall.loop.rollout import Rollouts
+from rollcall.loop.rewards import Rewards
+from rollcall.loop.rollout import Rollouts, player_of
 from rollcall.model.files import model_folder, resolve_model
 from rollcall.model.load import resolve_device, resolve_dtype
 from rollcall.model.stop_tokens import stop_token_ids
@@ -47,6 +48,7 @@ from rollcall.roles.build import (
     set_threads,
     tokenizer_of,
 )
+from rollcall.types import Group, Prompt
 from rollcall.wait import say
 from rollcall.words import counted
 
@@ -280,27 +282,37 @@ async def _evaluate(
     sampling: Sampling,
     on_progress: OnProgress,
 ) -> Evaluation:
-    rollouts = Rollouts(engine, max_running=config.rollout.max_running)
     environments = build_environments(config.environment, tokenizer, prompts)
-    episodes = episodes_of(config, environments, tokenizer=tokenizer, rollouts=rollouts, scorer=scorer)
+    rollouts = Rollouts(
+        engine=Ticker(engine, max_running=config.rollout.max_running),
+        rewards=Rewards(),
+        player=player_of(config, environments, tokenizer=tokenizer, scorer=scorer),
+    )
+    done: list[Group] = []
+
+    async def make_group(prompt: Prompt, **given: Any) -> Group:
+        group = await rollouts.group(prompt, **given)
+        done.append(group)
+        return group
+
     work = evaluate(
         prompts.prompts,
         section=config.eval,
-        attempt=(episodes or rollouts).attempt,
+        make_group=make_group,
         scorer=scorer,
         sampling=sampling,
         seed=config.run.seed,
         step=0,
     )
     try:
-        return await together(work, background=[rollouts.pump(), _watch(rollouts, prompts, on_progress)])
+        return await together(work, background=[_watch(done, len(prompts.prompts), on_progress)])
     finally:
         if environments is not None:
             await environments.aclose()
 
 
-async def _watch(rollouts: Rollouts, prompts: PromptSet, on_progress: OnProgress) -> None:
-    total = len(prompts.prompts)
+async def _watch(done: list[Group], total: int, on_progress: OnProgress) -> None:
     while True:
         await asyncio.sleep(PROGRESS_EVERY_S)
-        on_progress(total - rollouts.engine.num_unfinished, total, rollouts.clock.engine_tokens)
+        completions = (completion for group in done for completion in group.completions)
+        on_progress(len(done), total, sum(completion.num_sampled for completion in completions))

@@ -1,12 +1,13 @@
 """What `rollcall serve` does: find the model, build its engine, and offer it behind the endpoint until it is stopped.
 
-The main thread drives the engine; the endpoint's server has a thread of its own (``environments/server.py``).
+The main thread steps the engine; the endpoint's server has a thread of its own (``environments/server.py``).
 """
 
 from __future__ import annotations
 
 import asyncio
 import copy
+import itertools
 import os
 import secrets
 import socket
@@ -20,6 +21,8 @@ from typing import Any
 from rollcall.checkpoint.run_dir import RUN_FILE, run_file_of
 from rollcall.config import Config, load_config
 from rollcall.config.lora import LoraSection
+from rollcall.engine.protocol import Engine, Refused, Request, Sampling
+from rollcall.engine.ticker import Ticker
 from rollcall.environments.callers import Caller, Callers, Open, Served
 from rollcall.environments.conversation import Conversations
 from rollcall.environments.endpoint import Endpoint, call_format_of
@@ -29,7 +32,6 @@ from rollcall.errors import ConfigError
 from rollcall.evaluation import adapter_beside, newest_model_of, sets_model
 from rollcall.loop.aside import together
 from rollcall.loop.group_maker import sampling_of
-from rollcall.loop.rollout import Clock, Rollouts
 from rollcall.model.files import resolve_model
 from rollcall.model.load import resolve_device, resolve_dtype
 from rollcall.model.stop_tokens import stop_token_ids
@@ -104,17 +106,16 @@ def serve(plan: ServePlan, *, host: str, port: int, key: str | None, show: Calla
         trust_remote_code=config.model.trust_remote_code,
         lora=plan.lora,
     )
-    rollouts = Rollouts(engine, max_running=config.rollout.max_running)
     with closing(engine):
         stops = stop_token_ids(tokenizer, model.config, model.generation_config, rollout=config.rollout)
         served = Served(name=plan.name, max_model_len=engine.max_positions, vocabulary=model.config.vocab_size)
         rules = Open(served=served, default=sampling_of(config.rollout, stops))
-        work = _serve(rollouts, rules, tokenizer=tokenizer, host=host, listener=listener, key=key, show=show)
-        asyncio.run(work)
+        ticker = Ticker(engine, max_running=config.rollout.max_running)
+        asyncio.run(_serve(ticker, rules, tokenizer=tokenizer, host=host, listener=listener, key=key, show=show))
 
 
 async def _serve(
-    rollouts: Rollouts,
+    engine: Engine,
     rules: Open,
     *,
     tokenizer: Any,
@@ -124,7 +125,8 @@ async def _serve(
     show: Callable[[str], None],
 ) -> None:
     callers = Callers()
-    caller = open_caller(rollouts, rules, tokenizer=tokenizer)
+    failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    caller = open_caller(engine, rules, tokenizer=tokenizer, failed=failed)
     made = key is None
     key = callers.add(caller, key=key or secrets.token_urlsafe(32))
     app = Endpoint(
@@ -139,34 +141,48 @@ async def _serve(
     if made:
         show(key)
     try:
-        await together(_tell(caller, rollouts.clock), background=[rollouts.pump()])
+        await together(_until(failed), background=[_tell(caller, engine)])
     finally:
         rules.is_stopping = True
         server.close()
 
 
-def open_caller(rollouts: Rollouts, rules: Open, *, tokenizer: Any) -> Caller:
-    """For a server of this event loop. Its tokenizer is a copy: the engine's is used by another thread."""
+def open_caller(engine: Engine, rules: Open, *, tokenizer: Any, failed: asyncio.Future[None]) -> Caller:
+    """For a server of this event loop. Its tokenizer is a copy: the engine's is used by another thread. ``failed`` gets the error that
+    ends the engine."""
     own = copy.deepcopy(tokenizer)
     histories = Histories(Templates(Conversations(own)), own, name="serve", max_kept=KEPT_TOKENS)
+    numbers = itertools.count()
 
-    async def sample(prompt_ids: Ints, **given: Any) -> Completion:
-        return (await rollouts.sample(prompt_ids, **given))[0]
+    async def sample(prompt_ids: Ints, *, seed: int, sampling: Sampling, session: str) -> Completion:
+        request = Request(id=str(next(numbers)), prompt_ids=prompt_ids, seed=seed, sampling=sampling, session=session)
+        try:
+            return (await engine.generate(request)).completion
+        except Refused:
+            raise
+        except Exception as error:
+            if not failed.done():
+                failed.set_exception(error)
+            raise
 
     here = asyncio.get_running_loop()
     return Caller(name="serve", rules=rules, histories=histories, sample=in_loop(sample, here))
 
 
-async def _tell(caller: Caller, clock: Clock) -> None:
+async def _until(failed: asyncio.Future[None]) -> None:
+    await failed
+
+
+async def _tell(caller: Caller, engine: Engine) -> None:
     """Now and then a line of what was served since the last one."""
     requests, tokens, since = 0, 0, time.monotonic()
     while True:
         await asyncio.sleep(LINE_EVERY_S)
-        now = time.monotonic()
+        new, now = engine.take_stats().num_tokens, time.monotonic()
+        tokens += new
         if caller.num_requests != requests:
-            speed = (clock.engine_tokens - tokens) / (now - since)
             refused = f", {caller.num_refused} refused" if caller.num_refused else ""
             say(
-                f"{counted(caller.num_requests, 'request')}{refused}, {clock.engine_tokens:,} tokens, {speed:,.0f} tokens/s"
+                f"{counted(caller.num_requests, 'request')}{refused}, {tokens:,} tokens, {new / (now - since):,.0f} tokens/s"
             )
-        requests, tokens, since = caller.num_requests, clock.engine_tokens, now
+        requests, since = caller.num_requests, now

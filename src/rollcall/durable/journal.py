@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,11 +111,19 @@ class Journal(AbstractContextManager["Journal"]):
         what = f"the group of draw {group.draw}, step {group.step}"
         self._append(lambda: self._file(group.step), encode(group, again=again), path=self._path(group.step), what=what)
 
-    def append_attempt(self, group: Group, *, attempt: int) -> None:
-        """Write one finished attempt of a group that is not finished: ``group`` has this completion alone."""
-        what = f"attempt {attempt} of draw {group.draw}, step {group.step}"
-        record = encode(group, attempt=attempt)
-        self._append(lambda: self._file(group.step, ATTEMPTS), record, path=self._path(group.step, ATTEMPTS), what=what)
+    def append_attempts(self, attempts: Iterable[tuple[int, Group]]) -> None:
+        """Write attempts of groups that are not finished, those of a step in one write: each group has this completion alone, and
+        comes with its place in the whole group."""
+        records: dict[int, list[bytes]] = {}
+        for place, group in attempts:
+            records.setdefault(group.step, []).append(encode(group, attempt=place))
+        for step, found in records.items():
+            self._append(
+                partial(self._file, step, ATTEMPTS),
+                b"".join(found),
+                path=self._path(step, ATTEMPTS),
+                what=f"{len(found)} attempts of step {step}",
+            )
 
     def read_attempts(self, step: int) -> dict[int, dict[int, Group]]:
         """Draw -> place in the group -> the attempt, as a group of one. Damage is skipped: its attempt is made again."""

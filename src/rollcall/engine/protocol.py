@@ -1,5 +1,8 @@
-"""What every engine is: submit, poll, abort, take new weights. The contract test in tests/engine_contract.py holds
-each implementation to it."""
+"""What an engine is to the loop: a request is one completion. To generate is to await, to cancel is to abort.
+
+``Ticker`` (``engine/ticker.py``) makes an ``Engine`` of the ``Core`` in this process; ``Engines`` (``roles/engines.py``) of the cores in
+other processes. The contract tests in tests/generate_contract.py and tests/engine_contract.py hold each implementation to this.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,9 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A prompt and one seed for each completion. Only the seeds decide the draws, not what else is in the batch.
+    """One completion to make. Only its seed decides the draws, not what else is in the batch.
+
+    Requests of one ``group`` have the same prompt. They go to one worker together, which computes the prompt once.
 
     Requests of one ``session`` extend each other: the prompt of a later one holds all tokens so far. The engine may keep their
     KV from one to the next, so that it computes only what is new; the results are the same without.
@@ -29,27 +34,35 @@ class Request:
 
     id: str
     prompt_ids: Ints
-    seeds: tuple[int, ...]
+    seed: int
     sampling: Sampling
-    session: str | None = None  # with one seed only
+    # Step, draw, place in the group: the lowest goes out first, and the highest is preempted first. Equal ones go in order of arrival.
+    order: tuple[int, int, int] = (0, 0, 0)
+    group: str | None = None
+    session: str | None = None
     adapter: str | None = None  # by its name in the engine; None: the one that is trained, if there is one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finished:
-    """All completions of a request, in the order of its seeds."""
+class Made:
+    completion: Completion
+    worker: str  # who made it
 
-    request_id: str
-    completions: tuple[Completion, ...]
+
+class Refused(ValueError):  # noqa: N818 - an outcome, not a defect of ours
+    """This request can never be computed. Other requests go on."""
+
+
+LOCAL = "local"  # the worker of an engine in this process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
-    """One completion of a request whose other completions go on."""
+class Stats:
+    """What an engine did since it was last asked."""
 
-    request_id: str
-    place: int  # of its seed in the request
-    completion: Completion
+    busy_s: float  # while it had requests
+    num_tokens: int  # of completions that ended
+    num_preemptions: int
 
 
 class Engine(Protocol):
@@ -58,31 +71,70 @@ class Engine(Protocol):
         """Weight version that the next token will be sampled from."""
         ...
 
-    @property
-    def num_unfinished(self) -> int:
-        """Requests submitted and not yet returned."""
+    async def generate(self, request: Request) -> Made:
+        """The completion. Raises ``Refused``, or ``WorkerLostError`` when no worker is left that could make it."""
         ...
 
-    def submit(self, request: Request) -> None:
-        """Queue a request. Refuses one that could never fit the KV cache."""
+    async def pause(self, *, drain: bool) -> None:
+        """Nothing decodes once this returns. With ``drain``, everything that was asked for before has ended by then. What is asked for
+        later waits for ``serve``."""
         ...
 
-    def poll(self) -> list[Finished]:
-        """Decode a little further and return the requests that finished; empty when there is nothing to do."""
+    async def serve(self, version: int) -> None:
+        """The parameters that this engine reads are those of ``version``: sample from them, and end a pause."""
         ...
 
-    def take_ended(self) -> list[Ended]:
-        """What has ended of requests that go on, each completion once. ``poll`` returns it again with its request."""
-        ...
-
-    def abort(self, request_id: str) -> None:
-        """Take a request back; its completions so far come with finish reason ABORT at the next poll."""
-        ...
-
-    def update_weights(self, version: int) -> None:
-        """The parameters this engine reads have changed: drop what was computed from the old ones."""
+    def begin_session(self, session: str) -> None:
+        """The first request of this session comes soon. Only the batching of turns depends on it."""
         ...
 
     def end_session(self, session: str) -> None:
         """No request of this session comes any more: free what is kept for it. Unknown ones are fine."""
         ...
+
+    def take_stats(self) -> Stats: ...
+
+    async def close(self) -> None: ...
+
+
+class Core(Protocol):
+    """The synchronous inside of an engine: it decodes only in ``step``."""
+
+    num_preemptions: int
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests submitted and not yet returned by ``step``."""
+        ...
+
+    @property
+    def num_waiting(self) -> int:
+        """Those of them that it has not begun."""
+        ...
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; raises ``Refused`` where it could never be computed."""
+        ...
+
+    def step(self) -> dict[str, Completion]:
+        """Decode a little further; returns the completions that have ended, by request. Nothing to do: returns at once."""
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request, whatever it has made. Unknown ones are fine."""
+        ...
+
+    def settle(self) -> None:
+        """Take in what is still computed ahead of the next ``step``: nothing decodes once this returns."""
+        ...
+
+    def update_weights(self, version: int) -> None:
+        """The parameters have changed: drop what was computed from the old ones. Running completions go on with the new ones."""
+        ...
+
+    def end_session(self, session: str) -> None: ...
+
+    def close(self) -> None: ...

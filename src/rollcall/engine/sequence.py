@@ -5,13 +5,13 @@ Stop strings are looked for in the decoded end of a completion, so that a look c
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from rollcall.engine.protocol import Ended, Finished, Request
+from rollcall.engine.protocol import Refused, Request
 from rollcall.types import Completion, FinishReason, Ints, Segment
 
 
@@ -20,18 +20,21 @@ class Sequence:
     """One completion on its way. ``token_ids`` and ``logprobs`` grow chunk by chunk."""
 
     request: Request
-    index: int  # which of the request's completions
-    order: int  # arrival; the youngest is preempted first
+    number: int  # of its arrival
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     finish: FinishReason | None = None
-    completion: Completion | None = None  # once it was handed over, alone or with its request
     watched_from: int = 0  # the token from which on the text is decoded in search of stop strings
 
     @property
     def seed(self) -> int:
-        return self.request.seeds[self.index]
+        return self.request.seed
+
+    @property
+    def order(self) -> tuple[tuple[int, int, int], int]:
+        """The lowest is admitted first, the highest preempted first."""
+        return self.request.order, self.number
 
     @property
     def length(self) -> int:
@@ -49,32 +52,27 @@ class Sequence:
 def check_fits(request: Request, *, running: Container[str], max_positions: int, room: int, vocabulary: int) -> None:
     """Refuse a request that an engine with this many positions, this much KV room and this many tokens could never finish."""
     if request.id in running:
-        raise ValueError(f"request {request.id!r} is already running; give each request its own id")
-    if request.session is not None and len(request.seeds) != 1:
-        raise ValueError(
-            f"request {request.id!r} of session {request.session!r} has {len(request.seeds)} seeds; a session goes on from one "
-            "completion: give the request one seed, and each completion a session of its own"
-        )
+        raise Refused(f"request {request.id!r} is already running; give each request its own id")
     num_prompt, num_new = len(request.prompt_ids), request.sampling.max_tokens
     if num_prompt == 0:
-        raise ValueError(f"request {request.id!r} has an empty prompt; give it one token or more")
+        raise Refused(f"request {request.id!r} has an empty prompt; give it one token or more")
     lowest, highest = int(request.prompt_ids.min()), int(request.prompt_ids.max())
     if lowest < 0 or highest >= vocabulary:
         wrong = lowest if lowest < 0 else highest
-        raise ValueError(
+        raise Refused(
             f"request {request.id!r} has token {wrong}, and the model knows 0 to {vocabulary - 1}: its prompt comes from another "
             "model's tokenizer; give model.path a directory with the model's own"
         )
     if num_new < 1:
-        raise ValueError(f"request {request.id!r} asks for {num_new} new tokens; ask for 1 or more")
+        raise Refused(f"request {request.id!r} asks for {num_new} new tokens; ask for 1 or more")
     longest = num_prompt + num_new
     if longest > max_positions:
-        raise ValueError(
+        raise Refused(
             f"request {request.id!r} needs {num_prompt} prompt + {num_new} new = {longest} positions; the model has "
             f"{max_positions}; lower rollout.max_response_tokens or data.max_prompt_tokens"
         )
     if longest > room:
-        raise ValueError(
+        raise Refused(
             f"request {request.id!r} needs KV room for {num_prompt} prompt + {num_new} new = {longest} tokens; the cache has "
             f"{room}; raise rollout.kv_tokens or lower rollout.max_response_tokens"
         )
@@ -133,11 +131,12 @@ def _move_watch(sequence: Sequence, end: str, tokenizer: Any) -> None:
             return
 
 
-def make_completions(sequences: Iterable[Sequence], tokenizer: Any) -> None:
-    """Of those that have ended and have none yet."""
-    new = [sequence for sequence in sequences if sequence.completion is None]
-    for sequence, text in zip(new, texts_of([sequence.token_ids for sequence in new], tokenizer), strict=True):
-        sequence.completion = completion_of(sequence, text)
+def take_ended(ended: list[Sequence], requests: dict[str, Sequence], tokenizer: Any) -> dict[str, Completion]:
+    """The completions of those that have ended and nobody has aborted, by request; both collections are then without them."""
+    taken = [sequence for sequence in ended if requests.pop(sequence.request.id, None) is not None]
+    ended.clear()
+    texts = texts_of([sequence.token_ids for sequence in taken], tokenizer)
+    return {sequence.request.id: completion_of(sequence, text) for sequence, text in zip(taken, texts, strict=True)}
 
 
 def completion_of(sequence: Sequence, text: str) -> Completion:
@@ -154,38 +153,8 @@ def completion_of(sequence: Sequence, text: str) -> Completion:
     )
 
 
-def take_finished(requests: dict[str, list[Sequence]], tokenizer: Any) -> list[Finished]:
-    """Take out the requests whose completions have all ended."""
-    names = [name for name, group in requests.items() if all(sequence.finish is not None for sequence in group)]
-    done = {name: requests.pop(name) for name in names}
-    make_completions((sequence for group in done.values() for sequence in group), tokenizer)
-    return [
-        Finished(
-            request_id=name,
-            completions=tuple(sequence.completion for sequence in group if sequence.completion is not None),
-        )
-        for name, group in done.items()
-    ]
-
-
-def take_ended(requests: dict[str, list[Sequence]], tokenizer: Any) -> list[Ended]:
-    """Completions that have ended and were not handed over yet."""
-    new = [
-        (name, sequence)
-        for name, group in requests.items()
-        for sequence in group
-        if sequence.finish is not None and sequence.completion is None
-    ]
-    make_completions((sequence for _, sequence in new), tokenizer)
-    return [
-        Ended(request_id=name, place=sequence.index, completion=sequence.completion)
-        for name, sequence in new
-        if sequence.completion is not None
-    ]
-
-
 def texts_of(many: list[list[int]], tokenizer: Any) -> list[str]:
-    """``text_of`` each. A group ends together, and a tokenizer that is not written in Python decodes many beside each other."""
+    """``text_of`` each. Many end together, and a tokenizer that is not written in Python decodes them in parallel."""
     if not _decodes_as_its_backend(tokenizer):
         return [text_of(token_ids, tokenizer) for token_ids in many]
     return tokenizer.backend_tokenizer.decode_batch(many, skip_special_tokens=True)

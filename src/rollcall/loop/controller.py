@@ -9,13 +9,13 @@
 
 Two coroutines share one buffer (``loop/supply.py``). ``Supply.run`` starts rollouts as far ahead as ``trainer.staleness``
 allows; it takes groups from the journal where they are there, and from the engine where not (``loop/group_maker.py``).
-``_train`` waits for a step's groups, updates, and announces the new version. With staleness 0 the two alternate. A third,
-``Rollouts.pump``, drives engine and rewards.
+``_train`` waits for a step's groups, updates, and announces the new version. With staleness 0 the two alternate.
 
 Long calls (update, new weights, checkpoint) run here when all roles are in this process. On a cluster they run in a thread
 beside the loop, so that rollout goes on meanwhile. A model in parts is only copied then; its bytes are written while the run
 trains on (``loop/saves.py``). With ``trainer.in_flight`` engines take new weights in the middle of
-completions. Without it the controller gives them nothing new and waits until they have finished their requests.
+completions. Without it the controller waits until they have finished what was asked for (``Engine.pause``). In both cases nothing decodes
+between an update of parameters that an engine reads and its ``serve``.
 
 Step n is the n-th update. Its groups are sampled from version n - 1 (or up to ``staleness`` older), and its update makes
 version n. After a crash the same code runs again from the last checkpoint: groups that are in the journal are taken
@@ -39,13 +39,13 @@ from rollcall.durable.journal import Journal
 from rollcall.durable.lease import Lease
 from rollcall.loop.aside import in_thread, together
 from rollcall.loop.attempts import Regrow, RunError
-from rollcall.loop.episodes import Episodes, episodes_of
 from rollcall.loop.evaluate import evaluate
 from rollcall.loop.group_maker import GroupMaker, sampling_of
 from rollcall.loop.phases import Bounds, Split, is_due
 from rollcall.loop.protocols import Workers
 from rollcall.loop.record import Record, Update
-from rollcall.loop.rollout import Rollouts
+from rollcall.loop.rewards import Rewards
+from rollcall.loop.rollout import OpenGroups, Rollouts, player_of
 from rollcall.loop.samples import make_samples
 from rollcall.loop.supply import AsCompleted, Cursor, Demand, InOrder, NothingLeftError, StepBatch, Supply
 from rollcall.observe.calls import BusySpans
@@ -86,7 +86,6 @@ class Controller:
         self.steps_ahead = range(self.start_step + 1, last + 1)
         self.version = self.start_step
         self.rollouts: Rollouts
-        self.episodes: Episodes | None
         self.maker: GroupMaker
         self.supply: Supply
         self._policy = asyncio.Lock()  # held while the actor's weights are not those of ``version``
@@ -95,32 +94,32 @@ class Controller:
 
     async def run(self) -> None:
         """From the resumed step to the last; the trained model is then in ``run_dir/model``."""
-        self.rollouts = Rollouts(self.workers.engine, max_running=self.config.rollout.max_running, rewards=self.rewards)
-        self.episodes = episodes_of(
-            self.config,
-            self.workers.environments,
-            tokenizer=self.workers.tokenizer,
-            rollouts=self.rollouts,
-            scorer=self.workers.scorer,
+        workers = self.workers
+        self.rollouts = Rollouts(
+            engine=workers.engine,
+            rewards=Rewards(is_remote=workers.is_remote, spans=self.rewards),
+            player=player_of(self.config, workers.environments, tokenizer=workers.tokenizer, scorer=workers.scorer),
         )
+        open_groups = OpenGroups(partial(self._call, self.journal.append_attempts))
         self.maker = GroupMaker(
             config=self.config,
-            workers=self.workers,
+            workers=workers,
             journal=self.journal,
             rollouts=self.rollouts,
-            episodes=self.episodes,
+            open_groups=open_groups,
             generates=self.bounds.generates,
             call=self._call,
         )
         self.supply = self._make_supply()
         with self.events.phase(StepPhase.SYNC, self.version):
-            await self._call(self.workers.engine.update_weights, self.version)
-        beside = [self.rollouts.pump(), self._flush(), self._repair(), self._keep_lease(), self._watch_saves()]
+            await workers.engine.serve(self.version)
+        beside = [open_groups.run(), self._flush(), self._repair(), self._keep_lease(), self._watch_saves()]
         try:
             await together(self._run(), background=beside)
         finally:
-            if self.workers.environments is not None:
-                await self.workers.environments.aclose()
+            await workers.engine.close()
+            if workers.environments is not None:
+                await workers.environments.aclose()
 
     async def _run(self) -> None:
         if self.bounds.split is Split.EVAL:
@@ -149,8 +148,8 @@ class Controller:
                 break
             if self.workers.shares_policy:
                 with self.events.phase(StepPhase.ENGINE_RELEASE, step):
-                    await self._settle()
-            clock = self.rollouts.clock.take()
+                    await self._pause()
+            stats, reward_s = self.workers.engine.take_stats(), self.rollouts.rewards.take_seconds()
             self._leave_if_too_late()
             async with self._policy:
                 # An update that stops half-way would lose the steps since the last checkpoint.
@@ -159,7 +158,7 @@ class Controller:
                     update = await self._call(self._update, batch)
                     draws = [group.draw for group in batch.groups]
                     await self._call(partial(self.journal.mark_trained, step, draws=draws, version=step))
-                    self.record.note_update(batch, update, clock, started=started)
+                    self.record.note_update(batch, update, stats=stats, reward_s=reward_s, started=started)
                 await self._announce(step)
             started = time.perf_counter()
             await self._call(self.record.log_step)
@@ -257,17 +256,15 @@ class Controller:
         """Give the engine the new weights; rollouts that waited for this version may start."""
         is_last = version == self.config.trainer.steps
         with self.events.phase(StepPhase.FINAL_SYNC if is_last else StepPhase.SYNC, version):
-            await self._settle()
-            await self._call(self.workers.engine.update_weights, version)
+            await self._pause()
+            await self.workers.engine.serve(version)
         with self.events.phase(StepPhase.ENGINE_RESTORE, version):
             self.version = version
-            self.rollouts.go_on()
             await self.supply.announce(version)
 
-    async def _settle(self) -> None:
-        """Unless completions may continue with new weights, let those that are running end."""
-        if not self.config.trainer.in_flight:
-            await self.rollouts.drain()
+    async def _pause(self) -> None:
+        """Nothing decodes from here to ``serve``. Unless completions may continue with new weights, those that are running end first."""
+        await self.workers.engine.pause(drain=not self.config.trainer.in_flight)
 
     def _decide_evaluation(self, step: int) -> bool:
         with self.events.phase(StepPhase.EVALUATION_DECISION, step) as outcome:
@@ -285,7 +282,7 @@ class Controller:
             result = await evaluate(
                 val.prompts[: section.max_prompts],
                 section=section,
-                attempt=(self.episodes or self.rollouts).attempt,
+                make_group=self.rollouts.group,
                 scorer=self.workers.eval_scorer,
                 sampling=sampling_of(self.config.rollout, self.workers.stop_token_ids, temperature=section.temperature),
                 seed=self.config.run.seed,
@@ -295,7 +292,9 @@ class Controller:
             await self._call(partial(self.record.log_evaluation, step, result, seconds=seconds))
         if step in (0, self.config.trainer.steps):
             self.console.show_samples(f"answers {title}", sample_rows(result.groups, limit=6))
-        self.rollouts.clock.take()  # the numbers of the next step do not include the evaluation
+        # The numbers of the next step do not include the evaluation.
+        self.workers.engine.take_stats()
+        self.rollouts.rewards.take_seconds()
 
     async def _save(self, batch: StepBatch) -> None:
         saving = time.perf_counter()
@@ -337,7 +336,7 @@ class Controller:
             await asyncio.sleep(REPAIR_EVERY_S)
             if self.workers.repairs.is_due:
                 async with self._policy:
-                    await self._call(self.workers.repairs.admit, self.version)
+                    await self.workers.repairs.admit()
 
     async def _watch_saves(self) -> None:
         """End the run if a checkpoint that is written beside it cannot be."""

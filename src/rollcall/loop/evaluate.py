@@ -45,18 +45,18 @@ async def evaluate(
     prompts: Sequence[Prompt],
     *,
     section: EvalSection,
-    attempt: Callable[..., Awaitable[Group]],
+    make_group: Callable[..., Awaitable[Group]],
     scorer: Scorer,
     sampling: Sampling,
     seed: int,
     step: int,
 ) -> Evaluation:
-    """Attempt every prompt ``section.samples_per_prompt`` times, by ``Rollouts.attempt`` or ``Episodes.attempt``. Seeds do not depend on the step, so that evaluations of
+    """Attempt every prompt ``section.samples_per_prompt`` times, by ``Rollouts.group``. Seeds do not depend on the step, so that evaluations of
     different steps can be compared."""
 
     async def one(index: int, prompt: Prompt) -> Group:
         seeds = sampling_seeds(seed, -1, prompt.id, section.samples_per_prompt)
-        return await attempt(prompt, step=step, draw=index, seeds=seeds, sampling=sampling, scorer=scorer)
+        return await make_group(prompt, step=step, draw=index, seeds=seeds, sampling=sampling, scorer=scorer)
 
     groups = list(await asyncio.gather(*(one(index, prompt) for index, prompt in enumerate(prompts))))
     return summarize(groups, first_reward=scorer.names[0], threshold=section.threshold)

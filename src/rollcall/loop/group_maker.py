@@ -10,20 +10,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from rollcall.algo.shaping import has_signal
 from rollcall.config import Config, RolloutSection
 from rollcall.data.order import DataOrder
 from rollcall.durable.journal import Journal
 from rollcall.engine.protocol import Sampling
 from rollcall.loop.attempts import RunError
-from rollcall.loop.episodes import Episodes
 from rollcall.loop.protocols import Workers
-from rollcall.loop.rollout import Rollouts, sampling_seeds
+from rollcall.loop.rollout import OpenGroups, Rollouts, is_finite, sampling_seeds
 from rollcall.loop.supply import NothingLeftError, StepBatch, SuppliedGroup
 from rollcall.reward.scorer import ENVIRONMENT, why_unscored
-from rollcall.types import Completion, Group, Prompt, failed_on_all, rows_of
+from rollcall.types import Completion, Group, Prompt, failed_on_all
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,7 +31,7 @@ class GroupMaker:
     workers: Workers
     journal: Journal
     rollouts: Rollouts
-    episodes: Episodes | None  # None: a completion is one turn
+    open_groups: OpenGroups
     generates: bool
     call: Callable[..., Awaitable[Any]]
     trained: dict[int, tuple[int, ...]] = field(init=False)  # step -> draws, by earlier processes
@@ -92,24 +89,25 @@ class GroupMaker:
 
     async def _make_again(self, group: Group, *, failed: frozenset[str]) -> Group:
         """The same completions with new scores; episodes whose environment failed are played again."""
-        if ENVIRONMENT not in failed or self.episodes is None or not self.generates:
+        if ENVIRONMENT not in failed or self.rollouts.player is None or not self.generates:
             return await self.rollouts.score_again(group, scorer=self.workers.scorer)
         given = self._given(group.step, group.draw, group.prompt)
-        return await self.episodes.attempt(group.prompt, **given)
+        return await self.rollouts.group(group.prompt, **given)
 
     async def _generate(self, step: int, draw: int, prompt: Prompt) -> Group:
         if not self.generates:
             raise NothingLeftError
         given = self._given(step, draw, prompt)
-        earlier = self._earlier_attempts(step=step, draw=draw, seeds=given["seeds"])
-        maker = self.rollouts if self.episodes is None else self.episodes
-        group = await maker.attempt(prompt, **given, earlier=earlier, keep=self._keep_attempt)
-        if not _is_finite(group):
+        done = self._earlier_attempts(step=step, draw=draw, seeds=given["seeds"])
+        self.open_groups.open(prompt, step=step, draw=draw, done=done)
+        group = await self.rollouts.group(prompt, **given, done=done)
+        if not all(map(is_finite, group.completions)):
             raise RunError(
                 f"step {step}: the policy's log-probs for prompt {prompt.id!r} are not finite, so its weights have diverged; "
                 f"this group was not journaled. Lower actor.lr or set actor.grad_clip, then remove the newest checkpoint in "
                 f"{self.config.run.dir / 'checkpoints'} to go on from an older one, or start over with --fresh"
             )
+        self.open_groups.close(step=step, draw=draw)
         await self.call(self.journal.append, group)
         return group
 
@@ -131,10 +129,6 @@ class GroupMaker:
             if place < len(seeds) and one.completions[0].seed == seeds[place]
         }
 
-    async def _keep_attempt(self, place: int, attempt: Group) -> None:
-        if _is_finite(attempt):  # else the whole group is refused
-            await self.call(partial(self.journal.append_attempt, attempt, attempt=place))
-
 
 def _what_to_do(failed: str) -> str:
     if failed == ENVIRONMENT:
@@ -143,10 +137,6 @@ def _what_to_do(failed: str) -> str:
         "Correct the reward (`rollcall reward test RUN.yaml` tries it), then run the same command again (leave out --fresh): "
         "the completions are kept and scored again"
     )
-
-
-def _is_finite(group: Group) -> bool:
-    return all(np.isfinite(row.logprobs).all() for completion in group.completions for row in rows_of(completion))
 
 
 def sampling_of(

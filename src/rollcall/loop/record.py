@@ -13,13 +13,13 @@ from typing import Any
 from rollcall.checkpoint.store import CheckpointStore
 from rollcall.config import Config
 from rollcall.durable.patience import disk_fault, persist
+from rollcall.engine.protocol import Stats
 from rollcall.errors import CheckpointError, NonFiniteError
 from rollcall.loop.attempts import RunError, causes
 from rollcall.loop.callbacks import Callbacks, CheckpointSaved, EvaluationDone, StepDone
 from rollcall.loop.evaluate import Evaluation
 from rollcall.loop.phases import is_due
 from rollcall.loop.protocols import Workers
-from rollcall.loop.rollout import Clock
 from rollcall.loop.saves import Saved, Saves
 from rollcall.loop.step_metrics import batch_metrics, peak_memory_gib
 from rollcall.loop.supply import StepBatch
@@ -68,14 +68,15 @@ class Record:
         for sink in (*self.sinks, self.console):
             sink.log(step, metrics)
 
-    def note_update(self, batch: StepBatch, update: Update, clock: Clock, *, started: float) -> None:
-        """The step is trained, whatever happens next. ``log_step`` writes its row."""
+    def note_update(self, batch: StepBatch, update: Update, *, stats: Stats, reward_s: float, started: float) -> None:
+        """The step is trained, whatever happens next. ``log_step`` writes its row. ``stats`` and ``reward_s`` are of its rollout."""
         self.unsaved, self.update_s = batch, update.score_s + update.update_s
         updated = time.perf_counter()
 
         def row() -> dict[str, float]:
             now = time.perf_counter()
-            return self._metrics(batch, update, clock) | {"time/sync_s": now - updated, "time/step_s": now - started}
+            metrics = self._metrics(batch, update, stats=stats, reward_s=reward_s)
+            return metrics | {"time/sync_s": now - updated, "time/step_s": now - started}
 
         self._row = row
 
@@ -197,14 +198,15 @@ class Record:
         headline = headline_of(read_rows(self._run_dir / "metrics.jsonl"))
         return {"scores": self._scores if self._evaluated_step == step else {}, "best_by": headline.metric}
 
-    def _metrics(self, batch: StepBatch, update: Update, clock: Clock) -> dict[str, float]:
+    def _metrics(self, batch: StepBatch, update: Update, *, stats: Stats, reward_s: float) -> dict[str, float]:
         """The step's row, put together while the next rollout runs."""
         first_reward, threshold = self.workers.scorer.names[0], self.config.eval.threshold
-        metrics = batch_metrics(batch, update.samples, clock=clock, threshold=threshold, first_reward=first_reward)
+        metrics = batch_metrics(
+            batch, update.samples, stats=stats, reward_s=reward_s, threshold=threshold, first_reward=first_reward
+        )
         others = {"mismatch": "rollout/logprob_mismatch", "mismatch_max": "rollout/logprob_mismatch_max"}
         metrics |= {others.get(name, f"train/{name}"): value for name, value in update.metrics.items()}
         return metrics | {
-            "rollout/preemptions": float(self.workers.take_preemptions()),
             "train/tokens": float(update.num_tokens),
             "time/score_s": update.score_s,
             "time/update_s": update.update_s,

@@ -9,8 +9,8 @@ from collections import Counter
 import numpy as np
 
 from rollcall.algo.advantages import all_equal
+from rollcall.engine.protocol import Stats
 from rollcall.environments.protocol import DROPPED
-from rollcall.loop.rollout import Clock
 from rollcall.loop.supply import StepBatch
 from rollcall.types import EndReason, Episode, Sample, rows_of
 
@@ -27,7 +27,7 @@ def peak_memory_gib() -> float:
 
 
 def batch_metrics(
-    batch: StepBatch, samples: list[Sample], *, clock: Clock, threshold: float, first_reward: str
+    batch: StepBatch, samples: list[Sample], *, stats: Stats, reward_s: float, threshold: float, first_reward: str
 ) -> dict[str, float]:
     scores = [score for group in batch.groups for score in group.scores]
     completions = [completion for group in batch.groups for completion in group.completions]
@@ -51,10 +51,11 @@ def batch_metrics(
         "rollout/truncated_fraction": float(np.mean([completion.is_cut for completion in completions])),
         "rollout/groups_from_journal": float(batch.num_from_journal),
         "time/rollout_s": batch.wall_s,
-        "time/reward_s": clock.reward_s,
+        "rollout/preemptions": float(stats.num_preemptions),
+        "time/reward_s": reward_s,
     }
-    if clock.engine_s > 0 and clock.engine_tokens:
-        metrics["rollout/tokens_per_s"] = clock.engine_tokens / clock.engine_s
+    if stats.busy_s > 0 and stats.num_tokens:
+        metrics["rollout/tokens_per_s"] = stats.num_tokens / stats.busy_s
     for name in scores[0].parts:
         metrics[f"reward/{name}"] = float(np.mean([score.parts[name] for score in scores]))
     # An environment that failed is among them, also where no reward of the run is its own.

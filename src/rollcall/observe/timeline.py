@@ -43,7 +43,7 @@ _PHASE_KINDS = {
     StepPhase.EXPORT: "save",
 }
 _CALL_KINDS = {
-    **dict.fromkeys(("advance",), "rollout"),
+    **dict.fromkeys(("exchange",), "rollout"),
     **dict.fromkeys(("reward", REWARDS), "reward"),
     **dict.fromkeys(("update", "update_critic", "score", "score_reference", "values"), "update"),
     **dict.fromkeys(("invite", "send_weights", "use_weights"), "sync"),

@@ -19,6 +19,7 @@ from rollcall.config.lora import LoraSection
 from rollcall.config.rewards import Reward
 from rollcall.data.load import PromptSet, load_prompts
 from rollcall.engine.native.engine import NativeEngine
+from rollcall.engine.protocol import Engine
 from rollcall.engine.vllm.child import Child
 from rollcall.engine.vllm.engine import VllmEngine
 from rollcall.engine.vllm.setup import find_python
@@ -38,7 +39,6 @@ from rollcall.model.unread import WholeOnly, each_tensor, load_onto, open_unread
 from rollcall.plan.activations import COMPILE_FROM
 from rollcall.plan.engine import kv_fraction
 from rollcall.reward.scorer import ModelRewardFunction, Scorer, columns_needed
-from rollcall.roles.engine_seat import CountingEngine
 from rollcall.roles.host_memory import keep_freed_memory
 from rollcall.stored.find import is_model_dir
 from rollcall.stored.tensors import Stored
@@ -51,7 +51,7 @@ NUM_REWARD_WORKERS = 2
 
 
 LocalEngine = NativeEngine | VllmEngine
-EngineT = TypeVar("EngineT", bound=CountingEngine)
+EngineT = TypeVar("EngineT", bound=Engine)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,12 +66,6 @@ class Held(Generic[EngineT]):
     train: PromptSet
     val: PromptSet | None
     stop_token_ids: tuple[int, ...]
-    _preemptions_seen: int = 0
-
-    def take_preemptions(self) -> int:
-        new = self.engine.num_preemptions - self._preemptions_seen
-        self._preemptions_seen += new
-        return new
 
     def close(self) -> None:
         self.scorer.close()

@@ -10,6 +10,7 @@ from typing import Any
 from rollcall.checkpoint.saving import Saving, saving_of
 from rollcall.config import Config, Ppo
 from rollcall.engine.native.engine import NativeEngine
+from rollcall.engine.ticker import Ticker
 from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Critic, Learner, Reference
 from rollcall.loop.samples import ScoreSamples
@@ -40,10 +41,11 @@ from rollcall.wait import say
 
 
 @dataclass(slots=True, kw_only=True)
-class LocalWorkers(Trained, Held[LocalEngine]):
+class LocalWorkers(Trained, Held[Ticker]):
     learner: Learner
     critic: Critic | None
     reference: ScoreSamples | None  # log-probs of the frozen reference
+    core: LocalEngine
     is_remote: bool = field(default=False, init=False)
     repairs: None = field(default=None, init=False)  # all of it is this process
     saving: Saving = field(init=False)
@@ -53,17 +55,17 @@ class LocalWorkers(Trained, Held[LocalEngine]):
 
     @property
     def shares_policy(self) -> bool:
-        return isinstance(self.engine, NativeEngine)
+        return isinstance(self.core, NativeEngine)
 
     @property
     def max_positions(self) -> int:
-        return self.engine.max_positions
+        return self.core.max_positions
 
     def look(self, *, last: bool = False) -> Look:
         return Look()  # there is only this process, which the controller knows
 
     def close(self) -> None:
-        self.engine.close()
+        self.core.close()
         Held.close(self)
 
 
@@ -86,7 +88,7 @@ def build_workers(config: Config, *, is_bare: bool = False) -> LocalWorkers:
     models = load_reward_models(config.reward, device=device, trust_remote_code=trust)
     # What is held for the whole run is there; the engine gets what is left.
     kv_tokens = settle(config, model, learners=[each for each in (learner, critic) if each is not None], samples=True)
-    engine = build_engine(
+    core = build_engine(
         config.rollout, model, inputs.tokenizer, graphs=not is_bare, adapter=adapter, kv_tokens=kv_tokens
     )
     say("starting the reward processes")
@@ -95,7 +97,8 @@ def build_workers(config: Config, *, is_bare: bool = False) -> LocalWorkers:
     )
     workers = LocalWorkers(
         tokenizer=inputs.tokenizer,
-        engine=engine,
+        engine=Ticker(core, max_running=config.rollout.max_running),
+        core=core,
         learner=learner,
         critic=critic,
         reference=reference,

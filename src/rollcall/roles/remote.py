@@ -35,7 +35,7 @@ from rollcall.plan.judge import indivisible, workable_plan
 from rollcall.plan.memory import read_sizes
 from rollcall.plan.placement import TRAINED, Plan, PlannedProcess, Role, roles_in_parts, roles_together
 from rollcall.roles.build import Held, Inputs, build_environments, build_scorers, load_inputs
-from rollcall.roles.engines import WAIT_S, RemoteEngine
+from rollcall.roles.engines import WAIT_S, Engines
 from rollcall.roles.environment_hosts import EnvironmentHosts, start_hosts
 from rollcall.roles.lookout import joined, look_at
 from rollcall.roles.team import Team
@@ -79,7 +79,7 @@ class RemoteCritic:
 
 
 @dataclass(slots=True, kw_only=True)
-class RemoteWorkers(Held[RemoteEngine]):
+class RemoteWorkers(Held[Engines]):
     learner: RemoteLearner
     critic: RemoteCritic | None
     reference: Callable[[Sequence[Sample]], list[TokenScores]] | None
@@ -111,9 +111,9 @@ class RemoteWorkers(Held[RemoteEngine]):
         back = sorted(self.missing_nodes & {node.rank for node in ranked_nodes()})
         return f"node {', '.join(map(str, back))} is back" if back else None
 
-    def admit(self, version: int) -> None:
+    async def admit(self) -> None:
         if self.is_due:  # an update in the meantime may have brought the new ones in
-            self.engine.update_weights(version)
+            await self.engine.admit()
 
     @property
     def shares_policy(self) -> bool:
@@ -242,7 +242,7 @@ def _fit_nodes(config: Config, plan: Plan, cluster: Cluster | None) -> tuple[Pla
     return workable_plan(config, section), section, kept
 
 
-def _engine(config: Config, team: Team, processes: Sequence[PlannedProcess]) -> RemoteEngine:
+def _engine(config: Config, team: Team, processes: Sequence[PlannedProcess]) -> Engines:
     """All rollout processes. A lost one with no other role is replaced, as often as restarts are allowed."""
     assert config.cluster is not None
     trainer = config.trainer
@@ -265,7 +265,7 @@ def _engine(config: Config, team: Team, processes: Sequence[PlannedProcess]) -> 
                 warn(f"{where} is lost; the others do its work until it is replaced: {headline(loss)}")
 
     team.group.tolerate(only)
-    return RemoteEngine(
+    return Engines(
         team,
         room=config.rollout.max_running,
         node_weights=config.cluster.node_weights,

@@ -21,8 +21,10 @@ from transformers.utils import logging as transformers_logging
 from rollcall.checkpoint.in_parts import num_parts
 from rollcall.checkpoint.training import in_modules
 from rollcall.config import Config
+from rollcall.engine.exchange import Exchanged, exchange
 from rollcall.engine.protocol import Request
 from rollcall.engine.tokenizers import tokenizer_mark
+from rollcall.engine.vllm.engine import VllmEngine
 from rollcall.errors import short_of_memory
 from rollcall.groups.reachable import About, be_reachable
 from rollcall.learner.gang import Gang
@@ -38,6 +40,7 @@ from rollcall.nodes.address import own_address
 from rollcall.plan.placement import Role
 from rollcall.reward.model import load_reward_models
 from rollcall.roles.build import (
+    LocalEngine,
     build_adapter,
     build_critic,
     build_engine,
@@ -48,7 +51,6 @@ from rollcall.roles.build import (
     tokenizer_of,
 )
 from rollcall.roles.card import settle
-from rollcall.roles.engine_seat import Advance, EngineSeat
 from rollcall.roles.trained import Trained
 from rollcall.roles.weight_sync import WorkerWeights
 from rollcall.stored.tensors import Stored
@@ -62,7 +64,7 @@ POLICY = (Role.ACTOR, Role.INFERENCE)  # roles that need the policy's weights; a
 PURPOSES = {
     "build": "to load its model",
     "listen": "to listen for the others",
-    "advance": "to sample completions",
+    "exchange": "to sample completions",
     "invite": "to invite those that get new weights",
     "send_weights": "to send weights of version {0}",
     "use_weights": "to take weights of version {0}",
@@ -115,7 +117,8 @@ class RoleWorker(Trained):
         self.trust = config.model.trust_remote_code
         self.tokenizer = tokenizer_of(config, model_path)
         self._listener: socket.socket | None = None
-        self.seat: EngineSeat | None = None
+        self.engine: LocalEngine | None = None
+        self._served: int | None = None  # the version that the engine has; None: none, or a part of one
         self._sent_blocks: list[tuple[str, Block]] | None = None
         # Where vLLM has the only copy, each actor sends what it holds, and tensors are put together in host memory on their way there.
         # An adapter is small, and goes whole.
@@ -168,7 +171,7 @@ class RoleWorker(Trained):
         learners = [each for each in (self.learner, self.critic) if each is not None]
         kv_tokens = settle(self.config, model, learners=learners, samples=Role.ROLLOUT in roles)
         if Role.ROLLOUT in roles:
-            engine = build_engine(
+            self.engine = build_engine(
                 self.config.rollout,
                 model,
                 self.tokenizer,
@@ -176,10 +179,9 @@ class RoleWorker(Trained):
                 adapter=self.adapter,
                 kv_tokens=kv_tokens,
             )
-            self.seat = EngineSeat(engine, room=self.config.rollout.max_running)
         # Whether an engine sits beside a part of the model, in any process of the gang: it gets the whole from all of them.
         self._gathers = (
-            self.learner is not None and self.learner.body.in_parts and any(gang.gather(self.seat is not None))
+            self.learner is not None and self.learner.body.in_parts and any(gang.gather(self.engine is not None))
         )
         self.model = model
         self.stop_token_ids = stop_token_ids(
@@ -247,19 +249,18 @@ class RoleWorker(Trained):
 
     # The engine
 
-    def advance(
-        self, requests: Sequence[Request], aborted: Sequence[str], ended: Sequence[str], give_back: int, look_s: float
-    ) -> Advance:
-        """Take requests in, decode for a moment, and give back up to ``give_back`` requests that are not started. ``ended``:
-        sessions."""
-        assert self.seat is not None
-        return self.seat.advance(requests, aborted, ended=ended, give_back=give_back, look_s=look_s)
+    def exchange(
+        self, new: Sequence[Request], cancelled: Sequence[str], ended_sessions: Sequence[str], look_s: float
+    ) -> Exchanged:
+        """Take requests in, and decode for a moment."""
+        assert self.engine is not None
+        return exchange(self.engine, new, cancelled, ended_sessions, look_s=look_s)
 
     @short_of_memory(_syncing)
     def use_weights(self, version: int, name: str, invitations: Sequence[Invitation]) -> None:
         """Receive this version from the actor's processes, which invited this one by that name, and sample from it."""
-        if self.seat is not None and version != self.seat.served:
-            self.seat.hold()  # a failed update leaves a mix of old and new weights
+        if version != self._served:
+            self._note_change()
         if self._by_parts:
             self._weights.receive_each(
                 partial(self._take, version),
@@ -273,29 +274,35 @@ class RoleWorker(Trained):
             self._weights.receive(self.body.named, version=version, name=name, invitation=invitation)
         self._serve(version)
 
+    def _note_change(self) -> None:
+        """Parameters that an engine here reads are about to change. The controller asks it for nothing until it has their version."""
+        self._served = None
+        if self.engine is not None:
+            self.engine.settle()
+
     @torch.no_grad()
     def _take(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """New weights, one by one: to the policy that is here, or to the engine that has the only one."""
         if self._hands_on:
-            assert self.seat is not None
-            if version != self.seat.served:
-                self.seat.load(version, tensors)
+            assert isinstance(self.engine, VllmEngine), "only vLLM keeps weights of its own"
+            if version != self._served:
+                self.engine.load_weights(version, tensors)
             return
         parameters = dict(self.model.named_parameters())
         for name, tensor in tensors:
             parameters[name].copy_(tensor)
 
     def _serve(self, version: int) -> None:
-        if self.seat is not None:
-            if self._hands_on:
-                self.seat.serve_loaded(version)
-            else:
-                self.seat.serve(version)
+        """The parameters are whole. An engine that has this version already keeps its cache."""
+        if self.engine is not None and version != self._served:
+            if not self._hands_on:
+                self.engine.update_weights(version)
+            self._served = version
 
     @property
     def _hands_on(self) -> bool:
         """Whether the engine has the only policy of this process."""
-        return self.seat is not None and self.adapter is None and next(self.model.parameters()).is_meta
+        return self.engine is not None and self.adapter is None and next(self.model.parameters()).is_meta
 
     # The policy
 
@@ -325,7 +332,7 @@ class RoleWorker(Trained):
         assert self.learner is not None
         weights = iter(in_modules(self.learner.body).values)
         try:
-            if self.seat is not None:
+            if self.engine is not None:
                 self._take(version, weights)
         finally:
             for _ in weights:  # the others need this process's parts of the rest
@@ -355,7 +362,7 @@ class RoleWorker(Trained):
         """All weights that are trained. An engine in this process gets a copy where the learner holds only parts."""
         assert self.learner is not None
         in_parts = self.learner.body.in_parts
-        own = whole_body(self.model, adapter=self.adapter).named if in_parts and self.seat is not None else {}
+        own = whole_body(self.model, adapter=self.adapter).named if in_parts and self.engine is not None else {}
         for name, tensor in self.learner.body.whole_tensors():
             if name in own:
                 own[name].copy_(tensor)
@@ -364,8 +371,7 @@ class RoleWorker(Trained):
     def update(self, samples: Sequence[Sample]) -> tuple[dict[str, float], int]:
         """One step of the gang; its metrics and the tokens trained so far."""
         assert self.learner is not None
-        if self.seat is not None:
-            self.seat.hold()
+        self._note_change()
         return self.learner.update(samples), self.learner.num_tokens_trained
 
     def score(self, samples: Sequence[Sample]) -> list[TokenScores]:

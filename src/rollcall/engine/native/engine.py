@@ -1,15 +1,15 @@
 """The native engine: continuous batching over a runner.
 
-One ``poll`` is: admit what fits, make room for the next chunk of tokens (preempting the youngest when there is none),
-decode the chunk, take out what finished. A sequence's KV always covers all its tokens but the last; the last is fed
+One ``step`` is: admit what fits, make room for the next chunk of tokens (preempting the last in order when there is none),
+decode the chunk, take out what has ended. A sequence's KV always covers all its tokens but the last; the last is fed
 next. So a new prompt, a preempted sequence and a sequence after a weight update are all treated alike: fill, then
 decode.
 
 With several rows and nobody waiting, the next chunk is started before the last is done, so that a card does not wait for the host.
 Rows that have ended stay until leaving them out makes a step smaller, and what they get is dropped.
 
-The oldest request comes first. A request of a session whose KV is kept is as old as the session: with more conversations than rows,
-those that have begun go on before others begin, and their KV is used while it is there.
+The first in order is admitted first (``Request.order``). The turns of an episode have the order of the episode: with more of them than
+rows, those that have begun go on before others begin, and their KV is used while it is there.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from torch import nn
 
 from rollcall.engine.native.adapters import BASE, Served
 from rollcall.engine.native.runner import Chunk, Runner
-from rollcall.engine.protocol import Ended, Finished, Request
-from rollcall.engine.sequence import Sequence, check_fits, cut_at_stop_string, note_version, take_ended, take_finished
+from rollcall.engine.protocol import Refused, Request
+from rollcall.engine.sequence import Sequence, check_fits, cut_at_stop_string, note_version, take_ended
 from rollcall.errors import short_of_memory
 from rollcall.model.adapter import Adapter
 from rollcall.model.attention import Way
 from rollcall.model.decoder import Decoder
-from rollcall.types import FinishReason
+from rollcall.types import Completion, FinishReason
 from rollcall.words import size
 
 
@@ -86,12 +86,17 @@ class NativeEngine:
         self._waiting: list[Sequence] = []  # by their order
         self._running: list[Sequence] = []
         self._started = 0  # steps of the newest chunk that is on its way; 0: none is
-        self._requests: dict[str, list[Sequence]] = {}
+        self._requests: dict[str, Sequence] = {}  # not yet handed over
+        self._ended: list[Sequence] = []  # of these
         self._num_submitted = 0
 
     @property
     def num_unfinished(self) -> int:
         return len(self._requests)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
 
     def submit(self, request: Request) -> None:
         check_fits(
@@ -102,23 +107,19 @@ class NativeEngine:
             vocabulary=self.vocabulary,
         )
         self._check_adapter(request)
-        began = self.runner.began(request.session)
-        first = self._num_submitted if began is None else began
-        sequences = [Sequence(request=request, index=index, order=first + index) for index in range(len(request.seeds))]
-        self._num_submitted += len(sequences)
-        self._requests[request.id] = sequences
-        for sequence in sequences:
-            self._wait(sequence)
+        sequence = self._requests[request.id] = Sequence(request=request, number=self._num_submitted)
+        self._num_submitted += 1
+        self._wait(sequence)
 
-    def poll(self) -> list[Finished]:
+    def step(self) -> dict[str, Completion]:
         with short_of_memory(self._sentence):
             if not self._started:
                 self._admit()
                 if self._running:
                     self._start(self._make_room())
             if self._started:
-                self._settle(goes_on=True)
-        return take_finished(self._requests, self.tokenizer)
+                self._take_in(goes_on=True)
+        return take_ended(self._ended, self._requests, self.tokenizer)
 
     def _sentence(self, why: str) -> str:
         """What sampling has when it runs out of memory."""
@@ -128,23 +129,24 @@ class NativeEngine:
             "rollout.kv_tokens or rollout.max_running"
         )
 
-    def take_ended(self) -> list[Ended]:
-        return take_ended(self._requests, self.tokenizer)
-
     def abort(self, request_id: str) -> None:
-        for sequence in self._requests.get(request_id, []):
-            if sequence.finish is None:
-                sequence.finish = FinishReason.ABORT
-                if sequence.request.session is not None:
-                    self.end_session(sequence.request.session)
-        self._waiting = [sequence for sequence in self._waiting if sequence.request.id != request_id]
+        sequence = self._requests.pop(request_id, None)
+        if sequence is None or sequence.finish is not None:
+            return
+        sequence.finish = FinishReason.ABORT
+        if sequence.request.session is not None:
+            self.end_session(sequence.request.session)
+        self._waiting = [other for other in self._waiting if other is not sequence]
         if not self._started:
             self._remove_finished()
 
+    def settle(self) -> None:
+        if self._started:
+            self._take_in(goes_on=False)
+
     def update_weights(self, version: int) -> None:
         """KV made by old weights is never mixed with new ones: every running sequence is filled again."""
-        if self._started:
-            self._settle(goes_on=False)
+        self.settle()
         self.version = version
         if self.served is not None:
             self.served.refresh()
@@ -164,12 +166,12 @@ class NativeEngine:
     def _check_adapter(self, request: Request) -> None:
         names = [] if self.served is None else [BASE, *self.served.adapters]
         if request.adapter is not None and request.adapter not in names:
-            raise ValueError(
+            raise Refused(
                 f"request {request.id!r} asks for the adapter {request.adapter!r}; "
                 + (f"this engine has {', '.join(names)}" if names else "this engine has none, so leave it out")
             )
         if request.adapter is not None and request.session is not None:
-            raise ValueError(
+            raise Refused(
                 f"request {request.id!r} of session {request.session!r} names the adapter {request.adapter!r}, and sessions go on with the "
                 "engine's first one; leave adapter or session out"
             )
@@ -189,7 +191,7 @@ class NativeEngine:
         self.runner.start(steps)
         self._started = steps
 
-    def _settle(self, *, goes_on: bool) -> None:
+    def _take_in(self, *, goes_on: bool) -> None:
         """Take in the oldest chunk that is on its way; ``goes_on``: start the next one first, if there is no reason to wait."""
         steps, rows = self._started, list(self._running)
         is_behind = goes_on and not any(map(_leaves_kv, rows)) and self._start_next(steps)
@@ -218,9 +220,9 @@ class NativeEngine:
     def _make_room(self) -> int:
         steps = self.runner.steps([sequence.limit - sequence.length for sequence in self._running])
         while not self.runner.reserve(steps):
-            youngest = max(range(len(self._running)), key=lambda row: self._running[row].order)
+            last = max(range(len(self._running)), key=lambda row: self._running[row].order)
             self.num_preemptions += 1
-            self._wait(self._drop(youngest))
+            self._wait(self._drop(last))
             assert self._running, "a lone sequence always fits: submit checked it"
         return steps
 
@@ -234,6 +236,8 @@ class NativeEngine:
             if sequence.request.sampling.stop_strings:
                 cut_at_stop_string(sequence, before, self.tokenizer)
             note_version(sequence, self.version, len(sequence.token_ids) - before)
+            if sequence.finish is not None:
+                self._ended.append(sequence)
 
     def _remove_finished(self) -> None:
         kept = {row: sequence for row, sequence in enumerate(self._running) if _leaves_kv(sequence)}

@@ -1,4 +1,4 @@
-"""KV that stays between the requests of a session: which sessions have it, of which tokens, and who goes first.
+"""KV that stays between the requests of a session: which sessions have it, and of which tokens.
 
 A session is only a cache. A request takes what its session left, as far as the tokens agree; what it takes is its own, and its
 end leaves something again. So the order of leaving is the order of last use.
@@ -21,7 +21,6 @@ KV = TypeVar("KV")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept(Generic[KV]):
     session: str
-    order: int  # of the sequence that left it
     ids: Ints  # the tokens that the KV is of
     kv: KV
 
@@ -50,11 +49,6 @@ class KeptSessions(Generic[KV]):
         before = self._kept.pop(kept.session, None)
         self._kept[kept.session] = kept
         return before
-
-    def began(self, session: str | None) -> int | None:
-        """The order of the session's sequences; None: nothing is kept for it."""
-        kept = None if session is None else self._kept.get(session)
-        return None if kept is None else kept.order
 
     def take(self, session: str | None) -> Kept[KV] | None:
         return None if session is None else self._kept.pop(session, None)

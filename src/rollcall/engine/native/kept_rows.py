@@ -66,7 +66,6 @@ class Leaving:
     """A row whose KV is kept."""
 
     session: str
-    order: int  # of its sequence
     ids: Ints  # the tokens that are kept
     row: int
     past: int  # columns from its first to the end of all rows
@@ -109,13 +108,10 @@ class KeptRows:
         for index, row in zip(indices, rows, strict=True):
             kv = KeptRow(bundle=bundle, index=index, start=end - row.past)
             bundle.rows.add(kv)
-            self._add(Kept(session=row.session, order=row.order, ids=row.ids, kv=kv))
+            self._add(Kept(session=row.session, ids=row.ids, kv=kv))
 
     def _add(self, kept: Kept[KeptRow]) -> None:
         self._leave(self._sessions.put(kept))
-
-    def began(self, session: str | None) -> int | None:
-        return self._sessions.began(session)
 
     def take(self, sequence: Sequence) -> tuple[Kept[KeptRow], int] | None:
         """What the sequence's session left, and how many tokens of it serve. It no longer counts here; ``restore`` or ``put_back``

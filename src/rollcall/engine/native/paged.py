@@ -189,10 +189,7 @@ class PagedRunner:
             assert session is not None
             blocks = self._blocks[row][: -(-len(ids) // BLOCK)]
             self._pool.share(blocks)
-            self._give_back(self._kept.put(Kept(session=session, order=sequence.order, ids=ids, kv=blocks)))
-
-    def began(self, session: str | None) -> int | None:
-        return self._kept.began(session)
+            self._give_back(self._kept.put(Kept(session=session, ids=ids, kv=blocks)))
 
     def forget(self, session: str | None) -> None:
         for kept in self._kept.take_all() if session is None else [self._kept.take(session)]:

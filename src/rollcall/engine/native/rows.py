@@ -185,7 +185,7 @@ class RowRunner:
             self._kept.forget(session)
             past = int(self._rows.position[row])
             if not self._broken[row]:
-                leaving.append(Leaving(session=session, order=sequence.order, ids=ids, row=row, past=past))
+                leaving.append(Leaving(session=session, ids=ids, row=row, past=past))
         if not leaving:
             return
         longest = max(row.past for row in leaving)
@@ -202,9 +202,6 @@ class RowRunner:
             self._give_away()
         else:
             self._kept.put(leaving, self._planes(), end=self._column)
-
-    def began(self, session: str | None) -> int | None:
-        return self._kept.began(session)
 
     def forget(self, session: str | None) -> None:
         if session is None:

@@ -67,10 +67,6 @@ class Runner(Protocol):
         ``admit`` takes it; running rows come first."""
         ...
 
-    def began(self, session: str | None) -> int | None:
-        """The order of the session's sequences, where KV is kept for it."""
-        ...
-
     def forget(self, session: str | None) -> None:
         """Drop what is kept for this session; None: for all."""
         ...

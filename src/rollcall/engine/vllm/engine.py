@@ -1,6 +1,6 @@
 """The vLLM engine: the protocol on this side, vLLM itself in a child process.
 
-``poll`` takes the answer to the steps that were asked for before, and asks for the next ones at once, so vLLM decodes while
+``step`` takes the answer to the steps that were asked for before, and asks for the next ones at once, so vLLM decodes while
 the caller is busy with what came back. An update or an abort first waits for the steps that were asked for. So it falls between two
 tokens, and every token has the version that it was sampled from.
 
@@ -22,13 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from rollcall.config import VllmSection
-from rollcall.engine.protocol import Ended, Finished, Request
-from rollcall.engine.sequence import Sequence, check_fits, cut_at_stop_string, note_version, take_ended, take_finished
+from rollcall.engine.protocol import Refused, Request
+from rollcall.engine.sequence import Sequence, check_fits, cut_at_stop_string, note_version, take_ended
 from rollcall.engine.vllm.child import START_S, Child, UpdateRefused, VllmError
 from rollcall.engine.vllm.setup import make_spec
 from rollcall.model.adapter import Adapter
 from rollcall.model.peft_files import write_adapter
-from rollcall.types import FinishReason
+from rollcall.types import Completion, FinishReason
 
 PART_BYTES = 128 << 20  # of an update that lies in memory at once; two or three do
 SHARED_MEMORY = "/dev/shm"
@@ -60,7 +60,8 @@ class VllmEngine:
         self.child = child
         self.version = 0
         self.num_preemptions = 0
-        self._requests: dict[str, list[Sequence]] = {}
+        self._requests: dict[str, Sequence] = {}  # not yet handed over
+        self._ended: list[Sequence] = []  # of these
         self._rows: dict[str, Sequence] = {}  # what vLLM has, or will have with the next steps
         self._new: list[dict[str, Any]] = []  # rows that vLLM has not seen yet
         self._num_submitted = 0
@@ -90,6 +91,10 @@ class VllmEngine:
     def num_unfinished(self) -> int:
         return len(self._requests)
 
+    @property
+    def num_waiting(self) -> int:
+        return len(self._new)  # its scheduler does not say what it has begun
+
     def submit(self, request: Request) -> None:
         check_fits(
             request,
@@ -99,56 +104,50 @@ class VllmEngine:
             vocabulary=self.vocabulary,
         )
         if request.adapter is not None:
-            raise ValueError(
+            raise Refused(
                 f"request {request.id!r} names the adapter {request.adapter!r}, and vLLM has that of the run alone; leave it out, or use "
                 "rollout.engine=native"
             )
         if 0 < request.sampling.temperature < LEAST_TEMPERATURE:
-            raise ValueError(
+            raise Refused(
                 f"request {request.id!r} has temperature {request.sampling.temperature}, which vLLM would silently raise to "
                 f"{LEAST_TEMPERATURE}; use 0 (greedy), at least {LEAST_TEMPERATURE}, or rollout.engine=native"
             )
-        self._requests[request.id] = []
-        for index in range(len(request.seeds)):
-            sequence = Sequence(request=request, index=index, order=self._num_submitted)
-            self._requests[request.id].append(sequence)
-            self._rows[str(sequence.order)] = sequence
-            self._new.append(_row(sequence))
-            self._num_submitted += 1
+        sequence = self._requests[request.id] = Sequence(request=request, number=self._num_submitted)
+        self._rows[str(sequence.number)] = sequence
+        self._new.append(_row(sequence))
+        self._num_submitted += 1
 
-    def poll(self) -> list[Finished]:
+    def step(self) -> dict[str, Completion]:
         if self._rows and not self._is_advancing:
             self._advance()
-        self._take_in()
+        self.settle()
         if self._rows:
             self._advance()
         elif self._sleeps and not self._asleep:
             self.sleep()
-        return take_finished(self._requests, self.tokenizer)
-
-    def take_ended(self) -> list[Ended]:
-        return take_ended(self._requests, self.tokenizer)
+        return take_ended(self._ended, self._requests, self.tokenizer)
 
     def abort(self, request_id: str) -> None:
-        self._take_in()
-        rows = [name for name, sequence in self._rows.items() if sequence.request.id == request_id]
-        for name in rows:
-            self._rows[name].finish = FinishReason.ABORT
-        self._drop(rows)
+        self.settle()
+        sequence = self._requests.pop(request_id, None)
+        if sequence is not None and sequence.finish is None:
+            sequence.finish = FinishReason.ABORT
+            self._drop([str(sequence.number)])
 
     def update_weights(self, version: int) -> None:
         """Send the model's parameters, or the adapter. Running completions go on with them; their context is computed again."""
         if self._adapter is None:
             self.load_weights(version, self.model.named_parameters())
             return
-        self._take_in()
+        self.settle()
         self._ship_adapter(self._adapter, version)
         self.version = version
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """``update_weights`` with weights that come one by one, under the names of transformers; none is kept here. Those of a module
         should follow each other: vLLM keeps them until it has them all."""
-        self._take_in()
+        self.settle()
         self._wake("weights")
         self._ship(version, tensors)
         self.version = version
@@ -214,8 +213,8 @@ class VllmEngine:
         self.child.send("advance", submit=new, steps=STEPS)
         self._is_advancing = True
 
-    def _take_in(self) -> None:
-        """The tokens of the steps that were asked for, if any were."""
+    def settle(self) -> None:
+        """Take in the tokens of the steps that were asked for, if any were."""
         if not self._is_advancing:
             return
         self._is_advancing = False
@@ -232,6 +231,8 @@ class VllmEngine:
             if sequence.request.sampling.stop_strings and cut_at_stop_string(sequence, before, self.tokenizer):
                 cut += [name] if finish is None else []
             note_version(sequence, self.version, len(sequence.token_ids) - before)
+            if sequence.finish is not None:
+                self._ended.append(sequence)
         self._rows = {name: sequence for name, sequence in self._rows.items() if sequence.finish is None or name in cut}
         self._drop(cut)
 
@@ -266,7 +267,7 @@ def in_parts(tensors: Iterable[tuple[str, Tensor]], *, num_bytes: int) -> Iterat
 def _row(sequence: Sequence) -> dict[str, Any]:
     sampling = sequence.request.sampling
     return {
-        "id": str(sequence.order),
+        "id": str(sequence.number),
         "prompt": sequence.request.prompt_ids.tolist(),
         "seed": vllm_seed(sequence.seed),
         "temperature": sampling.temperature,

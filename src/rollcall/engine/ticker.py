@@ -1,0 +1,159 @@
+"""The engine of this process: a core as an ``Engine``.
+
+While anything is asked for, one task steps the core, in the thread of the event loop. It holds the policy of batching turns. Environments
+that are quick bring the next turns within moments. Filled and decoded together, those cost far less than one by one, so the task waits
+while they keep coming: for each until the pause is long, and for all of them for a share of the time that it decoded. Where
+environments are slow, it waits for one pause in vain. Episodes that begin together stay together, so an engine without work waits for
+them too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from dataclasses import dataclass
+
+from rollcall.engine.protocol import LOCAL, Core, Made, Request, Stats
+from rollcall.types import Completion
+
+QUIET_S, QUIET_SHARE, GATHER_SHARE = 0.002, 0.05, 0.5
+FIRST_QUIET_S, FIRST_GATHER_S, BURST = 0.005, 0.2, 8
+
+
+@dataclass(slots=True, eq=False)
+class _Asked:
+    request: Request
+    done: asyncio.Future[Completion]
+
+
+class Ticker:
+    def __init__(self, core: Core, *, max_running: int) -> None:
+        """``max_running``: most completions that the core decodes at once."""
+        self.core = core
+        self._max_running = max_running
+        self._asked: dict[str, _Asked] = {}
+        self._num_turns = 0  # of what is asked for: requests with a session
+        self._sessions: set[str] = set()  # that go on
+        self._task: asyncio.Task[None] | None = None
+        self._news = asyncio.Event()  # a request came or went
+        self._idle = asyncio.Event()  # nothing is asked for
+        self._idle.set()
+        self._open = asyncio.Event()  # requests may come
+        self._open.set()
+        self._is_still = False
+        self._failure: Exception | None = None
+        self._busy_s, self._num_tokens, self._preemptions_seen = 0.0, 0, 0
+
+    @property
+    def version(self) -> int:
+        return self.core.version
+
+    async def generate(self, request: Request) -> Made:
+        while not self._open.is_set():
+            await self._open.wait()
+        if self._failure is not None:
+            raise self._failure
+        self.core.submit(request)
+        asked = self._asked[request.id] = _Asked(request, asyncio.get_running_loop().create_future())
+        self._num_turns += request.session is not None
+        self._idle.clear()
+        self._wake()
+        try:
+            return Made(completion=await asked.done, worker=LOCAL)
+        finally:
+            if request.id in self._asked:  # cancelled
+                self._forget(request.id)
+                self.core.abort(request.id)
+
+    async def pause(self, *, drain: bool) -> None:
+        self._open.clear()
+        while drain and not self._idle.is_set():
+            await self._idle.wait()
+        self._is_still = True
+        self.core.settle()
+
+    async def serve(self, version: int) -> None:
+        self.core.update_weights(version)
+        self._is_still = False
+        self._open.set()
+        if self._asked:
+            self._wake()
+
+    def begin_session(self, session: str) -> None:
+        self._sessions.add(session)
+
+    def end_session(self, session: str) -> None:
+        self._sessions.discard(session)
+        self.core.end_session(session)
+        self._news.set()  # nobody waits for its next turn
+
+    def take_stats(self) -> Stats:
+        num_preemptions = self.core.num_preemptions - self._preemptions_seen
+        stats = Stats(busy_s=self._busy_s, num_tokens=self._num_tokens, num_preemptions=num_preemptions)
+        self._busy_s, self._num_tokens, self._preemptions_seen = 0.0, 0, self.core.num_preemptions
+        return stats
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        self.core.close()
+
+    def _wake(self) -> None:
+        self._news.set()
+        if self._task is None or self._task.done():
+            self._task = asyncio.get_running_loop().create_task(self._tick())
+
+    async def _tick(self) -> None:
+        """Until nothing is asked for, or a pause."""
+        try:
+            if self._num_turns:
+                await self._gather(math.inf, quiet_s=FIRST_QUIET_S, most_s=FIRST_GATHER_S, burst=BURST)
+            while True:
+                await asyncio.sleep(0)  # who got an answer may ask at once
+                if self._is_still or not self._asked:
+                    return
+                num_turns, started = self._num_turns, time.perf_counter()
+                ended = self.core.step()
+                decoded_s = time.perf_counter() - started
+                self._busy_s += decoded_s
+                for request_id, completion in ended.items():
+                    self._num_tokens += len(completion.token_ids)
+                    asked = self._forget(request_id)
+                    if not asked.done.cancelled():
+                        asked.done.set_result(completion)
+                await self._gather(
+                    num_turns - self._num_turns,
+                    quiet_s=max(QUIET_S, QUIET_SHARE * decoded_s),
+                    most_s=GATHER_SHARE * decoded_s,
+                )
+        except Exception as error:  # noqa: BLE001 - all who wait get it, and who asks later
+            self._failure = error
+            for asked in [self._forget(request_id) for request_id in list(self._asked)]:
+                if not asked.done.cancelled():
+                    asked.done.set_exception(error)
+
+    def _forget(self, request_id: str) -> _Asked:
+        asked = self._asked.pop(request_id)
+        self._num_turns -= asked.request.session is not None
+        if not self._asked:
+            self._idle.set()
+        self._news.set()
+        return asked
+
+    async def _gather(self, count: float, *, quiet_s: float, most_s: float, burst: int = 1) -> None:
+        """Wait for this many more requests, as many as there are sessions, or as the core decodes at once; no longer once none has come for
+        ``quiet_s``, or up to ``burst`` times as long: the more have come, the more are on their way."""
+        wanted = min(len(self._asked) + count, self._max_running)
+        until = time.perf_counter() + most_s
+        while (num_there := len(self._asked)) < min(wanted, len(self._sessions) or math.inf):
+            pause_s, now = quiet_s * min(max(num_there, 1), burst), time.perf_counter()
+            if now >= until:
+                return
+            self._news.clear()
+            try:
+                async with asyncio.timeout(pause_s):  # wait_for (3.11) may forget that it is cancelled
+                    await self._news.wait()
+            except TimeoutError:
+                if time.perf_counter() - now < 2 * pause_s:  # else others were at work here, and it was not quiet
+                    return
