@@ -50,8 +50,8 @@ def main() -> None:
 def measure(arena: Any, mode: str, fault: str) -> dict[str, Any]:
     from chaos.faults import strike  # pyright: ignore[reportMissingImports]
 
-    from rollcall.inspect.audit import audit
     from rollcall.observe.events import read_phases
+    from rollcall.view.audit import audit
 
     with arena.run(mode) as run:
         run.wait_for("rollout", step=STEP)

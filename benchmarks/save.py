@@ -203,9 +203,9 @@ class Seat(Trained):
         """As ``Trained`` does it, with the time of each of its three parts."""
         assert self.learner is not None
         begun = time.perf_counter()
-        beside = self._beside.files(self.learner, self.tokenizer, stops=())
+        config_files = self._config_files.files(self.learner, self.tokenizer, stops=())
         probed = time.perf_counter()
-        files, facts = files_in_parts(self.learner, None, beside=beside)
+        files, facts = files_in_parts(self.learner, None, config_files=config_files)
         checked = time.perf_counter()
         self._parts.copy(files, facts=facts)
         self.spent.append((probed - begun, checked - probed, time.perf_counter() - checked))

@@ -32,10 +32,11 @@ _servers: list[socket.socket] = []  # none or one
 
 
 def start(command: list[str], **options: Any) -> Any:
-    return (Forked if os.getpid() == owner else subprocess.Popen)(command, **options)
+    is_forked = os.getpid() == owner and "rollcall.reward.worker:RewardWorker" in command
+    return (Forked if is_forked else subprocess.Popen)(command, **options)
 
 
-SUBPROCESS = SimpleNamespace(**{**vars(subprocess), "Popen": start})  # for the module that starts reward processes
+SUBPROCESS = SimpleNamespace(**{**vars(subprocess), "Popen": start})  # for the module that starts processes
 
 
 class Forked:
@@ -51,9 +52,8 @@ class Forked:
         cwd: str | None,
         **_: Any,
     ) -> None:
-        assert command[1:3] == ["-m", "rollcall.reward.worker"], command
         status, its_status = os.pipe()
-        message = json.dumps({"env": dict(env), "cwd": cwd or os.getcwd()}).encode()
+        message = json.dumps({"env": dict(env), "cwd": cwd or os.getcwd(), "target": command[3]}).encode()
         with _lock:
             socket.send_fds(_servers[0] if _servers else _start_server(), [message], [its_status, stdout, *pass_fds])
         os.close(its_status)
@@ -134,7 +134,7 @@ def _keep(request: dict[str, Any], status: int, output: int, *passed: int) -> No
 
 
 def _be_a_reward_process(request: dict[str, Any], status: int, output: int, *passed: int) -> NoReturn:
-    from rollcall.reward import worker
+    from rollcall.process import child
 
     code = 1
     try:
@@ -148,7 +148,7 @@ def _be_a_reward_process(request: dict[str, Any], status: int, output: int, *pas
             os.dup2(output, stream)
         os.close(output)
         sys.path[0] = request["cwd"]  # as `python -m` does
-        worker.main([str(descriptor) for descriptor in passed])
+        child.main([request["target"], *map(str, passed)])
         code = 0
     except BaseException:
         traceback.print_exc()

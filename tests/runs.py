@@ -86,7 +86,7 @@ def lean() -> Iterator[None]:
     with (
         mock.patch("rollcall.training.learning_curve", return_value=None),
         mock.patch("rollcall.roles.build.NUM_REWARD_WORKERS", 1),
-        mock.patch("rollcall.reward.pool.subprocess", quick_rewards.SUBPROCESS),
+        mock.patch("rollcall.process.here.subprocess", quick_rewards.SUBPROCESS),
     ):
         yield
 

@@ -13,7 +13,7 @@ from tiny import make_tokenizer
 from rollcall.checkpoint.parts import PartWriter
 from rollcall.checkpoint.saving import join_written
 from rollcall.checkpoint.store import CheckpointStore, Written
-from rollcall.checkpoint.training import Beside, files_in_parts, write_critic, write_learner
+from rollcall.checkpoint.training import ConfigFiles, files_in_parts, write_critic, write_learner
 from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Critic, Learner
 
@@ -38,8 +38,8 @@ def save(gang: Gang, directory: Path, *, learner: Learner | None = None, critic:
 
 
 def write_parts(directory: Path, *, learner: Learner | None, critic: Critic | None) -> Written:
-    beside = Beside().files(learner, make_tokenizer(), stops=()) if learner is not None else {}
-    files, facts = files_in_parts(learner, critic, beside=beside)
+    config_files = ConfigFiles().files(learner, make_tokenizer(), stops=()) if learner is not None else {}
+    files, facts = files_in_parts(learner, critic, config_files=config_files)
     writer = PartWriter()
     writer.copy(files, facts=facts)
     writer.start(directory)

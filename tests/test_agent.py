@@ -20,7 +20,7 @@ from rollcall.config.environments import AgentEnvironment
 from rollcall.environments.agent import AgentEnvironments
 from rollcall.environments.make import make_environments
 from rollcall.errors import ConfigError
-from rollcall.process import process_ids, read_row
+from rollcall.process_table import Process, living, session_of
 from rollcall.types import Completion, EndReason, Prompt
 
 TWO_TURNS = """
@@ -238,8 +238,7 @@ time.sleep(600)
     completion = played(tokenizer, f"{command}; true", episode_timeout_s=8)
     assert completion.episode and completion.episode.ended is EndReason.TIMEOUT and "8" in completion.episode.error
     sid = int((tmp_path / "sid").read_text())
-    rows = [row for pid in process_ids() if (row := read_row(pid)) is not None]
-    assert not [row for row in rows if row.session == sid and row.state != "Z"]
+    assert not [process for process in living() if session_of(process.pid) == sid]
 
 
 def test_a_program_that_leaves_a_daemon_behind_has_ended_and_the_daemon_ends_too(
@@ -260,8 +259,7 @@ print(json.dumps({{"reward": 1}}))
 """
     episode = played(tokenizer, programs.write(tmp_path, body)).episode
     assert episode and (episode.ended, episode.reward) == (EndReason.DONE, 1.0), episode
-    row = read_row(int((tmp_path / "pid").read_text()))
-    assert row is None or row.state == "Z"
+    assert Process.of(int((tmp_path / "pid").read_text())) is None
 
 
 def test_a_program_that_eats_memory_ends_its_own_episode(tmp_path: Path, tokenizer: Any) -> None:

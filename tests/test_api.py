@@ -21,10 +21,9 @@ from runs import groups, lean, letter_rows, make_run
 from transformers import AutoModelForCausalLM
 
 import rollcall
-from rollcall.api import read_config
+from rollcall.api import Run, read_config
 from rollcall.config import Config, dump_config
-from rollcall.inspect.run import Run
-from rollcall.observe.summary import write_samples
+from rollcall.observe.samples import write_samples
 from rollcall.stop import heeded
 
 
@@ -121,7 +120,7 @@ def test_settings_are_given_as_dotted_keys_or_maps_and_checked_as_on_the_command
         rollcall.train(tmp_path / "nowhere.yaml")
     with pytest.raises(rollcall.ConfigError, match="phase='all' does not exist; use both, rollout, update"):
         rollcall.train(file, phase="all")
-    with pytest.raises(rollcall.ConfigError, match="holds no run"):
+    with pytest.raises(rollcall.ConfigError, match="holds no file of a run"):
         (tmp_path / "empty").mkdir()
         rollcall.load_run(tmp_path / "empty")
 

@@ -584,7 +584,14 @@ def test_rows_that_changed_since_the_run_began_are_refused_before_its_first_chec
         CheckpointError, match="data.json is not as Rollcall writes it .* which rows the run began with"
     ):
         finish(config)
-    (config.run.dir / "data.json").unlink()  # as of an earlier version
+    code = json.loads((config.run.dir / "code.json").read_text())
+    (config.run.dir / "code.json").write_text(json.dumps(code | {"format": 1}))
+    with pytest.raises(
+        CheckpointError, match="code.json has the format 1: an earlier version .* began this run; finish"
+    ):
+        finish(config)
+    (config.run.dir / "code.json").write_text(json.dumps(code))
+    (config.run.dir / "data.json").unlink()
     with pytest.raises(CheckpointError, match="has no data.json: an earlier version .* began this run; finish it with"):
         finish(config)
 

@@ -31,7 +31,7 @@ from rollcall.errors import ClusterError
 from rollcall.nodes import bootstrap, foreground, ray_start
 from rollcall.nodes.bootstrap import start_node, stop_node
 from rollcall.nodes.head import HeadAnswer, HeadRefuses, ask_head, dashboard_url
-from rollcall.nodes.processes import MARK, find_processes, stop_processes
+from rollcall.nodes.processes import MARK, command_names, find_processes, stop_processes
 from rollcall.nodes.rank import LAUNCHERS, find_identity
 from rollcall.nodes.ray_start import NodeRequest, Start, choose_temp_dir, find_slots, own_temp_dir
 from rollcall.nodes.rendezvous import Head, Rendezvous
@@ -156,11 +156,11 @@ def test_the_token_is_in_no_log_and_no_process_list(head: Node, monkeypatch: pyt
     token = read_token("default").encode()
     holders = [path for path in head.state.rglob("*") if path.is_file() and token in path.read_bytes()]
     assert holders == [head.state / "default" / "token"]
-    entries = find_processes(state_dir("default"), recorded=record.processes)
-    assert len(entries) > 5
-    for entry in entries:
+    processes = find_processes(state_dir("default"), recorded=record.processes)
+    assert len(processes) > 5
+    for process in processes:
         for name in ("cmdline", "environ"):
-            assert token not in Path(f"/proc/{entry.process.pid}/{name}").read_bytes(), (entry.name, name)
+            assert token not in Path(f"/proc/{process.pid}/{name}").read_bytes(), (process, name)
 
 
 @pytest.mark.slow
@@ -427,7 +427,7 @@ def test_a_node_on_loopback_listens_nowhere_else_and_takes_drivers(
     try:
         assert started.returncode == 0, started.stderr
         record = head.record(monkeypatch, "inward")
-        pids = {entry.process.pid for entry in find_processes(state_dir("inward"))}
+        pids = {process.pid for process in find_processes(state_dir("inward"))}
         rows = subprocess.run(["ss", "-ltnpH"], capture_output=True, text=True).stdout.splitlines()
         bound = [row.split()[3] for row in rows if any(f"pid={pid}," in row for pid in pids)]
         assert (
@@ -498,10 +498,10 @@ def test_processes_are_found_by_their_mark_session_or_parent_and_only_those_are_
 def wait_for_processes(folder: Path, *, count: int, recorded: Process | None) -> list[int]:
     assert recorded is not None
     deadline = time.monotonic() + WAIT_S
-    while len(found := find_processes(folder, recorded=[recorded])) != count or "bash" in {e.name for e in found}:
+    while len(found := find_processes(folder, recorded=[recorded])) != count or "bash" in command_names(found):
         assert time.monotonic() < deadline, found
         time.sleep(0.05)
-    return [entry.process.pid for entry in found]
+    return [process.pid for process in found]
 
 
 def test_a_process_number_that_was_given_out_again_is_not_taken_for_the_old_process(tmp_path: Path) -> None:
@@ -584,7 +584,7 @@ def test_a_rendezvous_that_loses_what_is_written_to_it_is_not_waited_for_without
 
 def test_rays_own_helpers_are_no_run_that_a_node_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
     titles = ["/lib/raylet --node", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "ray::IDLE"]
-    found = [SimpleNamespace(process=SimpleNamespace(pid=pid)) for pid in range(5)]
+    found = [Process(pid=pid, started=0) for pid in range(5)]
     monkeypatch.setattr(foreground, "find_processes", lambda folder, *, recorded: found[: len(titles)])
     monkeypatch.setattr(foreground, "command_of", lambda pid: titles[pid])
     assert not foreground.has_run(make_record())

@@ -12,7 +12,7 @@ from transformers.utils import chat_template_utils
 
 from rollcall.model import chat_template
 from rollcall.model.chat_template import TemplateError, environment, render_chats
-from rollcall.process import environment_of
+from rollcall.process_table import environment_of
 
 CHAT: list[dict[str, Any]] = [
     {"role": "user", "content": "é {{ 1 }} \N{GRINNING FACE} <b>"},

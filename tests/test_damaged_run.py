@@ -21,10 +21,10 @@ from rollcall.durable.journal import Journal, inspect
 from rollcall.durable.lease import read_holder
 from rollcall.errors import CheckpointError, ConfigError, JournalError
 from rollcall.evaluation import plan_evaluation
-from rollcall.inspect.audit import audit
 from rollcall.loop.supply import Cursor
 from rollcall.observe.events import read_phases
 from rollcall.observe.sinks import read_rows
+from rollcall.view.audit import audit
 
 
 @pytest.fixture(scope="module")

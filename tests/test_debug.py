@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import json
 import os
@@ -33,9 +34,9 @@ from rollcall.groups.failures import RemoteFailureError
 from rollcall.groups.host import DEBUG_HOST, Host
 from rollcall.groups.pulse import STOP, Pulse, Reader, Seen
 from rollcall.groups.watch import FACTOR, LEAST_S, Watch
-from rollcall.net.frames import frame
+from rollcall.process.framing import json_frame
 from rollcall.redact import remember
-from rollcall.reward.pool import RewardPool, Task
+from rollcall.reward.pool import RewardPool
 from rollcall.reward.worker import Item, RewardResult
 from rollcall.stop import Stop, Stopped
 from rollcall.wait import Wait
@@ -348,18 +349,20 @@ async def waits(completion, answer):
 def rewards(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (run_dir / "stopping_rewards.py").write_text(REWARDS)
     monkeypatch.chdir(run_dir)
-    monkeypatch.setattr("rollcall.reward.pool.subprocess", quick_rewards.SUBPROCESS)
+    monkeypatch.setattr("rollcall.process.here.subprocess", quick_rewards.SUBPROCESS)
     return run_dir
 
 
 def score(name: str, completions: Sequence[str | list[str]], *, timeout_s: float, **spec: Any) -> list[RewardResult]:
     fields = {"type": "function", "path": f"stopping_rewards:{name}", **spec}
-    found: list[RewardResult] = []
+
+    async def all_of(pool: RewardPool) -> list[RewardResult]:
+        items = [Item(0, "", text, "", {}) for text in completions]
+        found = await asyncio.gather(*(pool.score(item, timeout_s=timeout_s) for item in items))
+        return [result for results in found for result in results]
+
     with RewardPool({0: fields}, num_workers=1) as pool:
-        pool.submit([Task(item=Item(0, "", text, "", {}), timeout_s=timeout_s) for text in completions])
-        while len(found) < len(completions):
-            found += [result for _, results in pool.poll(0.05) for result in results]
-    return found
+        return asyncio.run(all_of(pool))
 
 
 def test_a_reward_that_stops_is_not_late_and_may_have_no_network(
@@ -410,9 +413,13 @@ def test_a_breakpoint_thatnobody_could_find_is_passed_over(
 
 def test_a_pool_that_closes_ends_a_reward_that_stopped(rewards: Path) -> None:
     fields = {"type": "function", "path": "stopping_rewards:stops"}
+
+    async def until_it_stops(pool: RewardPool) -> None:
+        pool.score(Item(0, "", "stop", "", {}), timeout_s=5.0)
+        await asyncio.to_thread(wait_for, lambda: read_board(rewards))
+
     with RewardPool({0: fields}, num_workers=1) as pool:
-        pool.submit([Task(item=Item(0, "", "stop", "", {}), timeout_s=5.0)])
-        wait_for(lambda: pool.poll(0.01) or read_board(rewards))
+        asyncio.run(until_it_stops(pool))
     wait_for(lambda: not read_board(rewards))
 
 
@@ -422,10 +429,10 @@ FORGED = """
 import json, os, struct, sys, time
 
 def _say(line, message):
-    os.write(line, struct.pack("<I", len(message)) + message)
+    os.write(line, struct.pack("<Q", len(message)) + message)
 
 def forges(completion, answer):
-    line = next(fd for fd in map(int, os.listdir("/proc/self/fd")) if _is_socket(fd))
+    line = max(fd for fd in map(int, os.listdir("/proc/self/fd")) if _is_socket(fd))  # behind that of its calls
     if completion:
         _say(line, json.dumps({"stopped": {"file": [[]], "line": "one"}}).encode())
         time.sleep(0.3)
@@ -460,7 +467,8 @@ def test_a_reward_that_lies_to_the_debugger_costs_its_own_score_only(
 
 
 @pytest.mark.parametrize(
-    "said", [b"x", b"[" * 9, frame({"text": "no prompt"}), frame({"goes": True}), frame({"prompt": 1})[:-1]]
+    "said",
+    [b"x", b"[" * 9, json_frame({"text": "no prompt"}), json_frame({"goes": True}), json_frame({"prompt": 1})[:-1]],
 )
 def test_a_terminal_does_not_wait_for_a_reward_that_opens_no_prompt(
     monkeypatch: pytest.MonkeyPatch, said: bytes
@@ -480,7 +488,7 @@ def test_a_signal_that_stops_the_run_ends_a_rewards_prompt() -> None:
 
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        theirs.sendall(frame({"prompt": "(Pdb) "}))
+        theirs.sendall(json_frame({"prompt": "(Pdb) "}))
         with pytest.raises(Stopped):
             converse(ours, ask=told_to_stop, again=True)
 
@@ -492,9 +500,10 @@ import sys
 from pathlib import Path
 from rollcall.debug import here
 from rollcall.debug.stopped import lend_terminal
-from rollcall.reward.pool import RewardPool, Task
+from rollcall.reward.pool import RewardPool
 from rollcall.reward.worker import Item
 from contextlib import contextmanager
+import asyncio
 
 @contextmanager
 def panel():
@@ -505,11 +514,10 @@ def panel():
 here.serve()
 lend_terminal(panel)
 fields = {"type": "function", "path": "stopping_rewards:stops"}
+async def score():
+    return await pool.score(Item(0, "", "stop", "", {}), timeout_s=5.0)
 with RewardPool({0: fields}, num_workers=1) as pool:
-    pool.submit([Task(item=Item(0, "", "stop", "", {}), timeout_s=5.0)])
-    while not (done := pool.poll(0.05)):
-        pass
-print("scored", done[0][1][0].value)
+    print("scored", asyncio.run(score())[0].value)
 
 def work():
     here_too = 6 * 7

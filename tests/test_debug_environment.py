@@ -16,12 +16,12 @@ from rollcall.config.environments import ClassEnvironment, StepEnvironment
 from rollcall.debug import here, porter
 from rollcall.debug.attach import End
 from rollcall.debug.board import BOARD, Board, Waiting, read_board
-from rollcall.debug.pause import paused
 from rollcall.environments import episode
 from rollcall.environments.episode import TooLong, one_ends_within, within
 from rollcall.environments.make import make_environments
 from rollcall.environments.processes import ProcessEnvironments
 from rollcall.environments.protocol import Environment, EnvironmentFailed
+from rollcall.process.pause import paused
 
 __all__ = ["run_dir"]  # a fixture
 
@@ -92,7 +92,7 @@ class Game:
             return None
         message = json.dumps({"stopped": {"file": [[]], "line": "one"}}).encode()
         line = sys.breakpointhook.__self__._fd
-        os.write(line, struct.pack("<I", len(message)) + message)
+        os.write(line, struct.pack("<Q", len(message)) + message)
         time.sleep(600)
 """
 

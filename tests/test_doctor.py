@@ -6,7 +6,6 @@ import importlib.metadata
 import json
 import socket
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,20 @@ from rollcall.cli.main import app
 from rollcall.config import load_config, parse_config
 from rollcall.doctor import checks
 from rollcall.doctor import probe as doctor_facts
-from rollcall.doctor.checks import GIB, Disk, Finding, Gpu, NodeFacts, SharedFolder
-from rollcall.doctor.examine import Diagnosis, checkpoint_bytes, judge_plan, judge_slots, partners
-from rollcall.doctor.machine import examine_machine, judge_memory, judge_torch
-from rollcall.doctor.ports import firewall_rule, judge_exposure
+from rollcall.doctor.checks import (
+    GIB,
+    Disk,
+    Finding,
+    Gpu,
+    NodeFacts,
+    SharedFolder,
+    firewall_rule,
+    judge_fit,
+    judge_plan,
+    judge_slots,
+    judge_torch,
+)
+from rollcall.doctor.examine import Diagnosis, checkpoint_bytes, examine_machine, partners
 from rollcall.doctor.probe import Probe
 from rollcall.doctor.show import show
 from rollcall.nodes.check import Roster
@@ -31,7 +40,7 @@ from rollcall.nodes.head import NodeInfo
 from rollcall.nodes.ours import OurCluster
 from rollcall.nodes.plain_ray import PlainRay
 
-VERSIONS = {"rollcall-rl": "0.1.0", "torch": "2.13.0", "transformers": "5.19.0", "ray": "2.60.0", "numpy": "2.4.6"}
+VERSIONS = {"rollcall-rl": "0.1.0", "torch": "2.13.0", "transformers": "5.19.0", "ray": "2.60.0"}
 
 
 def make_node(rank: int, **changes: Any) -> NodeFacts:
@@ -39,17 +48,15 @@ def make_node(rank: int, **changes: Any) -> NodeFacts:
     healthy = NodeFacts(
         rank=rank, host=f"node{rank}", address=f"10.0.0.{rank + 1}", slots=8, accelerator="cpu", is_head=rank == 0,
         python="3.11.7", executable="/env/bin/python", packages=VERSIONS, torch_cuda=None, torch_hip=None, driver=None,
-        rocm=None, disks=(Disk(purpose="Ray's temporary folder", path="/tmp/ray", free=100 * GIB, total=200 * GIB),),
-        memory_total=64 * GIB, memory_available=60 * GIB, open_files=65536, shm_total=32 * GIB, gpus=(), interface="eth0",
-        link_mbit=10000, missing_paths=(), errors=(),
+        disks=(Disk(purpose="Ray's temporary folder", path="/tmp/ray", free=100 * GIB, total=200 * GIB),),
+        memory_total=64 * GIB, memory_available=60 * GIB, shm_total=32 * GIB, gpus=(), gpu_error=None, interface="eth0",
+        missing_paths=(),
     )  # fmt: skip
     return replace(healthy, **changes)
 
 
 def make_gpu(index: int = 0, **changes: Any) -> Gpu:
-    card = Gpu(
-        index=index, name="H200", memory_total=140 * GIB, memory_used=0, ecc_uncorrected=0, temperature=40, slowed_by=()
-    )
+    card = Gpu(index=index, name="H200", memory_total=140 * GIB, memory_used=0, ecc_errors=0)
     return replace(card, **changes)
 
 
@@ -84,39 +91,29 @@ def test_healthy_nodes_have_no_findings() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "severity", "what", "fix"),
+    ("changes", "what", "fix"),
     [
-        ({"packages": {**VERSIONS, "transformers": "4.9"}}, "breaks", "transformers 4.9, the others have 5.19.0",
+        ({"packages": {**VERSIONS, "transformers": "4.9"}}, "transformers 4.9, the others have 5.19.0",
          "/env/bin/python -m pip install 'transformers==5.19.0'"),
-        ({"packages": {**VERSIONS, "torch": None}}, "breaks", "torch is not installed", "'torch==2.13.0'"),
-        ({"packages": {**VERSIONS, "numpy": "1.26"}}, "warns", "numpy 1.26, the others have 2.4.6", "'numpy==2.4.6'"),
-        ({"python": "3.12.1"}, "breaks", "Python 3.12.1, the others have 3.11.7", "3.11.7"),
-        ({"python": "3.11.9"}, "warns", "Python 3.11.9, the others have 3.11.7", "3.11.7"),
-        ({"torch_cuda": "13.0"}, "breaks", "torch is built for CUDA 13.0, elsewhere for the CPU", "pip install"),
-        ({"link_mbit": 1000}, "warns", "interface eth0 runs at 1000 Mbit/s, the others' at 10000", "--interface"),
-        ({"disks": (Disk(purpose="run.dir", path="/x", free=GIB // 2, total=GIB),)}, "breaks", "0.5 GiB free", "du -xh"),
-        ({"disks": (Disk(purpose="temp", path="/x", free=4 * GIB, total=100 * GIB),)}, "warns", "96% of it is used",
-         "--temp-dir"),
-        ({"memory_available": 2 * GIB}, "breaks", "only 2.0 of 64.0 GiB of memory are available", "ps aux"),
-        ({"open_files": 1024}, "warns", "ulimit -n is 1024", "ulimit -n 65536"),
-        ({"shm_total": 64 << 20}, "warns", "/dev/shm holds 64 MiB", "--shm-size"),
-        ({"missing_paths": ("/models/x",)}, "breaks", "/models/x does not exist here", "rsync -a /models/x/ node2"),
-        ({"errors": ("nvidia-smi fails: no devices",)}, "breaks", "nvidia-smi fails", "dmesg"),
+        ({"packages": {**VERSIONS, "torch": None}}, "torch is not installed", "'torch==2.13.0'"),
+        ({"python": "3.12.1"}, "Python 3.12.1, the others have 3.11", "/env/bin/python again with Python 3.11"),
+        ({"torch_cuda": "13.0"}, "torch is built for CUDA 13.0, elsewhere for the CPU", "reinstall it"),
+        ({"disks": (Disk(purpose="run.dir", path="/x", free=GIB // 2, total=GIB),)}, "0.5 GiB free", "free some"),
+        ({"memory_available": 2 * GIB}, "only 2.0 of 64.0 GiB of memory are available", "ps aux"),
+        ({"missing_paths": ("/models/x",)}, "/models/x does not exist here", "rsync -a /models/x/ node2"),
+        ({"gpu_error": "nvidia-smi fails: no devices"}, "nvidia-smi fails", "dmesg"),
     ],
 )  # fmt: skip
-def test_the_odd_node_out_is_named_with_a_command_that_mends_it(
-    changes: dict[str, Any], severity: str, what: str, fix: str
-) -> None:
+def test_the_odd_node_out_is_named_with_a_command_that_mends_it(changes: dict[str, Any], what: str, fix: str) -> None:
     (finding,) = judged(make_node(2, **changes))
-    assert (finding.node, finding.host, finding.severity) == (2, "node2", severity)
-    assert what in finding.what and fix in finding.fix and finding.why
+    assert (finding.node, finding.host, finding.severity) == (2, "node2", "breaks")
+    assert what in finding.what and fix in finding.what.partition(";")[2]
 
 
 @pytest.mark.parametrize(
     ("card", "severity", "what"),
     [
-        ({"ecc_uncorrected": 3}, "breaks", "GPU 1 (H200) has 3 uncorrected memory errors"),
-        ({"slowed_by": ("hardware thermal",), "temperature": 92}, "warns", "slowed down by hardware thermal at 92 C"),
+        ({"ecc_errors": 3}, "breaks", "GPU 1 (H200) has 3 uncorrected memory errors"),
         ({"memory_used": 20 * GIB}, "warns", "GPU 1 (H200) has 20.0 GiB in use"),
     ],
 )
@@ -126,15 +123,16 @@ def test_a_sick_card_is_named(card: dict[str, Any], severity: str, what: str) ->
     assert finding.severity == severity and what in finding.what
 
 
+def test_a_container_without_shared_memory_breaks_a_run_on_cards() -> None:
+    small = make_node(0, shm_total=64 << 20)
+    assert not list(checks.judge_memory(small))
+    (finding,) = checks.judge_memory(replace(small, gpus=(make_gpu(),)))
+    assert "/dev/shm holds 64 MiB" in finding.what and "--shm-size" in finding.what
+
+
 def test_fewer_cards_than_slots_break_the_run() -> None:
     (finding,) = checks.judge_gpus(make_node(1, accelerator="gpu", slots=8, gpus=(make_gpu(),), driver="580"))
     assert finding.severity == "breaks" and "8 slots are offered, nvidia-smi lists 1 cards" in finding.what
-
-
-def test_an_unlike_driver_is_a_warning_on_the_node_that_has_it() -> None:
-    nodes = [make_node(rank, gpus=(make_gpu(),), driver="570" if rank == 3 else "580") for rank in range(4)]
-    (finding,) = checks.judge_gpu_software(nodes)
-    assert (finding.node, finding.severity, finding.what) == (3, "warns", "driver 570, the others have 580")
 
 
 def test_in_a_tie_the_head_is_right() -> None:
@@ -163,31 +161,29 @@ def test_the_size_of_a_checkpoint_is_counted_from_the_model() -> None:
 def test_a_clock_is_wrong_only_beyond_the_doubt_of_the_measurement() -> None:
     nodes = [make_node(0), make_node(1), make_node(2)]
     (finding,) = checks.judge_clocks(nodes, skews={0: (0.0, 0.01), 1: (-75.0, 0.1), 2: (3.0, 2.5)})
-    assert (finding.node, finding.what) == (1, "its clock is 75.0 s behind")
+    assert (finding.node, finding.what) == (1, "its clock is 75.0 s behind; run `sudo timedatectl set-ntp true`")
 
 
 def test_a_closed_port_names_both_ends() -> None:
     (finding,) = checks.judge_reach([make_node(0), make_node(1)], failed={0: [(1, 10001, "timed out")], 1: []})
     assert finding.node == 0 and "cannot connect to rank 1 (10.0.0.2) at port 10001: timed out" in finding.what
-    assert finding.fix.startswith("on node1: sudo ufw allow")
+    assert "on node1 run `sudo ufw allow proto tcp from 10.0.0.1" in finding.what
 
 
 def test_what_is_wrong_with_a_shared_folder_is_told_apart() -> None:
     nodes = [make_node(rank) for rank in range(4)]
     shared = SharedFolder(
-        path="/shared", unwritable={1: "Read-only file system (EROFS)"}, unseen={2: {0: "No such file"}},
-        torn={3: "it was not there"}, seen_after_s=30.0, num_renames=9,
+        path="/shared", unwritable={1: "Read-only file system (EROFS)"}, unseen={2: {0: "No such file"}}, seen_after_s=0.0,
     )  # fmt: skip
     found = {finding.node: finding for finding in checks.judge_shared(nodes, shared)}
-    assert "cannot write to the shared folder /shared: Read-only" in found[1].what and "remount,rw" in found[1].fix
+    assert "cannot write to the shared folder /shared: Read-only" in found[1].what and "findmnt" in found[1].what
     assert "does not see in /shared what rank 0 wrote there" in found[2].what
-    assert "saw a rename in /shared half done" in found[3].what
-    assert found[None].severity == "warns" and "only after 30.0 s" in found[None].what
+    assert found.keys() == {1, 2}
 
 
 def test_a_folder_that_is_not_shared_is_not_shown_as_seen_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
     nodes = (make_node(0), make_node(1))
-    shared = SharedFolder(path="/tmp", unwritable={}, unseen={}, torn={}, seen_after_s=0.1, num_renames=9)
+    shared = SharedFolder(path="/tmp", unwritable={}, unseen={}, seen_after_s=0.1)
     report = Diagnosis(
         cluster="default", nodes=nodes, findings=(), skews={}, shared=shared, backend=None, bytes_per_s=None
     )
@@ -214,13 +210,10 @@ def test_the_report_says_how_rewards_are_confined_here(
     assert said in capsys.readouterr().out and report.as_json()["rewards"]["files"] == files
 
 
-def test_an_all_reduce_that_fails_breaks_and_a_slow_one_warns() -> None:
-    nodes = [make_node(0), make_node(1)]
-    (finding,) = checks.judge_bandwidth(nodes, backend="gloo", bytes_per_s=None, errors={1: "timed out"})
-    assert (finding.node, finding.severity) == (1, "breaks") and "interface eth0: timed out" in finding.what
-    (finding,) = checks.judge_bandwidth(nodes, backend="gloo", bytes_per_s=1e6, errors={})
-    assert finding.severity == "warns"
-    assert not list(checks.judge_bandwidth(nodes, backend="gloo", bytes_per_s=1e9, errors={}))
+def test_a_slow_all_reduce_is_a_warning() -> None:
+    (finding,) = checks.judge_bandwidth(backend="gloo", bytes_per_s=1e6)
+    assert finding.severity == "warns" and "0.00 GB/s over gloo" in finding.what
+    assert not list(checks.judge_bandwidth(backend="gloo", bytes_per_s=1e9))
 
 
 def test_the_run_files_slots_are_held_against_the_nodes() -> None:
@@ -228,7 +221,7 @@ def test_the_run_files_slots_are_held_against_the_nodes() -> None:
     ours, plain = OurCluster("default"), PlainRay("10.0.0.1:6379")
     found = list(judge_slots(config, make_roster(8, 2), plain))
     assert [(finding.node, finding.severity) for finding in found] == [(1, "breaks"), (None, "breaks")]
-    assert "offers 2 slots, the run file has 4 for node 1" in found[0].what and "--num-gpus 4" in found[0].fix
+    assert "offers 2 slots, the run file has 4 for node 1" in found[0].what and "--num-gpus 4" in found[0].what
     assert "asks for 3 nodes, the cluster has 2" in found[1].what
     for slots in (8, 4):
         fewer = parse_config({"cluster": {"num_nodes": 2, "num_gpus_per_node": slots}})
@@ -270,11 +263,10 @@ def test_torchs_build_is_read_without_importing_it(tmp_path: Path, monkeypatch: 
 
 
 def test_a_row_of_nvidia_smi_is_read() -> None:
-    row = ["3", "NVIDIA H200", "580.1", "143771", "512", "0", "41"]
-    gpu = doctor_facts.parse_gpu(row, "0x0000000000000028")
-    assert gpu["slowed_by"] == ["hardware slowdown", "software thermal"]
-    assert (gpu["index"], gpu["memory_used"], gpu["ecc_uncorrected"]) == (3, 512 << 20, 0)
-    assert doctor_facts.parse_gpu([*row[:5], "[N/A]", "[N/A]"], "[N/A]")["ecc_uncorrected"] is None
+    row = ["3", "NVIDIA H200", "580.1", "143771", "512", "2"]
+    gpu = doctor_facts.parse_gpu(row)
+    assert (gpu["index"], gpu["memory_used"], gpu["ecc_errors"]) == (3, 512 << 20, 2)
+    assert doctor_facts.parse_gpu([*row[:5], "[N/A]"])["ecc_errors"] == 0
 
 
 def fake_smi(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,14 +277,9 @@ def fake_smi(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_cards_and_driver_come_from_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = """case "$1" in
-      *clocks_event*) exit 2;;
-      *clocks_throttle*) echo "0, 0x0000000000000040";;
-      *) echo "0, NVIDIA H200, 580.1, 143771, 0, 0, 41";;
-    esac"""
-    fake_smi(tmp_path, script, monkeypatch)
+    fake_smi(tmp_path, 'echo "0, NVIDIA H200, 580.1, 143771, 0, 0"', monkeypatch)
     (gpu,), driver, complaint = doctor_facts.read_gpus()
-    assert (driver, complaint) == ("580.1", None) and gpu["slowed_by"] == ["hardware thermal"]
+    assert (driver, complaint) == ("580.1", None) and gpu["memory_total"] == 143771 << 20
 
 
 def test_an_nvidia_smi_that_fails_is_a_complaint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,34 +302,19 @@ def test_probes_reach_each_other_and_say_what_they_cannot_reach() -> None:
 
 def test_a_file_is_written_seen_and_removed(tmp_path: Path) -> None:
     probe = Probe()
-    assert probe.write(str(tmp_path), "a", "text") is None
-    assert probe.see(str(tmp_path), {"a": "text"}, 1.0)["missing"] == {}
-    missing = probe.see(str(tmp_path), {"a": "other", "b": "text"}, 0.05)["missing"]
+    assert probe.write(str(tmp_path), "a") is None
+    assert probe.see(str(tmp_path), ["a"], 1.0)["missing"] == {}
+    (tmp_path / "a").write_text("other")
+    missing = probe.see(str(tmp_path), ["a", "b"], 0.05)["missing"]
     assert missing == {"a": "it has another text", "b": "No such file or directory (ENOENT)"}
-    probe.remove(str(tmp_path), ["a", "b"])
+    probe.remove(str(tmp_path), "a")
+    probe.remove(str(tmp_path), "b")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_written_says_why(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert Probe().write(str(tmp_path / "file"), "a", "text") == "Not a directory (ENOTDIR)"
-
-
-def test_renames_on_this_machine_are_whole(tmp_path: Path) -> None:
-    probe = Probe()
-    probe.write(str(tmp_path), "a", "0" * doctor_facts.BODY * doctor_facts.COUNT)
-    writer = threading.Thread(target=probe.replace_often, args=(str(tmp_path), "a", 0.4))
-    writer.start()
-    answer = Probe().watch(str(tmp_path), "a", 0.3)
-    writer.join()
-    assert answer["torn"] is None and answer["reads"] > 1
-
-
-@pytest.mark.parametrize(("text", "what"), [("12345", "half of it was there (5 bytes)"), (None, "it was not there")])
-def test_a_rename_that_is_not_whole_is_seen(tmp_path: Path, text: str | None, what: str) -> None:
-    if text is not None:
-        (tmp_path / "a").write_text(text)
-    assert what in Probe().watch(str(tmp_path), "a", 0.02)["torn"]
+    assert Probe().write(str(tmp_path / "file"), "a") == "Not a directory (ENOTDIR)"
 
 
 # On four hosts
@@ -396,10 +368,10 @@ def test_a_wrong_version_and_an_unwritable_folder_are_found_on_the_node_that_has
     breaking = [finding for finding in found["findings"] if finding["severity"] == "breaks"]
     assert [finding["host"] for finding in breaking] == ["node2", "node2"], breaking
     version = importlib.metadata.version("transformers")
-    assert breaking[0]["what"] == f"transformers 4.0.0, the others have {version}"
-    assert breaking[0]["fix"].endswith(f"-m pip install 'transformers=={version}'")
-    assert breaking[1]["what"] == f"cannot write to the shared folder {runs}: Read-only file system (EROFS)"
-    assert found["shared"]["num_renames"] > 0 and not found["shared"]["unseen"]
+    assert breaking[0]["what"].startswith(f"transformers 4.0.0, the others have {version}; run `")
+    assert f"-m pip install 'transformers=={version}'" in breaking[0]["what"]
+    assert f"cannot write to the shared folder {runs}: Read-only file system (EROFS)" in breaking[1]["what"]
+    assert not found["shared"]["unseen"]
 
 
 def test_the_firewall_rule_lets_in_the_nodes_alone() -> None:
@@ -408,21 +380,6 @@ def test_the_firewall_rule_lets_in_the_nodes_alone() -> None:
     assert 'iif != "lo" ip saddr != { 10.0.0.1, 10.0.0.2 } tcp dport 10000-65535 ct state new drop' in rule
     assert "meta nfproto ipv6 tcp dport" in rule, "a cluster on IPv4 takes nothing from IPv6"
     assert "tcp dport { 6380, 10000-65535 }" in firewall_rule(nodes, head_port=6380)
-
-
-def test_ray_that_answers_beside_the_clusters_network_is_a_warning_unless_it_speaks_tls() -> None:
-    nodes = [make_node(rank, address=f"10.0.0.{rank + 1}") for rank in range(2)]
-    open_at = {1: ["192.0.2.7"]}
-    (finding,) = judge_exposure(nodes, tls=False, open_at=open_at, head_port=6380)
-    assert finding.severity == "warns" and "192.0.2.7 (rank 1" in finding.what
-    assert "--tls" in finding.fix and "nft '" in finding.fix
-    assert not list(judge_exposure(nodes, tls=True, open_at=open_at, head_port=6380))
-    assert not list(judge_exposure(nodes, tls=False, open_at={}, head_port=6380))
-
-
-def test_a_probe_finds_the_other_addresses_at_which_a_port_is_open() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        assert Probe().open_beside("127.0.0.1", server.getsockname()[1], 1.0) == []
 
 
 # Without a cluster
@@ -462,6 +419,6 @@ def test_the_demo_is_examined_with_overrides_and_a_place_that_keeps_no_files_is_
 def test_a_torch_without_cuda_and_a_model_larger_than_memory_break_a_run_on_this_machine() -> None:
     (blind,) = judge_torch(make_node(0, gpus=(make_gpu(),)))
     assert "is a build for CPUs" in blind.what
-    assert not list(judge_torch(make_node(0))) and not list(judge_memory(make_node(0), 40 * GIB))
-    (large,) = judge_memory(make_node(0), 48 * GIB)
+    assert not list(judge_torch(make_node(0))) and not list(judge_fit(make_node(0), 40 * GIB))
+    (large,) = judge_fit(make_node(0), 48 * GIB)
     assert "take 64.0 GiB, and 60.0 GiB of memory are available" in large.what

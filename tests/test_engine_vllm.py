@@ -42,6 +42,7 @@ from runs import column, finish, groups, make_run
 from tiny import make_model, random_prompts, save_model
 from typer.testing import CliRunner
 
+import rollcall
 from rollcall.cli.main import app
 from rollcall.config import VllmSection, dump_config
 from rollcall.engine.protocol import Refused
@@ -289,31 +290,40 @@ def test_a_failure_in_vllm_is_told_with_its_log_and_the_process_goes_on(engine: 
     assert off_by(model, requests, run(engine, requests)) < TOLERANCE
 
 
-@pytest.mark.vllm
-def test_a_process_that_ends_or_stands_still_is_told_with_its_log(python: str) -> None:
+def test_a_process_that_ends_or_stands_still_is_told_with_its_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    python = sys.executable  # it does not get as far as vLLM
+    monkeypatch.setattr("rollcall.engine.vllm.child.START_S", 0.1)
     stuck = Child(python, num_threads=1)
-    os.kill(stuck.process.pid, signal.SIGSTOP)
-    with pytest.raises(VllmError, match="the vLLM process has not answered `start` within"):
-        stuck.receive(deadline_s=0.0)
-    assert stuck.process.returncode == -signal.SIGKILL, "nothing is left behind"
+    os.kill(stuck.pid, signal.SIGSTOP)
+    with pytest.raises(VllmError, match="the vLLM process has not answered version within 0.1 s; the end of its log"):
+        stuck.wait_until_ready()
+    assert not _is_alive(stuck.pid), "nothing is left behind"
     stuck.close()
+    monkeypatch.undo()
     ended = Child(python, num_threads=1)
-    os.kill(ended.process.pid, signal.SIGKILL)
-    with pytest.raises(VllmError, match="the vLLM process ended with status -9; the end of its log"):
+    os.kill(ended.pid, signal.SIGKILL)
+    with pytest.raises(VllmError, match=r"the vLLM process died \(SIGKILL.*\); the end of its log"):
         ended.wait_until_ready()
     ended.close()
 
 
-@pytest.mark.vllm
-def test_the_process_ends_when_its_starter_is_killed(python: str) -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel has no lifeline")
+def test_the_process_ends_when_its_starter_is_killed() -> None:
     code = (
         "import os, signal, sys\n"
         "from rollcall.engine.vllm.child import Child\n"
-        f"child = Child({python!r}, num_threads=1)\n"
-        "print(child.process.pid, flush=True)\n"
+        "child = Child(sys.executable, num_threads=1)\n"
+        "assert child.wait_until_ready() == 'stand-in'\n"
+        "print(child.pid, flush=True)\n"
         "sys.stdin.read()\n"
     )
-    starter = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    starter = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(STAND_IN), str(Path(rollcall.__file__).parents[1])])},
+    )
     assert starter.stdout is not None
     pid = int(starter.stdout.readline())
     assert Path(f"/proc/{pid}").exists()

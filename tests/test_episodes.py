@@ -33,7 +33,6 @@ from rollcall.environments.episode import Player, TooLong, turn_seed, within
 from rollcall.environments.processes import kind_of
 from rollcall.environments.protocol import EnvironmentFailed, Message
 from rollcall.errors import ConfigError
-from rollcall.inspect.audit import audit
 from rollcall.loop.attempts import RunError
 from rollcall.loop.rewards import Rewards
 from rollcall.loop.rollout import Rollouts
@@ -41,6 +40,7 @@ from rollcall.model.decoder import fuse_parameters
 from rollcall.observe.transcript import transcript
 from rollcall.roles.build import build_environments
 from rollcall.types import Completion, EndReason, FinishReason, Prompt
+from rollcall.view.audit import audit
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=40, stop_token_ids=(0,), stop_strings=())
 

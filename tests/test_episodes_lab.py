@@ -20,9 +20,9 @@ from lab.lab import CHECKOUT, Host, Lab, needs_lab
 from tiny import save_model
 
 from rollcall.durable.journal import Journal
-from rollcall.inspect.audit import audit
 from rollcall.observe.live import ProcessState, read_live
 from rollcall.types import Completion
+from rollcall.view.audit import audit
 
 pytestmark = [needs_lab, pytest.mark.slow]
 RUN_S = 400.0

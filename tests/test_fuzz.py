@@ -31,12 +31,12 @@ from rollcall.evaluation import plan_evaluation
 from rollcall.model import chat_template
 from rollcall.model.load import load_causal_lm, load_tokenizer
 from rollcall.observe.sinks import read_rows
-from rollcall.observe.summary import build_summary
 from rollcall.training import train
+from rollcall.view.address import OPEN, Keys
 from rollcall.view.api import ADDRESSES
-from rollcall.view.keys import OPEN, Keys
-from rollcall.view.places import ShownRuns
+from rollcall.view.reader import RunReader
 from rollcall.view.server import make_app
+from rollcall.view.shown_runs import ShownRuns
 
 Case = Callable[[Random, Path], Iterator[Failure | None]]  # what went wrong, of each thing that was tried
 
@@ -133,7 +133,7 @@ def _look(run: Path) -> None:
     plan_evaluation(run, overrides=["data.val=x.jsonl"], data=None, samples=None, temperature=None, max_prompts=None)
     CheckpointStore(run / "checkpoints", keep_last=2, keep_best=1).latest()
     read_rows(run / "metrics.jsonl")
-    build_summary(run / "metrics.jsonl", seconds=1.0, resume_step=1)
+    RunReader(run).summary()
     with Journal(run / "journal") as journal:
         for step in journal.steps():
             journal.read(step)

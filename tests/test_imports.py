@@ -48,7 +48,7 @@ BREACHES = {
         "data/load.py", "from rollcall.data import make", ".make -> .load"
     ),
     "Only on_ray imports ray": ("groups/backend.py", "def later(): import ray.util", "rollcall.groups.backend -> ray"),
-    "A plan and a run file need neither torch nor ray": (
+    "Plans, run files and processes need neither torch nor ray": (
         "words.py", "def later(): import torch", "rollcall.words -> torch"
     ),
     "The loop knows roles only through its protocols": (

@@ -13,10 +13,10 @@ import pytest
 from runs import column, make_run
 
 from rollcall.config import Config, dump_config
-from rollcall.inspect.audit import audit
 from rollcall.jobs.submit import ENTRYPOINT
 from rollcall.redact import REDACTED
 from rollcall.stop import STOPPED
+from rollcall.view.audit import audit
 from rollcall.worker_env.declared import SEALED
 from rollcall.worker_env.seal import seal
 

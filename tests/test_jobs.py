@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import io
 import json
+import logging
 import os
 import signal
 import socket
@@ -33,17 +34,17 @@ from rollcall.cli.main import app
 from rollcall.config import Config, parse_config
 from rollcall.durable.lease import hold
 from rollcall.errors import ClusterError
-from rollcall.jobs import channel as job_channel
 from rollcall.jobs import package as package_module
 from rollcall.jobs import submit as module
-from rollcall.jobs.channel import HttpChannel, Question, RelayChannel, Reply, Unreachable
 from rollcall.jobs.package import build_package
 from rollcall.jobs.paths import Shared, mount_of, resolve_paths
 from rollcall.jobs.submit import Jobs, reach, refuse_busy
 from rollcall.model.files import MODEL_DIR
 from rollcall.nodes.rendezvous import Head, Rendezvous
 from rollcall.nodes.state import STATE_DIR, NodeRecord, write_record, write_token
+from rollcall.on_ray import job_client
 from rollcall.on_ray.each_node import NoAnswerError
+from rollcall.on_ray.job_client import HttpClient, RelayClient, Unreachable
 from rollcall.wait import speaking
 from rollcall.worker_env.node_shell import TOKEN
 from rollcall.worker_env.seal import seal
@@ -75,7 +76,7 @@ def write(folder: Path, files: dict[str, str]) -> Path:
 
 def contents(run: Config, folder: Path) -> dict[str, bytes]:
     built = build_package(run, run_file="run: {}\n", folder=folder)
-    with zipfile.ZipFile(io.BytesIO(built.data)) as archive:
+    with zipfile.ZipFile(io.BytesIO(built)) as archive:
         return {name: archive.read(name) for name in archive.namelist()}
 
 
@@ -167,7 +168,7 @@ def test_too_much_is_refused_with_the_biggest_files_named(tmp_path: Path, monkey
 def test_the_same_code_is_the_same_package(tmp_path: Path) -> None:
     one, same = (build_package(config(), run_file="a", folder=tmp_path) for _ in range(2))
     other = build_package(config(), run_file="b", folder=tmp_path)
-    assert one.uri == same.uri and one.data == same.data and one.uri != other.uri
+    assert one == same != other
 
 
 # Which paths are meant
@@ -220,6 +221,8 @@ class FakeHead(BaseHTTPRequestHandler):
         server: Any = self.server
         if self.headers.get("Authorization") != server.wants:
             return self._send(403, "Forbidden")
+        if self.path.startswith("/api/packages/"):
+            return self._send(404, "no such package")
         path = self.path.rstrip("/").removeprefix("/api/jobs").strip("/")
         if not path:
             return self._send(200, list(server.rows.values()))
@@ -230,10 +233,21 @@ class FakeHead(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:  # noqa: N802
         server: Any = self.server
+        body = self.rfile.read(int(self.headers["Content-Length"] or 0))
+        if self.path == "/api/jobs/":
+            job = json.loads(body)
+            id = job.pop("submission_id")
+            server.rows[id] = row(id, **job)
+            return self._send(200, {"job_id": id, "submission_id": id})
         server.stops += 1
         if server.stops > 1:  # the first comes before the job's supervisor is there
             server.rows[self.path.split("/")[-2]]["status"] = "STOPPED"
-        self._send(200, {"stopped": server.stops > 1})
+        return self._send(200, {"stopped": server.stops > 1})
+
+    def do_PUT(self) -> None:  # noqa: N802
+        server: Any = self.server
+        server.packages.append((self.path, self.rfile.read(int(self.headers["Content-Length"]))))
+        self._send(200, {})
 
     def _send(self, status: int, body: Any) -> None:
         data = (body if isinstance(body, str) else json.dumps(body)).encode()
@@ -253,6 +267,7 @@ def row(job_id: str, *, status: str = "RUNNING", started: int = 1, **fields: Any
         "status": status,
         "start_time": started,
         "message": "Ray's word",
+        "entrypoint": "x",
     }
     return {**values, "metadata": {}, "runtime_env": {}, **fields}
 
@@ -260,7 +275,7 @@ def row(job_id: str, *, status: str = "RUNNING", started: int = 1, **fields: Any
 @pytest.fixture
 def head() -> Iterator[Any]:
     server: Any = ThreadingHTTPServer(("127.0.0.1", 0), FakeHead)
-    server.rows, server.logs, server.stops, server.wants = {}, "", 0, "Bearer right"
+    server.rows, server.logs, server.stops, server.wants, server.packages = {}, "", 0, "Bearer right", []
     server.url = f"http://127.0.0.1:{server.server_address[1]}"
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
@@ -269,13 +284,13 @@ def head() -> Iterator[Any]:
 
 
 def jobs_of(head: Any, token: str | None = "right") -> Jobs:
-    return Jobs(HttpChannel(head.url, token=token, token_source="somewhere"), token=token)
+    return Jobs(HttpClient(head.url, token=token, token_source="somewhere"), token=token)
 
 
 def test_the_newest_job_that_rollcall_submitted_is_the_latest(head: Any) -> None:
     head.rows = {row["submission_id"]: row for row in (
         row("rollcall-a", started=1), row("rollcall-b", started=2), row("raysubmit_c", started=3),
-        {"type": "DRIVER", "submission_id": None, "status": "RUNNING", "start_time": 4},
+        {"type": "DRIVER", "submission_id": None, "status": "RUNNING", "start_time": 4, "entrypoint": ""},
     )}  # fmt: skip
     jobs = jobs_of(head)
     assert [job.id for job in jobs.jobs()] == ["raysubmit_c", "rollcall-b", "rollcall-a"]
@@ -336,8 +351,8 @@ def test_the_address_of_a_dashboard_in_rays_own_variable_is_enough(monkeypatch: 
     assert reach(None, address=None, rendezvous=None)._token == "that-rays-own"
 
 
-def answering(raw: bytes, *, more: bytes = b"") -> tuple[str, list[bytes]]:
-    """The address of a server that says this to everyone, then ``more`` for some seconds; and what it has heard."""
+def answering(raw: bytes) -> tuple[str, list[bytes]]:
+    """The address of a server that says this to everyone, and what it has heard."""
     server, heard = socket.create_server(("127.0.0.1", 0)), []
 
     def serve() -> None:
@@ -346,45 +361,27 @@ def answering(raw: bytes, *, more: bytes = b"") -> tuple[str, list[bytes]]:
             with connection, contextlib.suppress(OSError):
                 heard.append(connection.recv(65536))
                 connection.sendall(raw)
-                for _ in range(100 if more else 0):
-                    connection.sendall(more)
-                    time.sleep(0.05)
 
     threading.Thread(target=serve, daemon=True).start()
     return f"http://127.0.0.1:{server.getsockname()[1]}", heard
 
 
-@pytest.mark.parametrize(
-    "text", ["rubbish", "[" * 200_000, '{"a": [1]}', "[3]", '[{"type": "SUBMISSION"}]', "null", "3"]
-)
+@pytest.mark.parametrize("text", ["rubbish", '{"a": [1]}', "[3]", '[{"type": "SUBMISSION"}]', "null", "3"])
 def test_what_is_no_dashboard_is_named_whatever_it_answers(text: str) -> None:
     url, _ = answering(f"HTTP/1.1 200 OK\r\nContent-Length: {len(text)}\r\n\r\n{text}".encode())
-    jobs = Jobs(HttpChannel(url, token=None, token_source=""), token=None)
+    jobs = Jobs(HttpClient(url, token=None, token_source=""), token=None)
     for ask in (jobs.jobs, lambda: jobs.job("a"), lambda: jobs.logs("a")):
         with pytest.raises(ClusterError, match="does not answer as a cluster's dashboard does"):
             ask()
 
 
 def test_an_error_of_a_head_does_not_control_the_terminal() -> None:
-    url, _ = answering(b"HTTP/1.1 500 no\r\nContent-Length: 10\r\n\r\n\x1b[2J  evil")
+    url, _ = answering(
+        b"HTTP/1.1 500 no\r\nContent-Type: text/plain; charset=utf-8\r\nContent-Length: 10\r\n\r\n\x1b[2J  evil"
+    )
     with pytest.raises(ClusterError, match="evil") as caught:
-        Jobs(HttpChannel(url, token=None, token_source=""), token=None).jobs()
+        Jobs(HttpClient(url, token=None, token_source=""), token=None).jobs()
     assert str(caught.value).isprintable()
-
-
-@pytest.mark.parametrize("start", [b"HTTP/1.1 200 OK\r\nContent-Length: 100000000\r\n\r\n", b"HTTP/1.1 200 OK\r\nA: "])
-def test_an_answer_that_comes_a_byte_at_a_time_is_not_waited_for(start: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_channel, "ANSWER_S", 0.5)
-    url, _ = answering(start, more=b"x")
-    with pytest.raises(Unreachable, match="no answer from the cluster's head"):
-        HttpChannel(url, token=None, token_source="").ask(Question("GET", "/api/jobs/", timeout_s=0.5))
-
-
-def test_an_answer_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_channel, "MOST_BYTES", 1 << 20)
-    url, _ = answering(b"HTTP/1.1 200 OK\r\n\r\n", more=b"[" * (1 << 20))
-    with pytest.raises(ClusterError, match="more than 1 MiB"):
-        HttpChannel(url, token=None, token_source="").ask(Question("GET", "/api/jobs/"))
 
 
 def test_a_proxy_of_the_shell_does_not_get_the_token_of_a_tunnel(head: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -399,7 +396,42 @@ def test_a_proxy_of_the_shell_does_not_get_the_token_of_a_tunnel(head: Any, monk
 
 def test_a_head_that_is_not_there_is_named(head: Any) -> None:
     with pytest.raises(Unreachable, match=r"no answer from the cluster's head at http://127\.0\.0\.1:1 .*refused"):
-        HttpChannel("http://127.0.0.1:1", token="right", token_source="somewhere").ask(Question("GET", "/api/jobs/"))
+        HttpClient("http://127.0.0.1:1", token="right", token_source="somewhere").call("list_jobs")
+
+
+def test_a_head_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_client, "ANSWER_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(Unreachable, match=r"no answer from the cluster's head at .* after \d+ s \(timed out\)"):
+            HttpClient(url, token=None, token_source="").call("list_jobs")
+
+
+def test_rays_own_variables_do_not_change_the_address(head: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    head.rows = {"rollcall-a": row("rollcall-a")}
+    for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    assert [job.id for job in jobs_of(head).jobs()] == ["rollcall-a"]
+
+
+def test_a_password_in_netrc_does_not_replace_the_token(
+    head: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / ".netrc").write_text("default login me password other\n")
+    (tmp_path / ".netrc").chmod(0o600)
+    monkeypatch.setenv("NETRC", str(tmp_path / ".netrc"))
+    assert jobs_of(head).jobs() == []
+
+
+@pytest.mark.slow  # it packs all of Rollcall
+def test_the_code_and_the_job_reach_the_head(head: Any, tmp_path: Path) -> None:
+    job = jobs_of(head).submit(config(run={"name": "one", "dir": str(tmp_path / "run")}), folder=tmp_path, environ={})
+    ((path, data),) = head.packages
+    assert path.startswith("/api/packages/gcs/_ray_pkg_") and zipfile.is_zipfile(io.BytesIO(data))
+    sent = head.rows[job.id]
+    assert sent["runtime_env"]["working_dir"] == path.removeprefix("/api/packages/").replace("/", "://")
+    assert sent["entrypoint"] == module.ENTRYPOINT and sent["metadata"]["run_dir"] == str(tmp_path / "run")
+    assert sent["runtime_env"]["env_vars"][module.STOP_WAIT] and job.status == "RUNNING"
 
 
 def test_a_job_that_does_not_start_is_named_with_what_it_waits_for(head: Any) -> None:
@@ -450,7 +482,7 @@ def test_following_goes_on_where_it_was_when_the_connection_breaks(monkeypatch: 
     told: list[str] = []
     skips: list[int] = []
 
-    def tail(_: HttpChannel, __: str, *, skip: int, take: Any) -> str:
+    def tail(_: HttpClient, __: str, *, skip: int, take: Any) -> str:
         skips.append(skip)
         if len(skips) == 1:
             take("one\ntw")
@@ -459,7 +491,7 @@ def test_following_goes_on_where_it_was_when_the_connection_breaks(monkeypatch: 
         head.rows["rollcall-a"]["status"] = "SUCCEEDED"
         return ""
 
-    monkeypatch.setattr(HttpChannel, "tail", tail)
+    monkeypatch.setattr(HttpClient, "tail", tail)
     set_sleep(monkeypatch, module, lambda _: None)
     written: list[str] = []
     with speaking(told.append):
@@ -472,12 +504,12 @@ def test_a_connection_that_stays_lost_is_told_once(monkeypatch: pytest.MonkeyPat
     head.rows = {"rollcall-a": row("rollcall-a")}
     tails = iter(["cut", "cut", "cut", ""])
 
-    def tail(_: HttpChannel, __: str, *, skip: int, take: Any) -> str:
+    def tail(_: HttpClient, __: str, *, skip: int, take: Any) -> str:
         lost = next(tails)
         head.rows["rollcall-a"]["status"] = "RUNNING" if lost else "SUCCEEDED"
         return lost
 
-    monkeypatch.setattr(HttpChannel, "tail", tail)
+    monkeypatch.setattr(HttpClient, "tail", tail)
     set_sleep(monkeypatch, module, lambda _: None)
     told: list[str] = []
     with speaking(told.append):
@@ -489,10 +521,10 @@ def test_a_follower_whose_own_node_has_ended_says_so_and_ends() -> None:
     def gone(*args: Any) -> Any:
         raise NoAnswerError("the actor is unavailable")
 
-    channel: Any = RelayChannel.__new__(RelayChannel)
-    channel._head_address, channel.where, channel._relay = "192.0.2.1:6379", "here", MagicMock(call=gone)
+    client: Any = RelayClient.__new__(RelayClient)
+    client._head_address, client.where, client._relay = "192.0.2.1:6379", "here", MagicMock(call=gone)
     with pytest.raises(ClusterError, match="Ray on this node has ended") as ended:
-        channel.tail("rollcall-a", skip=0, take=print)
+        client.tail("rollcall-a", skip=0, take=print)
     assert not isinstance(ended.value, Unreachable)
 
 
@@ -503,11 +535,11 @@ def test_a_head_that_is_cut_off_is_said_to_be_so_for_as_long_as_it_was(monkeypat
     def gone(*args: Any) -> Any:
         raise NoAnswerError("the actor is unavailable")
 
-    channel: Any = RelayChannel.__new__(RelayChannel)
-    channel._head_address, channel.where, channel._relay = "192.0.2.1:6379", "here", MagicMock(call=gone)
-    monkeypatch.setattr(job_channel, "raylets_here", lambda: {"id": "192.0.2.1:6379"})
-    monkeypatch.setattr(job_channel, "time", SimpleNamespace(monotonic=lambda: next(now)))
-    assert channel.tail("rollcall-a", skip=0, take=print) == (
+    client: Any = RelayClient.__new__(RelayClient)
+    client._head_address, client.where, client._relay = "192.0.2.1:6379", "here", MagicMock(call=gone)
+    monkeypatch.setattr(job_client, "raylets_here", lambda: {"id": "192.0.2.1:6379"})
+    monkeypatch.setattr(job_client, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    assert client.tail("rollcall-a", skip=0, take=print) == (
         "the head node of here has not answered in 20 s: the actor is unavailable"
     )
 
@@ -550,22 +582,25 @@ def quiet_head() -> Iterator[str]:
 
 
 def test_a_job_that_prints_nothing_for_a_while_is_not_lost(monkeypatch: pytest.MonkeyPatch, quiet_head: str) -> None:
-    monkeypatch.setattr(job_channel, "ANSWER_S", 0.2)
+    monkeypatch.setattr(job_client, "ANSWER_S", 0.2)
     written: list[str] = []
-    channel = HttpChannel(quiet_head, token="right", token_source="somewhere")
-    assert (channel.tail("rollcall-a", skip=2, take=written.append), "".join(written)) == ("", "e\ntwo\n")
+    client = HttpClient(quiet_head, token="right", token_source="somewhere")
+    assert (client.tail("rollcall-a", skip=2, take=written.append), "".join(written)) == ("", "e\ntwo\n")
+    assert not logging.getLogger("ray.dashboard.modules.job.sdk").isEnabledFor(logging.INFO), (
+        "Ray tells of the log's end"
+    )
 
 
 def test_a_head_that_goes_away_while_a_job_is_quiet_is_noticed(
     monkeypatch: pytest.MonkeyPatch, quiet_head: str
 ) -> None:
-    def ask(*_: Any, **__: Any) -> Reply:
+    def call(*_: Any, **__: Any) -> Any:
         raise Unreachable("no answer from the head")
 
-    monkeypatch.setattr(job_channel, "ANSWER_S", 0.2)
-    monkeypatch.setattr(HttpChannel, "ask", ask)
-    channel = HttpChannel(quiet_head, token="right", token_source="somewhere")
-    assert channel.tail("rollcall-a", skip=0, take=lambda _: None) == "no answer from the head"
+    monkeypatch.setattr(job_client, "ANSWER_S", 0.2)
+    monkeypatch.setattr(HttpClient, "call", call)
+    client = HttpClient(quiet_head, token="right", token_source="somewhere")
+    assert client.tail("rollcall-a", skip=0, take=lambda _: None) == "no answer from the head"
 
 
 def test_without_a_cluster_the_message_says_how_to_name_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -833,6 +868,6 @@ def files_with(text: str, folder: Path) -> list[Path]:
 
 
 def test_a_cluster_that_cannot_run_jobs_says_so_before_anything_is_sent(tmp_path: Path) -> None:
-    jobs = Jobs(MagicMock(spec=HttpChannel, where="here"), token="t" * 32, refusal="it listens on loopback alone")
+    jobs = Jobs(MagicMock(spec=HttpClient, where="here"), token="t" * 32, refusal="it listens on loopback alone")
     with pytest.raises(ClusterError, match="loopback alone"):
         jobs.submit(parse_config({}), folder=tmp_path, environ={})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import shutil
@@ -67,7 +68,7 @@ def scoring(*rewards: Any) -> Iterator[Scorer]:
 
 def scores_of(reward: Any, *texts: str, prompt: Prompt | None = None) -> tuple[Score, ...]:
     with scoring(reward) as scorer:
-        return scorer.score(prompt or a_prompt(), completions(*texts))
+        return asyncio.run(scorer.score(prompt or a_prompt(), completions(*texts)))
 
 
 def graded(text: str) -> str:
@@ -108,7 +109,7 @@ def test_the_judge_of_an_episode_reads_all_its_turns() -> None:
     )
     (last,) = completions("open it")
     with serving(lambda asked: scored(1)) as service, scoring(a_judge(service.url)) as scorer:
-        scorer.score(a_prompt(), (replace(last, episode=episode),))
+        asyncio.run(scorer.score(a_prompt(), (replace(last, episode=episode),)))
     shown = "[turn 1] look\n[environment] a door\n  [reward] 1\n[turn 2] open it\n  [call] test() -> passed"
     assert graded(service.asked[0].text) == shown, "nobody's words stand where a turn or a call begins"
 
@@ -131,14 +132,20 @@ def test_many_questions_wait_together_and_no_more_than_concurrency_allows() -> N
     assert [score.value for score in scores] == [1.0] * 8 and most == 4
 
 
-def test_submit_returns_before_the_answer_and_poll_does_not_wait() -> None:
+def test_the_event_loop_goes_on_while_a_judge_is_asked() -> None:
     go_on = threading.Event()
-    with serving(lambda asked: scored(float(go_on.wait(60)))) as service, scoring(a_judge(service.url)) as scorer:
-        scorer.submit(7, a_prompt(), completions("x"))
-        assert scorer.poll(0) == [] and scorer.num_unfinished == 1 and not scorer.asks_models
+
+    async def ask(scorer: Scorer) -> tuple[Score, ...]:
+        scoring = asyncio.create_task(scorer.score(a_prompt(), completions("x")))
+        while not service.asked:
+            await asyncio.sleep(0.01)
+        assert not scoring.done()
         go_on.set()
-        ((key, (score,)),) = scorer.poll(60)
-        assert key == 7 and score.value == 1.0
+        return await scoring
+
+    with serving(lambda asked: scored(float(go_on.wait(60)))) as service, scoring(a_judge(service.url)) as scorer:
+        (score,) = asyncio.run(ask(scorer))
+        assert score.value == 1.0 and not scorer.asks_models
 
 
 @pytest.mark.parametrize(
@@ -220,8 +227,8 @@ def test_what_is_wrong_with_one_answer_is_the_failure_of_that_completion_alone(m
         "slow": lambda: Reply() if hang.wait(60) else Reply(),
     }
     with serving(by_completion(replies)) as service, scoring(a_judge(service.url, timeout_s=3, retries=1)) as scorer:
-        scorer.score(a_prompt(), completions("good"))
-        scores = scorer.score(a_prompt(), completions(*replies))
+        asyncio.run(scorer.score(a_prompt(), completions("good")))
+        scores = asyncio.run(scorer.score(a_prompt(), completions(*replies)))
         hang.set()
     errors = {text: score.errors.get("judge", "") for text, score in zip(replies, scores, strict=True)}
     assert errors.pop("good") == "" and scores[0].value == 1.0
@@ -263,15 +270,21 @@ def test_too_many_questions_are_never_a_completions_failure() -> None:
 def test_an_outage_is_waited_for_with_a_message_and_nothing_is_lost(caplog: pytest.LogCaptureFixture) -> None:
     with serving(lambda asked: scored(1)) as service:
         port = service.port
-    with caplog.at_level(logging.WARNING, "rollcall"), scoring(a_judge(service.url)) as scorer:
-        scorer.submit(1, a_prompt(), completions(*"abc"))
+
+    async def ask(scorer: Scorer) -> tuple[Score, ...]:
+        asking = asyncio.create_task(scorer.score(a_prompt(), completions(*"abc")))
         while "does not answer since" not in caplog.text:
-            assert scorer.poll(0.02) == []
+            await asyncio.sleep(0.02)
+            assert not asking.done()
         what = waiting()
         assert what is not None and f"{service.url}/chat/completions does not answer: " in what[0]
         with serving(lambda asked: scored(1), port=port):
-            ((_, scores),) = scorer.poll(60)
+            scores = await asking
         assert waiting() is None
+        return scores
+
+    with caplog.at_level(logging.WARNING, "rollcall"), scoring(a_judge(service.url)) as scorer:
+        scores = asyncio.run(ask(scorer))
     assert [score.value for score in scores] == [1.0] * 3 and not scorer.counts["judge"].failed
     assert f"the judge at {service.url}/chat/completions does not answer since" in caplog.text
     assert "at most 60 s (reward.0.outage_s). Start the service again" in caplog.text and "answers again" in caplog.text
@@ -338,13 +351,10 @@ def test_a_proxy_is_taken_from_the_environment(monkeypatch: pytest.MonkeyPatch) 
 def test_a_signal_to_stop_is_heeded_during_an_outage() -> None:
     with serving(lambda asked: scored(1)) as service:
         pass
-    with heed() as stop, scoring(a_judge(service.url)) as scorer:
-        scorer.submit(1, a_prompt(), completions("x"))
-        with stop.waiting(1000):
-            stop.hear(signal.SIGTERM)
-            with pytest.raises(Stopped):
-                while True:
-                    scorer.poll(0.05)
+    with heed() as stop, scoring(a_judge(service.url)) as scorer, stop.waiting(1000):
+        stop.hear(signal.SIGTERM)
+        with pytest.raises(Stopped):
+            asyncio.run(scorer.score(a_prompt(), completions("x")))
 
 
 def test_a_service_of_ones_own_gets_each_completion_as_json() -> None:
@@ -392,7 +402,7 @@ def test_services_and_functions_score_side_by_side() -> None:
     with serving(lambda asked: scored(0.5)) as service:
         rewards = [ExactReward(), a_judge(service.url), a_judge(service.url)]
         with scoring(*rewards) as scorer:
-            right, wrong = scorer.score(a_prompt(), completions("4", "5"))
+            right, wrong = asyncio.run(scorer.score(a_prompt(), completions("4", "5")))
     assert right.parts == {"exact": 1.0, "judge": 0.5, "judge#2": 0.5} and wrong.value == 1.0
 
 

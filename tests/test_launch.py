@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,8 @@ from typer.testing import CliRunner
 
 from rollcall.cli.main import app
 from rollcall.launch.errors import LaunchError
-from rollcall.launch.profile import read_profile
-from rollcall.launch.record import Part, all_records, find_record, forget, get_record, held, named_record, new_record
+from rollcall.launch.launch import read_profile
+from rollcall.launch.record import all_records, find_record, forget, get_record, held, named_record, new_record
 from rollcall.launch.rendered import Command, Rendered, RenderedFile, exports, yaml_text
 from rollcall.launch.ssh.hosts import choose_hosts, claim
 
@@ -27,10 +26,10 @@ def launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_record_is_read_back_and_forgotten() -> None:
-    record = new_record("one", target="ssh", run_dir="/shared/runs/one").with_part(Part(kind="node", where="a"))
-    record = record.with_part(Part(kind="node", where="a", id="7")).with_part(Part(kind="node", where="b")).save()
-    assert [part.id for part in record.parts] == ["7", ""]
-    assert find_record("one") == record
+    record = new_record("one", target="ssh", run_dir="/shared/runs/one").knowing(hosts=["a", "b"]).save()
+    assert record.id is None
+    record = record.having(id="7").knowing(up=["a"]).save()
+    assert find_record("one") == record and record.facts == {"hosts": ["a", "b"], "up": ["a"]}
     assert [each.name for each in all_records()] == ["one"]
     forget(record)
     assert find_record("one") is None
@@ -39,7 +38,7 @@ def test_a_record_is_read_back_and_forgotten() -> None:
 
 
 def test_a_damaged_record_is_named(launches: Path) -> None:
-    replace(new_record("one", target="ssh", run_dir="/r"), state="started").save()
+    new_record("one", target="ssh", run_dir="/r").save()
     for text in ("{", "[]", "null", '{"name": "one"}'):
         (launches / "one/launch.json").write_text(text)
         with pytest.raises(LaunchError, match="launch.json is not a record"):
@@ -148,9 +147,9 @@ def test_a_list_says_what_has_ended_and_what_cannot_be_known(tmp_path: Path, mon
         (tmp_path / tool).write_text("#!/bin/sh\n")
         (tmp_path / tool).chmod(0o700)
     monkeypatch.setenv("PATH", str(tmp_path))
-    ended = replace(new_record("ended", target="slurm", run_dir="/r"), state="started").save()
+    ended = new_record("ended", target="slurm", run_dir="/r").having(state="started", id="7").knowing(kind="").save()
     (ended.folder / "status").write_text("75\n")
-    replace(new_record("lost", target="ssh", run_dir="/r"), state="started").save()
+    new_record("lost", target="ssh", run_dir="/r").having(state="started").save()
     rows = {line.split()[0]: line for line in answered("list")[1].splitlines()}
     assert rows["ended"].endswith(
         "it was stopped; what it finished is saved, and the same command continues (status 75)"

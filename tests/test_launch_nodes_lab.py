@@ -23,12 +23,11 @@ from lab.command import Command
 from lab.lab import Host, Lab, needs_lab
 
 from rollcall.config import load_config
-from rollcall.inspect.audit import audit
-from rollcall.launch.launch import make_request
+from rollcall.launch.launch import get_target, make_request
 from rollcall.launch.rendered import Rendered
-from rollcall.launch.targets import get_target
 from rollcall.observe.events import read_phases
 from rollcall.stop import STOPPED
+from rollcall.view.audit import audit
 
 pytestmark = [needs_lab, pytest.mark.slow]
 RUN_S = 600.0

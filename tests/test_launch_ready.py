@@ -14,8 +14,8 @@ import yaml
 
 from rollcall.config import load_config
 from rollcall.errors import ClusterError
-from rollcall.launch import from_variable, ready
-from rollcall.launch.from_variable import VARIABLE
+from rollcall.launch import ready
+from rollcall.launch.script import RUN_FILE_VARIABLE
 
 
 def config(**sections: Any) -> Any:
@@ -92,22 +92,22 @@ def test_a_job_whose_run_file_is_no_good_says_so(
     text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setenv(VARIABLE, base64.b64encode(text.encode()).decode())
+    monkeypatch.setenv(RUN_FILE_VARIABLE, base64.b64encode(text.encode()).decode())
     with pytest.raises(SystemExit) as ended:
-        from_variable.main()
+        ready.main()
     assert ended.value.code == 1 and said in capsys.readouterr().err
 
 
 def test_a_job_becomes_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with pytest.raises(SystemExit, match=VARIABLE):
-        from_variable.main()
+    with pytest.raises(SystemExit, match=RUN_FILE_VARIABLE):
+        ready.main()
     text = yaml.safe_dump({"run": {"name": "ü $x"}, "cluster": {"num_nodes": 2}}, allow_unicode=True)
-    monkeypatch.setenv(VARIABLE, base64.b64encode(text.encode()).decode())
+    monkeypatch.setenv(RUN_FILE_VARIABLE, base64.b64encode(text.encode()).decode())
     done: list[Any] = []
     monkeypatch.setattr(ready, "make_ready", lambda config, section: done.append(config.run.name))
-    monkeypatch.setattr(from_variable.os, "execv", lambda program, words: done.append(words[1:]))
-    from_variable.main()
+    monkeypatch.setattr(ready.os, "execv", lambda program, words: done.append(words[1:]))
+    ready.main()
     (run_file,) = tmp_path.glob("*/run.yaml")
     assert done == ["ü $x", ["-m", "rollcall", "train", str(run_file)]]
     assert run_file.read_text() == text

@@ -16,7 +16,7 @@ import pytest
 from own_path import own_path
 
 from rollcall.config import load_config
-from rollcall.launch import slurm_queue
+from rollcall.launch import slurm as module
 from rollcall.launch.errors import LaunchError
 from rollcall.launch.launch import make_request, start, stop
 from rollcall.launch.record import LaunchRecord, find_record, new_record
@@ -30,7 +30,7 @@ HOSTILE = "a b'c\"d$HOME`date` ü✓*;#%j"
 @pytest.fixture(autouse=True)
 def launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("ROLLCALL_LAUNCHES", str(tmp_path / HOSTILE))
-    monkeypatch.setattr(slurm_queue, "LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(module, "LOOK_EVERY_S", 0.02)
     return tmp_path / HOSTILE
 
 
@@ -46,46 +46,38 @@ def rendered(tmp_path: Path, **section: Any) -> Rendered:
     return Slurm().render(request_for(tmp_path, **section))
 
 
-def sbatch_lines(made: Rendered) -> list[str]:
-    return [
-        line.removeprefix("#SBATCH ") for line in made.file("job.sh").text.splitlines() if line.startswith("#SBATCH")
-    ]
+def options(made: Rendered) -> list[str]:
+    return [word for word in made.commands[0].words if word.startswith("--")]
 
 
-def test_the_section_becomes_lines_of_sbatch(tmp_path: Path) -> None:
+def test_the_section_becomes_options_of_sbatch(tmp_path: Path, launches: Path) -> None:
     made = rendered(
         tmp_path, partition="main", account="mine", time="04:00:00", gpus_per_node="h100:8", cpus_per_task=16, mem="200G",
         constraint="[rack1|rack2]&nvlink", nodelist="node[01-04]", options=["--exclusive", "--qos=high"], signal_s=300,
     )  # fmt: skip
-    assert sbatch_lines(made) == [
-        "--job-name=rollcall-one", "--partition=main", "--account=mine", "--time=04:00:00", "--nodes=3", "--ntasks-per-node=1",
-        "--gpus-per-node=h100:8", "--cpus-per-task=16", "--mem=200G", "--constraint=[rack1|rack2]&nvlink",
-        "--nodelist=node[01-04]", "--signal=B:USR1@300", "--open-mode=append", "--exclusive", "--qos=high", "--requeue",
-    ]  # fmt: skip
+    assert made.commands[0].words == (
+        "sbatch", "--parsable", "--exclusive", "--qos=high", "--job-name=rollcall-one", "--partition=main", "--account=mine",
+        "--time=04:00:00", "--nodes=3", "--ntasks-per-node=1", "--gpus-per-node=h100:8", "--cpus-per-task=16", "--mem=200G",
+        "--constraint=[rack1|rack2]&nvlink", "--nodelist=node[01-04]", "--signal=B:USR1@300",
+        f"--output={str(launches / 'one/log').replace('%', '%%')}", "--open-mode=append", f"--chdir={tmp_path}", "--requeue",
+        str(launches / "one/job.sh"),
+    )  # fmt: skip
 
 
 def test_gpus_are_those_of_the_run_file_and_logical_slots_need_none(tmp_path: Path) -> None:
-    assert "--gpus-per-node=2" in sbatch_lines(rendered(tmp_path))
+    assert "--gpus-per-node=2" in options(rendered(tmp_path))
     on_cpus = Slurm().render(request_for(tmp_path, cluster={"accelerator": "cpu"}))
-    assert not [line for line in sbatch_lines(on_cpus) if "gpus" in line]
-    asked_otherwise = sbatch_lines(rendered(tmp_path, options=["--gres=gpu:h100:2"]))
-    assert [line for line in asked_otherwise if "gpu" in line] == ["--gres=gpu:h100:2"]
+    assert not [line for line in options(on_cpus) if line.startswith("--gpus")]
+    asked_otherwise = options(rendered(tmp_path, options=["--gres=gpu:h100:2"]))
+    assert [line for line in asked_otherwise if line.startswith(("--gpu", "--gres"))] == ["--gres=gpu:h100:2"]
     mixed = request_for(tmp_path, cluster={"num_nodes": 2, "num_gpus_per_node": 4, "nodes": [{"gpus": 4}, {"gpus": 2}]})
     with pytest.raises(LaunchError, match="different sizes"):
         Slurm().render(mixed)
 
 
-@pytest.mark.parametrize("value", ["a\n#SBATCH --uid=0", "a b", "it's", 'x"y', "a\\", "a#b", "ü", "\x1b[0m", ""])
-@pytest.mark.parametrize("key", ["partition", "account", "time", "gpus_per_node", "mem", "constraint", "nodelist"])
-def test_a_value_that_sbatch_would_read_otherwise_is_refused(tmp_path: Path, key: str, value: str) -> None:
-    with pytest.raises(LaunchError, match=f"launch.slurm.{key} has "):
-        rendered(tmp_path, **{key: value})
-
-
-def test_an_option_is_one_word_that_begins_with_a_dash(tmp_path: Path) -> None:
-    for option in ("exclusive", "--comment=two words", "--a\n--b"):
-        with pytest.raises(LaunchError, match="launch.slurm.options has"):
-            rendered(tmp_path, options=[option])
+def test_an_option_begins_with_a_dash(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="launch.slurm.options has 'exclusive'; write an option of sbatch"):
+        rendered(tmp_path, options=["exclusive"])
 
 
 @pytest.mark.parametrize(
@@ -100,20 +92,6 @@ def test_a_shell_can_read_the_scripts(tmp_path: Path, section: dict[str, Any]) -
     made = rendered(tmp_path, env={"X": HOSTILE}, **section)
     for name in ("job.sh", "node.sh"):
         subprocess.run(["bash", "-n"], input=made.file(name).text, text=True, check=True)
-
-
-def test_places_are_words_of_the_command_not_lines_of_the_script(tmp_path: Path, launches: Path) -> None:
-    words = rendered(tmp_path).commands[0].words
-    log = str(launches / "one/log").replace("%", "%%")
-    assert words == (
-        "sbatch", "--parsable", f"--output={log}", f"--chdir={tmp_path}", str(launches / "one/job.sh"),
-    )  # fmt: skip
-
-
-def test_a_log_that_slurm_could_not_write_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ROLLCALL_LAUNCHES", str(tmp_path / "a\\b"))
-    with pytest.raises(LaunchError, match="ROLLCALL_LAUNCHES"):
-        rendered(tmp_path)
 
 
 # With programs in place of Slurm's
@@ -138,7 +116,7 @@ class Tools:
             "squeue",
             'for file in "$queue"/*; do [ -e "$file" ] || continue; id=${file##*/}; text=$(cat "$file")\n'
             'case "$* $id" in *--steps*.*) echo "$id|$text" ;; *--steps* | *.[0-9]) ;; *"%T %D"*) echo "RUNNING 3" ;;\n'
-            '*) echo "$id|RUNNING|None|1:05|node[1-3]|$text" ;; esac; done',
+            '*) echo "$id|$text|RUNNING node[1-3] 1:05" ;; esac; done',
         )
         self.program("scancel", 'for id; do :; done\nrm -f "$queue/$id"')
         self.program("sacct", 'echo "TIMEOUT|0:0"')
@@ -172,7 +150,7 @@ def launched(tmp_path: Path, **section: Any) -> tuple[LaunchRecord, LaunchReques
 
 def test_a_second_start_finds_the_job_of_the_first(tmp_path: Path, tools: Tools) -> None:
     record, request, made = launched(tmp_path)
-    assert [part.id for part in record.parts] == ["41"]
+    assert record.id == "41"
     assert "--test-only" in tools.called("sbatch")[0] and len(tools.called("sbatch")) == 2
     start(Slurm(), request, made)
     assert len([call for call in tools.called("sbatch") if "--test-only" not in call]) == 1
@@ -181,14 +159,13 @@ def test_a_second_start_finds_the_job_of_the_first(tmp_path: Path, tools: Tools)
 def test_a_job_of_the_same_name_from_another_launch_is_not_taken(tmp_path: Path, tools: Tools) -> None:
     (tools.queue / "7").write_text("/elsewhere/one/job.sh\n")
     record, _, _ = launched(tmp_path)
-    assert [part.id for part in record.parts] == ["41"]
+    assert record.id == "41"
 
 
 def test_a_job_that_was_submitted_just_before_a_kill_is_found_and_ended(tmp_path: Path, tools: Tools) -> None:
-    record, _, _ = launched(tmp_path)
-    cut_off = new_record("one", target="slurm", run_dir="x").with_part(slurm_queue.Part(kind="job", where="slurm"))
-    cut_off.save()
-    assert "job 41 is RUNNING" in Slurm().status(record)
+    launched(tmp_path)
+    cut_off = new_record("one", target="slurm", run_dir="x").having(id="").knowing(kind="").save()
+    assert Slurm().status(cut_off) == "job 41 is RUNNING node[1-3] 1:05"
     stop("one")
     assert find_record("one") is None and not list(tools.queue.iterdir())
     assert tools.called("scancel") == ["scancel 41"]
@@ -202,20 +179,19 @@ def test_a_launch_that_is_killed_around_its_submission_is_finished_or_cleaned_up
     class Killed(BaseException):
         pass
 
-    submit = slurm_queue.submit
+    begin = Slurm.begin
 
     def cut_off(*arguments: Any) -> str:
         if when == "after":
-            submit(*arguments)
+            begin(*arguments)
         raise Killed
 
-    monkeypatch.setattr(slurm_queue, "submit", cut_off)
-    with pytest.raises(Killed):
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(Slurm, "begin", cut_off)
         launched(tmp_path)
-    monkeypatch.setattr(slurm_queue, "submit", submit)
     if then == "start":
         record, _, _ = launched(tmp_path)
-        assert [part.id for part in record.parts] == ["41"]
+        assert record.id == "41"
         assert len([call for call in tools.called("sbatch") if "--test-only" not in call]) == 1
     stop("one")
     assert find_record("one") is None and not list(tools.queue.iterdir())
@@ -274,7 +250,7 @@ def test_a_controller_that_does_not_answer_is_not_the_end_of_a_job(
         Slurm().stop(record)
     threading.Timer(0.5, lambda: tools.program("squeue", "exit 0")).start()
     assert Slurm().follow(record) == 0
-    monkeypatch.setattr(slurm_queue, "AWAY_S", 0.1)
+    monkeypatch.setattr(module, "AWAY_S", 0.1)
     tools.program("squeue", "exit 1")
     with pytest.raises(LaunchError, match="squeue"):
         Slurm().follow(record)
@@ -285,7 +261,7 @@ def test_the_nodes_start_inside_a_job_that_runs(tmp_path: Path, tools: Tools) ->
     tools.program("srun", step)
     (tools.queue / "7").write_text("salloc")
     record, request, made = launched(tmp_path, attach=7)
-    assert [(part.kind, part.id) for part in record.parts] == [("step", "7")]
+    assert (record.facts["kind"], record.id) == ("7", "7.2")
     words = (tools.folder / "words").read_text()
     assert "--jobid=7 --overlap" in words and "--nodes=3" in words
     assert Slurm().status(record) == "step 7.2 is RUNNING"
@@ -392,7 +368,9 @@ def test_on_a_machine_of_another_cluster_the_job_is_not_taken_for_ended(tmp_path
     tools.program("scontrol", 'echo "ClusterName = west"')
     tools.program("squeue", "exit 0")
     for use in (lambda: stop("one"), lambda: Slurm().status(record), lambda: start(Slurm(), request, made)):
-        with pytest.raises(LaunchError, match="on the Slurm cluster 'east', and this machine's is 'west'"):
+        with pytest.raises(
+            LaunchError, match="in the Slurm cluster 'east', and here it is 'west'; run this on a machine of east"
+        ):
             use()
     assert find_record("one") is not None and (tools.queue / "41").exists()
 
@@ -450,8 +428,8 @@ def test_a_container_of_docker_gets_the_cards_by_the_numbers_of_the_node(tmp_pat
 def test_gpus_are_asked_for_once(tmp_path: Path) -> None:
     for option, is_asked in (("--gres=gpu:h100:8", False), ("--gres=lustre:1,gpu:8", False), ("-G16", False),
                              ("--gpus-per-task=8", False), ("--gres=lustre:1", True), ("--exclusive", True)):  # fmt: skip
-        text = Slurm().render(request_for(tmp_path, options=[option])).file("job.sh").text
-        assert ("#SBATCH --gpus-per-node=" in text) == is_asked, option
+        made = Slurm().render(request_for(tmp_path, options=[option]))
+        assert ("--gpus-per-node=2" in options(made)) == is_asked, option
 
 
 def test_enroot_is_an_option_of_srun(tmp_path: Path) -> None:
@@ -465,6 +443,3 @@ def test_enroot_is_an_option_of_srun(tmp_path: Path) -> None:
     (mounts,) = [word for word in words if word.startswith("--container-mounts=")]
     assert "/data:/data" in mounts and f"{request.folder}:{request.folder}" in mounts
     assert "rollcall node" in made.file("node.sh").text
-    broken = request_for(tmp_path, launch={"container": {"runtime": "enroot", "image": "a", "mounts": ["/a,b"]}})
-    with pytest.raises(LaunchError, match="commas"):
-        Slurm().render(broken)

@@ -10,7 +10,6 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -25,22 +24,18 @@ from sleeping import set_sleep
 
 from rollcall.config import load_config
 from rollcall.errors import ClusterError
-from rollcall.jobs.channel import Question, Unreachable
-from rollcall.jobs.package import Package
 from rollcall.launch import launch as verbs
 from rollcall.launch.errors import LaunchError
-from rollcall.launch.launch import make_request
+from rollcall.launch.launch import get_target, make_request
 from rollcall.launch.record import LaunchRecord, find_record, get_record, named_record
 from rollcall.launch.ssh import shell as remote_shell
-from rollcall.launch.ssh.jobs import open_page, open_tunnel
 from rollcall.launch.ssh.site import run_there
-from rollcall.launch.ssh.tunnel import TunnelChannel
+from rollcall.launch.ssh.tunnel import open_page, open_tunnel
 from rollcall.launch.target import LaunchRequest
-from rollcall.launch.targets import get_target
 from rollcall.nodes.address import free_ports, listens
+from rollcall.on_ray.job_client import HttpClient, Unreachable
 from rollcall.version import __version__
-from rollcall.view.keys import OPEN, Keys
-from rollcall.view.record import PageRecord
+from rollcall.view.address import OPEN, Keys, PageRecord
 
 HOSTS = ["a", "b"]
 TARGET = get_target("ssh")
@@ -70,10 +65,9 @@ class FakeDashboard(BaseHTTPRequestHandler):
             server.rows[self.path.split("/")[-2]]["status"] = "STOPPED"
             return self._send(200, {"stopped": True})
         job = json.loads(body)
-        server.rows[job["submission_id"]] = {
-            **job, "type": "SUBMISSION", "status": "RUNNING", "start_time": 1, "message": "",
-        }  # fmt: skip
-        return self._send(200, {})
+        id = job["submission_id"]
+        server.rows[id] = {**job, "type": "SUBMISSION", "status": "RUNNING", "start_time": 1, "message": ""}
+        return self._send(200, {"job_id": id, "submission_id": id})
 
     def _send(self, status: int, body: Any) -> None:
         data = json.dumps(body).encode()
@@ -101,7 +95,7 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dashboard: Any) -> Pa
     monkeypatch.setenv("ROLLCALL_LAUNCHES", str(tmp_path / "launches"))
     monkeypatch.setattr(remote_shell, "LET_GO_S", 20.0)
     for module in ("launch.ssh.target", "jobs.submit"):  # compressing all of Rollcall is most of the work of a launch
-        monkeypatch.setattr(f"rollcall.{module}.build_package", lambda *args, **options: Package(data=b"code"))
+        monkeypatch.setattr(f"rollcall.{module}.build_package", lambda *args, **options: b"code")
     found = make_hosts(
         tmp_path / "fake", ["a", "b", "c", "d"], version=__version__, dashboard=dashboard.server_address[1]
     )
@@ -131,10 +125,6 @@ def calls(hosts: Path, name: str) -> list[str]:
     return [line.split()[0] for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def job_ids(record: LaunchRecord) -> list[str]:
-    return [part.id for part in record.parts if part.kind == "job"]
-
-
 def test_all_hosts_are_asked_prepared_and_started_and_the_run_is_submitted(
     hosts: Path, tmp_path: Path, dashboard: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -143,13 +133,13 @@ def test_all_hosts_are_asked_prepared_and_started_and_the_run_is_submitted(
     assert calls(hosts, "b") == ["here", "prepare", "node"]
     prepare_a, prepare_b = ((hosts / name / "calls").read_text().splitlines()[1] for name in HOSTS)
     assert "--once" in prepare_a and "--once" not in prepare_b
-    assert list(dashboard.rows) == job_ids(record)
+    assert list(dashboard.rows) == [record.id]
     token = (record.folder / "token").read_text()
     assert (hosts / "b/token-of-node").read_text() == token and dashboard.tokens == {f"Bearer {token}"}
     assert not any(token in path.read_text() for path in record.folder.iterdir() if path.name != "token")
     err = capsys.readouterr().err
     assert "b | Ray started" in err and token not in err
-    assert TARGET.status(record) == f"1 of 2 nodes alive; {job_ids(record)[0]} is RUNNING"
+    assert TARGET.status(record) == f"1 of 2 nodes alive; {record.id} is RUNNING"
     TARGET.logs(record)
     assert capsys.readouterr().out == "step 1\n"
 
@@ -157,21 +147,21 @@ def test_all_hosts_are_asked_prepared_and_started_and_the_run_is_submitted(
 def test_a_tunnel_that_breaks_is_opened_again(hosts: Path, tmp_path: Path) -> None:
     record = start(request_on(tmp_path))
     with open_tunnel(record) as tunnel:
-        channel = TunnelChannel(tunnel, token="any", token_source="here")
-        assert channel.ask(Question("GET", "/api/jobs/")).status == 200
+        client = HttpClient(tunnel.url, token="any", token_source="here", connect=tunnel.connect)
+        assert [job.submission_id for job in client.call("list_jobs")] == [record.id]
         tunnel.close()
-        assert channel.ask(Question("GET", "/api/jobs/")).status == 200
+        assert len(client.call("list_jobs")) == 1
         tunnel.close()
         (hosts / "a/unreachable").write_text("No route to host")
         with pytest.raises(Unreachable, match="a: ssh cannot open a tunnel to its port .*\n    No route to host"):
-            channel.ask(Question("GET", "/api/jobs/"))
+            client.call("list_jobs")
 
 
 def test_a_tunnel_leads_to_the_page_of_the_run(
     hosts: Path, tmp_path: Path, dashboard: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The dashboard stands in for the page's server."""
-    record = replace(start(request_on(tmp_path)), run_dir=str(tmp_path / "it's a run"))
+    record = start(request_on(tmp_path)).having(run_dir=str(tmp_path / "it's a run"))
     assert open_page(record) is None  # it serves none
     page = PageRecord(host="a", port=dashboard.server_address[1], secret="known-to-the-owner", pid=1)
     Path(record.run_dir).mkdir()
@@ -188,7 +178,7 @@ def test_a_tunnel_leads_to_the_page_of_the_run(
 
 
 def test_down_stops_the_run_first_and_then_the_nodes(hosts: Path, tmp_path: Path, dashboard: Any) -> None:
-    job = job_ids(start(request_on(tmp_path)))[0]
+    job = start(request_on(tmp_path)).id
     verbs.stop("one")
     assert dashboard.rows[job]["status"] == "STOPPED"
     assert [calls(hosts, name)[-1] for name in HOSTS] == ["down", "down"]
@@ -291,7 +281,7 @@ def test_what_cannot_be_taken_down_stays_in_the_record(hosts: Path, tmp_path: Pa
     with pytest.raises(LaunchError, match="not ended everywhere:\n  b: ssh cannot reach it"):
         verbs.stop("one")
     record = get_record("one")
-    assert [part.where for part in record.parts if part.kind == "node"] == ["b"] and record.state == "stopping"
+    assert record.facts["up"] == ["b"] and record.state == "stopping"
     (hosts / "b/unreachable").unlink()
     verbs.stop("one")
     assert find_record("one") is None and calls(hosts, "a").count("down") == 1
@@ -340,26 +330,26 @@ def kill_at_write(when: int, monkeypatch: pytest.MonkeyPatch, request: LaunchReq
     with monkeypatch.context() as patch:
         patch.setattr(LaunchRecord, "save", saved_and_killed)
         patch.setattr("rollcall.launch.ssh.target._undo", lambda record, *, has_failed: None)
-        patch.setattr("rollcall.launch.launch._forget_if_nothing_started", lambda name: None)
+        patch.setattr("rollcall.launch.launch.forget", lambda record: None)
         try:
             start(request)
         except Killed:
             pass
 
 
-@pytest.mark.parametrize("when", [*(pytest.param(when, marks=pytest.mark.slow) for when in (2, 3, 5)), 4, 6])
+@pytest.mark.parametrize("when", [*(pytest.param(when, marks=pytest.mark.slow) for when in (2, 3)), 4, 5])
 def test_a_launch_that_is_killed_anywhere_is_finished_by_the_next(
     when: int, hosts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dashboard: Any
 ) -> None:
     kill_at_write(when, monkeypatch, request_on(tmp_path))
     record = start(request_on(tmp_path))
-    assert record.state == "started" and list(dashboard.rows) == job_ids(record)
+    assert record.state == "started" and list(dashboard.rows) == [record.id]
     assert start(request_on(tmp_path)).state == "started" and len(dashboard.rows) == 1
     verbs.stop("one")
     assert not list(hosts.glob("*/rank"))
 
 
-@pytest.mark.parametrize("when", [*(pytest.param(when, marks=pytest.mark.slow) for when in (1, 2, 4)), 3, 5, 6])
+@pytest.mark.parametrize("when", [*(pytest.param(when, marks=pytest.mark.slow) for when in (1, 2)), 3, 4, 5])
 def test_a_launch_that_is_killed_anywhere_is_cleaned_up_by_down(
     when: int, hosts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -381,25 +371,24 @@ def test_nodes_and_a_run_that_go_on_are_not_taken_for_what_the_run_file_says_now
         start(longer)
     with pytest.raises(LaunchError, match=r"with another node-0\.sh and node-1\.sh than"):
         start(request_on(tmp_path, env={"MINE": "x"}))
-    dashboard.rows[job_ids(record)[0]]["status"] = "SUCCEEDED"
+    dashboard.rows[record.id]["status"] = "SUCCEEDED"
     assert start(longer).state == "started" and len(dashboard.rows) == 2, "the nodes are the same"
 
 
 def test_a_launch_of_the_same_name_whose_run_is_over_gets_another_job(
     hosts: Path, tmp_path: Path, dashboard: Any
 ) -> None:
-    first = job_ids(start(request_on(tmp_path)))[0]
+    first = start(request_on(tmp_path)).id
     dashboard.rows[first]["status"] = "SUCCEEDED"
     again = start(request_on(tmp_path))
-    assert job_ids(again)[0] != first and len(dashboard.rows) == 2
+    assert again.id != first and len(dashboard.rows) == 2
 
 
 def test_two_launches_from_one_file_have_hosts_of_their_own(hosts: Path, tmp_path: Path) -> None:
     (tmp_path / "hosts.txt").write_text("a\nb\nc\nd\n")
     first = start(request_on(tmp_path, name="one", hosts="hosts.txt"))
     second = start(request_on(tmp_path, name="two", hosts="hosts.txt"))
-    assert [part.where for part in first.parts[:2]] == ["a", "b"]
-    assert [part.where for part in second.parts[:2]] == ["c", "d"]
+    assert first.facts["hosts"] == ["a", "b"] and second.facts["hosts"] == ["c", "d"]
     with pytest.raises(LaunchError, match="a is used by launch 'one'"):
         request_on(tmp_path, name="three", hosts="hosts.txt")
     with pytest.raises(LaunchError, match="name one of them"):
@@ -493,7 +482,7 @@ def test_a_real_sshd_does_the_same(
 ) -> None:
     record = start(request_on(tmp_path, env={"MINE": "it's a $HOME"}))
     assert (real_sshd / "b/mine").read_text() == "it's a $HOME"
-    assert list(dashboard.rows) == job_ids(record)
+    assert list(dashboard.rows) == [record.id]
     capsys.readouterr()
     assert run_there(record, where="all", command=["echo $MINE; exit 3"]) == [
         f"{host}: failed with status 3" for host in HOSTS

@@ -1,4 +1,4 @@
-"""The contract that every target of `rollcall launch` keeps. A new target is tested by being in ``target_names()``."""
+"""The contract that every target of `rollcall launch` keeps. A new target is tested by being in ``TARGETS``."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ from rollcall.cli.main import app
 from rollcall.config import load_config
 from rollcall.errors import ClusterError
 from rollcall.launch.errors import LaunchError
-from rollcall.launch.from_variable import VARIABLE
-from rollcall.launch.launch import make_request, start, stop
+from rollcall.launch.launch import TARGETS, get_target, make_request, start, stop
 from rollcall.launch.record import find_record
 from rollcall.launch.rendered import Rendered
+from rollcall.launch.script import RUN_FILE_VARIABLE
 from rollcall.launch.target import RUN_FILE, LaunchRequest
-from rollcall.launch.targets import get_target, target_names
 
 SECTIONS = Path(__file__).parents[1] / "src/rollcall/launch/sections"
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -56,7 +55,7 @@ def request_for(target: str, tmp_path: Path, *, env: dict[str, str] | None = Non
     return make_request(load_config(raw), target=target, name="one", cwd=tmp_path)
 
 
-@pytest.fixture(params=target_names())
+@pytest.fixture(params=TARGETS)
 def target(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -281,7 +280,7 @@ def test_a_launch_starts_says_its_state_and_ends(
     chosen = get_target(target)
     rendered = chosen.render(request)
     record = start(chosen, request, rendered)
-    assert record.state == "started" and record.parts[0].id
+    assert record.state == "started" and record.id
     assert len(tool.made) == 1
     started = "\n".join(tool.calls)
     assert str(launches / "one") in started
@@ -423,7 +422,7 @@ def test_where_the_tool_has_another_place_the_launch_is_not_taken_for_ended(
     record = start(get_target(target), request, get_target(target).render(request))
     monkeypatch.setenv("PLACE", "other")
     for use in (lambda: stop("one"), lambda: get_target(target).status(record)):
-        with pytest.raises(LaunchError, match="was launched in .* 'p', and now it has 'other'"):
+        with pytest.raises(LaunchError, match="was launched in .* 'p', and here it is 'other'"):
             use()
     assert tool.made and find_record("one") is not None
     monkeypatch.delenv("PLACE")
@@ -529,7 +528,7 @@ def test_the_manifest_is_what_kuberay_takes(tmp_path: Path, changes: dict[str, A
     rayjob.validate(manifest["spec"])
     assert not rayjob.is_valid({**manifest["spec"], "entrypont": "x"})
     variables = yaml.safe_load(manifest["spec"]["runtimeEnvYAML"])["env_vars"]
-    assert base64.b64decode(variables[VARIABLE]).decode() == request.run_file.text
+    assert base64.b64decode(variables[RUN_FILE_VARIABLE]).decode() == request.run_file.text
     assert not set('$`\\"') & set(json.dumps(variables).replace('"', "")), "KubeRay passes it through a shell"
 
 

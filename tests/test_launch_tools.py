@@ -15,8 +15,7 @@ import pytest
 import yaml
 
 from rollcall.config import load_config
-from rollcall.launch.launch import make_request
-from rollcall.launch.targets import get_target
+from rollcall.launch.launch import get_target, make_request
 
 pytestmark = pytest.mark.launchers
 ROOT = Path(__file__).parents[1]

@@ -145,7 +145,7 @@ def test_experts_are_merged_under_the_names_of_a_directory_and_of_a_live_model(t
         merge(write_verl(tmp_path / "fewer", fewer, mesh=(1,), config=tmp_path / "model"), tmp_path / "out2")
 
 
-def test_a_usual_model_is_merged_without_an_import_that_takes_seconds(tmp_path: Path) -> None:
+def test_a_known_model_is_merged_without_an_import_that_takes_seconds(tmp_path: Path) -> None:
     folder = shards(tmp_path / "actor")
     code = (
         "import sys; from pathlib import Path; from rollcall.merge.merge import merge; "
@@ -447,19 +447,6 @@ def test_two_merges_to_one_target_do_not_meet(tmp_path: Path) -> None:
 
     merge(folder, out, progress=lambda done, total: second() if done == 0 else None)
     assert (out / "config.json").is_file()
-
-
-@pytest.mark.parametrize("name", [".merging-out", ".merging-out/model", ".merging-out/lock"])
-def test_a_link_in_the_place_of_what_a_merge_writes_is_not_followed(tmp_path: Path, name: str) -> None:
-    folder, elsewhere = shards(tmp_path / "actor"), tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    (tmp_path / name).parent.mkdir(exist_ok=True)
-    mine = elsewhere / "mine"
-    mine.write_text("mine")
-    (tmp_path / name).symlink_to(mine if name.endswith("lock") else elsewhere)
-    with pytest.raises(StoredError, match="merging-out"):
-        merge(folder, tmp_path / "out")
-    assert mine.read_text() == "mine" and [path.name for path in elsewhere.iterdir()] == ["mine"]
 
 
 def test_a_lock_that_ended_with_its_folder_is_not_taken_for_one(

@@ -23,17 +23,19 @@ from test_journal import make_group
 from rollcall.config import Config, parse_config
 from rollcall.errors import ConfigError
 from rollcall.loop.evaluate import summarize
+from rollcall.loop.step_metrics import peak_memory_gib
 from rollcall.observe.console import Console, LineConsole, LiveConsole, make_console
 from rollcall.observe.headline import ACCURACY, GRADED, headline_of, is_graded
 from rollcall.observe.metrics import METRICS, check_names
-from rollcall.observe.outcome import finished, say_result
 from rollcall.observe.plot import learning_curve, smooth
 from rollcall.observe.progress import Progress, format_duration
-from rollcall.observe.signal import ADVANTAGE
+from rollcall.observe.samples import sample_rows, write_samples
 from rollcall.observe.sinks import JsonlSink, WandbSink, make_sinks, read_rows
-from rollcall.observe.summary import build_summary, peak_memory_gib, sample_rows, write_samples, write_summary
 from rollcall.screen import Screen
 from rollcall.types import Score
+from rollcall.view.metrics_table import MetricsTable
+from rollcall.view.standing import ADVANTAGE
+from rollcall.view.summary import build_summary, finished, say_result, write_summary
 
 
 def make_config(*loggers: str) -> Config:
@@ -490,7 +492,7 @@ def test_the_summary_covers_the_whole_run_also_before_a_resume(tmp_path: Path) -
             {"step": 4, "eval/accuracy": 0.8, "perf/peak_memory_gib": 99.5, "reward_errors/exact": 2, "train/kl": None},
         ],
     )
-    summary = build_summary(path, seconds=10.0, resume_step=2, run="demo")
+    summary = build_summary(MetricsTable(path.parent), seconds=10.0, resume_step=2, run="demo")
     assert summary["steps"] == 4
     assert summary["seconds"] == 1.0 + 4.0 + 2.0 + 0.5 + 10.0
     assert summary["eval"]["accuracy"] == {"first": 0.2, "last": 0.8, "best": 0.9}
@@ -501,7 +503,7 @@ def test_the_summary_covers_the_whole_run_also_before_a_resume(tmp_path: Path) -
     assert summary["logprob_mismatch"] == pytest.approx(0.2)
     assert summary["peak_memory_gib"] == 99.5
     assert summary["reward_errors"] == 6 and summary["run"] == "demo"
-    assert build_summary(path, seconds=10.0, resume_step=None)["seconds"] == 10.0
+    assert build_summary(MetricsTable(path.parent), seconds=10.0, resume_step=None)["seconds"] == 10.0
 
 
 def test_the_end_of_a_run_says_how_many_steps_taught_nothing_and_what_helps(
@@ -509,7 +511,8 @@ def test_the_end_of_a_run_says_how_many_steps_taught_nothing_and_what_helps(
 ) -> None:
     def told(advantages: list[float]) -> str:
         rows = [{"step": step, ADVANTAGE: value} for step, value in enumerate(advantages, start=1)]
-        summary = build_summary(write_rows(tmp_path / "metrics.jsonl", rows), seconds=1.0, resume_step=10)
+        write_rows(tmp_path / "metrics.jsonl", rows)
+        summary = build_summary(MetricsTable(tmp_path), seconds=1.0, resume_step=10)
         summary |= {"reward_failures": []}
         caplog.clear()
         say_result(tmp_path, summary, None)
@@ -523,7 +526,7 @@ def test_the_end_of_a_run_says_how_many_steps_taught_nothing_and_what_helps(
 
 
 def test_a_summary_without_rows_says_none_and_writes_valid_json(tmp_path: Path) -> None:
-    summary = build_summary(tmp_path / "absent.jsonl", seconds=1.0, resume_step=None, model=tmp_path)
+    summary = build_summary(MetricsTable(tmp_path), seconds=1.0, resume_step=None, model=tmp_path)
     assert summary["eval"]["accuracy"] == {"first": None, "last": None, "best": None}
     assert summary["step_s"] is None and summary["steps"] == 0
     write_summary(tmp_path / "summary.json", summary)

@@ -26,11 +26,11 @@ from rollcall.durable.journal import Journal
 from rollcall.durable.lease import hold
 from rollcall.durable.patience import DiskError, disk_fault, persist
 from rollcall.errors import CheckpointError, ConfigError, JournalError, WorkerDiedError, WorkerError
-from rollcall.inspect.audit import audit
 from rollcall.loop.record import Record
 from rollcall.observe.events import Events, read_events
 from rollcall.observe.sinks import JsonlSink, TensorBoardSink, read_rows
 from rollcall.roles.local import LocalWorkers
+from rollcall.view.audit import audit
 
 
 @pytest.fixture(autouse=True)

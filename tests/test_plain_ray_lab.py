@@ -21,8 +21,8 @@ from lab.command import Command
 from lab.lab import Host, Lab, needs_lab
 
 from rollcall.durable.journal import Journal
-from rollcall.inspect.audit import audit
 from rollcall.observe.events import read_phases
+from rollcall.view.audit import audit
 
 pytestmark = [needs_lab, pytest.mark.slow]
 RAY = str(Path(sys.executable).with_name("ray"))

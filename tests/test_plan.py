@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from rollcall.learner.optimizer import Optimizer
 from rollcall.model.files import MODEL_DIR
 from rollcall.plan.activations import Recompute
 from rollcall.plan.draw import draw_text, node_runs
-from rollcall.plan.draw_svg import draw_svg
 from rollcall.plan.elastic import shrink
 from rollcall.plan.judge import RunPlan, plan_run
 from rollcall.plan.memory import (
@@ -406,7 +404,6 @@ def test_a_context_size_shows_in_the_mesh_and_divides_long_rows(tmp_path: Path) 
         and "4 x 2 x 1" in as_text(two)
         and "context" not in as_text(one)
     )
-    assert "actor: 8 processes, 4 x 2 x 1" in draw_svg(two)
     assert two.problems == () and two.as_json()["meshes"]["actor"] == {"data": 4, "tensor": 1, "context": 2}
     assert memory_of(one, "actor").activations > 1.8 * memory_of(two, "actor").activations
     assert memory_of(one, "actor").weights == memory_of(two, "actor").weights
@@ -514,27 +511,6 @@ def test_a_large_cluster_is_drawn_as_runs_of_like_nodes(tmp_path: Path) -> None:
     assert ["rollout", "0-3", "1996-1997", "2"] in rows
 
 
-def test_the_picture_is_svg_with_a_box_for_every_process(tmp_path: Path) -> None:
-    run = make_run(tmp_path, {"rollout": "0-3:0-1", "actor": "4-7"}, run={"name": "a <b> & c"})
-    root = ElementTree.fromstring(draw_svg(run))
-    titles = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}title")]
-    ranked = [title for title in titles if " rank " in title]
-    assert ranked == [
-        *(f"actor rank {rank}, slots {rank + 4}" for rank in range(4)),
-        "rollout rank 0, slots 0-1",
-        "rollout rank 1, slots 2-3",
-    ]
-    texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert "a <b> & c" in texts and "actor: 4 processes, 4 x 1" in texts
-
-
-def test_a_picture_of_a_thousand_nodes_stays_small(tmp_path: Path) -> None:
-    run = make_run(tmp_path, {"actor,rollout": "all"}, nodes=[8] * 1000)
-    root = ElementTree.fromstring(draw_svg(run))
-    assert float(root.attrib["height"]) < 1000
-    assert "nodes 0-999" in [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
-
-
 @pytest.mark.parametrize(
     ("name", "roles"),
     [
@@ -545,14 +521,13 @@ def test_a_picture_of_a_thousand_nodes_stays_small(tmp_path: Path) -> None:
 def test_the_cluster_examples_are_planned_by_the_command(tmp_path: Path, name: str, roles: dict[str, int]) -> None:
     sizes = write_sizes(tmp_path, max_position_embeddings=32_768)
     example = str(ROOT / f"examples/{name}.yaml")
-    result = rollcall("plan", example, "--json", "--svg", "plan.svg", "--model-config", str(sizes), cwd=tmp_path)
+    result = rollcall("plan", example, "--json", "--model-config", str(sizes), cwd=tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
     found = json.loads(result.stdout)
     assert found["ok"] and {role: len(processes) for role, processes in found["processes"].items()} == roles
     assert found["processes"]["actor"][1].keys() == {"rank", "slots", "node", "local_rank"}
     assert len(found["slots"]) == 32 and found["slots"][9]["node"] == 1
     assert all(entry["total"] < found["card_bytes"] for entry in found["memory"])
-    ElementTree.parse(tmp_path / "plan.svg")
 
 
 def test_a_model_that_is_not_here_is_planned_without_memory(tmp_path: Path) -> None:
@@ -590,7 +565,7 @@ def test_what_cannot_work_ends_with_status_1_and_why(tmp_path: Path) -> None:
 def test_planning_imports_neither_torch_nor_ray(tmp_path: Path) -> None:
     code = (
         "import sys\nfrom rollcall.cli.main import app\n"
-        "app(['plan', 'model.path=x/y', '--svg', 'plan.svg'], standalone_mode=False)\n"
+        "app(['plan', 'model.path=x/y'], standalone_mode=False)\n"
         "print([name for name in ('torch', 'ray', 'transformers') if name in sys.modules], file=sys.stderr)"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
@@ -642,7 +617,7 @@ def test_environments_run_beside_other_roles_on_the_nodes_of_their_slots(tmp_pat
     assert run.as_json()["slots"][8]["roles"] == ["environment"]
     assert len(run.plan.all_processes) == 8, "a slot with environments alone has no process of a model"
     assert {process.kind for process in run.plan.environments} == {"environment"}
-    assert "environment: 2 processes, one on each node" in draw_svg(run)
+    assert "none, one process on each node" in as_text(run)
     kept = shrink(run.cluster, run.plan, kept=[0])
     assert kept.component_placement["environment"] == "4"
 

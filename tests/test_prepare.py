@@ -21,7 +21,7 @@ from rollcall.jobs import prepare
 from rollcall.jobs.prepare import prepare_node, prepare_once
 from rollcall.model import fetch
 from rollcall.model.hub import HubError, hub_options
-from rollcall.process import Process
+from rollcall.process_table import Process
 from rollcall.wait import in_silence, speaking
 
 FILES = {"config.json": b'{"model_type": "qwen2"}', "model.safetensors": b"w" * 1000, "pytorch_model.bin": b"b" * 5000}

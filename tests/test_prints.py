@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from pathlib import Path
@@ -31,7 +32,7 @@ def test_what_a_reward_prints_is_heard_at_once(
     in_a_directory_with(MODULE, path=tmp_path, monkeypatch=monkeypatch)
     remember(["s3cret-of-a-row"])
     with Scorer([FunctionReward(path="my_rewards:score")], num_workers=1, model_rewards={}) as scorer:
-        scorer.score(a_prompt(), completions_of("a", "b"))
+        asyncio.run(scorer.score(a_prompt(), completions_of("a", "b")))
         heard, until = "", time.monotonic() + 20
         while "heard b" not in heard and time.monotonic() < until:  # while the worker lives: nothing is held back
             time.sleep(0.01)

@@ -21,7 +21,7 @@ from rollcall.environments.make import make_environments
 from rollcall.environments.processes import ProcessEnvironments
 from rollcall.environments.protocol import Environment, EnvironmentFailed
 from rollcall.errors import ConfigError
-from rollcall.process import Process
+from rollcall.process_table import Process
 
 MODULE = "tests.environments_of_users"
 

@@ -17,9 +17,9 @@ from rollcall.config import Config
 from rollcall.durable.journal import Journal
 from rollcall.durable.lease import hold
 from rollcall.errors import ConfigError
-from rollcall.inspect.audit import audit
-from rollcall.inspect.recover import look, repair
 from rollcall.observe.events import PhaseEvent
+from rollcall.view.audit import audit
+from rollcall.view.recover import look, repair
 
 
 def command(*arguments: str | Path) -> dict[str, Any]:
@@ -111,7 +111,11 @@ def test_status_shows_the_phases_of_a_run_and_who_has_it(killed: Config) -> None
     assert shown["current"]["end_s"] is None and shown["lease"]["state"] == "gone"
     assert {event["step"] for event in shown["phases"]} == {2, 3, 4}
     plain = CliRunner().invoke(app, ["status", str(killed.run.dir)]).stdout
-    assert "last     in rollout of step 4, begun at" in plain and "is gone" in plain and "waited for local" in plain
+    assert (
+        "last     killed; its controller ended in rollout of step 4 (begun at" in plain
+        and "is gone" in plain
+        and "waited for local" in plain
+    )
     text = CliRunner().invoke(app, ["recover", str(killed.run.dir)]).stdout
     assert "the next `rollcall train` would" in text and "000004.groups" in text
 

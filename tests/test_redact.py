@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import io
 import json
@@ -250,7 +251,7 @@ def test_what_a_reward_prints_has_no_secrets(
     (tmp_path / "loud_judge_of_test_redact.py").write_text(code)
     reward = FunctionReward(path="loud_judge_of_test_redact:score", env=["JUDGE_API_KEY", "JUDGE_DB"])
     with Scorer([reward], num_workers=1, model_rewards={}) as scorer:
-        (score,) = scorer.score(a_prompt(), completions_of("a"))
+        (score,) = asyncio.run(scorer.score(a_prompt(), completions_of("a")))
     printed = capfd.readouterr().err
     assert f"key {REDACTED}\nat {REDACTED}\n" in printed
     assert score.errors["score"].endswith(f"refused: {REDACTED}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -25,10 +26,10 @@ from rollcall.config import (
     RegexReward,
     SelfCertaintyReward,
 )
-from rollcall.reward.ending import plain_stack
+from rollcall.process.ending import plain_stack
 from rollcall.reward.functions import build_function, encode_entry, extract_expression, last_number
 from rollcall.reward.math_answer import last_boxed
-from rollcall.reward.pool import RewardPool, Task
+from rollcall.reward.pool import RewardPool
 from rollcall.reward.scorer import Scorer, reward_names
 from rollcall.reward.worker import Item, RewardResult
 from rollcall.types import Completion, FinishReason, Prompt, Score, Segment
@@ -470,29 +471,23 @@ def test_a_module_that_hangs_when_imported_is_given_up_with_its_stack(
 # The pool and the scorer
 
 
-def drain(scorer: Scorer) -> list[tuple[int, tuple[Score, ...]]]:
-    """All that was submitted."""
-    results = scorer.poll()
-    while scorer.num_unfinished:
-        results += scorer.poll(1.0)
-    return results
-
-
 def test_one_session_survives_rewards_that_hang_raise_return_nan_and_die(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_a_directory_with(USER_MODULE, path=tmp_path, monkeypatch=monkeypatch)
     rewards = [FunctionReward(path="my_rewards:wild", timeout_s=3.0), ExactReward(weight=0.5)]
     texts = ("46", "hang", "raise", "nan", "die", "text", "exit", "hang in C", "46", "45")
+
+    async def score_three_groups(scorer: Scorer) -> list[tuple[Score, ...]]:
+        groups = (completions_of("46", "45"), completions_of(*texts), completions_of("46", "45"))
+        return await asyncio.gather(*(scorer.score(a_prompt(), group) for group in groups))
+
     with Scorer(rewards, num_workers=2, model_rewards={}) as scorer:
-        for key in range(3):
-            scorer.submit(key, a_prompt(), completions_of(*texts) if key == 1 else completions_of("46", "45"))
-        results = dict(drain(scorer))
+        results = asyncio.run(score_three_groups(scorer))
         pids = scorer._pool.pids if scorer._pool else []
         counts = scorer.counts["wild"]
         assert (counts.scored, counts.raised, counts.hung, counts.nan, counts.died) == (3 + 4, 2, 2, 2, 1)
         assert scorer.counts["exact"].failed == 0
-        assert scorer.num_unfinished == 0
     assert [score.value for score in results[0]] == [1.5, 0.0]
     assert [score.parts["wild"] for score in results[1]] == [1, 0, 0, 0, 0, 0, 0, 0, 1, 0]
     kinds = [score.errors.get("wild", "").partition(":")[0] for score in results[1]]
@@ -510,7 +505,7 @@ def test_one_session_survives_rewards_that_hang_raise_return_nan_and_die(
 def test_many_failures_are_counted_but_only_a_few_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     in_a_directory_with(USER_MODULE, path=tmp_path, monkeypatch=monkeypatch)
     with Scorer([FunctionReward(path="my_rewards:wild")], num_workers=1, model_rewards={}) as scorer:
-        scores = scorer.score(a_prompt(), completions_of(*["raise"] * 50))
+        scores = asyncio.run(scorer.score(a_prompt(), completions_of(*["raise"] * 50)))
     assert len(scores) == 50 and scorer.counts["wild"].raised == 50
     assert len(scorer.failures) == 3
 
@@ -519,7 +514,7 @@ def test_replaced_and_closed_workers_leave_no_open_files(tmp_path: Path, monkeyp
     in_a_directory_with(USER_MODULE, path=tmp_path, monkeypatch=monkeypatch)
     before = len(os.listdir("/proc/self/fd"))
     with Scorer([FunctionReward(path="my_rewards:wild")], num_workers=2, model_rewards={}) as scorer:
-        scorer.score(a_prompt(), completions_of(*["die"] * 6))
+        asyncio.run(scorer.score(a_prompt(), completions_of(*["die"] * 6)))
         assert scorer.counts["wild"].died == 6
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -529,7 +524,7 @@ def test_a_reward_that_prints_a_lot_does_not_disturb_the_answers(
 ) -> None:
     in_a_directory_with(USER_MODULE, path=tmp_path, monkeypatch=monkeypatch)
     with Scorer([FunctionReward(path="my_rewards:loud")], num_workers=1, model_rewards={}) as scorer:
-        assert [score.value for score in scorer.score(a_prompt(), completions_of("a", "b"))] == [1, 1]
+        assert [score.value for score in asyncio.run(scorer.score(a_prompt(), completions_of("a", "b")))] == [1, 1]
     captured = capfd.readouterr()
     assert "yyy" in captured.err and captured.out == ""
 
@@ -537,66 +532,79 @@ def test_a_reward_that_prints_a_lot_does_not_disturb_the_answers(
 def test_texts_larger_than_a_pipe_go_through() -> None:
     long = "z" * 3_000_000
     with Scorer([ExactReward()], num_workers=2, model_rewards={}) as scorer:
-        scores = scorer.score(a_prompt(answer=long), completions_of(long, long + "y", long))
+        scores = asyncio.run(scorer.score(a_prompt(answer=long), completions_of(long, long + "y", long)))
     assert [score.value for score in scores] == [1, 0, 1]
 
 
 def test_a_worker_that_is_stopped_in_the_middle_of_a_large_message_is_replaced() -> None:
     long = "z" * 1_000_000
+
+    async def score(pool: RewardPool) -> list[tuple[str, float | None]]:
+        items = [Item(0, "", text, long, {}) for text in ("a", long)]
+        answers = await asyncio.gather(*(pool.score(item, timeout_s=3.0) for item in items))
+        return [(answer.kind, answer.value) for (answer,) in answers]
+
     with RewardPool({0: {"type": "exact"}}, num_workers=1) as pool:
         (frozen,) = pool.pids
         os.kill(frozen, signal.SIGSTOP)
-        items = [Item(0, "", text, long, {}) for text in ("a", long)]
-        pool.submit([Task(item=item, timeout_s=3.0, owner=place) for place, item in enumerate(items)])
-        results = []
-        while len(results) < len(items):
-            results += [(task.owner, answer.kind, answer.value) for task, (answer,) in pool.poll(5)]
-        assert results == [(0, "hung", 0.0), (1, "", 1.0)] and pool.poll(600) == []
+        assert asyncio.run(score(pool)) == [("hung", 0.0), ("", 1.0)]
         assert frozen not in pool.pids and not is_running(frozen)
 
 
-def test_an_item_over_its_limit_is_an_error_even_if_nobody_polled_in_time(
+def test_an_item_over_its_limit_is_an_error_even_if_nobody_looked_in_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_a_directory_with(USER_MODULE, path=tmp_path, monkeypatch=monkeypatch)
+
+    async def score(pool: RewardPool) -> RewardResult:
+        scoring = pool.score(Item(0, "", "", "", {}), timeout_s=0.1)
+        await asyncio.sleep(0)
+        time.sleep(1.0)  # this process is busy
+        return (await scoring)[0]
+
     with RewardPool({0: {"type": "function", "path": "my_rewards:slow"}}, num_workers=1) as pool:
-        pool.submit([Task(item=Item(0, "", "", "", {}), timeout_s=0.1, owner=5)])
-        time.sleep(1.0)
-        ((task, (answer,)),) = pool.poll(20)
-    assert (task.owner, answer.kind) == (5, "hung")
+        answer = asyncio.run(score(pool))
+    assert answer.kind == "hung" and "its limit is timeout_s=0.1" in answer.why
 
 
 def test_the_limit_is_for_each_item_and_not_for_their_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     in_a_directory_with(USER_MODULE, path=tmp_path, monkeypatch=monkeypatch)
     reward = FunctionReward(path="my_rewards:slow", timeout_s=3.5)
     with Scorer([reward], num_workers=1, model_rewards={}) as scorer:
-        scores = scorer.score(a_prompt(), completions_of(*"abcdefghijabcdefghij"))
+        scores = asyncio.run(scorer.score(a_prompt(), completions_of(*"abcdefghijabcdefghij")))
     assert [score.value for score in scores] == [1.0] * 20
 
 
 def test_the_work_is_spread_over_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     in_a_directory_with(USER_MODULE, path=tmp_path, monkeypatch=monkeypatch)
-    with Scorer([FunctionReward(path="my_rewards:slow")], num_workers=3, model_rewards={}) as scorer:
-        assert scorer._pool is not None
-        while not all(worker.ready for worker in scorer._pool._workers):
-            scorer.poll(0.05)
-        scorer.submit(0, a_prompt(), completions_of("a", "b", "c"))
-        assert [len(worker.in_flight) for worker in scorer._pool._workers] == [1, 1, 1]
-        drain(scorer)
+    with Scorer([FunctionReward(path="my_rewards:where")], num_workers=3, model_rewards={}) as scorer:
+        for _ in range(100):  # until all workers are ready
+            scores = asyncio.run(scorer.score(a_prompt(), completions_of(*"abcdefghi")))
+            if len(places := {score.value for score in scores}) == 3:
+                break
+        assert scorer._pool is not None and places == set(map(float, scorer._pool.pids))
 
 
-def test_polling_without_work_returns_at_once_with_nothing() -> None:
+def test_a_group_that_is_given_up_leaves_the_others_their_scores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_a_directory_with(USER_MODULE, path=tmp_path, monkeypatch=monkeypatch)
+
+    async def give_up(scorer: Scorer) -> tuple[Score, ...]:
+        first = asyncio.create_task(scorer.score(a_prompt(), completions_of(*"abcdefgh")))
+        second = asyncio.create_task(scorer.score(a_prompt(), completions_of("a", "b")))
+        await asyncio.sleep(0.3)
+        first.cancel()
+        return await second
+
+    with Scorer([FunctionReward(path="my_rewards:slow")], num_workers=1, model_rewards={}) as scorer:
+        assert [score.value for score in asyncio.run(give_up(scorer))] == [1.0, 1.0]
+        assert scorer.counts["slow"].scored == 2
+
+
+def test_no_completions_have_no_scores() -> None:
     with Scorer([ExactReward()], num_workers=1, model_rewards={}) as scorer:
-        assert scorer.poll(600) == [] and drain(scorer) == []
-
-
-def test_score_leaves_other_submissions_for_poll() -> None:
-    with Scorer([ExactReward()], num_workers=1, model_rewards={}) as scorer:
-        scorer.submit(11, a_prompt(), completions_of("45"))
-        (score,) = scorer.score(a_prompt(), completions_of("46"))
-        assert score.value == 1
-        ((key, (other,)),) = drain(scorer)
-        assert (key, other.value) == (11, 0.0)
+        assert asyncio.run(scorer.score(a_prompt(), ())) == ()
 
 
 def test_a_worker_imports_neither_torch_nor_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -604,7 +612,7 @@ def test_a_worker_imports_neither_torch_nor_transformers(tmp_path: Path, monkeyp
     in_a_directory_with(module, path=tmp_path, monkeypatch=monkeypatch)
     rewards = [FunctionReward(path="my_rewards:f"), RegexReward(pattern="a"), CountdownReward(), NumberReward()]
     with Scorer(rewards, num_workers=1, model_rewards={}) as scorer:
-        (score,) = scorer.score(a_prompt(metadata={"numbers": [1], "target": 1}), completions_of("a"))
+        (score,) = asyncio.run(scorer.score(a_prompt(metadata={"numbers": [1], "target": 1}), completions_of("a")))
     assert score.errors == {} and score.parts["f"] == 1
 
 
@@ -613,14 +621,16 @@ def test_workers_end_when_their_parent_is_killed_even_inside_c_code(
 ) -> None:
     in_a_directory_with(USER_MODULE, path=tmp_path, monkeypatch=monkeypatch)
     parent_code = (
-        "import json, os\n"
-        "from rollcall.reward.pool import RewardPool, Task\n"
+        "import asyncio, json, os\n"
+        "from rollcall.reward.pool import RewardPool\n"
         "from rollcall.reward.worker import Item\n"
         "pool = RewardPool({0: {'type': 'function', 'path': 'my_rewards:wild'}}, num_workers=2)\n"
-        "pool.submit([Task(item=Item(0, '', 'hang in C', '', {}), timeout_s=1000)])\n"
-        "pool.poll(0.5)\n"
-        "print(json.dumps(pool.pids), flush=True)\n"
-        "pool.poll(1000)\n"
+        "async def main():\n"
+        "    scoring = pool.score(Item(0, '', 'hang in C', '', {}), timeout_s=1000)\n"
+        "    await asyncio.sleep(0.5)\n"
+        "    print(json.dumps(pool.pids), flush=True)\n"
+        "    await scoring\n"
+        "asyncio.run(main())\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(rollcall.__file__).resolve().parents[1])}
     parent = subprocess.Popen([sys.executable, "-c", parent_code], stdout=subprocess.PIPE, env=environment)
@@ -642,7 +652,7 @@ def test_what_a_hanging_reward_started_ends_with_it(tmp_path: Path, monkeypatch:
     )
     in_a_directory_with(module, path=tmp_path, monkeypatch=monkeypatch)
     with Scorer([FunctionReward(path="my_rewards:f", timeout_s=2)], num_workers=1, model_rewards={}) as scorer:
-        (score,) = scorer.score(a_prompt(), completions_of("a"))
+        (score,) = asyncio.run(scorer.score(a_prompt(), completions_of("a")))
     assert score.errors["f"].startswith("hung")
     assert not wait_until_gone([int((tmp_path / "child").read_text())])
 
@@ -655,8 +665,8 @@ def test_model_rewards_are_called_here_and_their_failures_are_counted() -> None:
 
     rewards = [ExactReward(), SelfCertaintyReward(weight=0.25)]
     with Scorer(rewards, num_workers=1, model_rewards={1: certain}) as scorer:
-        good, bad = scorer.score(a_prompt(), completions_of("46", "inf"))
-        (boom,) = scorer.score(a_prompt(answer="boom"), completions_of("boom"))
+        good, bad = asyncio.run(scorer.score(a_prompt(), completions_of("46", "inf")))
+        (boom,) = asyncio.run(scorer.score(a_prompt(answer="boom"), completions_of("boom")))
     assert good.value == 1.5 and good.parts == {"exact": 1.0, "self_certainty": 2.0}
     assert bad.value == 0 and "inf" in bad.errors["self_certainty"]
     assert boom.value == 1.0 and "out of memory" in boom.errors["self_certainty"]
@@ -665,9 +675,8 @@ def test_model_rewards_are_called_here_and_their_failures_are_counted() -> None:
 
 def test_rewards_in_this_process_alone_need_no_worker_and_a_missing_one_is_refused() -> None:
     with Scorer([SelfCertaintyReward()], num_workers=1, model_rewards={0: lambda _, c: [1.0] * len(c)}) as scorer:
-        scorer.submit(3, a_prompt(), completions_of("a", "b"))
-        ((key, scores),) = scorer.poll()
-        assert key == 3 and [score.value for score in scores] == [1.0, 1.0]
+        scores = asyncio.run(scorer.score(a_prompt(), completions_of("a", "b")))
+        assert [score.value for score in scores] == [1.0, 1.0]
     with pytest.raises(ValueError, match="reward.0"):
         Scorer([SelfCertaintyReward()], num_workers=1, model_rewards={})
 
@@ -676,7 +685,7 @@ def test_repeated_rewards_get_numbered_names() -> None:
     rewards = [RegexReward(pattern="a"), RegexReward(pattern="b"), FunctionReward(path="m.n:exact"), ExactReward()]
     assert reward_names(rewards) == ["regex", "regex#2", "exact", "exact#2"]
     with Scorer(rewards[:2], num_workers=1, model_rewards={}) as scorer:
-        (score,) = scorer.score(a_prompt(), completions_of("b"))
+        (score,) = asyncio.run(scorer.score(a_prompt(), completions_of("b")))
     assert score.parts == {"regex": 0.0, "regex#2": 1.0}
 
 
@@ -821,13 +830,13 @@ def test_a_language_model_or_other_numbers_are_not_taken_for_a_reward_model(tmp_
 
 
 def test_a_hung_item_shows_a_plain_stack_of_the_users_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def score(pool: RewardPool) -> list[RewardResult]:
+        return await pool.score(Item(0, "", "", "", {}), timeout_s=0.3)
+
     module = "import time\ndef wait():\n    time.sleep(600)\ndef score(*row):\n    wait()\n"
     in_a_directory_with(module, path=tmp_path, monkeypatch=monkeypatch)
     with RewardPool({0: {"type": "function", "path": "my_rewards:score"}}, num_workers=1) as pool:
-        pool.submit([Task(item=Item(0, "", "", "", {}), timeout_s=0.3)])
-        answers: list[RewardResult] = []
-        while not answers:
-            answers += [answer for _, answers in pool.poll(5) for answer in answers]
+        answers = asyncio.run(score(pool))
     place = tmp_path / "my_rewards.py"
     assert answers[0].why.splitlines() == [
         "no score within timeout_s=0.3", "it was at", f'  File "{place}", line 5, in score', f'  File "{place}", line 3, in wait'

@@ -5,9 +5,11 @@ The second half runs code inside the workers' confinement on purpose, to see wha
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import json
 import os
+import pickle
 import re
 import resource
 import socket
@@ -28,13 +30,13 @@ from rollcall.config import (
     ReasoningGymReward,
     RegexReward,
 )
+from rollcall.process.ending import how_it_ended
 from rollcall.reward import landlock, seccomp
 from rollcall.reward.confine import BUILT_IN, available, confine, confinement_of
-from rollcall.reward.ending import how_it_ended
 from rollcall.reward.eval_guard import guarded, is_plain
 from rollcall.reward.functions import encode_entry
 from rollcall.reward.math_answer import final_answer, last_tagged
-from rollcall.reward.pool import RewardPool, Task, read_said
+from rollcall.reward.pool import RewardPool, read_results
 from rollcall.reward.scorer import Scorer
 from rollcall.reward.worker import Item, RewardResult
 
@@ -43,6 +45,20 @@ EVALUATING = (
     "binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication", "puzzle24",
     "simple_integration", "spiral_matrix", "string_insertion",
 )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_unpickled_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What these rewards say, this process reads as data."""
+
+    def poisoned(*_: Any, **__: Any) -> Any:
+        os.write(2, b"a byte of a reward's process was unpickled\n")
+        os._exit(86)  # an exception might be caught
+
+    for name in ("load", "loads", "Unpickler"):
+        monkeypatch.setattr(pickle, name, poisoned)
+
+
 needs_seccomp = pytest.mark.skipif(bool(seccomp.why_missing()), reason=seccomp.why_missing() or "it is there")
 needs_landlock = pytest.mark.skipif(not landlock.version(), reason="the kernel has no landlock")
 
@@ -129,8 +145,8 @@ def test_no_text_runs_in_any_built_in_reward_and_the_pool_goes_on(tmp_path: Path
     texts = [*code_texts(mark), *(f"<answer>{text}</answer>" for text in code_texts(mark)), *heavy, *ODD]
     prompt = a_prompt(metadata={"numbers": [12, 34], "target": 46})
     with Scorer(every_builtin(), num_workers=2, model_rewards={}) as scorer:
-        scores = scorer.score(prompt, completions_of(*texts))
-        after = scorer.score(prompt, completions_of("12+34", r"\boxed{46}"))
+        scores = asyncio.run(scorer.score(prompt, completions_of(*texts)))
+        after = asyncio.run(scorer.score(prompt, completions_of("12+34", r"\boxed{46}")))
     assert not mark.exists()
     wrong = {text[:40]: score.parts for text, score in zip(texts, scores, strict=True) if score.value > 0}
     assert set(wrong) <= {"\u202e46", "\x1b[2J46", "٤٦"}, wrong  # 46 behind marks that are not seen
@@ -147,11 +163,13 @@ def test_no_answer_runs_in_the_scorers_that_evaluate_text(tmp_path: Path) -> Non
     texts = [f"<answer>{text}</answer>" for text in (*code_texts(mark), *HEAVY[:4])]
     with Scorer([ReasoningGymReward(timeout_s=10)], num_workers=1, model_rewards={}) as scorer:
         for task, row in gym_rows().items():
-            scores = scorer.score(a_prompt(metadata=row), completions_of(*texts))
+            scores = asyncio.run(scorer.score(a_prompt(metadata=row), completions_of(*texts)))
             assert max(score.value for score in scores) <= 0.05, task
             assert not mark.exists(), task
             reference = json.loads(row["reasoning_gym"]["entry"])["answer"]
-            (right,) = scorer.score(a_prompt(metadata=row), completions_of(f"<answer>{reference}</answer>"))
+            (right,) = asyncio.run(
+                scorer.score(a_prompt(metadata=row), completions_of(f"<answer>{reference}</answer>"))
+            )
             assert right.value == 1, task
         assert scorer.counts["reasoning_gym"].failed == 0, scorer.failures
 
@@ -249,6 +267,10 @@ def look(prompt, completion, answer, metadata):
 """
 
 
+async def score_by(pool: RewardPool, item: Item) -> list[RewardResult]:
+    return await pool.score(item, timeout_s=60)
+
+
 def what_it_sees(
     reward: Any, *, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, confined: bool, megabytes: int
 ) -> Any:
@@ -273,8 +295,7 @@ def what_it_sees(
         }  # fmt: skip
         with RewardPool({0: reward.model_dump()}, num_workers=1) as pool:
             item = Item(0, "", "no processes" if confined else "", "", row)
-            pool.submit([Task(item=item, timeout_s=60)])
-            ((_, (result,)),) = pool.poll(60)
+            (result,) = asyncio.run(score_by(pool, item))
             told = pool.in_force[0]
     assert result.kind == "raised", result
     seen = json.loads(result.why.partition("RuntimeError: ")[2])
@@ -316,16 +337,17 @@ def test_a_function_gets_the_variables_its_section_names_and_no_others(
 
 
 SCAN = """
-import os, sys
+import asyncio, os, sys
 from pathlib import Path
-from rollcall.reward.pool import RewardPool, Task
+from rollcall.reward.pool import RewardPool
 from rollcall.reward.worker import Item
 
 hidden = os.environ["HF_TOKEN"]
 with RewardPool({0: {"type": "function", "path": "probe:look", "env": ["SERVICE"]}}, num_workers=1) as pool:
     row = {"address": ["127.0.0.1", 9], "unix": "", "outside": "outside", "secret": "", "megabytes": 1, "hidden": hidden}
-    pool.submit([Task(item=Item(0, "", "", "", row), timeout_s=60)])
-    ((_, (result,)),) = pool.poll(60)
+    async def score():
+        return await pool.score(Item(0, "", "", "", row), timeout_s=60)
+    (result,) = asyncio.run(score())
     assert os.environ["HF_TOKEN"] == os.popen("echo $HF_TOKEN").read().strip() == hidden
     assert hidden not in Path("/proc/self/environ").read_text()
 print(result.why.partition("RuntimeError: ")[2])
@@ -381,7 +403,7 @@ def test_a_value_that_a_function_raises_is_not_shown(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SERVICE", "a-hidden-value")
     with Scorer([FunctionReward(path="my_rewards:f", env=["SERVICE"])], num_workers=1, model_rewards={}) as scorer:
-        (score,) = scorer.score(a_prompt(), completions_of("a"))
+        (score,) = asyncio.run(scorer.score(a_prompt(), completions_of("a")))
     assert "a-hidden-value" not in score.errors["f"] and "a-hidden-value" not in scorer.failures[0].why
 
 
@@ -398,11 +420,11 @@ def test_what_a_worker_says_is_read_as_data(tmp_path: Path, monkeypatch: pytest.
         b'[{"value": NaN, "kind": "", "why": "", "elapsed_s": 1.0}]',
         b'[{"value": 1.0, "kind": "", "why": "", "elapsed_s": NaN}]',
         b'[{"value": 1.0, "kind": "", "why": "", "elapsed_s": 1.0, "more": 1}]',
-        b'{"in_force": {}, "kinds": {"first": "async"}}',
+        b'{"in_force": {}, "kinds": {}, "needs": {}, "trl": {}}',
         b"[" * 100_000,
     ):
         with pytest.raises(ValueError):
-            read_said(said)
+            read_results(said)
     module = (
         "import os, struct\n"
         "def f(p, c, a, m):\n"
@@ -417,7 +439,7 @@ def test_what_a_worker_says_is_read_as_data(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "my_rewards.py").write_text(module)
     monkeypatch.chdir(tmp_path)
     with Scorer([FunctionReward(path="my_rewards:f")], num_workers=1, model_rewards={}) as scorer:
-        one, two = scorer.score(a_prompt(), completions_of("flood", "a"))
+        one, two = asyncio.run(scorer.score(a_prompt(), completions_of("flood", "a")))
     assert one.errors["f"].startswith("died") and two.value == 1
 
 
@@ -482,8 +504,7 @@ def test_code_in_a_built_in_worker_has_no_power_over_other_processes_or_the_mach
     victim = subprocess.Popen(["sleep", "600"])
     try:
         with RewardPool({0: FunctionReward(path="reach:look").model_dump()}, num_workers=1) as pool:
-            pool.submit([Task(item=Item(0, "", "", "", {"victim": victim.pid}), timeout_s=60)])
-            ((_, (result,)),) = pool.poll(60)
+            (result,) = asyncio.run(score_by(pool, Item(0, "", "", "", {"victim": victim.pid})))
         assert victim.poll() is None
     finally:
         victim.kill()
@@ -501,17 +522,17 @@ def test_code_in_a_built_in_worker_has_no_power_over_other_processes_or_the_mach
 FORGING = """
 import json, os, struct, sys, tempfile
 
-def say(message):
-    body = json.dumps(message).encode()
+def say(message, call=2, kind=1):
+    body = struct.pack("<IB", call, kind) + json.dumps(message).encode()
     os.write(int(sys.argv[2]), struct.pack("<Q", len(body)) + body)
 
 def f(prompt, completion, answer, metadata):
     if completion == "fork":
         os.fork()
     if completion == "refused":
-        say({"refused": "a forged refusal"})
+        say(["ValueError", "a forged refusal", "a forged refusal"], kind=3)
     if completion == "ready":
-        say({"in_force": {"network": "forged"}, "kinds": {}})
+        say({"in_force": {"network": "forged"}, "kinds": {}, "needs": {}, "trl": {}}, call=1, kind=2)
     if completion == "no reason":
         say([{"value": 0.0, "kind": "nan", "why": "", "elapsed_s": 0.0}])
         os._exit(3)
@@ -535,8 +556,8 @@ def test_a_function_that_forges_its_worker_spoils_no_other_score_and_never_the_r
     others = ["a" * (index % 4) for index in range(30)]
     with Scorer([FunctionReward(path="forging:f")], num_workers=1, model_rewards={}) as scorer:
         before = scorer.in_force
-        _, *scores = scorer.score(a_prompt(), completions_of(hostile, *others))
-        after = scorer.score(a_prompt(), completions_of(*others))
+        _, *scores = asyncio.run(scorer.score(a_prompt(), completions_of(hostile, *others)))
+        after = asyncio.run(scorer.score(a_prompt(), completions_of(*others)))
         assert scorer.in_force == before
     if hostile != "no reason":  # the process's own answer; then it dies at the next item
         assert [score.value for score in scores] == [float(len(other)) for other in others]
@@ -564,13 +585,13 @@ def test_a_limit_beyond_what_the_kernel_counts_to_is_no_limit(tmp_path: Path, mo
     most = (1 << 53) - 1
     reward = FunctionReward(path="my_rewards:f", memory_mb=most, file_mb=most, processes=most)
     with Scorer([reward], num_workers=1, model_rewards={}) as scorer:
-        (score,) = scorer.score(a_prompt(), completions_of("a"))
+        (score,) = asyncio.run(scorer.score(a_prompt(), completions_of("a")))
     assert score.value == 1
 
 
 def test_an_error_cannot_steer_the_terminal_that_shows_it() -> None:
     said = {"value": 0.0, "kind": "raised", "why": "no \x1b[2Jnumber\n\tin \x07it", "elapsed_s": 0.1}
-    (answer,) = read_said(json.dumps([said]).encode())  # type: ignore[misc]
+    (answer,) = read_results(json.dumps([said]).encode()) or []
     assert isinstance(answer, RewardResult) and answer.why == "no �[2Jnumber\n\tin �it"
 
 

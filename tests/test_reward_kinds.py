@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from functools import partial
 from pathlib import Path
@@ -33,7 +34,7 @@ def scored(*texts: str, path: str, **fields: Any) -> tuple[Scorer, tuple[Score, 
     prompt = Prompt(id="p", token_ids=np.zeros(1, dtype=np.int32), text="say ab", answer="ab", metadata={"extra": 1})
     reward = FunctionReward(path=path, **fields)
     with lean(), Scorer([reward, RegexReward(pattern="a")], num_workers=1, model_rewards={}) as scorer:
-        return scorer, scorer.score(prompt, tuple(map(completion, texts)))
+        return scorer, asyncio.run(scorer.score(prompt, tuple(map(completion, texts))))
 
 
 def parts(scores: tuple[Score, ...]) -> list[float]:

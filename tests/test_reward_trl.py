@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +17,13 @@ from rollcall.config import DataSection, DrGrpo, ExactReward, FunctionReward
 from rollcall.data.load import load_prompts
 from rollcall.durable.group_record import decode, encode, records
 from rollcall.errors import ConfigError
-from rollcall.inspect.audit import audit
 from rollcall.loop.samples import make_samples
 from rollcall.reward.scorer import Scorer
 from rollcall.reward.trl import lists_of
 from rollcall.reward.user_function import load_function
 from rollcall.roles.reward_trial import try_rewards
 from rollcall.types import Completion, EndReason, Episode, Group, Prompt, ToolCall, Turn
+from rollcall.view.audit import audit
 
 PEERS = Path(os.environ.get("ROLLCALL_PEERS") or Path(__file__).parents[1] / ".peers")
 ASKED = [{"role": "user", "content": "2+2?"}]
@@ -50,7 +51,7 @@ def test_a_reward_of_the_environment_that_the_run_does_not_use_is_told_once(capl
     scored = replace(episode, episode=replace(episode.episode, reward=1.0))
     with Scorer([ExactReward()], num_workers=1, model_rewards={}) as scorer:
         for _ in range(2):
-            scorer.score(a_prompt(), (scored,))
+            asyncio.run(scorer.score(a_prompt(), (scored,)))
     assert caplog.text.count("the environment gives a reward that the run does not use: add {type: environment}") == 1
 
 
@@ -141,7 +142,7 @@ def test_the_functions_run_in_reward_processes_and_a_failed_environment_hurts_no
     with Scorer(rewards, num_workers=1, model_rewards={}) as scorer:
         assert scorer.environment_readers == ["score_left"]
         made = (played(a_turn("a"), score=1.5), played(error="it died"), played(a_turn("b"), score=0.5))
-        scores = scorer.score(a_prompt(solution="unknown"), made)
+        scores = asyncio.run(scorer.score(a_prompt(solution="unknown"), made))
         assert [score.parts["score_left"] for score in scores] == [1.5, 0, 0.5]
         assert [score.parts["later"] for score in scores] == [1, 0, 1]
         assert [score.errors for score in scores] == [{}, {"environment": "raised: it died"}, {}]  # None is no error
@@ -151,7 +152,7 @@ def test_a_completion_that_every_function_declines_is_neither_compared_nor_train
     completions = (said("1"), said("?"), said("0"))
     rewards = [FunctionReward(path=f"rewards_of_trl:{name}") for name in ("declines", "declines_too")]
     with Scorer(rewards, num_workers=1, model_rewards={}) as scorer:
-        scores = scorer.score(a_prompt(), completions)
+        scores = asyncio.run(scorer.score(a_prompt(), completions))
     assert [(score.value, score.is_given) for score in scores] == [(1, True), (0, False), (5, True)]
     group = Group(
         step=1, draw=0, prompt=a_prompt(), completions=completions, scores=scores, started_s=0, finished_s=1, worker="w"
@@ -205,6 +206,8 @@ def test_the_functions_that_come_with_trl_score(tmp_path: Path, monkeypatch: pyt
     rewards = [FunctionReward(path=f"made_by_trl:{name}") for name in names]
     prompt = a_prompt(prompt_messages=ASKED, solution="$4$")
     with Scorer(rewards, num_workers=1, model_rewards={}) as scorer:
-        right, wrong = scorer.score(prompt, (said(r"<think>a</think> \boxed{4}", 3), said(r"\boxed{5}", 6)))
+        right, wrong = asyncio.run(
+            scorer.score(prompt, (said(r"<think>a</think> \boxed{4}", 3), said(r"\boxed{5}", 6)))
+        )
     assert list(right.parts.values()) == [1, 1, 1, -0.5, 0] and not right.errors
     assert list(wrong.parts.values()) == [0, 0, 0, -1, 0] and not wrong.errors

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import subprocess
 import sys
+import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -101,27 +102,16 @@ class FakeEngine:
 
 
 class FakeScorer:
-    """Scores a completion by its seed, some polls after it was submitted."""
-
-    asks_models = False
+    """Scores a completion by its seed, some turns of the event loop after it was asked."""
 
     def __init__(self, *, delay: int = 3, sign: int = 1) -> None:
         self.delay, self.sign = delay, sign
-        self.jobs: list[list[Any]] = []
-        self.num_polls = 0
 
-    def submit(self, key: int, prompt: Prompt, completions: tuple[Completion, ...]) -> None:
-        self.jobs.append([self.delay, key, completions])
-
-    def poll(self, timeout_s: float = 0) -> list[tuple[int, tuple[Score, ...]]]:
-        self.num_polls += 1
-        for job in self.jobs:
-            job[0] -= 1
-        ready = [job for job in self.jobs if job[0] <= 0]
-        self.jobs = [job for job in self.jobs if job[0] > 0]
-        return [(key, self.score(None, completions)) for _, key, completions in ready]
-
-    def score(self, prompt: Any, completions: tuple[Completion, ...]) -> tuple[Score, ...]:
+    async def score(
+        self, prompt: Prompt, completions: tuple[Completion, ...], *, ask_model: Any = None
+    ) -> tuple[Score, ...]:
+        for _turn in range(self.delay):
+            await asyncio.sleep(0)
         values = [float(self.sign * completion.seed) for completion in completions]
         return tuple(Score(value=value, parts={"fake": value}, errors={}) for value in values)
 
@@ -215,45 +205,44 @@ def test_a_cancelled_group_ends_its_requests_and_no_others() -> None:
     assert drive(work()).scores[0].value == 2.0
 
 
-def test_the_rewards_are_looked_at_while_something_is_scored_and_not_after() -> None:
-    scorer = FakeScorer(delay=4)
-
-    async def work() -> None:
-        rewards = Rewards()
-        prompt, completions = make_prompt("p"), (make_completion(3),)
-        for count in (4, 8):
-            assert (await rewards.score(scorer, prompt, completions))[0].value == 3.0  # type: ignore[arg-type]
-            assert rewards.take_seconds() > 0 and rewards.take_seconds() == 0
-            await asyncio.sleep(0.05)
-            assert scorer.num_polls == count
-
-    drive(work())
-
-
-def test_an_error_of_a_scorer_reaches_all_who_wait_for_it() -> None:
-    class Broken(FakeScorer):
-        def poll(self, timeout_s: float = 0) -> list[tuple[int, tuple[Score, ...]]]:
-            raise RuntimeError("the judge is away")
-
-    async def work() -> list[Any]:
-        rollouts, scorer = rollouts_of(), Broken()
-        both = (group(rollouts, name, seeds=(1,), scorer=scorer) for name in "ab")
-        return await asyncio.gather(*both, return_exceptions=True)
-
-    assert [str(one) for one in drive(work())] == ["the judge is away"] * 2
-
-
-def test_a_model_in_another_process_is_asked_in_a_thread() -> None:
+def test_the_time_of_the_rewards_is_that_in_which_nothing_is_generated() -> None:
     class Slow(FakeScorer):
-        asks_models = True
+        async def score(self, *given: Any, **named: Any) -> tuple[Score, ...]:
+            await asyncio.sleep(0.05)
+            return await super().score(*given, **named)
 
-        def submit(self, key: int, prompt: Prompt, completions: tuple[Completion, ...]) -> None:
-            raise AssertionError("this would hold up the event loop")
+    async def work() -> tuple[float, float, float]:
+        rewards, scorer, given = Rewards(), Slow(), (make_prompt("p"), (make_completion(3),))
+        await rewards.score(scorer, *given)  # type: ignore[arg-type]
+        alone, nothing = rewards.take_seconds(), rewards.take_seconds()
+        with rewards.generating():
+            await rewards.score(scorer, *given)  # type: ignore[arg-type]
+        return alone, nothing, rewards.take_seconds()
 
-    async def work() -> tuple[Score, ...]:
-        return await Rewards(is_remote=True).score(Slow(), make_prompt("p"), (make_completion(3),))  # type: ignore[arg-type]
+    alone, nothing, meanwhile = drive(work())
+    assert alone > 0 and (nothing, meanwhile) == (0, 0)
 
-    assert drive(work())[0].value == 3.0
+
+def test_a_reward_that_fails_fails_its_group() -> None:
+    class Broken(FakeScorer):
+        async def score(self, *given: Any, **named: Any) -> tuple[Score, ...]:
+            raise RuntimeError("the judge is gone")
+
+    with pytest.raises(RuntimeError, match="the judge is gone"):
+        drive(group(rollouts_of(), "p", seeds=(1,), scorer=Broken()))
+
+
+@pytest.mark.parametrize("is_remote", [True, False])
+def test_a_model_in_another_process_is_asked_in_a_thread_and_one_here_in_the_event_loop(is_remote: bool) -> None:
+    class Asks(FakeScorer):
+        async def score(self, prompt: Any, completions: Any, *, ask_model: Any = None) -> tuple[Score, ...]:
+            threads.append(await ask_model(threading.current_thread) if ask_model else threading.current_thread())
+            return await super().score(prompt, completions)
+
+    threads: list[threading.Thread] = []
+    scorer: Any = Asks()
+    drive(Rewards(is_remote=is_remote).score(scorer, make_prompt("p"), (make_completion(3),)))
+    assert (threads[0] is not threading.main_thread()) == is_remote
 
 
 # Open groups

@@ -11,7 +11,7 @@ import pytest
 
 from rollcall.config import parse_config
 from rollcall.engine.protocol import Request, Sampling
-from rollcall.errors import ClusterError, ConfigError
+from rollcall.errors import ConfigError
 from rollcall.roles.router import RETRY_VERSIONS, RolloutWorker, Router
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=4, stop_token_ids=(0,), stop_strings=())
@@ -101,11 +101,6 @@ def test_the_workers_of_a_node_share_its_part() -> None:
 def test_a_weight_of_zero_leaves_a_node_out() -> None:
     _, made = Simulation([1.0, 1.0], places=2, weights=[0, 1]).step(10)
     assert made == {"w1": 10}
-
-
-def test_weights_for_nodes_without_rollout_alone_are_refused() -> None:
-    with pytest.raises(ClusterError, match=r"node_weights=\[0, 1\].*node 0"):
-        Router([RolloutWorker(worker=0, node_rank=0, name="w0")], room=8, node_weights=[0, 1])
 
 
 @pytest.mark.parametrize("weights", [[1], [1, -1], [0, 0], [1, float("nan")]])

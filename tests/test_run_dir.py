@@ -21,11 +21,11 @@ from rollcall.checkpoint.size import GIB, RunSize, run_size
 from rollcall.checkpoint.store import CheckpointStore
 from rollcall.errors import CheckpointError, ConfigError, WorkerDiedError
 from rollcall.evaluation import newest_model_of
-from rollcall.inspect.audit import audit
 from rollcall.loop.record import Record
 from rollcall.observe.console import Console
 from rollcall.stored.find import PROBE
 from rollcall.training import train
+from rollcall.view.audit import audit
 
 
 def test_a_start_without_its_logger_leaves_nothing_and_the_next_one_may_differ(

@@ -13,9 +13,9 @@ from runs import finish, make_run, metric_rows
 
 from rollcall.checkpoint.store import CheckpointStore
 from rollcall.config import Config
-from rollcall.inspect.audit import audit
 from rollcall.loop.callbacks import Callbacks
 from rollcall.observe.sinks import read_rows
+from rollcall.view.audit import audit
 
 pytestmark = pytest.mark.slow
 CLUSTER = (

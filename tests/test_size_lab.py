@@ -20,8 +20,8 @@ from lab.lab import Host, Lab, needs_lab
 from safetensors.torch import load_file
 
 from rollcall.engine.vllm.setup import VllmUnavailable, find_python
-from rollcall.inspect.audit import audit
 from rollcall.observe.live import read_live
+from rollcall.view.audit import audit
 
 pytestmark = [needs_lab, pytest.mark.slow]
 NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "RAY_worker_niceness": "0"}

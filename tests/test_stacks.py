@@ -18,6 +18,7 @@ from types import FunctionType, SimpleNamespace
 from typing import Any, cast
 
 import cloudpickle
+import psutil
 import pytest
 import torch
 from runs import make_run
@@ -27,12 +28,22 @@ from rollcall.cli.main import app
 from rollcall.durable.lease import hold
 from rollcall.groups import reachable as module
 from rollcall.groups.profiling import ProfileError, profile_process
-from rollcall.groups.reachable import About, about_process, be_reachable, find_py_spy, reachable, reachable_here
+from rollcall.groups.reachable import (
+    About,
+    UnreadableError,
+    about_process,
+    be_reachable,
+    reachable,
+    reachable_here,
+    read_threads,
+)
 from rollcall.inspect.processes import ProcessTarget, find_target
 from rollcall.inspect.profile import Format, profile_role
-from rollcall.inspect.stacks import read_stacks, threads_of
+from rollcall.inspect.stacks import read_stacks
 from rollcall.observe.live import Live, read_live, write_live
-from rollcall.process import Process
+from rollcall.process_table import Process
+
+YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 
 @pytest.fixture
@@ -88,11 +99,11 @@ def test_stacks_show_every_thread_of_the_run_and_what_it_started(run_dir: Path, 
         child.kill()
     assert result.exit_code == 0, result.output
     own, *others = json.loads(result.stdout)["processes"]
-    assert (own["title"], own["pid"], own["how"]) == ("controller", os.getpid(), "faulthandler")
+    assert (own["title"], own["pid"], own["error"]) == ("controller", os.getpid(), "")
     functions = {frame["function"] for thread in own["threads"] for frame in thread["frames"]}
     assert {"a_function_that_works", "test_stacks_show_every_thread_of_the_run_and_what_it_started"} <= functions
     (started,) = [one for one in others if one["pid"] == child.pid]
-    assert started["title"].startswith("started by controller: ") and started["text"]
+    assert started["title"].startswith("started by controller: ") and started["threads"]
     shown = CliRunner().invoke(app, ["stacks", str(run_dir)])
     assert "== controller on this host" in shown.stdout and "a_function_that_works" in shown.stdout
 
@@ -103,25 +114,29 @@ def test_a_stopped_process_is_not_woken_to_show_its_stacks(run_dir: Path) -> Non
     ) as child:
         assert child.stdout is not None and child.stdout.readline()
         os.kill(child.pid, signal.SIGSTOP)
-        while module.process_state(child.pid) != "T":
+        while module.status_of(child.pid) != psutil.STATUS_STOPPED:
             time.sleep(0.01)
         report = read_stacks(find_target(str(run_dir)), native=False, timeout_s=60)
         (one,) = [one for own in report.hosts.values() for one in own if one.pid == child.pid]
-        assert one.state == "T" and one.text and module.process_state(child.pid) == "T"
+        assert one.state == module.status_of(child.pid) == psutil.STATUS_STOPPED and one.threads
         child.kill()
 
 
-def test_both_kinds_of_stacks_are_read_into_threads_and_frames() -> None:
-    python = 'Current thread 0x0001 (most recent call first):\n  File "a b.py", line 3 in run\n  File "c.py", line 4 in <module>\n'
-    spy = 'Process 1: x\nPython v3\n\nThread 9 (idle): "MainThread"\n    recv (libc.so)\n    main (pkg/worker.py:137)\n'
-    assert threads_of(python)[0]["frames"][0] == {"function": "run", "file": "a b.py", "line": 3}
-    (thread,) = threads_of(spy)
-    assert thread["thread"] == '9 (idle): "MainThread"'
-    assert thread["frames"] == [
-        {"function": "recv", "file": "libc.so", "line": None},
-        {"function": "main", "file": "pkg/worker.py", "line": 137},
-    ]
-    assert threads_of("it has no stacks") == []
+@pytest.mark.skipif(
+    not YAMA.exists() or YAMA.read_text() != "1\n" or os.geteuid() == 0,
+    reason="needs Ubuntu's rule and a user who is not root",
+)
+def test_a_process_of_a_run_may_be_read_by_its_user_and_what_it_forks_may_not() -> None:
+    """The reader is a child of the one and a sibling of the other."""
+    with reachable(About(title="controller")):
+        child = os.fork()
+        if child == 0:
+            time.sleep(600)
+        assert read_threads(os.getpid())
+        with pytest.raises(UnreadableError, match="Permission|permitted"):
+            read_threads(child)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 @pytest.mark.slow
@@ -226,15 +241,14 @@ def test_stacks_and_profiles_of_a_run_on_a_cluster_are_brought_here_and_the_run_
                 time.sleep(0.5)
             found = {one["title"]: one for one in ask("stacks", str(config.run.dir))["processes"]}
             assert {"controller", "actor 0", "rollout 0"} <= set(found)
-            assert all(found[title]["how"] == "faulthandler" for title in ("controller", "actor 0", "rollout 0"))
+            assert all(found[title]["threads"] for title in ("controller", "actor 0", "rollout 0"))
             assert {one["host"].partition(" (")[0] for one in found.values()} == {"node 0"}
             files = ask("profile", str(config.run.dir), "--seconds", "2", "--out", str(root / "p"))["files"]
             (trace,) = [json.loads(gzip.decompress(Path(path).read_bytes())) for path in files]
             assert any(event["name"].startswith("aten::") for event in trace["traceEvents"])
-            if find_py_spy() is not None:
-                options = ["--role", "rollout", "--seconds", "1", "--format", "flamegraph", "--out", str(root / "p")]
-                (picture,) = ask("profile", str(config.run.dir), *options)["files"]
-                assert b"<svg" in Path(picture).read_bytes()
+            options = ["--role", "rollout", "--seconds", "1", "--format", "flamegraph", "--out", str(root / "p")]
+            (picture,) = ask("profile", str(config.run.dir), *options)["files"]
+            assert b"<svg" in Path(picture).read_bytes()
             live = read_live(config.run.dir)
             assert live is not None and live.on_ray and not live.is_stale
             before = metrics.stat().st_size

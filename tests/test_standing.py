@@ -13,16 +13,15 @@ from typing import Any
 
 import pytest
 
+from rollcall.api import Run
 from rollcall.cli.config import init
 from rollcall.cli.runs import show_run
 from rollcall.config import load_config
-from rollcall.durable.lease import Lease, hold, read_holder
+from rollcall.durable.lease import Lease, hold
 from rollcall.durable.patience import persist
 from rollcall.observe.headline import GRADED
-from rollcall.observe.standing import standing
-from rollcall.view.doing import Marks
-from rollcall.view.metrics_table import MetricsTable
-from rollcall.view.state import StateReader
+from rollcall.view.api import WatchedRun
+from rollcall.view.reader import RunReader
 from rollcall.wait import Wait
 
 
@@ -45,12 +44,12 @@ def test_a_run_shows_step_of_steps_reward_headline_and_time_left(
     run_dir = write_run(tmp_path / "run", last=20, started_s=time.time() + 600)
     with hold(run_dir):
         show_run(run_dir, as_json=False)
-        found = standing(run_dir, num_steps=100, holder=read_holder(run_dir))
-        first_step = standing(
-            write_run(tmp_path / "other", last=11, started_s=time.time() + 600),
-            num_steps=100,
-            holder=read_holder(run_dir),
-        )
+        run = RunReader(run_dir)
+        found = run.standing(run.state())
+    other = write_run(tmp_path / "other", last=11, started_s=time.time() + 600)
+    with hold(other):
+        run = RunReader(other)
+        first_step = run.standing(run.state())
     shown = capsys.readouterr().out
     assert "step 20 of 100, reward 0.250, held-out reward 0.100 -> 0.300, left " in shown
     assert found.left_s is not None and found.left_s >= 80 * 3.0
@@ -76,13 +75,37 @@ def test_a_run_that_starts_is_shown_before_it_has_a_directory(
 
 def test_a_run_that_nobody_has_or_that_is_new_has_no_time_left(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", last=20, started_s=time.time() + 600)
+    run = RunReader(run_dir)
+    assert run.standing(run.state()).left_s is None and run.state().is_over
     with hold(run_dir):
-        holder = read_holder(run_dir)
-    assert holder is not None
-    assert standing(run_dir, num_steps=100, holder=replace(holder, released=True)).left_s is None
-    assert standing(run_dir, num_steps=100, holder=None).left_s is None
-    empty = standing(tmp_path, num_steps=None, holder=None)
-    assert empty.rows() == [("step", "0")]
+        assert run.standing(run.state()).left_s is not None
+    assert run.standing(run.state()).left_s is None and run.state().is_over, "its holder gave it back"
+    empty = RunReader(tmp_path)
+    assert empty.standing(empty.state()).rows() == [("step", "0")]
+
+
+def test_every_reader_says_the_same_last_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An evaluation alone is no step, and neither is half a line."""
+    run_dir = write_run(tmp_path / "run", last=20, started_s=time.time())
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 21, "eval/accuracy": 0.5}\n{"step": 22, "time/step_s": 1')
+    found = [RunReader(run_dir).step, RunReader(run_dir).summary()["steps"], told(run_dir, capsys)["step"]]
+    found += [WatchedRun(run_dir).row()["step"], Run(run_dir).step]
+    assert found == [20] * 5
+
+
+def test_a_run_on_another_host_is_shown_with_what_it_did_last(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = write_run(tmp_path / "run", last=20, started_s=time.time())
+    begun = {"phase": "update", "step": 21, "start_s": 1.0}
+    (run_dir / "events.jsonl").write_text(json.dumps(begun) + "\n")
+    for path in run_dir.iterdir():
+        os.utime(path, (1.0, 1.0))
+    with hold(run_dir) as lease:
+        lease.me = replace(lease.me, host="elsewhere")
+        shown = told_status(run_dir, lease, capsys)
+    assert "update of step 21; held by process" in shown and "looking whether it is alive" in shown
 
 
 def told_status(run_dir: Path, lease: Lease, capsys: pytest.CaptureFixture[str]) -> str:
@@ -101,18 +124,18 @@ def test_a_run_that_waits_shows_for_what_since_when_and_no_time_left(
     with hold(run_dir) as lease:
         wait, work = Wait(first_s=0), Wait(first_s=0, stalls=False)
         work.tell("waiting for rank 0, which computes")
-        assert "between phases: rollout of step 20" in told_status(run_dir, lease, capsys)
+        assert "now      after rollout of step 20 (since" in told_status(run_dir, lease, capsys)
         wait.tell("waiting for node 2 (10.0.0.3): run `rollcall node` there")
         shown = told_status(run_dir, lease, capsys)
         assert re.search(
             r"now +waiting for node 2 \(10.0.0.3\): run `rollcall node` there \(waiting since [0-9:]{8}, \d+ s\)", shown
         )
-        assert "between phases" not in shown and "left" not in shown
+        assert "after rollout" not in shown and "left" not in shown
         assert told(run_dir, capsys)["lease"]["waiting"]["for"].startswith("waiting for node 2")
-        state = StateReader(run_dir, MetricsTable(run_dir), Marks(run_dir)).row()
+        state = WatchedRun(run_dir).row()
         assert (state["state"], state["left_s"]) == ("waiting", None) and "node 2" in state["text"]
         del wait
-        assert "between phases" in told_status(run_dir, lease, capsys), "the wait is over"
+        assert "after rollout" in told_status(run_dir, lease, capsys), "the wait is over"
         assert told(run_dir, capsys)["lease"]["waiting"] is None
 
 

@@ -30,12 +30,12 @@ import rollcall.stop
 from rollcall.cli.main import app
 from rollcall.config import Config, dump_config
 from rollcall.durable.journal import Journal
-from rollcall.inspect.audit import audit
 from rollcall.loop.controller import Controller
 from rollcall.loop.evaluate import Evaluation
 from rollcall.observe.events import read_phases
 from rollcall.roles.local import LocalWorkers
 from rollcall.stop import INTERRUPTED, STOPPED, Stop, Stopped, heed, kept
+from rollcall.view.audit import audit
 
 STEPS = 5
 WAIT_S = 180.0

@@ -12,8 +12,8 @@ import pytest
 from runs import wait_for_steps
 from test_jobs import WAIT_S, OneNode, rollcall, start_arguments
 
-from rollcall.inspect.audit import audit
 from rollcall.observe.sinks import read_rows
+from rollcall.view.audit import audit
 
 CLUSTER = {
     "num_nodes": 1,

@@ -16,7 +16,7 @@ from rollcall.checkpoint.store import CheckpointStore
 from rollcall.stored.dtypes import DTYPES
 from rollcall.stored.manifest import newest_checkpoint
 from rollcall.stored.open import open_stored
-from rollcall.stored.outline import outline_of, usual_outline
+from rollcall.stored.outline import known_outline, outline_of
 from rollcall.stored.safetensors import open_parts
 from rollcall.stored.tensors import Piece, StoredError, StoredFile, StoredTensor, refuse_gaps
 
@@ -238,13 +238,13 @@ def test_every_type_that_is_stored_is_that_of_torch() -> None:
 
 
 @pytest.mark.parametrize("name", [*ARCHITECTURES])
-def test_the_usual_models_have_the_tensors_that_transformers_gives_them(tmp_path: Path, name: str) -> None:
+def test_the_known_models_have_the_tensors_that_transformers_gives_them(tmp_path: Path, name: str) -> None:
     config_class, _, extra = ARCHITECTURES[name]
     config = config_class(**{**SHAPE, **extra})
     config.architectures = [ARCHITECTURES[name][1].__name__]
     config.save_pretrained(tmp_path)
     fields = json.loads((tmp_path / "config.json").read_text())
-    outline = usual_outline(fields)
+    outline = known_outline(fields)
     assert (outline is None) is (name == "llama3-rope")  # positions that are stretched: transformers is asked
     if outline is not None:
         assert outline == outline_of(tmp_path)
@@ -257,10 +257,10 @@ def test_the_usual_models_have_the_tensors_that_transformers_gives_them(tmp_path
      {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, {"quantization_config": {}}, {"auto_map": {}},
      {"attention_bias": "no"}],
 )  # fmt: skip
-def test_of_a_model_that_is_not_usual_transformers_is_asked(change: dict[str, Any]) -> None:
+def test_of_any_other_model_transformers_is_asked(change: dict[str, Any]) -> None:
     fields = {
         **SHAPE, "model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True, "hidden_act": "silu",
         "attention_bias": False, "mlp_bias": False, "rope_theta": 10000.0,
     }  # fmt: skip
-    assert usual_outline(fields) is not None
-    assert usual_outline({**fields, **change}) is None
+    assert known_outline(fields) is not None
+    assert known_outline({**fields, **change}) is None

@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from verl_shards import write_verl
 
-from rollcall.stored import unpickle as pickles
 from rollcall.stored.open import open_stored
 from rollcall.stored.tensors import StoredError
-from rollcall.stored.unpickle import unpickle
+from rollcall.stored.unpickle import Thing, unpickle
 
 WHOLE = {
     "embed.weight": torch.randn(13, 6, generator=torch.Generator().manual_seed(0)),
@@ -214,6 +214,9 @@ HOSTILE = {
     "a memo that takes all memory": b"\x80\x02Nr\xff\xff\xff\x0f\x82\x01.",
     "a key that is hashed without an end": b"\x80\x02})" + b"2\x86" * 60 + b"K\x01s.",
     "a set with such a member": b"\x80\x02cbuiltins\nset\n])" + b"2\x86" * 60 + b"a\x85R.",
+    "a set of this protocol with such a member": b"\x80\x04\x8f()" + b"2\x86" * 60 + b"\x90.",
+    "a set that gets such pairs": b"\x80\x04\x8f(K\x01)" + b"2\x86" * 60 + b"u.",
+    "an array that is longer than the file": b"\x80\x05\x96\0\0\0\0\x40\0\0\0.",
     "a name that is written out without an end": b"\x80\x02ctorch\ndevice\n)" + b"2\x86" * 60 + b"\x85R.",
     "a state for one of our functions": b"\x80\x02ctorch\nSize\nN}" + text("__defaults__") + b")s\x86b.",
     "a state for what all files share": b"\x80\x02ctorch.storage\nUntypedStorage\n]" + text("k") + b"aNab.",
@@ -235,9 +238,42 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE.keys())
-def test_a_pickle_that_would_hang_or_fill_the_memory_is_refused(data: bytes) -> None:
-    with pytest.raises(StoredError, match="a.pt cannot be read"):
-        unpickle(data, what="a.pt")
+def test_a_pickle_that_would_hang_or_fill_the_memory_is_refused(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / ".metadata").write_bytes(data)
+    with pytest.raises(StoredError, match=r"/\.metadata (cannot be read|is not the metadata of a checkpoint) \("):
+        open_stored(tmp_path)
+
+
+@pytest.mark.parametrize("word", ["__0_0.distcp", "model.embed.weight", "embed.weight", "fqn"])
+def test_tuples_in_tuples_without_an_end_are_no_names(tmp_path: Path, word: str) -> None:
+    """2 to the power of 60 values, if anybody looked at all of them."""
+    save_dcp({"model": WHOLE}, tmp_path / "c")
+    path = tmp_path / "c" / ".metadata"
+    data = pickle.dumps(pickle.loads(path.read_bytes()), protocol=2)
+    assert text(word) in data
+    path.write_bytes(data)
+    assert_whole(tmp_path / "c")
+    path.write_bytes(data.replace(text(word), b")" + b"2\x86" * 60))
+    with pytest.raises(StoredError, match="metadata"):
+        open_stored(tmp_path / "c")
+
+
+def test_a_tensor_with_more_dimensions_than_torch_has_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model_world_size_1_rank_0.pt"
+    torch.save({"w": torch.zeros((1,) * 64)}, path)
+    assert open_stored(tmp_path).tensors["w"].shape == (1,) * 64
+    torch.save({"w": torch.zeros(1)}, path)
+    rewrite_pickle(path, lambda data: data.replace(b"K\x01\x85", b"(" + b"K\x01" * 65 + b"t"))
+    with pytest.raises(StoredError, match="rank_0.pt: the layout of w cannot be read .*65 dimensions"):
+        open_stored(tmp_path)
+
+
+def rewrite_pickle(path: Path, change: Callable[[bytes], bytes]) -> None:
+    with zipfile.ZipFile(path) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+        for name, data in records.items():
+            archive.writestr(name, change(data) if name.endswith("data.pkl") else data)
 
 
 @pytest.mark.parametrize(
@@ -300,24 +336,24 @@ class Attribute:
         return getattr, self.given
 
 
-def test_a_member_of_an_enum_is_read_as_every_python_writes_it() -> None:
-    found = unpickle(pickle.dumps(Attribute(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT")), what="a.pt")
-    assert found.kind == "_MEM_FORMAT_ENCODING" and found.args == ("TORCH_CONTIGUOUS_FORMAT",)
+@pytest.mark.parametrize(
+    "owner", [_MEM_FORMAT_ENCODING, set, torch.Size, {"a": 1}, "text"], ids=["enum", "set", "Size", "dict", "text"]
+)
+def test_an_attribute_is_kept_by_its_name_and_never_looked_up(owner: Any) -> None:
+    found = unpickle(pickle.dumps(Attribute(owner, "__class__")), what="a.pt")
+    assert isinstance(found, Thing) and found.name == "getattr" and found.args[1] == "__class__"
 
 
-@pytest.mark.parametrize("owner", [set, torch.Size, {"a": 1}, "text"])
-def test_no_other_attribute_is_looked_up_for_a_pickle(owner: Any) -> None:
-    with pytest.raises(StoredError, match="cannot be read|wants"):
-        unpickle(pickle.dumps(Attribute(owner, "__class__")), what="a.pt")
+def test_a_checkpoint_whose_enums_are_written_as_attributes_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def as_attribute(self: Any, _: int) -> Any:
+        return getattr, (type(self), self.name)
 
-
-def test_shards_that_differ_only_in_their_rank_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = {"a.weight": torch.arange(32.0).reshape(8, 4), "b.weight": torch.arange(8.0)}
-    folder = write_verl(tmp_path, whole, mesh=(4,))
-    read: list[str] = []
-    monkeypatch.setattr(pickles, "unpickle", lambda data, *, what: read.append(what) or unpickle(data, what=what))
-    stored = open_stored(folder)
-    assert len(read) == 1 and all(torch.equal(stored.read(name), tensor) for name, tensor in whole.items())
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", as_attribute)
+    save_dcp({"model": WHOLE}, tmp_path / "c")
+    assert b"getattr" in (tmp_path / "c" / ".metadata").read_bytes()
+    assert_whole(tmp_path / "c")
 
 
 @pytest.mark.parametrize("aligned", [True, False])
@@ -326,9 +362,5 @@ def test_records_are_found_wherever_a_writer_put_them(tmp_path: Path, aligned: b
     path = tmp_path / "model_world_size_1_rank_0.pt"
     torch.save(WHOLE, path)
     if not aligned:
-        with zipfile.ZipFile(path) as archive:
-            records = {name: archive.read(name) for name in archive.namelist()}
-        with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
-            for name, data in records.items():
-                archive.writestr(name, data)
+        rewrite_pickle(path, lambda data: data)
     assert_whole(tmp_path)

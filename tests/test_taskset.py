@@ -23,7 +23,7 @@ from rollcall.environments.make import make_environments, make_here
 from rollcall.environments.taskset import MARK, TasksetPrograms
 from rollcall.errors import ConfigError
 from rollcall.net.door import new_secret
-from rollcall.process import Process
+from rollcall.process_table import Process
 from rollcall.types import Completion, EndReason, Prompt
 
 HANGMAN = {"taskset": {"id": "textarena", "game": "Hangman-v0"}}

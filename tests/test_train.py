@@ -30,10 +30,10 @@ from rollcall.config import Config, load_config
 from rollcall.durable.journal import Journal
 from rollcall.durable.lease import hold
 from rollcall.errors import ConfigError
-from rollcall.inspect.audit import audit
 from rollcall.loop.attempts import RunError
 from rollcall.observe.metrics import check_names
 from rollcall.training import train
+from rollcall.view.audit import audit
 
 SUMMARY_KEYS = {
     "steps", "seconds", "eval", "tokens_generated", "tokens_trained", "rollout_tokens_per_s", "train_tokens_per_s", "step_s",

@@ -49,15 +49,14 @@ from rollcall.observe.timeline import ATTEMPT_LOST, RUN_FAILED
 from rollcall.observe.token_scores import FOLDER, write_token_scores
 from rollcall.observe.transcript import episode_columns
 from rollcall.types import FinishReason
-from rollcall.view.beside import page_beside
+from rollcall.view.address import OPEN, Keys, PageRecord, parse_record
 from rollcall.view.curves import GROUPS, describe, group_of, thinned
-from rollcall.view.grown import GrownFile
 from rollcall.view.journal_index import Indexed, JournalIndex
-from rollcall.view.keys import OPEN, Keys
 from rollcall.view.metrics_table import MetricsTable
-from rollcall.view.places import ShownRuns
-from rollcall.view.record import PageRecord, parse_record
+from rollcall.view.page_process import serving_page
 from rollcall.view.server import PageServer, make_app
+from rollcall.view.shown_runs import ShownRuns
+from rollcall.view.tail import FileTail
 
 HOSTILE = "<script>window.harmed=1</script>\u202e\u0000\ud800<img src=x onerror=window.harmed=1>"
 
@@ -195,7 +194,9 @@ def test_a_run_that_was_killed_failed_or_has_finished_says_so(tmp_path: Path) ->
         file.write(json.dumps(begun) + "\n")
     with (tmp_path / "failed" / "events.jsonl").open("a") as file:
         file.write(json.dumps(begun | {"end_s": BEGAN_S + 11, "result": "failed: ValueError"}) + "\n")
-    (tmp_path / "finished" / "summary.json").write_text('{"steps": 2}')
+    (tmp_path / "finished" / "summary.json").write_text(
+        '{"steps": 2, "headline": "eval/accuracy", "no_signal": {"steps": 2, "of": 2}}'
+    )
     with (tmp_path / "finished" / "metrics.jsonl").open("a") as file:
         file.writelines(json.dumps({"step": step, "train/advantage_abs_mean": 0.0}) + "\n" for step in (1, 2))
     rows = {row["name"]: row for row in open_page(tmp_path).get("/api/runs").json["runs"]}
@@ -218,7 +219,7 @@ def test_a_run_says_why_it_failed_and_what_it_waits_for(tmp_path: Path) -> None:
 
 
 def test_a_folder_shows_runs_that_appear_later_and_no_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollcall.view.places.LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("rollcall.view.shown_runs.LOOK_EVERY_S", 0.0)
     outside = write_run(tmp_path / "elsewhere", steps=1)
     folder = tmp_path / "runs"
     folder.mkdir()
@@ -240,11 +241,11 @@ def test_a_run_that_may_not_be_read_does_not_hide_the_others(tmp_path: Path, mon
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         return is_run(path)
 
-    monkeypatch.setattr("rollcall.view.places.is_run", look)
+    monkeypatch.setattr("rollcall.view.shown_runs.is_run", look)
     client = open_page(tmp_path)
     assert [run["name"] for run in client.get("/api/runs").json["runs"]] == ["open"]
     refused = PermissionError(errno.EACCES, "Permission denied", "events.jsonl")
-    monkeypatch.setattr("rollcall.view.doing.read_timeline", mock.Mock(side_effect=refused))
+    monkeypatch.setattr("rollcall.view.timeline.read_timeline", mock.Mock(side_effect=refused))
     answer = client.get("/api/timeline", run=only_run(client))
     assert (answer.status, answer.json) == (403, {"error": "events.jsonl cannot be read: Permission denied"})
 
@@ -499,7 +500,7 @@ def test_a_run_that_began_again_under_the_numbers_of_its_old_files_is_read_again
     """A file that was removed leaves its number to the next. Here the new bytes are written into the old file."""
     run_dir = write_run(tmp_path, "old", steps=1, groups=1)
     other = write_run(tmp_path, "new", steps=3, groups=4)
-    index, metrics = JournalIndex(run_dir), GrownFile(run_dir, "metrics.jsonl")
+    index, metrics = JournalIndex(run_dir), FileTail(run_dir / "metrics.jsonl")
     index.refresh()
     before = metrics.new_lines()[1]
     for name, new in (
@@ -568,32 +569,6 @@ def test_hostile_text_is_only_text(tmp_path: Path) -> None:
     one, other = answer.json["completions"]
     assert one["said"] == [["", HOSTILE]] and len(other["said"][0][1]) < other["length"] == 1 << 20
     assert client.get("/api/text", run=run, step=2, draw=9, completion=1).json["said"] == [["", long]]
-
-
-def test_links_out_of_a_run_directory_are_not_followed(tmp_path: Path) -> None:
-    secret = tmp_path / "secret"
-    run_dir = write_run(tmp_path, steps=2, groups=1)
-    write_run(tmp_path / "elsewhere", "other", steps=2, groups=1)
-    other = tmp_path / "elsewhere" / "other"
-    secret.write_text('{"step": 7, "train/loss": 1.0}\n')
-    for name in ("metrics.jsonl", "run.yaml", "tokenizer.json"):
-        (run_dir / name).unlink()
-        (run_dir / name).symlink_to(secret if name == "metrics.jsonl" else other / name)
-    shutil.rmtree(run_dir / "journal")
-    (run_dir / "journal").symlink_to(other / "journal")
-    (run_dir / "live.json").symlink_to(secret)
-    (run_dir / "samples").mkdir()
-    (run_dir / "samples" / "val-000001.jsonl").symlink_to(secret)
-    os.mkfifo(run_dir / "summary.json")
-    client = open_page(run_dir)
-    run = only_run(client)
-    (row,) = client.get("/api/runs").json["runs"]
-    assert row["step"] == 0 and row["algorithm"] is None
-    assert client.get("/api/metrics", run=run).json == {"metrics": []}
-    assert client.get("/api/groups", run=run).json["rows"] == []
-    assert client.get("/api/group", run=run, step=1, draw=0).status == 404
-    assert client.get("/api/held_out", run=run).json["steps"] == []
-    assert client.get("/api/cluster", run=run).status == 400
 
 
 def test_the_cluster_view_joins_the_placement_with_what_each_process_does(tmp_path: Path) -> None:
@@ -672,7 +647,7 @@ def test_a_table_leaves_out_what_is_not_a_number(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_run_serves_its_page_while_it_trains(tmp_path: Path) -> None:
     run_dir, said = tmp_path / "run", []
-    with page_beside(run_dir, tell=said.append):
+    with serving_page(run_dir, tell=said.append):
         write_run(tmp_path, steps=1, groups=1)
         while not (run_dir / "page.json").exists():
             time.sleep(0.02)
@@ -697,8 +672,8 @@ def test_a_page_that_ends_before_its_run_is_not_named_any_more(tmp_path: Path, m
         "#!/bin/sh\nread secret; echo '{\"port\": 9}'; while [ ! -e $3/end ]; do sleep 0.02; done; exit 3\n"
     )
     page.chmod(0o700)
-    monkeypatch.setattr("rollcall.view.beside.sys.executable", str(page))
-    with page_beside(run_dir, tell=lambda text: None):
+    monkeypatch.setattr("rollcall.view.page_process.sys.executable", str(page))
+    with serving_page(run_dir, tell=lambda text: None):
         while not (run_dir / "page.json").exists():
             time.sleep(0.02)
         (run_dir / "end").touch()
@@ -706,43 +681,21 @@ def test_a_page_that_ends_before_its_run_is_not_named_any_more(tmp_path: Path, m
             time.sleep(0.02)
 
 
-@pytest.mark.parametrize("name", ["live.json", "events.jsonl", "calls.jsonl", "metrics.jsonl"])
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink(path.name, path)])
-def test_a_pipe_a_folder_or_a_loop_in_place_of_a_file_is_refused(tmp_path: Path, name: str, make: Any) -> None:
-    run_dir = write_run(tmp_path / "runs", steps=2)
-    (run_dir / name).unlink(missing_ok=True)
-    make(run_dir / name)
-    client = open_page(tmp_path / "runs")
-    run = only_run(client)
-    for path in ("curves", "timeline", "cluster"):
-        assert client.get(f"/api/{path}", run=run, name="train/loss").status in (200, 400)
-
-
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/nowhere", path), lambda path: os.symlink("/dev/zero", path)])  # fmt: skip
-def test_something_else_in_place_of_a_lease_does_not_stop_the_page(tmp_path: Path, make: Any) -> None:
+def test_a_lease_that_cannot_be_read_does_not_stop_the_page(tmp_path: Path) -> None:
     write_run(tmp_path / "runs", steps=2)
-    make(tmp_path / "runs" / ".run.lease-1")
+    (tmp_path / "runs" / ".run.lease-1").mkdir()
     assert len(open_page(tmp_path / "runs").get("/api/runs").json["runs"]) == 1
 
 
 def test_files_of_any_size_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = write_run(tmp_path, steps=50)
-    monkeypatch.setattr("rollcall.view.grown.PIECE", 5000)
+    monkeypatch.setattr("rollcall.view.tail.PIECE", 5000)
     with (run_dir / "metrics.jsonl").open("ab") as file:
         file.write(b"\0" * 12_000 + b"\n")
     write_metrics(run_dir, range(51, 61), num_steps=60)
     table = MetricsTable(run_dir)
     table.refresh()
     assert table.column("train/loss")[0].tolist() == list(range(1, 61))
-
-
-def test_many_names_of_metrics_take_no_more_than_their_values(tmp_path: Path) -> None:
-    rows = [json.dumps({"step": step, f"name {step}": 1.0, "x" * 1000: 1.0}) for step in range(6000)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(rows) + "\n")
-    table = MetricsTable(tmp_path)
-    table.refresh()
-    assert len(table.names()) < 5000 and max(map(len, table.names())) < 20
-    assert sum(len(values) for _, values in table._columns.values()) < 6000 * 2
 
 
 def test_a_metric_with_a_comma_in_its_name_has_a_curve(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_an_engine_that_is_not_installed_is_refused_with_what_to_install(
 @without_vllm
 def test_a_process_that_cannot_start_is_told_with_the_end_of_its_log() -> None:
     child = Child(sys.executable, num_threads=1)
-    with pytest.raises(VllmError, match=r"(?s)the vLLM process ended with status 1; .*No module named 'vllm'"):
+    with pytest.raises(VllmError, match=r"(?s)vLLM failed in `version`: ModuleNotFoundError: .*No module named 'vllm'"):
         child.wait_until_ready()
     child.close()
 
@@ -196,7 +196,7 @@ def test_a_reload_that_fails_or_lacks_a_tensor_is_told() -> None:
 
 def test_nothing_of_an_update_that_could_not_begin_is_left() -> None:
     worker: Any = Worker(["a"], kept="")
-    memory, server = SharedMemory(), Server(None, 0)  # type: ignore[arg-type]
+    memory, server = SharedMemory(), Server(-1, 0)
     server.memory_path = f"/proc/self/fd/{memory.fd}"
     server.engine = SimpleNamespace(
         collective_rpc=lambda call, args=(): [call(worker, *args)],

@@ -11,12 +11,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from rollcall.config import ClusterSection
 from rollcall.errors import PlacementError
+from rollcall.groups.backend import NodeSeats, WorkerSpec
+from rollcall.groups.failures import waits_words
 from rollcall.groups.host import marked_processes
-from rollcall.groups.pulse import Pulse, Seen, dump_stacks, look
+from rollcall.groups.pulse import Pulse, Seen, look
+from rollcall.groups.reachable import UnreadableError, as_text, read_threads
 from rollcall.groups.watch import FACTOR, FIRST_CALL_S, LEAST_S, Watch
 from rollcall.plan.elastic import shrink
 from rollcall.plan.placement import Role, plan_placement
@@ -25,8 +29,7 @@ from rollcall.plan.placement import Role, plan_placement
 
 BUSY = """
 import time
-from rollcall.groups.pulse import Pulse, write_stacks_on_signal
-write_stacks_on_signal()
+from rollcall.groups.pulse import Pulse
 pulse = Pulse(3)
 with pulse.doing("warm_up"):
     pass
@@ -57,22 +60,23 @@ def test_a_stopped_process_is_seen_as_such_and_tells_its_stacks(busy: subprocess
     seen = look(busy.pid)
     assert seen.is_alive and seen.doing == "update" and seen.num_done == 1 and set(seen.longest_s or ()) == {"warm_up"}
     busy.send_signal(signal.SIGSTOP)
-    stopped = wait_for_state(busy, "T")
+    stopped = wait_for_state(busy, psutil.STATUS_STOPPED)
     watch = Watch()
     assert watch.judge({"a": {3: stopped}}, seats={"a": [3]}, gone=set(), kinds={}) == []
     (loss,) = watch.judge({"a": {3: stopped}}, seats={"a": [3]}, gone=set(), kinds={})
     assert loss.rank == 3 and loss.still_runs and "stopped" in loss.why and "update" in loss.why
-    stacks = dump_stacks(busy.pid)
-    assert "a_function_that_hangs" in stacks and busy.poll() is None
+    assert "a_function_that_hangs" in as_text(read_threads(busy.pid))
+    assert look(busy.pid).state == psutil.STATUS_STOPPED, "it is not woken for it"
     busy.kill()
     busy.wait()
     assert not look(busy.pid).is_alive
-    assert dump_stacks(busy.pid) == "it has no file for its stacks: it is gone, or has not begun"
+    with pytest.raises(UnreadableError, match="it has ended"):
+        read_threads(busy.pid)
 
 
 def test_a_killed_worker_leaves_no_file_behind(busy: subprocess.Popen[str]) -> None:
     names = {os.readlink(entry) for entry in Path(f"/proc/{busy.pid}/fd").iterdir()}
-    assert {"/memfd:rollcall-pulse-3 (deleted)", "/memfd:rollcall-stacks (deleted)"} <= names
+    assert "/memfd:rollcall-pulse-3 (deleted)" in names
     busy.kill()
     assert not list(Path("/dev/shm").glob("rollcall-*"))
 
@@ -158,6 +162,24 @@ def test_patience_is_that_of_a_workers_own_kind() -> None:
     assert watch.patience_s("rollout", "build") == FIRST_CALL_S and watch.patience_s("actor", "build") == LEAST_S
     (loss,) = watch.judge(looks, seats={"a": [0, 1]}, gone=set(), kinds={0: "actor", 1: "actor"})
     assert loss.rank == 1
+
+
+def test_who_is_waited_for_is_told_by_purpose() -> None:
+    def spec(rank: int, *, title: str = "", node: int, address: str) -> WorkerSpec:
+        seats = NodeSeats(node_rank=node, node_id=address, address=address, bundles=(0,))
+        return WorkerSpec(
+            role="run", rank=rank, world_size=6, local_rank=0, local_world_size=1, node=seats, slots=(0,), share=1.0, env={},
+            title=title,
+        )  # fmt: skip
+
+    engines = [spec(rank, node=rank, address="10.0.0.2") for rank in range(5)]
+    actor = spec(0, title="actor rank 0", node=0, address="10.0.0.1")
+    where = ", ".join(f"run rank {rank} on node {rank} (10.0.0.2)" for rank in range(3))
+    assert waits_words({"to send weights of version 4": [actor], "to take weights of version 4": engines}) == (
+        "the run waited for actor rank 0 on node 0 (10.0.0.1) to send weights of version 4, and for "
+        f"{where} and 2 more to take weights of version 4"
+    )
+    assert waits_words({}) == ""
 
 
 # Fewer nodes

@@ -37,7 +37,7 @@ from rollcall.cluster import (
     init_ray,
 )
 from rollcall.groups.host import lease_port, load_class
-from rollcall.process import Process
+from rollcall.process_table import Process
 
 SLOTS = 8  # on each of two nodes
 IP_LOCAL_PORT_RANGE = 51  # not yet in Python's socket module

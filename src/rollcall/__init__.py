@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING
 from rollcall.version import __version__
 
 if TYPE_CHECKING:
-    from rollcall.api import evaluate, load_run, train
+    from rollcall.api import Run, SavedCheckpoint, evaluate, load_run, train
     from rollcall.config import Config
     from rollcall.environments.stepwise import Observation, StepResult
     from rollcall.errors import ConfigError
     from rollcall.evaluation import EvalReport
-    from rollcall.inspect.run import Run, SavedCheckpoint
     from rollcall.loop.callbacks import CallbackError, CheckpointSaved, EvaluationDone, StepDone
     from rollcall.types import Completion, Group, Prompt, Score
 
@@ -47,12 +46,11 @@ __all__ = [
     "train",
 ]
 _FROM = {
-    "rollcall.api": ("evaluate", "load_run", "train"),
+    "rollcall.api": ("Run", "SavedCheckpoint", "evaluate", "load_run", "train"),
     "rollcall.config": ("Config",),
     "rollcall.environments.stepwise": ("Observation", "StepResult"),
     "rollcall.errors": ("ConfigError",),
     "rollcall.evaluation": ("EvalReport",),
-    "rollcall.inspect.run": ("Run", "SavedCheckpoint"),
     "rollcall.loop.callbacks": ("CallbackError", "CheckpointSaved", "EvaluationDone", "StepDone"),
     "rollcall.types": ("Completion", "Group", "Prompt", "Score"),
 }

@@ -1,4 +1,4 @@
-"""The Python interface: ``rollcall.train``, ``rollcall.evaluate`` and ``rollcall.load_run`` (docs/python.md).
+"""The Python interface: ``rollcall.train``, ``rollcall.evaluate``, ``rollcall.load_run`` and the ``Run`` that they give (docs/python.md).
 
 The command line calls the same functions. Importing this module imports neither torch nor ray; calling one does.
 """
@@ -6,35 +6,177 @@ The command line calls the same functions. Importing this module imports neither
 # pyright: strict
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from rollcall.checkpoint.exported import exported_model
 from rollcall.checkpoint.run_dir import run_file_of
+from rollcall.checkpoint.store import store_of
 from rollcall.config import Config, load_config
 from rollcall.config.checks import say_unused
 from rollcall.config.one_process import in_one_process
 from rollcall.debug.here import POST_MORTEM
+from rollcall.durable.journal import Journal
 from rollcall.errors import ConfigError
 from rollcall.importing import calm_transformers, uncollected
-from rollcall.inspect.run import Run, load_run, path_of
 from rollcall.loop.callbacks import Callbacks, CheckpointSaved, EvaluationDone, StepDone
 from rollcall.loop.phases import Bounds, Phase, Split
 from rollcall.nodes.which import find_cluster
 from rollcall.redact import REDACTED
 from rollcall.reward.given import name_functions, settle_functions
 from rollcall.stop import heed_if_possible, outside_loop
+from rollcall.types import Group
+from rollcall.view.reader import RunReader, open_run
 from rollcall.wait import in_silence, on_stdout, speaking
 from rollcall.worker_env.declared import environment
 
 if TYPE_CHECKING:
     from rollcall.evaluation import EvalReport
 
-__all__ = ["evaluate", "load_run", "read_config", "train"]
+__all__ = ["Run", "SavedCheckpoint", "evaluate", "load_run", "read_config", "train"]
 
+_SAMPLES = re.compile(r"(train|val)-(\d+)\.jsonl")
+_SAMPLE_COLUMNS = ("prompt_id", "prompt", "completion", "answer", "reward", "parts", "errors", "num_tokens", "finish")
 _Choice = TypeVar("_Choice", Phase, Split)
 Source = Config | Mapping[str, Any] | str | Path | None
+
+
+class Table(Protocol):
+    """What is used most of a ``pyarrow.Table``, which has no types of its own and is what one gets."""
+
+    @property
+    def num_rows(self) -> int: ...
+
+    @property
+    def column_names(self) -> list[str]: ...
+
+    def __getitem__(self, column: str) -> Any: ...
+
+    def select(self, columns: list[str]) -> Table: ...
+
+    def to_pydict(self) -> dict[str, list[Any]]: ...
+
+    def to_pylist(self) -> list[dict[str, Any]]: ...
+
+    def to_pandas(self) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedCheckpoint:
+    step: int
+    path: Path
+    problem: str  # why it cannot be used; empty: it is whole
+
+    @property
+    def model_dir(self) -> Path | None:
+        """For ``AutoModelForCausalLM.from_pretrained``; None: the model is in parts, which `rollcall merge` puts together."""
+        model = self.path / "model"
+        return model if (model / "model.safetensors").is_file() else None
+
+
+class Run:
+    """A run directory. ``rollcall.train`` and ``rollcall.load_run`` give one."""
+
+    def __init__(self, directory: Path, *, result: dict[str, Any] | None = None) -> None:
+        self.dir = directory
+        self._reader = RunReader(directory)
+        self._result = result
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.dir)!r}, step {self.step} of {self.config.trainer.steps})"
+
+    @cached_property
+    def config(self) -> Config:
+        """The settings that the run was last started with, secrets left out."""
+        return self._reader.read_config()
+
+    @property
+    def step(self) -> int:
+        """The last step that was trained."""
+        return self._reader.step
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """What the call of ``train`` came to, as `rollcall train --json` prints it; of a loaded run, its summary."""
+        return self.summary if self._result is None else self._result
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """Whole-run numbers: those of ``summary.json``, or, before the run has ended, those of its metrics so far."""
+        return self._reader.summary()
+
+    @property
+    def metrics(self) -> Table:
+        """One row for each step in order, one column for each metric (docs/metrics.md); null where a step does not have it."""
+        self._reader.metrics.refresh()
+        return _table(self._reader.metrics.whole_columns())
+
+    @property
+    def samples(self) -> Table:
+        """The completions that were kept to read: the first groups of each checkpoint (``train``) and evaluation (``val``)."""
+        columns: dict[str, list[Any]] = {"step": [], "split": []}
+        columns |= {name: [] for name in _SAMPLE_COLUMNS}
+        for step, split, path in sorted(self._sample_files()):
+            # Not splitlines: a completion may hold a separator that JSON leaves as it is, such as U+2028.
+            for line in path.read_bytes().rstrip(b"\n").split(b"\n"):
+                row: dict[str, Any] = json.loads(line)
+                columns["step"].append(step)
+                columns["split"].append(split)
+                for name in _SAMPLE_COLUMNS:
+                    value: Any = row.get(name)
+                    if isinstance(value, str):  # half a surrogate pair, which a table does not take, as it was written
+                        value = value.encode("utf-8", errors="backslashreplace").decode()
+                    # As text: the rewards, and with them the keys, may differ from file to file.
+                    columns[name].append(json.dumps(value or {}) if name in ("parts", "errors") else value)
+        return _table(columns)
+
+    def groups(self, step: int | None = None) -> Iterator[Group]:
+        """Every group in the journal, or those made for one step: prompt, completions with tokens and log-probs, scores."""
+        folder = self.dir / "journal"
+        if not folder.is_dir():
+            return
+        with Journal(folder) as journal:
+            for one in journal.steps() if step is None else [step]:
+                yield from journal.read(one)
+
+    @property
+    def checkpoints(self) -> list[SavedCheckpoint]:
+        """Those that are kept, oldest first, every file compared with its checksum."""
+        found = self._reader.checkpoints()
+        return [SavedCheckpoint(step=one.step, path=one.path, problem=one.reason) for one in found]
+
+    @property
+    def model_dir(self) -> Path | None:
+        """The trained model, for ``AutoModelForCausalLM.from_pretrained``; None: the run has not come to its end."""
+        return exported_model(self.dir, last=store_of(self.dir).latest())
+
+    def _sample_files(self) -> Iterator[tuple[int, str, Path]]:
+        folder = self.dir / "samples"
+        for path in folder.iterdir() if folder.is_dir() else ():
+            if found := _SAMPLES.fullmatch(path.name):
+                yield int(found[2]), found[1], path
+
+
+def load_run(directory: str | Path) -> Run:
+    """The run in a directory; refused if there is none."""
+    return Run(open_run(_path_of(directory, what="the directory of a run (run.dir)")).dir)
+
+
+def _path_of(given: object, *, what: str) -> Path:
+    if not isinstance(given, str | Path):
+        raise ConfigError(f"{given!r} is not a path; give {what}")
+    return Path(given)
+
+
+def _table(columns: Mapping[str, Sequence[Any]]) -> Table:
+    pyarrow: Any = import_module("pyarrow")
+    return pyarrow.table(columns)
 
 
 def train(
@@ -97,7 +239,7 @@ def evaluate(
     plan = plan_evaluation(
         target.dir
         if isinstance(target, Run)
-        else path_of(target, what="a run, its directory or file, or the directory of a model"),
+        else _path_of(target, what="a run, its directory or file, or the directory of a model"),
         overrides=[],
         changes=_with_paths(overrides),
         data=None if data is None else str(data),
@@ -125,7 +267,7 @@ def read_config(source: Source, *, overrides: Sequence[str] = (), changes: Mappi
         source = None if source is None else _with_paths(source)
         return load_config(source, list(overrides), changes=changes)
     what = "a run file, the directory of a run, its sections as a map, or a Config"
-    file, defaults = run_file_of(path_of(source, what=what))
+    file, defaults = run_file_of(_path_of(source, what=what))
     if defaults and REDACTED in file.read_text(errors="replace"):
         raise ConfigError(
             f"{file} has no secrets (they are written as {REDACTED}), so the run cannot go on from it; give the run file that it "

@@ -35,7 +35,7 @@ from rollcall.model.files import model_folder, resolve_model
 from rollcall.model.load import resolve_device, resolve_dtype
 from rollcall.model.stop_tokens import stop_token_ids
 from rollcall.observe.headline import Headline, headline_of
-from rollcall.observe.summary import sample_rows
+from rollcall.observe.samples import sample_rows
 from rollcall.process import refuse_few_files
 from rollcall.reward.model import load_reward_models
 from rollcall.reward.scorer import Failure, Scorer, columns_needed

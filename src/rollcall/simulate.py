@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from rollcall.config import Config, parse_config
 from rollcall.errors import ClusterError, ConfigError
 from rollcall.nodes.bootstrap import start_node, stop_node
@@ -24,7 +26,6 @@ from rollcall.nodes.state import CLUSTER, STATE_DIR
 from rollcall.on_ray.connect import disconnect
 from rollcall.plan.judge import workable_plan
 from rollcall.plan.placement import Plan
-from rollcall.process import available_memory
 from rollcall.wait import in_silence, say, speaking
 from rollcall.worker_env.declared import environment
 
@@ -205,7 +206,7 @@ def _save_tiny(kind: Any, directory: Path, **options: Any) -> Path:
 def _refuse_too_large(plan: Plan) -> None:
     num_processes = len(plan.all_processes)
     needed = num_processes * PROCESS_GIB + plan.num_nodes * NODE_GIB
-    available = available_memory() / 2**30
+    available = psutil.virtual_memory().available / 2**30
     if needed > available:
         raise ClusterError(
             f"{plan.num_nodes} nodes with {num_processes} processes take about {needed:.0f} GiB on one machine, and "

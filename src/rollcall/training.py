@@ -33,18 +33,17 @@ from rollcall.loop.phases import Bounds, Split
 from rollcall.loop.protocols import Workers
 from rollcall.loop.record import Record
 from rollcall.loop.resume import Change, changes_on_resume, notes_on, refuse_changing_base
+from rollcall.loop.step_metrics import peak_memory_gib
 from rollcall.model.load import resolve_device, resolve_dtype
 from rollcall.observe.calls import BusySpans
 from rollcall.observe.console import Console, make_console
 from rollcall.observe.events import EVENTS, Events, Mark, MarkKind
 from rollcall.observe.headline import BY_METRIC
 from rollcall.observe.live import CONTROLLER, REWARDS
-from rollcall.observe.outcome import finished, say_result, trained
 from rollcall.observe.plot import learning_curve
 from rollcall.observe.progress import Progress
 from rollcall.observe.recorder import Recorder
 from rollcall.observe.sinks import check_loggers, make_sinks, read_rows
-from rollcall.observe.summary import build_summary, peak_memory_gib, write_summary
 from rollcall.observe.timeline import ATTEMPT_LOST, RUN_FAILED
 from rollcall.plan.memory import element_size, read_sizes
 from rollcall.plan.placement import needed_roles
@@ -53,6 +52,8 @@ from rollcall.redact import redact
 from rollcall.reward.scorer import Scorer
 from rollcall.roles.local import build_workers
 from rollcall.stop import Stopped, heeded
+from rollcall.view.metrics_table import MetricsTable
+from rollcall.view.summary import build_summary, finished, say_result, trained, write_summary
 from rollcall.wait import in_silence, on_stdout, say, speaking, warn
 from rollcall.words import counted
 
@@ -151,7 +152,7 @@ class _Training:
                     note=partial(_mark_end, run_dir),
                 )
             summary = build_summary(
-                run_dir / "metrics.jsonl",
+                MetricsTable(run_dir),
                 seconds=time.perf_counter() - started,
                 resume_step=resume.step if resume else None,
                 peak_gib=peak_memory_gib(),
@@ -357,9 +358,9 @@ def _page_of(config: Config) -> AbstractContextManager[None]:
     """The page beside this run, if its run file asks for one."""
     if not config.trainer.page:
         return nullcontext()
-    from rollcall.view.beside import page_beside
+    from rollcall.view.page_process import serving_page
 
-    return page_beside(config.run.dir, tell=say)
+    return serving_page(config.run.dir, tell=say)
 
 
 def _with_sizes(config: Config, tokens: Mapping[str, int]) -> Config:

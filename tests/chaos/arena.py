@@ -28,8 +28,8 @@ from safetensors.torch import load_file
 from tiny import save_model
 
 from chaos.workers import workers_on
-from rollcall.inspect.audit import audit
 from rollcall.observe.events import read_phases
+from rollcall.view.audit import audit
 
 STEPS, SAVE_EVERY = 6, 2
 PHASE_S = 300.0  # for a phase to come, with everything else that runs here
@@ -108,7 +108,6 @@ class Arena:
             if not host.is_up:
                 host.restart()
             host.heal()
-            host.speed_up()
         self.join(0, 1)
 
     @contextmanager

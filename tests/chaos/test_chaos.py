@@ -122,12 +122,6 @@ def test_a_node_that_does_not_come_back_is_done_without(arena: Arena, mode: str,
         run.end()
 
 
-def test_a_link_that_turns_slow_is_named_and_the_run_goes_on(arena: Arena) -> None:
-    with arena.run("disaggregated", steps=40) as run:
-        strike(run, "link slow", phase="update", step=4)
-        run.end()
-
-
 @pytest.mark.parametrize("mode", ["collocated", "disaggregated, actors"])
 def test_a_run_grows_back_when_the_node_returns(arena: Arena, mode: str) -> None:
     with arena.run(mode, steps=80, **ELASTIC) as run:

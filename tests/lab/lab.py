@@ -131,10 +131,6 @@ class Lab:
         """Run lines of the `ip` command in the rack, or on one host's network."""
         self._wire(["ip", *(["-n", host] if host else [])], lines)
 
-    def tc(self, line: str) -> None:
-        """Run a line of the `tc` command in the rack."""
-        self._wire(["tc"], [line])
-
     def _wire(self, tool: Sequence[str], lines: Sequence[str]) -> None:
         enter = ["nsenter", "-t", str(self.rack.pid), "--mount", "--net", *tool]
         done = subprocess.run([*enter, "-batch", "-"], input="\n".join(lines), capture_output=True, text=True)
@@ -265,14 +261,6 @@ class Host:
 
     def heal(self) -> None:
         self.lab.ip([f"link set {port} up" for port in self._ports])
-
-    def slow_down(self, rate: str) -> None:
-        """Let its link on eth0 carry this much toward it, such as ``150kbit``; what is too much waits, and nothing is dropped."""
-        self.lab.tc(f"qdisc replace dev {self._ports[0]} root tbf rate {rate} burst 4kb latency 60s")
-
-    def speed_up(self) -> None:
-        """As it was before ``slow_down``; a link that is not slow stays so."""
-        self.lab.tc(f"qdisc replace dev {self._ports[0]} root noqueue")
 
     def power_off(self) -> None:
         """Cut, then kill: nobody is told."""

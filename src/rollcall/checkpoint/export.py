@@ -17,7 +17,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
-from rollcall.checkpoint.beside import ENDS, describe_beside
+from rollcall.checkpoint.config_files import ENDS, describe_config_files
 from rollcall.checkpoint.probe import TrainedProbe
 from rollcall.durable.atomic import fsync_tree, staging, swap_in
 from rollcall.errors import CheckpointError
@@ -86,10 +86,9 @@ def export_files(
             _write_configs(model, tokenizer, tmp, dtype=dtype, stops=stops)
             tokenizer.save_pretrained(tmp)
             if probe is not None:
-                beside = {path.relative_to(tmp).as_posix(): path for path in tmp.rglob("*") if path.name.endswith(ENDS)}
-                probe = replace(
-                    probe, beside=describe_beside({name: path.read_bytes() for name, path in beside.items()})
-                )
+                paths = (path for path in tmp.rglob("*") if path.name.endswith(ENDS))
+                files = {path.relative_to(tmp).as_posix(): path.read_bytes() for path in paths}
+                probe = replace(probe, beside=describe_config_files(files))
                 (tmp / PROBE).write_text(probe.dump())
             write(tmp)
             fsync_tree(tmp)
@@ -103,10 +102,10 @@ def export_files(
     return dir
 
 
-def model_files(
+def config_files(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, dtype: torch.dtype, stops: Sequence[int] = ()
 ) -> dict[str, bytes]:
-    """What a model directory has beside the weights: configs, tokenizer, chat template; ``model`` needs no weights."""
+    """The config files of a model directory: configs, tokenizer, chat template; ``model`` needs no weights."""
     with tempfile.TemporaryDirectory(prefix="rollcall-") as folder:
         _write_configs(model, tokenizer, Path(folder), dtype=dtype, stops=stops)
         tokenizer.save_pretrained(folder)

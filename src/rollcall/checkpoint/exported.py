@@ -6,15 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+from rollcall.checkpoint.run_dir import read_summary
 from rollcall.checkpoint.store import MANIFEST, Checkpoint
 from rollcall.config.yaml import read_small
 from rollcall.errors import CheckpointError
-from rollcall.stored.files import StoredError
+from rollcall.stored.files import StoredError, plain_damage
 from rollcall.stored.find import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PROBE
 from rollcall.stored.safetensors import check_weights
 from rollcall.wait import warn
-
-MOST_BYTES = 1 << 28  # of a file beside the weights
 
 
 def exported_model(run_dir: Path, *, last: Checkpoint | None) -> Path | None:
@@ -52,16 +51,12 @@ def _refuse_damaged(model: Path) -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(read_small(path, most=MOST_BYTES))
-    except FileNotFoundError:
-        raise StoredError(f"{path} does not exist; restore the file") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise StoredError(
-            f"{path} is not a whole JSON file ({type(error).__name__}: {error}); restore the file"
-        ) from None
-    if not isinstance(found, dict):
-        raise StoredError(f"{path} holds a {type(found).__name__}, not a map; restore the file")
+    if not path.exists():
+        raise StoredError(f"{path} does not exist; restore the file")
+    with plain_damage(f"{path} is not a whole JSON file"):
+        found = json.loads(read_small(path))
+        if not isinstance(found, dict):
+            raise ValueError(f"a {type(found).__name__}, not a map")
     return found
 
 
@@ -69,8 +64,5 @@ def finished_summary(run_dir: Path, *, last: Checkpoint | None, num_steps: int) 
     """The summary of a run that has trained all its steps and left its model; None: there is something to do."""
     if last is None or last.step != num_steps or exported_model(run_dir, last=last) is None:
         return None
-    try:
-        summary = json.loads((run_dir / "summary.json").read_text())
-        return summary if summary["steps"] == num_steps and "headline" in summary else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    summary = read_summary(run_dir)
+    return summary if summary is not None and summary["steps"] == num_steps else None

@@ -30,8 +30,8 @@ OPTIMIZER = "optimizer.json"
 MASTER = "master"
 
 
-def learner_files(learner: Learner, *, beside: Mapping[str, bytes]) -> Iterator[File]:
-    """What this rank writes of the policy; ``beside`` the weights the first rank writes these files."""
+def learner_files(learner: Learner, *, config_files: Mapping[str, bytes]) -> Iterator[File]:
+    """The files of the policy that this rank writes; the first rank writes the ``config_files`` too."""
     body = learner.body
     if learner.gang.rank >= num_parts(body):
         return
@@ -39,7 +39,7 @@ def learner_files(learner: Learner, *, beside: Mapping[str, bytes]) -> Iterator[
     yield File(name=f"model/{part}", kind="weights", content=list(_weights(body)))
     yield File(name=f"actor/{part}", kind="optimizer", content=list(_states(body, learner.optimizer)))
     if learner.gang.rank == 0:
-        yield from (File(name=f"model/{name}", kind="model", content=data) for name, data in beside.items())
+        yield from (File(name=f"model/{name}", kind="model", content=data) for name, data in config_files.items())
         yield _numbers_file("actor", body, learner.optimizer)
 
 

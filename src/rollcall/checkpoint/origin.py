@@ -32,6 +32,7 @@ from rollcall.version import __version__
 from rollcall.words import ANOTHER_RUN, are, counted
 
 ROWS, BASE, CODE = "data.json", "base.json", "code.json"
+FORMAT = 2  # of a run directory; one of an earlier version is refused
 _KEPT = {
     "reward": "groups that the journal has keep the scores of the old code, but for those on which it failed, and later ones are scored "
     "by the new code; held-out results from before cannot be compared with those from now on",
@@ -228,7 +229,7 @@ def _note(run_dir: Path, name: str, facts: Callable[[], Mapping[str, Any]], *, w
 
 
 def _write(path: Path, facts: Mapping[str, Any], *, what: str) -> None:
-    data = json.dumps({"format": 1, **facts})
+    data = json.dumps({"format": FORMAT, **facts})
     persist(lambda: write_atomic(path, data), path=path, what=what)
 
 
@@ -237,13 +238,19 @@ def _noted(run_dir: Path, name: str, read: Callable[[Any], T], *, what: str) -> 
     path = run_dir / name
     if not has_begun(run_dir):
         return None
+    earlier = (
+        f"an earlier version of Rollcall than this one ({__version__}) began this run; finish it with the version that began it, or "
+        f"{ANOTHER_RUN}"
+    )
     try:
-        return read(json.loads(read_small(path, most=MOST_BYTES)))
+        found = json.loads(read_small(path, most=MOST_BYTES))
+        if found["format"] < FORMAT:
+            raise CheckpointError(f"{path} has the format {found['format']}: {earlier}")
+        return read(found)
     except FileNotFoundError:
-        raise CheckpointError(
-            f"{run_dir} has no {name}: an earlier version of Rollcall than this one ({__version__}) began this run; finish it with the "
-            f"version that began it, or {ANOTHER_RUN}"
-        ) from None
+        raise CheckpointError(f"{run_dir} has no {name}: {earlier}") from None
+    except CheckpointError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is not as Rollcall writes it ({type(error).__name__}: {error}), so it is not known {what}; restore the file, or "

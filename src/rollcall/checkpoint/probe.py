@@ -21,7 +21,6 @@ from rollcall.learner.learner import Learner, score_samples
 from rollcall.types import Completion, Sample
 from rollcall.version import __version__
 
-MOST_BYTES = 1 << 28  # of a small file that Rollcall wrote itself
 ROW_LENGTHS = (8, 16, 32, 48)  # tokens; enough for rotary positions and sliding windows to matter
 _STRIDE = 0.6180339887498949  # the golden ratio's fraction: its multiples spread evenly over the vocabulary
 
@@ -35,7 +34,7 @@ class TrainedProbe:
     dtype: str  # of the weights, in which the learner computes
     rollcall: str
     torch: str
-    beside: Mapping[str, str] = field(default_factory=dict)  # checksums of the files beside the weights (``beside.py``)
+    beside: Mapping[str, str] = field(default_factory=dict)  # checksums of the config files (``config_files.py``)
     # Of the weights that an adapter is added to, an identity for each type (``model/base.py``); empty: there is no adapter.
     base: Mapping[str, str] = field(default_factory=dict)
 
@@ -90,7 +89,7 @@ def _finite(value: float) -> float | None:
 def read_probe(path: Path) -> TrainedProbe:
     """What ``TrainedProbe.dump`` wrote; anything else is refused."""
     try:
-        found: Any = json.loads(read_small(path, most=MOST_BYTES))
+        found: Any = json.loads(read_small(path))
         found.setdefault("beside", {})  # earlier versions noted none
         if isinstance(found.setdefault("base", {}), str):  # what earlier versions noted cannot be compared
             found["base"] = {}

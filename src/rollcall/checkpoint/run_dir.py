@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+from rollcall.durable.append_file import is_count
 from rollcall.durable.atomic import TEMPORARY
 from rollcall.durable.journal import ATTEMPTS, GROUPS
 from rollcall.errors import ConfigError
@@ -34,6 +37,18 @@ def run_file_of(path: Path, *, what: str = "a run file or a run directory") -> t
     if not (path / RUN_FILE).is_file():
         raise ConfigError(f"{path} is a directory without {RUN_FILE}; give {what}")
     return path / RUN_FILE, {"run.dir": str(path)}
+
+
+def read_summary(run_dir: Path) -> dict[str, Any] | None:
+    """``summary.json``; None: the run has not come to an end yet, or the file is damaged, which is as good as none."""
+    try:
+        summary = json.loads((run_dir / "summary.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    is_ours = (
+        isinstance(summary, dict) and is_count(summary.get("steps")) and {"headline", "no_signal"} <= summary.keys()
+    )
+    return summary if is_ours else None
 
 
 def has_begun(run_dir: Path) -> bool:

@@ -15,8 +15,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import socket
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,8 +25,8 @@ from rollcall.durable.atomic import fsync_tree, staging, swap_in, write_atomic
 from rollcall.durable.lease import unguarded
 from rollcall.durable.patience import persist
 from rollcall.errors import CheckpointError
-from rollcall.stored.files import file_checksum
-from rollcall.stored.manifest import MANIFEST, NOT_A_MANIFEST, STEP_NAME, parse_manifest
+from rollcall.stored.files import StoredError, StoredFile, file_checksum, plain_damage
+from rollcall.stored.manifest import MANIFEST, STEP_NAME, missing_file, read_manifest
 from rollcall.wait import warn
 
 STATE = "state.json"
@@ -59,6 +58,7 @@ class CheckpointEntry:
     step: int
     manifest: dict[str, Any] | None  # None: it is torn
     reason: str  # why it is torn; empty: it is whole
+    files: Sequence[StoredFile] = ()  # those that must be on this node
 
 
 class CheckpointStore:
@@ -150,9 +150,10 @@ class CheckpointStore:
             return Checkpoint(path=entry.path, step=entry.step, state=state, score=entry.manifest["score"])
         return None
 
-    def inspect(self) -> list[CheckpointEntry]:
-        """All checkpoints, oldest first, every file compared with what the manifest says."""
-        return [replace(entry, reason=entry.reason or _changed_file(entry)) for entry in self._entries()]
+    def inspect(self, *, checksums: bool = True) -> list[CheckpointEntry]:
+        """All checkpoints, oldest first, every file compared with what the manifest says; without ``checksums`` by its size."""
+        entries = self._entries()
+        return [replace(one, reason=one.reason or _changed_file(one)) for one in entries] if checksums else entries
 
     def places(self) -> list[str]:
         """The files of all checkpoints that are on nodes' own disks: what is not among them is of no use."""
@@ -214,10 +215,7 @@ def store_of(run_dir: Path) -> CheckpointStore:
 
 
 def _score(manifest: dict[str, Any], best_by: str | None) -> float | None:
-    """A manifest without ``scores`` is from a version that ranked only by accuracy."""
-    if best_by is None or ("scores" not in manifest and best_by == "eval/accuracy"):
-        return manifest["score"]
-    return manifest.get("scores", {}).get(best_by)
+    return manifest["score"] if best_by is None else manifest.get("scores", {}).get(best_by)
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -276,63 +274,30 @@ def _digests(paths: list[Path]) -> list[str]:
 
 
 def _read_entry(path: Path, *, step: int) -> CheckpointEntry:
-    def torn(reason: str) -> CheckpointEntry:
-        return CheckpointEntry(path=path, step=step, manifest=None, reason=reason)
-
     try:
-        read = parse_manifest(path)
-        manifest, files = read.fields, read.files
-        for score in (manifest["score"], *manifest.get("scores", {}).values()):
-            if score is not None and not math.isfinite(score):
-                raise ValueError(f"a score of {score}")
-        here = _files_here(path, manifest)
-    except FileNotFoundError:
-        return torn(f"no {MANIFEST}")
-    except NOT_A_MANIFEST as error:
-        return torn(f"{MANIFEST} cannot be read: {type(error).__name__} {error}")
-    if manifest["step"] != step:
-        return torn(f"{MANIFEST} is not of step {step}")
-    if STATE not in files:
-        return torn(f"{MANIFEST} lacks {STATE}")
-    for name, file in here.items():
-        where = _written_where(manifest["files"][name])
-        if not file.is_file():
-            return torn(f"{name} is missing{where}")
-        if (size := file.stat().st_size) != files[name].size:
-            return torn(f"{name} has {size} bytes instead of {files[name].size}{where}")
-    return CheckpointEntry(path=path, step=step, manifest=manifest, reason="")
-
-
-def _files_here(path: Path, manifest: dict[str, Any]) -> dict[str, Path]:
-    """The files that must be on this node, and where; files of other nodes are left out, unless they were brought here."""
-    found: dict[str, Path] = {}
-    for name, facts in manifest["files"].items():
-        own, place = path / name, facts.get("place")
-        if place is None or own.is_file():
-            found[name] = own
-        elif Path(place).is_file() or facts["host"] == socket.gethostname():
-            found[name] = Path(place)
-    return found
-
-
-def _written_where(facts: Mapping[str, Any]) -> str:
-    where = ", ".join(str(facts[key]) for key in ("node", "host") if key in facts)
-    return f" (written on node {where})" if "node" in facts else ""
+        read = read_manifest(path)
+        with plain_damage(f"{path / MANIFEST} is damaged", advice="use another checkpoint"):
+            for score in (read.fields["score"], *read.fields.get("scores", {}).values()):
+                if score is not None and not math.isfinite(score):
+                    raise ValueError(f"a score of {score}")
+            if read.fields["step"] != step:
+                raise ValueError(f"it is of step {read.fields['step']}")
+            if STATE not in read.files:
+                raise ValueError(f"it lacks {STATE}")
+    except StoredError as error:
+        return CheckpointEntry(path=path, step=step, manifest=None, reason=str(error))
+    files = read.here
+    reason = missing_file(files)
+    return CheckpointEntry(path=path, step=step, manifest=None if reason else read.fields, reason=reason, files=files)
 
 
 def _changed_file(entry: CheckpointEntry) -> str:
     """Which file's checksum differs; empty if none."""
-    assert entry.manifest is not None
-    files, here = entry.manifest["files"], _files_here(entry.path, entry.manifest)
     try:
-        digests = _digests(list(here.values()))
+        digests = _digests([file.path for file in entry.files])
     except OSError as error:
         return f"cannot be read: {error}"
     return next(
-        (
-            f"checksum of {name} differs{_written_where(files[name])}"
-            for name, now in zip(here, digests, strict=True)
-            if files[name]["blake2b"] != now
-        ),
+        (f"checksum of {file} differs" for file, now in zip(entry.files, digests, strict=True) if file.blake2b != now),
         "",
     )

@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rollcall.checkpoint.beside import describe_beside
-from rollcall.checkpoint.export import Weights, export_files, export_model, model_files
+from rollcall.checkpoint.config_files import describe_config_files
+from rollcall.checkpoint.export import Weights, config_files, export_files, export_model
 from rollcall.checkpoint.in_parts import (
     PartsOf,
     critic_files,
@@ -68,8 +68,8 @@ class OneByOne(Mapping[str, Tensor]):
         return len(self._stored.tensors)
 
 
-class Beside:
-    """The files beside a policy's weights, as bytes: the same in every save of a run, but for the probe."""
+class ConfigFiles:
+    """A policy's config files, as bytes: the same in every save of a run, but for the probe."""
 
     def __init__(self) -> None:
         self._same: dict[str, bytes] | None = None
@@ -80,20 +80,20 @@ class Beside:
         if probe is None:
             return {}
         if self._same is None:
-            self._same = model_files(learner.model, tokenizer, dtype=learner.body.dtype, stops=stops)
-        probe = replace(probe, beside=describe_beside(self._same))
+            self._same = config_files(learner.model, tokenizer, dtype=learner.body.dtype, stops=stops)
+        probe = replace(probe, beside=describe_config_files(self._same))
         return {**self._same, PROBE: probe.dump().encode()}
 
 
 def files_in_parts(
-    learner: Learner | None, critic: Critic | None, *, beside: Mapping[str, bytes]
+    learner: Learner | None, critic: Critic | None, *, config_files: Mapping[str, bytes]
 ) -> tuple[list[File], dict[str, Any]]:
     """What this rank writes of a checkpoint in parts, and what the first rank tells of it in the manifest."""
     files: list[File] = []
     facts: dict[str, Any] = {}
     if learner is not None:
         refuse_non_finite(learner, name="actor")
-        files += learner_files(learner, beside=beside)
+        files += learner_files(learner, config_files=config_files)
         if learner.gang.rank == 0:
             facts |= {"mesh": mesh_of(learner.body), "model": model_facts(learner)}
     if critic is not None:

@@ -16,17 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
-from rollcall.checkpoint.beside import differing
-from rollcall.checkpoint.probe import MOST_BYTES, TrainedProbe, read_probe
+from rollcall.checkpoint.config_files import changed_config_files
+from rollcall.checkpoint.probe import TrainedProbe, read_probe
 from rollcall.checkpoint.store import describe_files
 from rollcall.config.yaml import read_small
 from rollcall.durable.atomic import write_atomic
 from rollcall.durable.patience import plain_disk_errors
 from rollcall.errors import CheckpointError
 from rollcall.model.load import loading, own_code, refuse_loaded
-from rollcall.process import available_memory
 from rollcall.stored.find import PROBE
 from rollcall.stored.safetensors import open_model_dir
 from rollcall.stored.tensors import Stored
@@ -96,7 +96,7 @@ def verify(model_dir: Path, probe: Path | None = None, *, dtype: str | None = No
             f"{model_dir} is not the model that was trained: {result.words}. Merge the checkpoint again; if it stays so, take "
             "another checkpoint"
         )
-    if other := differing(model_dir, recorded.beside):
+    if other := changed_config_files(model_dir, recorded.beside):
         raise VerifyError(
             f"{model_dir} is not the model that was trained: {', '.join(other)} {'is' if len(other) == 1 else 'are'} not as the run saved "
             "it. Merge the checkpoint again"
@@ -120,7 +120,7 @@ def why_not_verified(model_dir: Path) -> str:
 def mark_of(model_dir: Path) -> dict[str, Any] | None:
     """What an earlier ``verify`` left in the directory; None: nothing that can be read."""
     try:
-        found: Any = json.loads(read_small(model_dir / VERIFIED, most=MOST_BYTES))
+        found: Any = json.loads(read_small(model_dir / VERIFIED))
         sound = found["format"] == 1 and isinstance(found["files"], dict) and isinstance(found["dtype"], str)
         return found if sound else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -153,7 +153,7 @@ def _load(model_dir: Path, stored: Stored) -> tuple[Any, str]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     elements = sum(math.prod(tensor.shape) for tensor in stored.tensors.values())
-    fits = 4 * elements <= _SPARE * available_memory()
+    fits = 4 * elements <= _SPARE * psutil.virtual_memory().available
     if code := own_code(str(model_dir)):
         raise VerifyError(
             f"{model_dir} asks to run code that comes with it ({', '.join(code)}), which verify does not do"

@@ -35,7 +35,6 @@ Overrides = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else there.")]
 
-LONGEST_ERROR = 20_000  # characters
 FAILED = 1  # an exit status; 2 is a usage error, stop.py has two more
 
 
@@ -69,7 +68,9 @@ def reported(command: Callable[..., None]) -> Callable[..., None]:
         except Exception as error:
             if debug or not _is_for_the_user(error):
                 raise
-            say(f"error: {_shown(_explain(error))}")
+            text = _explain(error)
+            # Names from files of others are in it: they control no terminal, and do not fill it.
+            say(f"error: {visible(text if len(text) <= 20_000 else f'{text[:20_000]} ...')}")
             raise typer.Exit(FAILED) from None
 
     own = inspect.signature(command, eval_str=True)
@@ -132,8 +133,3 @@ def _explain(error: Exception) -> str:
         where = f": {error.filename}" if error.filename else ""
         return f"{error.strerror or error}{where}"
     return str(error) or type(error).__name__
-
-
-def _shown(text: str) -> str:
-    """Names from files of others are in it: they control no terminal, and do not fill it."""
-    return visible(text if len(text) <= LONGEST_ERROR else f"{text[:LONGEST_ERROR]} ...")

@@ -13,8 +13,6 @@ import typer
 from rollcall.cli import Json, answer
 from rollcall.words import all_of, are, counted
 
-JOIN_S = 300.0  # for rank 0; people start the nodes at about the same time
-
 if TYPE_CHECKING:
     from rollcall.nodes.check import Roster
     from rollcall.nodes.state import NodeRecord
@@ -106,7 +104,7 @@ def node(
         from rollcall.launch.whole_run import WholeRun
 
         whole = WholeRun(run)
-    timeout_s = timeout if timeout is not None else whole.join_s if whole else JOIN_S
+    timeout_s = timeout if timeout is not None else whole.join_s if whole else 300.0
     rank, num_nodes = find_identity(
         rank=rank,
         master=master,

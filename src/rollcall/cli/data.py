@@ -18,8 +18,6 @@ from rollcall.data.make import TaskRows, make_task, write_parquet
 from rollcall.screen import Screen
 from rollcall.words import counted
 
-_QUIET_S = 2.0
-
 
 def data(
     task: Annotated[
@@ -98,7 +96,7 @@ def _late_progress(total: int | None) -> Iterator[Callable[[], None]]:
     columns = (SpinnerColumn(), TextColumn("making rows"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     progress = Progress(*columns, console=Screen(stderr=True), transient=True)
     task = progress.add_task("rows", total=total)
-    timer = threading.Timer(_QUIET_S, progress.start)
+    timer = threading.Timer(2.0, progress.start)
     timer.daemon = True
     timer.start()
     try:

@@ -25,7 +25,7 @@ def doctor(
     On a cluster: versions, clocks, disks, memory, shared folder, ports, GPUs and bandwidth of its nodes. Without one: torch,
     GPU, memory and disk of this machine, and with a run file its model, data and rewards.
 
-    Each finding names the node, the problem, why it matters and the command that fixes it. Exits with status 1 if
+    Each finding is a sentence: the node, the problem and the command that fixes it. Exits with status 1 if
     anything would break a run.
 
     \b
@@ -36,8 +36,7 @@ def doctor(
       rollcall doctor run.yaml run.dir=/shared/runs/x --json
     """
     from rollcall.config import load_config
-    from rollcall.doctor.examine import examine
-    from rollcall.doctor.machine import examine_machine
+    from rollcall.doctor.examine import examine, examine_machine
     from rollcall.doctor.show import show
     from rollcall.nodes.which import find_cluster, wished_cluster
 

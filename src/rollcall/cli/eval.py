@@ -17,8 +17,6 @@ from rollcall.stop import heed
 from rollcall.wait import say, speaking
 from rollcall.words import counted
 
-LINE_EVERY_S = 5.0
-
 if TYPE_CHECKING:
     from rollcall.evaluation import EvalReport
 
@@ -81,7 +79,7 @@ class _Shown:
         text = f"{done:,} of {counted(total, 'prompt')} answered, {num_tokens:,} tokens, {now - self._started:.0f} s"
         if self._live:
             self._status.update(Text(text))
-        elif now - self._printed >= LINE_EVERY_S:
+        elif now - self._printed >= 5.0:
             self._printed = now
             self.note(text)
 

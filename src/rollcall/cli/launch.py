@@ -7,7 +7,6 @@ import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from datetime import datetime
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
@@ -67,9 +66,8 @@ def _launch(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    from rollcall.launch.launch import make_request, start
+    from rollcall.launch.launch import get_target, make_request, start
     from rollcall.launch.record import check_name
-    from rollcall.launch.targets import get_target
 
     if wait and as_json and not dry_run:
         raise typer.BadParameter("--wait prints the run's log on stdout, and --json one object; give one of them")
@@ -101,13 +99,13 @@ def _facts(record: LaunchRecord) -> dict[str, str]:
         "target": record.target,
         "state": record.state,
         "run_dir": record.run_dir,
-        "started": record.started,
+        "started": record.started.isoformat(),
         "folder": str(record.folder),
     }
 
 
 def _when(record: LaunchRecord) -> str:
-    return datetime.fromisoformat(record.started).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    return record.started.astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
 def default_name(run: str) -> str:
@@ -137,7 +135,7 @@ def init(
     Example:
       rollcall launch init slurm >> run.yaml
     """
-    from rollcall.launch.targets import get_target
+    from rollcall.launch.launch import get_target
 
     get_target(target)
     print((files("rollcall.launch") / "sections" / f"{target}.yaml").read_text(), end="")
@@ -176,7 +174,7 @@ def _now(record: LaunchRecord) -> str:
     """What the target tells of it, or why it does not."""
     from rollcall.errors import ClusterError
     from rollcall.launch.errors import LaunchError
-    from rollcall.launch.targets import get_target
+    from rollcall.launch.launch import get_target
 
     if record.state != "started":
         return record.state
@@ -202,8 +200,8 @@ def status(name: Name = None, as_json: Json = False) -> None:
       rollcall launch status
       rollcall launch status gsm8k --json
     """
+    from rollcall.launch.launch import get_target
     from rollcall.launch.record import named_record
-    from rollcall.launch.targets import get_target
 
     record = named_record(name)
     told = visible(get_target(record.target).status(record))
@@ -221,8 +219,8 @@ def logs(
     Example:
       rollcall launch logs gsm8k --follow
     """
+    from rollcall.launch.launch import get_target
     from rollcall.launch.record import named_record
-    from rollcall.launch.targets import get_target
 
     record = named_record(name)
     target = get_target(record.target)
@@ -283,7 +281,7 @@ def tunnel(
       rollcall tunnel gsm8k --port 8265
     """
     from rollcall.launch.record import named_record
-    from rollcall.launch.ssh.jobs import hold_tunnel
+    from rollcall.launch.ssh.tunnel import hold_tunnel
 
     hold_tunnel(named_record(name, target="ssh"), local_port=port)
 

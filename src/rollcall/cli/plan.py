@@ -25,7 +25,6 @@ def plan(
     model_config: Annotated[
         Path | None, typer.Option(help="The model's config.json, if model.path is not on this machine.")
     ] = None,
-    svg: Annotated[Path | None, typer.Option(help="Also draw the plan as a picture in this file.")] = None,
     as_json: Json = False,
 ) -> None:
     """Show a run's placement: roles by node and slot, device meshes, memory per slot. Needs no GPU and no cluster.
@@ -37,7 +36,6 @@ def plan(
       rollcall plan examples/cluster_4x8.yaml
       rollcall plan run.yaml --gpu-memory 40 actor.tokens_per_microbatch=8192
       rollcall plan run.yaml 'cluster.component_placement={rollout: 0-19, inference: 20-23, actor: 24-31}'
-      rollcall plan run.yaml --svg plan.svg
       rollcall plan run.yaml --json
     """
     from rollcall.errors import PlacementError
@@ -50,13 +48,7 @@ def plan(
             print(json.dumps({"ok": False, "problems": [str(error)]}))
             raise typer.Exit(FAILED) from None
         raise
-    if svg is not None:
-        from rollcall.plan.draw_svg import draw_svg
-
-        svg.write_text(draw_svg(run))
     answer(run, _show_plan, as_json=as_json)
-    if svg is not None and not as_json:
-        print(f"drawn in {svg}")
     if run.problems:
         raise typer.Exit(FAILED)
 

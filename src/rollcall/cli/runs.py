@@ -18,12 +18,9 @@ from rollcall.screen import Screen
 from rollcall.words import counted, span
 
 if TYPE_CHECKING:
-    from rollcall.durable.lease import Holder
-    from rollcall.inspect.compare import Comparison
-    from rollcall.inspect.recover import RunReport
-    from rollcall.observe.events import PhaseEvent
-
-STEPS_SHOWN = 3
+    from rollcall.view.compare import Comparison
+    from rollcall.view.reader import RunState
+    from rollcall.view.recover import RunReport
 
 
 def recover(
@@ -41,8 +38,8 @@ def recover(
       rollcall recover runs/arithmetic --json
       rollcall recover runs/arithmetic --repair
     """
-    from rollcall.inspect.recover import look
-    from rollcall.inspect.recover import repair as set_aside
+    from rollcall.view.recover import look
+    from rollcall.view.recover import repair as set_aside
 
     moved = set_aside(run_dir) if repair else []
     report = look(run_dir)
@@ -57,42 +54,36 @@ def recover(
 def show_run(run_dir: Path, *, as_json: bool) -> None:
     """What a run does now, and what its last steps did."""
     from rollcall.checkpoint.run_dir import is_run
-    from rollcall.durable.lease import read_holder
-    from rollcall.inspect.recover import describe, holder_as_json, num_steps_of
     from rollcall.observe.events import read_phases
-    from rollcall.observe.standing import standing
+    from rollcall.view.reader import RunReader, describe_holder, holder_as_json
 
-    holder = read_holder(run_dir)
+    run = RunReader(run_dir)
+    holder = run.holder()
     if not run_dir.is_dir() and (holder is None or holder.is_gone):
         raise ValueError(
             f"{run_dir} does not exist. A run makes it some seconds after its start; otherwise give the run.dir of a run, or nothing "
             "to see the cluster"
         )
-    phases = read_phases(run_dir)
     if holder is None and not is_run(run_dir):
         raise ValueError(f"{run_dir} holds no file of a run; give the run.dir of a run, or nothing to see the cluster")
-    steps = sorted({event.step for event in phases})[-STEPS_SHOWN:]
+    phases, state = read_phases(run_dir), run.state()
+    steps = sorted({event.step for event in phases})[-3:]
     recent = [event for event in phases if event.step in steps]
-    current = phases[-1] if phases else None
-    stands = standing(run_dir, num_steps=num_steps_of(run_dir), holder=holder)
-    ended = holder is None or holder.is_gone
-    is_trained = stands.num_steps is not None and stands.step >= stands.num_steps
-    finished = ended and is_trained and (run_dir / "model").is_dir()
+    stands = run.standing(state)
     if as_json:
         shown = {
             "run_dir": str(run_dir),
             **stands.as_json(),
-            "finished": finished,
-            "current": asdict(current) if current else None,
+            "state": state.word,
+            "finished": state.word == "finished",
+            "current": asdict(phases[-1]) if phases else None,
             "lease": holder_as_json(holder),
             "phases": [asdict(event) for event in recent],
         }
         print(json.dumps(shown))
         return
-    print(f"run      {run_dir}\nheld by  {describe(holder)}")
-    print(
-        f"{'last' if ended else 'now':<8} {'finished; ' if finished else ''}{_waiting(holder) or _now(current, ended=ended)}"
-    )
+    print(f"run      {run_dir}\nheld by  {describe_holder(holder)}")
+    print(f"{'last' if state.is_over else 'now':<8} {_in_words(state)}")
     print(f"{'stands':<8} {', '.join(f'{label} {text}' for label, text in stands.rows())}")
     for step in steps:
         print(f"step {step}")
@@ -105,22 +96,16 @@ def show_run(run_dir: Path, *, as_json: bool) -> None:
             print(f"  {event.phase:<20} {took:>10}  {'; '.join(notes)}".rstrip())
 
 
-def _waiting(holder: Holder | None) -> str | None:
-    if holder is None or holder.is_gone or not holder.waits:
-        return None
-    since = time.strftime("%H:%M:%S", time.localtime(holder.waits_since))
-    return f"{holder.waits} (waiting since {since}, {time.time() - holder.waits_since:.0f} s)"
-
-
-def _now(event: PhaseEvent | None, *, ended: bool) -> str:
-    if event is None:
-        return "no phase has begun" if ended else "starting; no phase has begun yet"
-    at = time.strftime("%H:%M:%S", time.localtime(event.start_s if event.end_s is None else event.end_s))
-    if event.end_s is None and ended:
-        return f"in {event.phase} of step {event.step}, begun at {at}, when its controller ended"
-    if event.end_s is None:
-        return f"{event.phase} of step {event.step}, since {at} ({time.time() - event.start_s:.0f} s)"
-    return f"{'' if ended else 'between phases: '}{event.phase} of step {event.step} ended at {at}"
+def _in_words(state: RunState) -> str:
+    """A state that lasts with its time so far; one that has ended with its word."""
+    clock = "" if state.since_s is None else time.strftime("%H:%M:%S", time.localtime(state.since_s))
+    if state.is_over:
+        when = "" if state.since_s is None else f" ({'begun ' if state.word == 'killed' else ''}at {clock})"
+        return f"{state.word}; {state.text}{when}"
+    if state.since_s is None:
+        return state.text
+    waits = "waiting " if state.word == "waiting" else ""
+    return f"{state.text} ({waits}since {clock}, {time.time() - state.since_s:.0f} s)"
 
 
 def _runs_of(groups: dict[int, int]) -> list[str]:
@@ -142,12 +127,13 @@ def _runs_of(groups: dict[int, int]) -> list[str]:
 
 
 def _show(report: RunReport) -> None:
-    from rollcall.inspect.recover import describe
+    from rollcall.view.reader import describe_holder
 
-    rows = [("run", str(report.run_dir)), ("held by", describe(report.holder))]
-    if report.phase is not None:
-        ended = report.holder is None or report.holder.is_gone
-        rows.append(("last phase", _now(report.phase, ended=ended)))
+    rows = [
+        ("run", str(report.run_dir)),
+        ("held by", describe_holder(report.holder)),
+        ("last" if report.state.is_over else "now", _in_words(report.state)),
+    ]
     whole = "none" if report.last is None else f"step {report.last.step}, all files as they were written"
     rows.append(("checkpoint", whole))
     rows += [("journal", text) for text in _runs_of(report.groups)]
@@ -169,10 +155,10 @@ def compare(first: RunDir, second: RunDir, as_json: Json = False) -> None:
       rollcall compare runs/grpo runs/dapo
       rollcall compare runs/grpo runs/dapo --json
     """
-    from rollcall.inspect.compare import compare as side_by_side
-    from rollcall.inspect.run import load_run
+    from rollcall.view.compare import compare as side_by_side
+    from rollcall.view.reader import open_run
 
-    answer(side_by_side(load_run(first), load_run(second)), _show_both, as_json=as_json)
+    answer(side_by_side(open_run(first), open_run(second)), _show_both, as_json=as_json)
 
 
 def _show_both(comparison: Comparison) -> None:

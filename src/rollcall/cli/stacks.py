@@ -28,7 +28,7 @@ def stacks(
     target: Where = None,
     native: Annotated[
         bool,
-        typer.Option("--native", help="Also the frames of C++ and CUDA, by py-spy. Holds each process for a moment."),
+        typer.Option("--native", help="Also the frames of C++ and CUDA. Holds each process for a moment."),
     ] = False,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that each node has to answer.")] = 60.0,
     cluster: Cluster = None,
@@ -36,8 +36,9 @@ def stacks(
 ) -> None:
     """Print what every process of a run does now: all threads, Python frames. Nothing is stopped.
 
-    Controller, workers, and what they have started, such as the processes that run reward functions. Workers answer even if they
-    hang; what does not answer is read by py-spy, where it is installed.
+    Controller, workers, and what they have started, such as the processes that run reward functions. py-spy reads them from
+    outside, also those that hang. Where the kernel allows to read only one's own children (Ubuntu), controller and workers permit
+    it; the stacks of what they have started need root there.
 
     \b
     Examples:
@@ -59,11 +60,13 @@ def stacks(
 
 
 def _show(found: Report) -> None:
+    from rollcall.groups.reachable import as_text
+
     for host, own in found.hosts.items():
         for one in own:
             doing = f", in {one.doing} for {one.busy_s:g} s" if one.doing else ""
             print(f"== {one.title} on {host}: process {one.pid}, state {one.state}{doing}")
-            print(f"{one.text}\n")
+            print(f"{as_text(one.threads) or f'its stacks cannot be read: {one.error}'}\n")
     for host, why in found.failed.items():
         say(f"{host}: {why}")
 

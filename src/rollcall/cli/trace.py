@@ -30,14 +30,13 @@ def trace(
       rollcall trace runs/gsm8k --out trace.json
       rollcall trace runs/gsm8k --from 100 --to 110 --out slow_steps.json
     """
-    from rollcall.checkpoint.run_dir import is_run
     from rollcall.observe.calls import CALLS
     from rollcall.observe.events import EVENTS
     from rollcall.observe.timeline import idle_shares, read_timeline
     from rollcall.observe.trace import write_trace
+    from rollcall.view.reader import open_run
 
-    if not is_run(run_dir):
-        raise ValueError(f"{run_dir} holds no file of a run; give the run.dir of a run")
+    open_run(run_dir)
     if first_step is not None and last_step is not None and last_step < first_step:
         raise ValueError(f"--from {first_step} --to {last_step} names no step; --to is the last one")
     calls = run_dir / CALLS

@@ -235,9 +235,9 @@ def _on_a_folder(
 def _standing(run_dir: Path, *, num_steps: int, by: str, fresh: bool) -> str:
     """Where an interrupted run is, for the person who interrupted it."""
     from rollcall.checkpoint.run_dir import newest_step
-    from rollcall.observe.sinks import read_rows
+    from rollcall.view.reader import RunReader
 
-    done = max((row["step"] for row in read_rows(run_dir / "metrics.jsonl") if "time/step_s" in row), default=0)
+    done = RunReader(run_dir).step
     if not run_dir.exists():
         return f"stopped by {by} before anything was trained; {run_dir} was not made"
     saved = newest_step(run_dir)

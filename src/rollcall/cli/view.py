@@ -30,11 +30,10 @@ def view(
       rollcall view runs/grpo runs/dapo    two runs, to compare
       rollcall view /shared/runs --port 8080
     """
-    from rollcall.view.missing import refuse_without_packages
+    from rollcall.view.page_process import refuse_without_packages
 
     refuse_without_packages()
-    from rollcall.view.places import ShownRuns
     from rollcall.view.server import serve
+    from rollcall.view.shown_runs import ShownRuns
 
-    places = ShownRuns(runs or [])
-    serve(places, port=port, open_browser=open_browser, tell=say)
+    serve(ShownRuns(runs or []), port=port, open_browser=open_browser, tell=say)

@@ -1,7 +1,7 @@
 """Values that a run file may hold and that would ruin a run: refused before anything starts, with what to use instead.
 
 What one key decides alone is checked where the key stands (``check_stops`` and the like); ``check_ruin`` looks at keys that
-ruin a run together. A run that an earlier version started is not held to the latter when it is resumed.
+ruin a run together.
 
 A key that can never act with the rest of the file ruins nothing, and a run file shared between modes has such keys:
 ``unused`` names them for the user who starts the run.

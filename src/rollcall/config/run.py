@@ -210,7 +210,7 @@ def load_config(
 
 
 def load_saved_run(path: Path) -> Config:
-    """The run file that a run directory keeps: what the run was started with, by this version's rules or an earlier one's."""
+    """The run file that a run directory keeps: what the run was last started with."""
     return parse_config(_read_sections(path, what="saved run file"))
 
 

@@ -42,7 +42,7 @@ def read_yaml(path: Path | str, *, what: str) -> Any:
         raise ConfigError(f"{what} {path} is not YAML: {redact_source(str(error))[:MOST_SHOWN]}") from None
 
 
-def read_small(path: Path | str, *, most: int) -> bytes:
+def read_small(path: Path | str, *, most: int = 1 << 28) -> bytes:
     """A regular file of at most ``most`` bytes. Anything else is a ValueError, so that nothing waits for a pipe or a device."""
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode) and not (stat.S_ISFIFO(mode) and str(path).startswith(_OPEN_ALREADY)):

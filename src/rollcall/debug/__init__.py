@@ -8,7 +8,7 @@
                                         |
                                  board.Board: who waits where, as the controller knows it
 
-A line is a pair of sockets that carries JSON messages (net/frames.py). The thread that stopped only reads its line; the porter
+A line is a pair of sockets that carries JSON messages (process/framing.py). The thread that stopped only reads its line; the porter
 listens on the network, behind a door, while something is stopped. A caller that is lost leaves the thread waiting. While
 anything waits, the run's deadlines do not run (``Board.is_held``).
 """

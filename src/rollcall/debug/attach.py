@@ -13,7 +13,7 @@ from rollcall.debug.board import Waiting
 from rollcall.debug.inbox import FrameReader, readable
 from rollcall.errors import ClusterError
 from rollcall.net.door import PROOF_S, prove, watch_peer
-from rollcall.net.frames import frame, read_exactly
+from rollcall.process.framing import json_frame, read_exactly
 from rollcall.stop import Stopped
 from rollcall.words import visible
 
@@ -88,7 +88,7 @@ def converse(
                     typed_now = left.pop(0) if left else _ask(str(message["prompt"]), ask, again=again)
                     if typed_now is None:
                         return End.LEFT
-                    line.sendall(frame({"line": typed_now}))
+                    line.sendall(json_frame({"line": typed_now}))
                 elif (end := _shown(message)) is not None:
                     return end if ends is None else End.LOST
     except Stopped:

@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollcall.debug.pause import is_paused
 from rollcall.durable.atomic import write_atomic
+from rollcall.process.pause import is_paused
 from rollcall.redact import redact
 from rollcall.wait import say, warn
 from rollcall.words import visible

@@ -1,16 +1,16 @@
-"""The messages of a connection (net/frames.py), read without waiting for the rest of one: the other side may be slow, or lie."""
+"""The messages of a connection (process/framing.py), read without waiting for the rest of one: the other side may be slow, or lie."""
 
 from __future__ import annotations
 
 import json
 import select
 import socket
-import struct
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from rollcall.process.framing import Frames
+
 LONGEST = 4 << 20  # bytes of a message; longer ones are not ours
-_LENGTH = struct.Struct("<I")
 
 
 class _HasFd(Protocol):
@@ -30,7 +30,7 @@ def readable(sources: Sequence[_HasFd], *, timeout_s: float | None) -> set[int]:
 class FrameReader:
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
-        self._bytes = bytearray()
+        self._frames = Frames(LONGEST)
 
     def fileno(self) -> int:
         return self.connection.fileno()
@@ -43,21 +43,10 @@ class FrameReader:
             return []
         if not data:
             raise ConnectionError("the connection was closed")
-        self._bytes += data
-        found: list[dict[str, Any]] = []
-        while len(self._bytes) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._bytes)
-            if length > LONGEST:
-                raise ConnectionError(f"a message of {length} bytes, and the longest has {LONGEST}")
-            end = _LENGTH.size + length
-            if len(self._bytes) < end:
-                break
-            try:
-                message = json.loads(bytes(self._bytes[_LENGTH.size : end]))
-            except (ValueError, RecursionError):
-                raise ConnectionError("a message that is not JSON, or lists within lists without end") from None
-            del self._bytes[:end]
-            if not isinstance(message, dict):
-                raise ConnectionError("a message that is not a map")
-            found.append(message)
+        try:
+            found = [json.loads(body) for body in self._frames.feed(data)]
+        except (ValueError, RecursionError):
+            raise ConnectionError("a message that is not JSON, or lists within lists without end") from None
+        if not all(isinstance(message, dict) for message in found):
+            raise ConnectionError("a message that is not a map")
         return found

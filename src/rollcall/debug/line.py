@@ -16,9 +16,9 @@ from typing import Any
 from rollcall.debug.attach import End, converse
 from rollcall.debug.board import BOARD, DebugSeat
 from rollcall.debug.here import host_here, is_watched, node_here, tell
-from rollcall.debug.pause import paused
 from rollcall.debug.porter import Porter
 from rollcall.debug.stopped import borrowed_terminal, has_terminal
+from rollcall.process.pause import paused
 from rollcall.stop import heeded
 from rollcall.wait import warn
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from rollcall.debug.inbox import FrameReader, readable
 from rollcall.net.door import Door, listen_at, new_secret, watch_peer
-from rollcall.net.frames import frame
+from rollcall.process.framing import json_frame
 from rollcall.wait import warn
 
 UNATTENDED_S = 3600.0
@@ -145,7 +145,7 @@ class Porter:
             self._drop()
 
     def _to_line(self, message: Mapping[str, Any]) -> None:
-        self._line.connection.sendall(frame(message))
+        self._line.connection.sendall(json_frame(message))
 
     def _to_caller(self, message: Mapping[str, Any]) -> None:
         if self._caller is not None and not self._send(self._caller, message):
@@ -153,7 +153,7 @@ class Porter:
 
     def _send(self, caller: FrameReader, message: Mapping[str, Any]) -> bool:
         try:
-            caller.connection.sendall(frame(message))
+            caller.connection.sendall(json_frame(message))
             return True
         except OSError:
             return False

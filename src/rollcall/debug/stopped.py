@@ -24,9 +24,8 @@ from functools import partial
 from types import FrameType, TracebackType
 from typing import Any
 
-from rollcall.debug.pause import paused
-from rollcall.net.frames import frame as framed
-from rollcall.net.frames import read_exactly, read_frame
+from rollcall.process.framing import json_frame, read_exactly, read_json_frame
+from rollcall.process.pause import paused
 from rollcall.stop import Stopped, heeded
 
 PIECE = 1 << 16  # characters of text in one message
@@ -245,7 +244,7 @@ class _Talk(io.TextIOBase):
         self._tail = ""
 
     def say(self, **message: Any) -> None:
-        data = memoryview(framed(message))
+        data = memoryview(json_frame(message))
         try:
             while data:
                 data = data[self._write(data) or len(data) :]
@@ -270,7 +269,7 @@ class _Talk(io.TextIOBase):
         self.say(prompt=prompt)
         while True:
             try:
-                heard = read_frame(partial(read_exactly, self._read))
+                heard = read_json_frame(partial(read_exactly, self._read))
             except OSError:
                 return ""
             if "line" in heard:

@@ -1,37 +1,34 @@
-"""Facts judged into findings. Pure: each function takes what nodes said and yields what is wrong with it.
+"""What would break a run, judged from facts. Each check is a pure function of what nodes said, and a finding is one sentence:
+what is wrong and the command that fixes it.
 
-A finding names the node, what is wrong, why it matters and the command that fixes it. It ``breaks`` the run or ``warns``.
-Where nodes differ, the odd one out is the one that differs from most of the others; in a tie, from the head.
+Where nodes differ, the odd one out differs from most of the others; in a tie, from the head.
 """
 
 from __future__ import annotations
 
+import ipaddress
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
+from rollcall.config import Config
+from rollcall.errors import PlacementError
+from rollcall.nodes.address import FIRST_PORT
+from rollcall.nodes.check import Roster
 from rollcall.nodes.head import NodeInfo
-from rollcall.words import ranges
+from rollcall.nodes.which import Cluster
+from rollcall.plan.judge import plan_run
+from rollcall.plan.memory import GIB
+from rollcall.words import counted, ranges
 
-GIB = 1 << 30
 MUST_AGREE = ("rollcall-rl", "torch", "transformers", "ray")
-SHOULD_AGREE = ("numpy",)
-WHY_AGREE = {
-    "rollcall-rl": "workers would run other code than the controller expects",
-    "torch": "ranks of one model must run the same kernels and speak the same collectives",
-    "transformers": "the same model directory or tokenizer may load as something else there",
-    "ray": "nodes of one cluster must run the same Ray",
-    "numpy": "arrays are pickled between nodes",
-}
-MAX_SKEW_S = 1.0
 MIN_FREE = GIB  # of a disk that is written to
-RAY_DISK_LIMIT = 0.95  # share in use from which Ray makes no more objects on disk
 RAY_MEMORY_LIMIT = 0.95  # share in use from which Ray kills workers
-MIN_OPEN_FILES = 8192
-SLOW_SHARED_S = 5.0
+LEAST_SHM = 128 << 20  # NCCL's buffers; a container has 64 MiB unless it is told otherwise
 SLOW_LINK = {"gloo": 0.1e9, "nccl": 1e9}  # bytes per second
-GPU_IN_USE = GIB  # bytes of a card that somebody holds
+MAX_SKEW_S = 1.0
+LAST_PORT = 65535
 
 Severity = Literal["breaks", "warns"]
 T = TypeVar("T", bound=Hashable)
@@ -51,9 +48,7 @@ class Gpu:
     name: str
     memory_total: int
     memory_used: int
-    ecc_uncorrected: int | None
-    temperature: int | None
-    slowed_by: tuple[str, ...]
+    ecc_errors: int  # uncorrected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,17 +67,24 @@ class NodeFacts:
     torch_cuda: str | None
     torch_hip: str | None
     driver: str | None
-    rocm: str | None
     disks: tuple[Disk, ...]
     memory_total: int
     memory_available: int
-    open_files: int
     shm_total: int
     gpus: tuple[Gpu, ...]
+    gpu_error: str | None
     interface: str | None
-    link_mbit: int | None
     missing_paths: tuple[str, ...]
-    errors: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedFolder:
+    """The result of writing on every node and reading on the others."""
+
+    path: str
+    unwritable: Mapping[int, str]  # rank to why
+    unseen: Mapping[int, Mapping[int, str]]  # reader's rank to writer's rank to why
+    seen_after_s: float  # slowest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,196 +93,175 @@ class Finding:
     host: str | None
     severity: Severity
     what: str
-    why: str
-    fix: str
 
 
-def find(node: NodeFacts | NodeInfo | None, severity: Severity, what: str, *, why: str, fix: str) -> Finding:
+def find(node: NodeFacts | NodeInfo | None, what: str, *, severity: Severity = "breaks") -> Finding:
     """``node``: None for what concerns the whole cluster."""
     rank, host = (None, None) if node is None else (node.rank, node.host)
-    return Finding(node=rank, host=host, severity=severity, what=what, why=why, fix=fix)
+    return Finding(node=rank, host=host, severity=severity, what=what)
 
 
 def judge_nodes(nodes: Sequence[NodeFacts], *, checkpoint_bytes: int | None) -> list[Finding]:
-    """Everything that the facts of the nodes show."""
-    findings = [*judge_python(nodes), *judge_packages(nodes), *judge_gpu_software(nodes), *judge_links(nodes)]
+    """Everything that the facts of a cluster's nodes show."""
+    found = [*judge_python(nodes), *judge_packages(nodes), *judge_builds(nodes)]
     for node in nodes:
-        findings += judge_disks(node, checkpoint_bytes=checkpoint_bytes)
-        findings += [*judge_limits(node), *judge_gpus(node), *judge_paths(node)]
-    return findings
+        found += [*judge_disks(node, checkpoint_bytes=checkpoint_bytes), *judge_memory(node), *judge_gpus(node)]
+        found += judge_paths(node)
+    return found
+
+
+def judge_roster(roster: Roster, cluster: Cluster) -> Iterator[Finding]:
+    for rank in roster.missing:
+        what = f"rank {rank} of {roster.num_nodes} has not joined, or has died; there run `{cluster.join_command(rank)} ...`"
+        yield Finding(node=rank, host=None, severity="breaks", what=what)
+
+
+def judge_token(roster: Roster) -> Iterator[Finding]:
+    if not roster.has_token and not all(ipaddress.ip_address(node.address).is_loopback for node in roster.alive):
+        what = (
+            f"{roster.title} has no token, so anyone who reaches its ports can run code there; start its nodes with "
+            "RAY_AUTH_MODE=token and the same RAY_AUTH_TOKEN"
+        )
+        yield find(None, what, severity="warns")
+
+
+def judge_slots(config: Config, roster: Roster, cluster: Cluster) -> Iterator[Finding]:
+    """The run file's nodes against those that are there."""
+    wanted = config.cluster.slots_per_node if config.cluster else ()
+    for node in roster.alive:
+        if node.rank is not None and node.rank < len(wanted) and node.slots < wanted[node.rank]:
+            more = cluster.more_slots(wanted[node.rank])
+            yield find(
+                node,
+                f"offers {node.slots} slots, the run file has {wanted[node.rank]} for node {node.rank}; set cluster.nodes to what "
+                f"the node offers, or run `{cluster.leave_command}`, then `{more}` on {node.host}",
+            )
+    if len(wanted) > roster.num_nodes:
+        yield find(
+            None,
+            f"the run file asks for {counted(len(wanted), 'node')}, the cluster has {roster.num_nodes}; set "
+            f"cluster.num_nodes={roster.num_nodes}, or add nodes with `{cluster.join_command('R')} ...`",
+        )
+
+
+def judge_plan(config: Config, nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
+    """What `rollcall plan` says, with the cards that are really there."""
+    cards = [gpu.memory_total for node in nodes for gpu in node.gpus]
+    try:
+        problems = plan_run(config, card_gib=min(cards) / GIB if cards else None).problems
+    except PlacementError as error:
+        problems = (str(error),)
+    for problem in problems:
+        yield find(None, f"{problem} (`rollcall plan` draws the placement)")
 
 
 def judge_python(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
-    usual = majority(nodes, lambda node: node.python)
+    usual = majority(nodes, lambda node: node.python.rpartition(".")[0])
     for node in nodes:
-        if node.python != usual:
-            breaks = node.python.split(".")[:2] != usual.split(".")[:2]
+        if not node.python.startswith(f"{usual}."):
             yield find(
-                node,
-                "breaks" if breaks else "warns",
-                f"Python {node.python}, the others have {usual}",
-                why="functions and data are pickled between nodes, and one Python cannot read another's",
-                fix=f"uv python install {usual}, then make the environment of {node.executable} again with it",
+                node, f"Python {node.python}, the others have {usual}; make {node.executable} again with Python {usual}"
             )
 
 
 def judge_packages(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
-    for name in (*MUST_AGREE, *SHOULD_AGREE):
-        usual = majority(nodes, lambda node, name=name: node.packages.get(name))
+    for name in MUST_AGREE:
+        usual = majority(nodes, lambda node, name=name: node.packages[name])
         for node in nodes:
-            version = node.packages.get(name)
-            if version is None and name in MUST_AGREE:
-                wanted = f"=={usual}" if usual else ""
-                what, why = f"{name} is not installed", "workers on this node cannot start"
-            elif version != usual and version is not None and usual is not None:
-                wanted, what = f"=={usual}", f"{name} {version}, the others have {usual}"
-                why = WHY_AGREE[name]
-            else:
-                continue
-            fix = f"{node.executable} -m pip install '{name}{wanted}'"
-            yield find(node, "breaks" if name in MUST_AGREE else "warns", what, why=why, fix=fix)
+            version = node.packages[name]
+            if version is None or version != usual:
+                what = f"{name} is not installed" if version is None else f"{name} {version}, the others have {usual}"
+                wanted = f"{name}=={usual}" if usual else name
+                yield find(node, f"{what}; run `{node.executable} -m pip install '{wanted}'` there")
 
 
-def judge_gpu_software(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
-    """CUDA or ROCm that torch was built for, the driver, and the cards themselves."""
-    builds = majority(nodes, lambda node: (node.torch_cuda, node.torch_hip))
+def judge_builds(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
+    usual = majority(nodes, build)
     for node in nodes:
-        if (node.torch_cuda, node.torch_hip) != builds:
-            yield find(
-                node,
-                "breaks",
-                f"torch is built for {_build(node.torch_cuda, node.torch_hip)}, elsewhere for {_build(*builds)}",
-                why="collectives between the two do not work, and a CPU build sees no GPU",
-                fix=f"{node.executable} -m pip install --force-reinstall torch, from the index the other nodes used",
-            )
-    with_gpus = [node for node in nodes if node.gpus]
-    for what, value in _GPU_TRAITS:
-        usual = majority(with_gpus, value) if with_gpus else None
-        for node in with_gpus:
-            if value(node) != usual:
-                yield find(
-                    node,
-                    "warns",
-                    f"{what} {value(node)}, the others have {usual}",
-                    why="the slowest card sets the pace, and different drivers fail in different ways",
-                    fix="nvidia-smi on both nodes shows them; install the driver that the others have",
-                )
+        if build(node) != usual:
+            what = f"torch is built for {build(node)}, elsewhere for {usual}; reinstall it from the index the other nodes used"
+            yield find(node, what)
 
 
-_GPU_TRAITS: tuple[tuple[str, Callable[[NodeFacts], str | None]], ...] = (
-    ("driver", lambda node: node.driver),
-    ("ROCm", lambda node: node.rocm),
-    ("cards", lambda node: ", ".join(sorted({gpu.name for gpu in node.gpus}))),
-)
+def build(node: NodeFacts) -> str:
+    return f"CUDA {node.torch_cuda}" if node.torch_cuda else f"ROCm {node.torch_hip}" if node.torch_hip else "the CPU"
 
 
-def _build(cuda: str | None, hip: str | None) -> str:
-    return f"CUDA {cuda}" if cuda else f"ROCm {hip}" if hip else "the CPU"
-
-
-def judge_links(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
-    known = [node for node in nodes if node.link_mbit is not None]
-    usual = majority(known, lambda node: node.link_mbit or 0) if known else 0
-    for node in known:
-        if (node.link_mbit or 0) < usual:
-            yield find(
-                node,
-                "warns",
-                f"interface {node.interface} runs at {node.link_mbit} Mbit/s, the others' at {usual}",
-                why="every all-reduce waits for the slowest link",
-                fix="start the node on its fast interface: rollcall down, then rollcall node ... --interface NAME",
-            )
+def judge_torch(node: NodeFacts) -> Iterator[Finding]:
+    """On one machine, where no other node says what is usual."""
+    if node.packages["torch"] is None:
+        yield find(node, f"torch is not installed; run `{node.executable} -m pip install torch`")
+    elif node.gpus and build(node) == "the CPU":
+        yield find(
+            node,
+            f"{node.gpus[0].name} is there, and torch {node.packages['torch']} is a build for CPUs; reinstall it from an index "
+            "with CUDA builds",
+        )
 
 
 def judge_disks(node: NodeFacts, *, checkpoint_bytes: int | None) -> Iterator[Finding]:
     for disk in node.disks:
-        holds_run = disk.purpose == "run.dir"
-        need = max(MIN_FREE, checkpoint_bytes or 0) if holds_run else MIN_FREE
-        full = f"{disk.path} ({disk.purpose}) has {disk.free / GIB:.1f} GiB free"
+        need = max(MIN_FREE, checkpoint_bytes or 0) if disk.purpose == "run.dir" else MIN_FREE
+        named = f"{disk.path} ({disk.purpose})"
         if not disk.total:
             yield find(
-                node, "breaks", f"{disk.path} ({disk.purpose}) is in a file system that keeps no files, such as /proc",
-                why="checkpoints, the journal and Ray's logs are written there", fix=f"choose another {disk.purpose}",
-            )  # fmt: skip
+                node, f"{named} is in a file system that keeps no files, such as /proc; choose another {disk.purpose}"
+            )
         elif disk.free < need:
             whose = "one checkpoint of this run takes" if need > MIN_FREE else "a run needs at least"
             yield find(
-                node, "breaks", f"{full}; {whose} {need / GIB:.1f} GiB",
-                why="checkpoints, the journal and Ray's logs are written there",
-                fix=f"du -xh --max-depth=1 {disk.path} | sort -h shows what fills it; or choose another place",
-            )  # fmt: skip
-        elif not holds_run and disk.total and 1 - disk.free / disk.total > RAY_DISK_LIMIT:
-            yield find(
-                node, "warns", f"{full}, {1 - disk.free / disk.total:.0%} of it is used",
-                why=f"Ray spills no objects to a disk that is more than {RAY_DISK_LIMIT:.0%} full",
-                fix=f"free some of {disk.path}, or start the node with another --temp-dir",
-            )  # fmt: skip
+                node,
+                f"{named} has {disk.free / GIB:.1f} GiB free; {whose} {need / GIB:.1f} GiB: free some, or choose another",
+            )
 
 
-def judge_limits(node: NodeFacts) -> Iterator[Finding]:
-    """Memory, open files, shared memory."""
-    if node.memory_total and 1 - node.memory_available / node.memory_total > RAY_MEMORY_LIMIT:
+def judge_memory(node: NodeFacts) -> Iterator[Finding]:
+    if 1 - node.memory_available / node.memory_total > RAY_MEMORY_LIMIT:
         free = f"{node.memory_available / GIB:.1f} of {node.memory_total / GIB:.1f} GiB"
         yield find(
-            node, "breaks", f"only {free} of memory are available",
-            why=f"Ray kills workers where more than {RAY_MEMORY_LIMIT:.0%} of the memory is in use",
-            fix="ps aux --sort=-rss | head shows who holds it",
-        )  # fmt: skip
-    if node.open_files < MIN_OPEN_FILES:
+            node,
+            f"only {free} of memory are available, and Ray kills workers; `ps aux --sort=-rss | head` shows who holds it",
+        )
+    if node.gpus and node.shm_total < LEAST_SHM:
+        shm = f"/dev/shm holds {node.shm_total / (1 << 20):.0f} MiB, too little for NCCL"
+        yield find(node, f"{shm}; mount it larger, or start the container with --shm-size=16g")
+
+
+def judge_fit(node: NodeFacts, state_bytes: int | None) -> Iterator[Finding]:
+    """On one machine without a card. ``state_bytes``: weights and optimizer state; gradients come on top."""
+    if state_bytes is not None and state_bytes * 4 / 3 > node.memory_available:
         yield find(
-            node, "warns", f"ulimit -n is {node.open_files}",
-            why="Ray opens a few sockets per worker and runs out of files on large clusters",
-            fix="rollcall down; ulimit -n 65536; rollcall node ... in the same shell",
-        )  # fmt: skip
-    if node.shm_total < GIB:
-        severity: Severity = "breaks" if node.shm_total < 128 << 20 and node.gpus else "warns"
-        yield find(
-            node, severity, f"/dev/shm holds {node.shm_total / (1 << 20):.0f} MiB",
-            why="Ray's objects and NCCL's buffers live there; without room Ray writes them to disk and NCCL fails",
-            fix="mount -o remount,size=16G /dev/shm; for a container: --shm-size=16g or --ipc=host",
-        )  # fmt: skip
+            node,
+            f"weights, gradients and optimizer state take {state_bytes * 4 / 3 / GIB:.1f} GiB, and {node.memory_available / GIB:.1f} "
+            "GiB of memory are available; train an adapter (model.lora.rank=16), or a smaller model",
+        )
 
 
 def judge_gpus(node: NodeFacts) -> Iterator[Finding]:
-    for error in node.errors:
-        why = "the cards of this node cannot be used"
-        yield find(node, "breaks", error, why=why, fix="nvidia-smi; sudo dmesg | grep -i xid")
-    if node.accelerator == "gpu" and len(node.gpus) < node.slots and (node.gpus or node.driver):
+    if node.gpu_error is not None:
+        yield find(node, f"{node.gpu_error}; `sudo dmesg | grep -i xid` shows why")
+    elif node.accelerator == "gpu" and len(node.gpus) < node.slots and node.gpus:
         yield find(
-            node, "breaks", f"{node.slots} slots are offered, nvidia-smi lists {len(node.gpus)} cards",
-            why="workers would be placed on cards that do not exist",
-            fix="nvidia-smi -L; sudo dmesg | grep -i xid; then rollcall down and rollcall node again",
-        )  # fmt: skip
+            node, f"{node.slots} slots are offered, nvidia-smi lists {len(node.gpus)} cards; run `rollcall node` again"
+        )
     for gpu in node.gpus:
         card = f"GPU {gpu.index} ({gpu.name})"
-        if gpu.ecc_uncorrected:
+        if gpu.ecc_errors:
             yield find(
-                node, "breaks", f"{card} has {gpu.ecc_uncorrected} uncorrected memory errors",
-                why="its results cannot be trusted, and the next one ends the process that uses it",
-                fix=f"sudo nvidia-smi --gpu-reset -i {gpu.index}; if they come back, replace the card",
-            )  # fmt: skip
-        if gpu.slowed_by:
-            heat = f" at {gpu.temperature} C" if gpu.temperature is not None else ""
-            yield find(
-                node, "warns", f"{card} is slowed down by {', '.join(gpu.slowed_by)}{heat}",
-                why="all ranks wait for the slowest",
-                fix=f"nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER -i {gpu.index}; check fans and power",
-            )  # fmt: skip
-        if gpu.memory_used > GPU_IN_USE:
-            yield find(
-                node, "warns", f"{card} has {gpu.memory_used / GIB:.1f} GiB in use",
-                why="a run that counts on the whole card runs out of memory; a job of yours may be running there",
-                fix=f"nvidia-smi -i {gpu.index} --query-compute-apps=pid,used_memory --format=csv",
-            )  # fmt: skip
+                node,
+                f"{card} has {gpu.ecc_errors} uncorrected memory errors; run `sudo nvidia-smi --gpu-reset -i {gpu.index}`",
+            )
+        if gpu.memory_used > GIB:
+            held = f"{card} has {gpu.memory_used / GIB:.1f} GiB in use; `nvidia-smi -i {gpu.index}` shows by whom"
+            yield find(node, held, severity="warns")  # perhaps by a run of yours that is about to end
 
 
 def judge_paths(node: NodeFacts) -> Iterator[Finding]:
     for path in node.missing_paths:
         yield find(
-            node, "breaks", f"{path} does not exist here",
-            why="the run file names it, and workers on this node read it",
-            fix=f"copy it there (rsync -a {path}/ {node.host}:{path}/), or put it into the shared folder",
-        )  # fmt: skip
+            node,
+            f"{path} does not exist here; run `rsync -a {path}/ {node.host}:{path}/`, or put it into the shared folder",
+        )
 
 
 def judge_clocks(nodes: Sequence[NodeFacts], *, skews: Mapping[int, tuple[float, float]]) -> Iterator[Finding]:
@@ -288,11 +269,8 @@ def judge_clocks(nodes: Sequence[NodeFacts], *, skews: Mapping[int, tuple[float,
     for node in nodes:
         ahead, doubt = skews.get(node.rank, (0.0, 0.0))
         if abs(ahead) - doubt > MAX_SKEW_S:
-            yield find(
-                node, "warns", f"its clock is {abs(ahead):.1f} s {'ahead' if ahead > 0 else 'behind'}",
-                why="times in logs, journals and file ages of different nodes cannot be compared",
-                fix="sudo timedatectl set-ntp true, or sudo chronyc makestep",
-            )  # fmt: skip
+            what = f"its clock is {abs(ahead):.1f} s {'ahead' if ahead > 0 else 'behind'}; run `sudo timedatectl set-ntp true`"
+            yield find(node, what, severity="warns")
 
 
 def judge_reach(
@@ -306,76 +284,46 @@ def judge_reach(
             why_not = next(row[2] for row in rows if row[0] == target)
             other = by_rank[target]
             yield find(
-                by_rank[rank], "breaks",
-                f"cannot connect to rank {target} ({other.address}) at port {ports}: {why_not}",
-                why="workers of all nodes connect to each other on ports of 10000 and above",
-                fix=f"on {other.host}: sudo ufw allow proto tcp from {by_rank[rank].address} to any port 10000:65535",
-            )  # fmt: skip
+                by_rank[rank],
+                f"cannot connect to rank {target} ({other.address}) at port {ports}: {why_not}; on {other.host} run `sudo ufw allow "
+                f"proto tcp from {by_rank[rank].address} to any port {FIRST_PORT}:{LAST_PORT}`",
+            )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedFolder:
-    """The result of writing on some nodes and reading on the others."""
+def firewall_rule(nodes: Sequence[NodeFacts], *, head_port: int) -> str:
+    """For each node, as root: allow new connections to the ports of Ray and the run only from these nodes.
 
-    path: str
-    unwritable: Mapping[int, str]  # rank to why
-    unseen: Mapping[int, Mapping[int, str]]  # reader's rank to writer's rank to why
-    seen_after_s: float  # slowest
-    torn: Mapping[int, str]  # rank to what it saw in the middle of a rename
-    num_renames: int
+    Ray (2.60) listens on every interface of a node, whatever address it is given, and ends its head or a raylet on one malformed
+    call (``RaySyncer/StartSync`` without metadata) before it asks for the token. TLS or a firewall keeps such a call out.
+    """
+    ports = f"{FIRST_PORT}-{LAST_PORT}"
+    if not FIRST_PORT <= head_port <= LAST_PORT:
+        ports = f"{{ {head_port}, {ports} }}"
+    rules = ["add table inet rollcall", "add chain inet rollcall input { type filter hook input priority 0; }"]
+    for version, name in {4: "ip", 6: "ip6"}.items():
+        addresses = sorted({node.address for node in nodes if ipaddress.ip_address(node.address).version == version})
+        others = f"{name} saddr != {{ {', '.join(addresses)} }}" if addresses else f"meta nfproto ipv{version}"
+        rules.append(f'add rule inet rollcall input iif != "lo" {others} tcp dport {ports} ct state new drop')
+    return "nft '" + "; ".join(rules) + "'"
 
 
 def judge_shared(nodes: Sequence[NodeFacts], shared: SharedFolder) -> Iterator[Finding]:
     by_rank = {node.rank: node for node in nodes}
     for rank, why_not in shared.unwritable.items():
-        node = by_rank[rank]
-        fix = f"sudo mount -o remount,rw $(findmnt -nT {shared.path} -o TARGET)"
-        if "EROFS" not in why_not:
-            fix = (
-                f"ls -ld {shared.path}; findmnt -T {shared.path}; then chown or mount it so that {node.host} may write"
-            )
-        yield find(
-            node, "breaks", f"cannot write to the shared folder {shared.path}: {why_not}",
-            why="checkpoints and weights are written there by every node", fix=fix,
-        )  # fmt: skip
+        what = f"cannot write to the shared folder {shared.path}: {why_not}; `findmnt -T {shared.path}` there shows how it is mounted"
+        yield find(by_rank[rank], what)
     for rank, writers in shared.unseen.items():
-        ranks = ranges(sorted(writers))
         yield find(
-            by_rank[rank], "breaks",
-            f"does not see in {shared.path} what rank {ranks} wrote there: {next(iter(writers.values()))}",
-            why="it is not one folder for all nodes, so a checkpoint written by one is not found by the others",
-            fix=f"findmnt -T {shared.path} on both nodes; mount the same file system there, or choose another run.dir",
-        )  # fmt: skip
-    for rank, what in shared.torn.items():
-        yield find(
-            by_rank[rank], "breaks", f"saw a rename in {shared.path} half done: {what}",
-            why="a reader of a checkpoint or of a published address must find the old or the new one, whole",
-            fix="use a file system with atomic rename (NFS 4, Lustre, GPFS, CephFS) for run.dir; object-store mounts lack it",
-        )  # fmt: skip
-    if shared.seen_after_s > SLOW_SHARED_S:
-        yield find(
-            None, "warns", f"a file written in {shared.path} is seen elsewhere only after {shared.seen_after_s:.1f} s",
-            why="weights and checkpoints that go through the folder wait as long",
-            fix="mount it with actimeo=1 (NFS), or choose a faster file system",
-        )  # fmt: skip
+            by_rank[rank],
+            f"does not see in {shared.path} what rank {ranges(sorted(writers))} wrote there: {next(iter(writers.values()))}; mount "
+            "the same file system there, or choose another run.dir",
+        )
 
 
-def judge_bandwidth(
-    nodes: Sequence[NodeFacts], *, backend: str, bytes_per_s: float | None, errors: Mapping[int, str]
-) -> Iterator[Finding]:
-    by_rank = {node.rank: node for node in nodes}
-    for rank, error in errors.items():
-        yield find(
-            by_rank[rank], "breaks", f"an all-reduce over {backend} fails on interface {by_rank[rank].interface}: {error}",
-            why="training over several nodes is made of these",
-            fix="start the nodes on an interface that all can reach: rollcall down, then rollcall node ... --interface NAME",
-        )  # fmt: skip
-    if bytes_per_s is not None and bytes_per_s < SLOW_LINK[backend]:
-        yield find(
-            None, "warns", f"the nodes all-reduce at {bytes_per_s / 1e9:.2f} GB/s over {backend}",
-            why="gradients and weights cross this link at every step",
-            fix="check the interface (ethtool NAME | grep Speed) and that it is the fast one: rollcall node ... --interface",
-        )  # fmt: skip
+def judge_bandwidth(*, backend: str, bytes_per_s: float) -> Iterator[Finding]:
+    if bytes_per_s < SLOW_LINK[backend]:
+        what = f"the nodes all-reduce at {bytes_per_s / 1e9:.2f} GB/s over {backend}; give `rollcall node` the fast --interface"
+        yield find(None, what, severity="warns")
 
 
 def majority(nodes: Sequence[NodeFacts], value: Callable[[NodeFacts], T]) -> T:

@@ -1,8 +1,8 @@
 """What a node says of itself, and the small experiments nodes make with each other.
 
 This file and ``net/interfaces.py`` are sent to the nodes as code and use only the standard library: a node with a wrong
-rollcall, or none, must still be able to say so. Answers are plain dictionaries. Each experiment is one method of ``Probe``, one probe per node;
-every method returns by the deadline it is given.
+rollcall, or none, must still be able to say so. Answers are plain dictionaries. Each experiment is one method of ``Probe``, one
+probe per node; every method returns by the deadline it is given.
 """
 
 from __future__ import annotations
@@ -10,13 +10,10 @@ from __future__ import annotations
 import errno
 import importlib.metadata
 import importlib.util
-import ipaddress
-import json
 import os
 import platform
 import random
 import re
-import resource
 import shutil
 import socket
 import subprocess
@@ -26,15 +23,11 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from rollcall.net.interfaces import interface_addresses, interface_of
+from rollcall.net.interfaces import interface_of
 
 SMI_S = 20.0  # nvidia-smi on a sick card may never return
-GPU_FIELDS = (
-    "index", "name", "driver_version", "memory.total", "memory.used", "ecc.errors.uncorrected.volatile.total", "temperature.gpu",
-)  # fmt: skip
-SLOWED = {0x8: "hardware slowdown", 0x20: "software thermal", 0x40: "hardware thermal", 0x80: "power brake"}
+GPU_FIELDS = ("index", "name", "driver_version", "memory.total", "memory.used", "ecc.errors.uncorrected.volatile.total")
 PORTS = (10_000, 32_000)  # what clusters listen on, beside the kernel's own choice
-BODY, COUNT = 8, 8192  # a file of the rename experiment is one number of 8 digits, 8192 times
 
 
 class Probe:
@@ -42,7 +35,7 @@ class Probe:
 
     def __init__(self) -> None:
         self._listeners: list[socket.socket] = []
-        self._measuring: subprocess.Popen[str] | None = None
+        self._meeting: Any = None
 
     def clock(self) -> float:
         return time.time()
@@ -50,10 +43,9 @@ class Probe:
     def facts(self, ask: dict[str, Any]) -> dict[str, Any]:
         """``ask``: packages (names), disks (purpose to path), paths (that must exist), address (this node's)."""
         gpus, driver, complaint = read_gpus()
-        errors = [complaint] if complaint else []
-        memory = read_meminfo()
+        with open("/proc/meminfo") as file:  # psutil may not be here
+            memory = {name: int(amount.split()[0]) << 10 for name, amount in (line.split(":") for line in file)}
         shm = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
-        interface = interface_of(ask["address"])
         return {
             "host": socket.gethostname(),
             "python": platform.python_version(),
@@ -61,20 +53,15 @@ class Probe:
             "packages": {name: installed(name) for name in ask["packages"]},
             **torch_build(),
             "driver": driver,
-            "rocm": first_line("/opt/rocm/.info/version"),
             "disks": [disk(purpose, path) for purpose, path in ask["disks"].items()],
-            "memory_total": memory.get("MemTotal", 0),
-            "memory_available": memory.get("MemAvailable", 0),
-            "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+            "memory_total": memory["MemTotal"],
+            "memory_available": memory["MemAvailable"],
             "shm_total": shm.f_frsize * shm.f_blocks if shm else 0,
             "gpus": gpus,
-            "interface": interface,
-            "link_mbit": link_speed(interface),
+            "gpu_error": complaint,
+            "interface": interface_of(ask["address"]),
             "missing_paths": [path for path in ask["paths"] if not os.path.exists(path)],
-            "errors": errors,
         }
-
-    # Ports
 
     def listen(self, address: str) -> list[int]:
         """Accept connections on two ports until the probe ends: one of ours, one of the kernel's choice."""
@@ -98,111 +85,44 @@ class Probe:
                 failed.append((rank, port, str(error)))
         return failed
 
-    def open_beside(self, address: str, port: int, timeout_s: float) -> list[str]:
-        """This node's other addresses, but loopback, at which that port takes connections; nothing is said there."""
-        found: list[str] = []
-        for _, name in socket.if_nameindex():
-            for other in interface_addresses(name):
-                local = ipaddress.ip_address(other)
-                if other == address or local.is_loopback or local.is_link_local:
-                    continue
-                # An error: it is closed there, as it should be.
-                with suppress(OSError), socket.create_connection((other, port), timeout=timeout_s):
-                    found.append(other)
-        return found
-
-    # The shared folder
-
-    def write(self, folder: str, name: str, text: str) -> str | None:
-        """None, or why it cannot be written."""
+    def write(self, folder: str, name: str) -> str | None:
+        """A file in the shared folder. None, or why it cannot be written."""
         try:
-            scratch = os.path.join(folder, f".{name}")
-            with open(scratch, "w") as file:
-                file.write(text)
+            with open(os.path.join(folder, name), "w") as file:
+                file.write(name)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(scratch, os.path.join(folder, name))
         except OSError as error:
             return _why(error)
         return None
 
-    def remove(self, folder: str, names: list[str]) -> None:
-        for name in names:
-            with suppress(OSError):  # never written, or the folder is read-only here; the findings say so
-                os.remove(os.path.join(folder, name))
-
-    def see(self, folder: str, expected: dict[str, str], timeout_s: float) -> dict[str, Any]:
+    def see(self, folder: str, names: list[str], timeout_s: float) -> dict[str, Any]:
         """How long until all files are seen with their text; ``missing``: those that are not in time, and why."""
         began = time.monotonic()
         while True:
-            missing = {name: why for name, text in expected.items() if (why := _unseen(folder, name, text))}
+            missing = {name: why for name in names if (why := _unseen(folder, name))}
             seconds = time.monotonic() - began
             if not missing or seconds > timeout_s:
                 return {"seconds": seconds, "missing": missing}
             time.sleep(0.02)
 
-    def replace_often(self, folder: str, name: str, seconds: float) -> int:
-        """Put a new file in another's place again and again; returns how often."""
-        give_up, count = time.monotonic() + seconds, 0
-        while time.monotonic() < give_up:
-            count += 1
-            scratch = os.path.join(folder, f".{name}-next")
-            with open(scratch, "w") as file:
-                file.write(f"{count:0{BODY}d}" * COUNT)
-            os.replace(scratch, os.path.join(folder, name))
-            time.sleep(0.005)
-        return count
+    def remove(self, folder: str, name: str) -> None:
+        with suppress(OSError):  # never written, or the folder is read-only here; the findings say so
+            os.remove(os.path.join(folder, name))
 
-    def watch(self, folder: str, name: str, seconds: float) -> dict[str, Any]:
-        """Read that file all the while: it is whole at every moment, or ``torn`` says what was seen instead."""
-        give_up, reads, torn = time.monotonic() + seconds, 0, None
-        while time.monotonic() < give_up:
-            reads += 1
-            try:
-                with open(os.path.join(folder, name)) as file:
-                    text = file.read()
-            except OSError as error:
-                if error.errno != errno.ESTALE:  # NFS: replaced while it was open; opening it again helps
-                    torn = torn or f"it was not there ({_why(error)})"
-                continue
-            if len(text) != BODY * COUNT or text != text[:BODY] * COUNT:
-                torn = torn or f"half of it was there ({len(text)} bytes)"
-            time.sleep(0.001)
-        return {"reads": reads, "torn": torn}
+    def open_meeting(self, address: str, secret: str) -> int:
+        """The port at which the ranks of the all-reduce meet."""
+        from rollcall.net.door import listen_at
+        from rollcall.net.meeting import MeetingServer
 
-    # Bandwidth
+        listener = listen_at(address)
+        self._meeting = MeetingServer(listener, secret=secret)
+        return listener.getsockname()[1]
 
-    def start_measuring(self, task: dict[str, Any], address: str) -> int | None:
-        """Start this node's rank of the all-reduce; the first rank returns the port at which the others meet it."""
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        environment["CUDA_VISIBLE_DEVICES"] = "0" if task["backend"] == "nccl" else ""
-        if interface := interface_of(address):
-            environment |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
-        self._measuring = subprocess.Popen(
-            [sys.executable, "-m", "rollcall.doctor.bandwidth"],
-            env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        assert self._measuring.stdin is not None
-        self._measuring.stdin.write(f"{json.dumps(task)}\n")
-        self._measuring.stdin.flush()
-        if task["port"] is not None:
-            return None
-        assert self._measuring.stdout is not None
-        line = self._measuring.stdout.readline()
-        return int(line) if line.strip().isdigit() else None
+    def all_reduce(self, address: str, **task: Any) -> float:
+        from rollcall.doctor.bandwidth import all_reduce
 
-    def measured(self, timeout_s: float) -> dict[str, Any]:
-        """``result``, one line of JSON, or ``error``."""
-        assert self._measuring is not None
-        try:
-            out, errors = self._measuring.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            self._measuring.kill()
-            self._measuring.communicate()
-            return {"error": f"not finished after {timeout_s:.0f} s"}
-        if self._measuring.returncode:
-            return {"error": ([line for line in errors.splitlines() if line.strip()] or ["no message"])[-1]}
-        return {"result": out.strip().splitlines()[-1]}
+        return all_reduce(interface=interface_of(address), **task)
 
 
 def _bind(address: str, ports: list[int]) -> socket.socket | None:
@@ -224,10 +144,10 @@ def _accept(listener: socket.socket) -> None:
             connection.sendall(b"ok")
 
 
-def _unseen(folder: str, name: str, text: str) -> str | None:
+def _unseen(folder: str, name: str) -> str | None:
     try:
         with open(os.path.join(folder, name)) as file:
-            return None if file.read() == text else "it has another text"
+            return None if file.read() == name else "it has another text"
     except OSError as error:
         return _why(error)
 
@@ -246,19 +166,12 @@ def installed(name: str) -> str | None:
 
 def torch_build() -> dict[str, str | None]:
     """What torch was built for, from its version file: importing it takes seconds, and fails where it is broken."""
-    found: dict[str, str | None] = {"torch_cuda": None, "torch_hip": None}
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return found
-    try:
-        with open(os.path.join(os.path.dirname(spec.origin), "version.py")) as file:
+    spec, text = importlib.util.find_spec("torch"), ""
+    if spec is not None and spec.origin is not None:
+        with suppress(OSError), open(os.path.join(os.path.dirname(spec.origin), "version.py")) as file:
             text = file.read()
-    except OSError:
-        return found
-    for name in ("cuda", "hip"):
-        match = re.search(rf"^{name}\b[^=]*= *['\"]([^'\"]+)['\"]", text, re.MULTILINE)
-        found[f"torch_{name}"] = match.group(1) if match else None
-    return found
+    found = {name: re.search(rf"^{name}\b[^=]*= *['\"]([^'\"]+)['\"]", text, re.MULTILINE) for name in ("cuda", "hip")}
+    return {f"torch_{name}": match.group(1) if match else None for name, match in found.items()}
 
 
 def disk(purpose: str, path: str) -> dict[str, Any]:
@@ -270,68 +183,28 @@ def disk(purpose: str, path: str) -> dict[str, Any]:
     return {"purpose": purpose, "path": path, "free": usage.free, "total": usage.total}
 
 
-def read_meminfo() -> dict[str, int]:
-    """Bytes by name."""
-    with open("/proc/meminfo") as file:
-        rows = (line.split() for line in file)
-        return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows if len(row) == 3}
-
-
-def first_line(path: str) -> str | None:
-    try:
-        with open(path) as file:
-            return file.readline().strip()
-    except OSError:
-        return None
-
-
 def read_gpus() -> tuple[list[dict[str, Any]], str | None, str | None]:
     """The cards, their driver, and a complaint if nvidia-smi is there and does not answer."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return [], None, None
+    command = [program, f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader,nounits"]
     try:
-        rows = _query(program, GPU_FIELDS)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_S, check=True)
     except (subprocess.SubprocessError, OSError) as error:
         said = (getattr(error, "stdout", "") or getattr(error, "stderr", "") or str(error)).strip().splitlines()
         return [], None, f"nvidia-smi fails: {said[-1] if said else error}"
-    slowed: list[list[str]] = []
-    for name in ("clocks_event_reasons.active", "clocks_throttle_reasons.active"):  # the older drivers' name
-        try:
-            slowed = _query(program, ("index", name))
-            break
-        except (subprocess.SubprocessError, OSError):
-            continue
-    reasons = {row[0]: row[1] for row in slowed if len(row) == 2}
-    gpus = [parse_gpu(row, reasons.get(row[0], "0x0")) for row in rows if len(row) == len(GPU_FIELDS)]
-    return gpus, (rows[0][2] if gpus else None), None
+    rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
+    return [parse_gpu(row) for row in rows], rows[0][2] if rows else None, None
 
 
-def _query(program: str, fields: tuple[str, ...]) -> list[list[str]]:
-    command = [program, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_S, check=True)
-    return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
-
-
-def parse_gpu(row: list[str], reasons: str) -> dict[str, Any]:
+def parse_gpu(row: list[str]) -> dict[str, Any]:
     """A row of GPU_FIELDS; what a card does not report reads "[N/A]"."""
-
-    def number(text: str) -> int | None:
-        return int(float(text)) if re.fullmatch(r"[0-9.]+", text) else None
-
-    mask = int(reasons, 16) if re.fullmatch(r"0x[0-9a-fA-F]+", reasons) else 0
+    total, used, errors = (int(text) if text.isdigit() else 0 for text in row[3:6])
     return {
         "index": int(row[0]),
         "name": row[1],
-        "memory_total": (number(row[3]) or 0) << 20,
-        "memory_used": (number(row[4]) or 0) << 20,
-        "ecc_uncorrected": number(row[5]),
-        "temperature": number(row[6]),
-        "slowed_by": [reason for bit, reason in SLOWED.items() if mask & bit],
+        "memory_total": total << 20,
+        "memory_used": used << 20,
+        "ecc_errors": errors,
     }
-
-
-def link_speed(interface: str | None) -> int | None:
-    """Mbit/s, where the driver says."""
-    text = first_line(f"/sys/class/net/{interface}/speed") if interface else None
-    return int(text) if text and text.isdigit() else None

@@ -262,8 +262,8 @@ def _episodes(told: Sequence[dict[str, Any] | None], arrays: _Arrays) -> list[Ep
             metrics=one["metrics"],
             ended=EndReason(one["ended"]),
             error=one["error"],
-            opening=one.get("opening", ""),
-            attributes=one.get("attributes", {}),
+            opening=one["opening"],
+            attributes=one["attributes"],
         )
 
     return [None if one is None else episode(one) for one in told]

@@ -31,9 +31,10 @@ from functools import partial
 from pathlib import Path
 
 from rollcall.durable.atomic import create_atomic
+from rollcall.durable.heartbeat import Heartbeat
 from rollcall.durable.patience import persist, refusing
 from rollcall.errors import ConfigError
-from rollcall.process import STOPPED, Process, process_state
+from rollcall.process_table import STOPPED, Process, status_of
 from rollcall.redact import redact
 from rollcall.wait import waiting, warn
 
@@ -204,18 +205,20 @@ def _take(run_dir: Path) -> Lease:
 
 def _watch(run_dir: Path, holder: Holder) -> None:
     """Returns when the holder's counter has not moved for ``WATCH_S``."""
-    until = time.monotonic() + WATCH_S
-    while time.monotonic() < until:
+    beat = Heartbeat()
+    beat.see(holder.owner, holder.counter)
+    while beat.silent_s < WATCH_S:
         time.sleep(LOOK_S)
         now = read_holder(run_dir)
         if now is None or now.released:
             return
-        if (now.owner, now.counter) != (holder.owner, holder.counter):
+        beat.see(now.owner, now.counter)
+        if beat.has_moved or now.owner != holder.owner:
             _refuse(run_dir, now)
 
 
 def _refuse(run_dir: Path, holder: Holder) -> None:
-    stopped = holder.is_here and process_state(holder.pid) in STOPPED
+    stopped = holder.is_here and status_of(holder.pid) in STOPPED
     raise ConfigError(
         f"another process is training in run.dir={run_dir}: {holder}{', which is stopped (SIGSTOP)' if stopped else ''}; "
         "wait for it or stop it, or choose another run.dir"
@@ -239,7 +242,7 @@ def _read(path: Path, number: int) -> Holder:
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         text = file.read(_MOST_BYTES)
     try:
-        fields = {"waits": "", "waits_since": 0} | json.loads(text)
+        fields = json.loads(text)
         if not all(isinstance(fields[name], kind) for name, kind in _KINDS.items()):
             raise TypeError("not what a holder writes")
         return Holder(**{**fields, "counter": int(fields["counter"]), "number": number})

@@ -22,10 +22,10 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from rollcall.debug.child import ChildLine
-from rollcall.debug.pause import patient_loop
 from rollcall.environments import class_env, stepwise
 from rollcall.environments.stepwise import WrongResult
-from rollcall.process import end_with
+from rollcall.process.child import end_with
+from rollcall.process.pause import patient_loop
 
 LENGTH = struct.Struct("<Q")
 MAX_ANSWER_BYTES = 32 << 20

@@ -20,9 +20,9 @@ from rollcall.debug.line import DebugLine
 from rollcall.environments.frames import Failed, read_answer, receive, request_bytes, send
 from rollcall.environments.protocol import EnvironmentFailed
 from rollcall.errors import ConfigError
-from rollcall.process import descendants
+from rollcall.process.ending import how_it_ended
+from rollcall.process_table import descendants
 from rollcall.reward.confine import Confinement, environment
-from rollcall.reward.ending import how_it_ended
 from rollcall.wait import Wait
 from rollcall.words import visible
 

@@ -18,7 +18,6 @@ import numpy as np
 from rollcall.config import EnvironmentBase
 from rollcall.config.environments import ClassEnvironment
 from rollcall.debug.board import BOARD
-from rollcall.debug.pause import running_s
 from rollcall.engine.protocol import Sampling
 from rollcall.environments.conversation import MESSAGES, Conversations, Tools
 from rollcall.environments.protocol import (
@@ -31,6 +30,7 @@ from rollcall.environments.protocol import (
     StepResult,
     add_metrics,
 )
+from rollcall.process.pause import running_s
 from rollcall.reward.functions import LARGEST_SCORE
 from rollcall.reward.trl import TEXT
 from rollcall.types import Completion, EndReason, Episode, FinishReason, Ints, Prompt, Segment, Turn

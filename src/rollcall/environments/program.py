@@ -18,9 +18,10 @@ from urllib.parse import urlsplit
 
 from rollcall.environments.processes import refuse_unset
 from rollcall.environments.protocol import Ended, EnvironmentFailed
-from rollcall.process import Process, allow_files, process_ids, read_row
+from rollcall.process import allow_files
+from rollcall.process.ending import how_it_ended
+from rollcall.process_table import Process, living, session_of
 from rollcall.reward.confine import Confinement, environment, make_folder, remove_folder, sweep_folders
-from rollcall.reward.ending import how_it_ended
 
 MAX_TAIL_BYTES = 1 << 16
 DRAIN_S = 2.0  # for output that is on its way when the program has ended
@@ -119,8 +120,6 @@ class Program:
         assert process.stdout is not None and process.stderr is not None
         self._process = process
         self._mark = mark
-        row = read_row(process.pid)
-        self._started = row.process.started if row is not None else 0
         self._tails = (bytearray(), bytearray())
         streams = zip((process.stdout, process.stderr), self._tails, strict=True)
         self._readers = [asyncio.create_task(_keep_tail(stream, tail)) for stream, tail in streams]
@@ -150,7 +149,7 @@ class Program:
         """Kill what is left of it, and take in what it has printed."""
         if self._process.returncode is not None:
             _kill_group(self._process.pid)  # its watcher is still in it, so no other group has this number
-        await _in_thread(partial(kill_leftovers, self._process.pid, mark=self._mark, since=self._started))
+        await _in_thread(partial(kill_leftovers, self._process.pid, mark=self._mark))
         await self.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()
@@ -169,31 +168,24 @@ async def _keep_tail(stream: asyncio.StreamReader, tail: bytearray) -> None:
         del tail[:-MAX_TAIL_BYTES]
 
 
-def kill_leftovers(leader: int, *, mark: bytes | None = None, since: int = 0) -> None:
-    """All that is left of the session that this process leads, and who has ``mark`` among its variables and started no earlier than
-    ``since`` (clock ticks)."""
+def kill_leftovers(leader: int, *, mark: bytes | None = None) -> None:
+    """All that is left of the session that this process leads, and who has ``mark`` among its variables."""
     for _ in range(KILL_ROUNDS):
-        victims = _leftovers(leader, mark, since)
+        victims = _leftovers(leader, mark)
         for victim in victims:
             _kill(victim)
         if not victims:
             break
 
 
-def _leftovers(leader: int, mark: bytes | None, since: int) -> list[Process]:
+def _leftovers(leader: int, mark: bytes | None) -> list[Process]:
     """The processes of its session, also those whose parent has ended, and what they have started in other sessions."""
-    rows = [row for pid in process_ids() if (row := read_row(pid)) is not None and row.state != "Z"]
-    found = {
-        row.process.pid: row.process
-        for row in rows
-        if row.session == leader or (row.process.started >= since and _has(row.process.pid, mark))
-    }
-    is_new = True
-    while is_new:
-        below = {row.process.pid: row.process for row in rows if row.parent in found}
-        is_new = not below.keys() <= found.keys()
-        found |= below
-    return list(found.values())
+    parents = {process.pid: process.info["ppid"] for process in living()}
+    found = {pid for pid in parents if session_of(pid) == leader or _has(pid, mark)}
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    processes = (Process.of(pid) for pid in found)
+    return [process for process in processes if process is not None]
 
 
 def _has(pid: int, mark: bytes | None) -> bool:

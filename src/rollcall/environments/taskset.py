@@ -27,8 +27,8 @@ from rollcall.environments.program import ProgramsHere, kill_leftovers
 from rollcall.environments.protocol import Ended, EnvironmentFailed
 from rollcall.errors import ConfigError
 from rollcall.observe.prints import ChildPrints
+from rollcall.process.ending import how_it_ended
 from rollcall.reward.confine import Confinement, environment, make_folder, remove_folder
-from rollcall.reward.ending import how_it_ended
 from rollcall.wait import warn
 
 START_TIMEOUT_S = 300.0  # a taskset may download its data

@@ -30,7 +30,7 @@ from rollcall.debug.child import ChildLine, Examined
 from rollcall.environments.child import Limits, adopt_orphans, flush, run_child
 from rollcall.environments.class_env import ClassKind, load_class
 from rollcall.environments.stepwise import StepKind, load_stepwise
-from rollcall.process import end_with
+from rollcall.process.child import end_with
 from rollcall.redact import guard_streams, remember
 from rollcall.reward.confine import see_no_others
 
@@ -253,10 +253,9 @@ def _children() -> list[int]:
         return _children()
     if lists:
         return [int(pid) for pids in lists for pid in pids.split()]
-    from rollcall.process import process_ids, read_row  # a kernel without these lists
+    import psutil  # a kernel without these lists
 
-    rows = [row for pid in process_ids() if (row := read_row(pid)) is not None]
-    return [row.process.pid for row in rows if row.parent == os.getpid()]
+    return [child.pid for child in psutil.Process().children()]
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from rollcall.checkpoint.probe import MOST_BYTES
 from rollcall.checkpoint.run_dir import run_file_of
 from rollcall.checkpoint.store import describe_files
 from rollcall.checkpoint.verify import mark_of, verify, why_not_verified
@@ -205,7 +204,7 @@ class _Work:
 def _read_notes(path: Path) -> dict[str, Any]:
     """What earlier calls have noted; nothing if it cannot be read: then the steps are done again."""
     try:
-        found = json.loads(read_small(path, most=MOST_BYTES))
+        found = json.loads(read_small(path))
         return {key: dict(found[key]) for key in ("merge", "upload") if key in found} if found["format"] == 1 else {}
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}

@@ -81,9 +81,9 @@ def died(specs: Sequence[WorkerSpec], why: str) -> WorkerDiedError:
     return WorkerDiedError(f"{specs[0].where} is dead: {why}", **whom(specs))
 
 
-def unanswered(missing: Sequence[WorkerSpec], *, total: int, timeout_s: float, more: str = "") -> WorkerTimeoutError:
+def unanswered(missing: Sequence[WorkerSpec], *, total: int, timeout_s: float) -> WorkerTimeoutError:
     return WorkerTimeoutError(
-        f"no answer after {timeout_s:g} s from {len(missing)} of {total} workers: {listed(missing)}{more}",
+        f"no answer after {timeout_s:g} s from {len(missing)} of {total} workers: {listed(missing)}",
         **whom(missing),
     )
 

@@ -19,13 +19,15 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import psutil
+
 from rollcall.debug.here import is_rays, post_mortem, serve
 from rollcall.groups.dispatch import Drop, trim
 from rollcall.groups.failures import RemoteFailureError, is_about_a_peer
 from rollcall.groups.pulse import Pulse
 from rollcall.groups.reachable import About, be_reachable
 from rollcall.importing import uncollected
-from rollcall.process import environment_of, process_ids
+from rollcall.process_table import environment_of
 from rollcall.worker_env.declared import open_sealed
 
 DEBUG_HOST = "ROLLCALL_DEBUG_HOST"  # the address of this node at which terminals reach a worker that has stopped
@@ -145,4 +147,4 @@ def end_group(mark: str, *, timeout_s: float) -> list[int]:
 
 def marked_processes(mark: str) -> list[int]:
     """Processes of the group on this node, zombies left out (they have no environment)."""
-    return [pid for pid in process_ids() if (environment_of(pid) or {}).get(GROUP_MARK) == mark]
+    return [pid for pid in psutil.pids() if (environment_of(pid) or {}).get(GROUP_MARK) == mark]

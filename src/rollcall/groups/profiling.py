@@ -19,7 +19,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from rollcall.process import Process
+from rollcall.process_table import Process
 
 LONGEST_S = 600.0
 REQUEST_S = 5.0  # for the one who asks to say what

@@ -3,19 +3,17 @@ it.
 
 The thread that does the work writes the pulse into a small file that only its own node reads. So a process whose
 interpreter hangs in a call looks busy with that call, and a stopped process looks stopped. The pulse holds the last calls; a
-reader keeps the file open, so what a killed worker did is not lost with it. ``Reader`` reads pulses and ``/proc``. ``dump_stacks`` makes a process write the stacks of all its threads, by a handler in C that works even if Python
-code is stuck. Both files are in memory and in no folder: others open them through ``/proc``, and they end with the process.
+reader keeps the file open, so what a killed worker did is not lost with it. ``Reader`` reads pulses, and asks psutil about the process. The file
+is in memory and in no folder: others open it through ``/proc``, and it ends with the process.
 """
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import json
 import math
 import mmap
 import os
-import signal
 import struct
 import time
 from collections.abc import Iterator, Mapping
@@ -23,11 +21,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from rollcall.debug.pause import running_s
-from rollcall.process import Process, device_bytes, process_state, resident_bytes
+import psutil
 
-PULSE, STACKS = "rollcall-pulse", "rollcall-stacks"
-STACKS_SIGNAL = signal.SIGUSR2
+from rollcall.process import device_bytes
+from rollcall.process.pause import running_s
+from rollcall.process_table import DEAD
+
+PULSE = "rollcall-pulse"
 PAGE = 4096  # bytes of a pulse
 METHOD_BYTES = 64
 BEAT = struct.Struct(f"<{METHOD_BYTES}sdqq")  # method, since when, calls done, since when again: the last to be written
@@ -42,8 +42,6 @@ JOIN_S = 0.05  # calls of one method with a shorter pause between them are one e
 LONGEST_JOIN_S = 30.0  # of one entry
 DEVICE_EVERY_S = 1.0  # between two looks at the memory of accelerators
 WORTH_S = 0.5  # a call is noted if it is this much longer than the longest before it
-STACKS_WAIT_S = 3.0
-SETTLED_S = 0.2  # stacks that have not grown for this long are complete
 
 
 class DoneCall(NamedTuple):
@@ -60,7 +58,7 @@ class Seen:
     """A worker as its node sees it."""
 
     is_alive: bool
-    state: str = ""  # as /proc has it: R, S, D, T (stopped), ...
+    state: str = ""  # psutil's word: running, sleeping, disk-sleep, stopped, ...
     doing: str = ""  # a method; empty: it waits to be called
     busy_s: float = 0.0  # since it began with that
     num_done: int = 0  # calls
@@ -145,7 +143,10 @@ class Reader:
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
-        self._process = Process.of(pid)
+        try:
+            self._process = psutil.Process(pid)
+        except psutil.NoSuchProcess:
+            self._process = None
         self._file: BinaryIO | None = None
         self._told = 0  # calls
         self._last: DoneCall | None = None
@@ -157,8 +158,11 @@ class Reader:
 
     def look(self) -> Seen:
         """The process and its pulse, now."""
-        state = process_state(self._pid)
-        is_alive = state not in ("", "Z", "X") and Process.of(self._pid) == self._process
+        state, memory_bytes = "", 0
+        with contextlib.suppress(psutil.Error):
+            if self._process is not None and self._process.is_running():  # not a later one with its number
+                state, memory_bytes = self._process.status(), self._process.memory_info().rss
+        is_alive = state != "" and state not in DEAD
         now = time.monotonic()
         data = self._read()
         try:
@@ -185,7 +189,7 @@ class Reader:
             longest_s=longest_s,
             since_s=since,
             calls=calls,
-            memory_bytes=resident_bytes(self._pid),
+            memory_bytes=memory_bytes,
             device_bytes=HEAD.unpack_from(data, PAGE)[1],
             stop=stop,
         )
@@ -218,12 +222,6 @@ class Reader:
         return tuple(found)
 
 
-def write_stacks_on_signal() -> None:
-    """From now on, ``STACKS_SIGNAL`` makes this process add the stacks of all its threads to a file in its memory."""
-    if memory_file(os.getpid(), STACKS) is None:
-        faulthandler.register(STACKS_SIGNAL, file=os.memfd_create(STACKS), all_threads=True)
-
-
 def look(pid: int) -> Seen:
     """The process and its pulse, once."""
     reader = Reader(pid)
@@ -246,39 +244,3 @@ def memory_file(pid: int, name: str) -> Path | None:
             if os.readlink(entry).startswith(f"/memfd:{name}"):
                 return entry
     return None
-
-
-def dump_stacks(pid: int, *, wake: bool = True) -> str:
-    """The stacks of all threads of a process that called ``write_stacks_on_signal``; ``wake``: a stopped one is woken for it."""
-    path = memory_file(pid, STACKS)
-    if path is None:
-        return "it has no file for its stacks: it is gone, or has not begun"
-    before = _size(path)
-    try:
-        os.kill(pid, STACKS_SIGNAL)
-        if wake:
-            os.kill(pid, signal.SIGCONT)
-    except ProcessLookupError:
-        return "its process is gone, so its stacks are too"
-    deadline = time.monotonic() + STACKS_WAIT_S
-    size, grown_s = before, time.monotonic()
-    while time.monotonic() < deadline:
-        now = _size(path)
-        if now != size:
-            size, grown_s = now, time.monotonic()
-        elif size > before and time.monotonic() - grown_s > SETTLED_S:
-            break
-        time.sleep(0.02)
-    if size == before:
-        return f"it wrote no stacks within {STACKS_WAIT_S:g} s: it is stuck in the kernel"
-    try:
-        return path.read_bytes()[before:].decode(errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return "its process is gone, so its stacks are too"
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except (FileNotFoundError, ProcessLookupError):  # the process has ended
-        return 0

@@ -1,34 +1,42 @@
 """A process of a run that other processes of its host can find, look into and profile, without its help and without a port.
 
 It says who it is in a small file in its memory, which others find through ``/proc`` as they find a pulse. Its stacks are read by
-a signal (``pulse.dump_stacks``) or by py-spy. Only the user that runs the process, and root, can do either.
+py-spy, which only the user that runs the process, and root, can do.
+
+Where the kernel lets a process read only those that it started (``kernel.yama.ptrace_scope`` is 1, as on Ubuntu), a reachable
+process allows every process of its user to read it: whoever asks, a command in another shell or the process that watches a
+node, is not its parent. A permission given once for all time also serves where the process hangs or is stopped. It holds for
+this process only. What it starts, such as the processes of rewards and environments, does not inherit it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import mmap
 import os
-import shutil
 import subprocess
 import sys
+import sysconfig
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from rollcall.groups.profiling import serve_profiles
-from rollcall.groups.pulse import dump_stacks, look, memory_file, write_stacks_on_signal
-from rollcall.process import STOPPED, command_of, descendants, process_ids, process_state
+from rollcall.groups.pulse import look, memory_file
+from rollcall.process_table import Process, command_of, descendants, status_of
 
 ABOUT = "rollcall-about"
 PAGE = 4096
 SHOWN = 200  # characters of a command line
-STACK = "most recent call first"  # what Python writes above each stack
-CANNOT = "its stacks cannot be read: py-spy is not installed here, or may not look into it"
-NATIVE_S = 60.0  # for py-spy to read the symbols of large libraries
+SPY_S = 60.0  # py-spy reads the symbols of large libraries for native frames
+_PR_SET_PTRACER, _ANY = 0x59616D61, ctypes.c_ulong(-1)
 _lock = threading.Lock()
 _page: mmap.mmap | None = None
 _descriptor = -1
@@ -42,16 +50,29 @@ class About:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    function: str
+    file: str
+    line: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thread:
+    thread: str  # its number, name and state
+    frames: list[Frame]  # the innermost first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stacks:
     """What one process does now."""
 
     title: str
     pid: int
-    state: str  # as /proc has it
+    state: str  # psutil's word, such as sleeping
     doing: str  # the call of a worker; empty: none, or it is not a worker
     busy_s: float
-    text: str  # the stacks of all its threads, or why they cannot be read
-    how: str  # "faulthandler", "py-spy"; empty: they cannot be read
+    threads: list[Thread]
+    error: str  # why they cannot be read
 
 
 def be_reachable(about: About) -> None:
@@ -62,8 +83,9 @@ def be_reachable(about: About) -> None:
             _descriptor = os.memfd_create(ABOUT)  # stays open: others find it so
             os.ftruncate(_descriptor, PAGE)
             _page = mmap.mmap(_descriptor, PAGE)
-            write_stacks_on_signal()
             serve_profiles()
+        if sys.platform == "linux":  # a kernel without this rule refuses, and lets others read anyway
+            ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _ANY if about.title else 0, 0, 0, 0)
         data = json.dumps(asdict(about)).encode()[: PAGE - 1]
         _page[:] = data.ljust(PAGE, b"\0")
 
@@ -102,57 +124,94 @@ def about_process(pid: int) -> About | None:
 
 def reachable_here(*, run: str | None = None) -> dict[int, About]:
     """The processes of this host that are part of a run, of this one if it is named; by process id."""
-    found = {pid: about for pid in sorted(process_ids()) if (about := about_process(pid)) is not None and about.title}
+    found = {pid: about for pid in sorted(psutil.pids()) if (about := about_process(pid)) is not None and about.title}
     return {pid: about for pid, about in found.items() if run is None or about.run == run}
 
 
 def stacks_here(*, run: str | None = None, native: bool = False) -> list[Stacks]:
     """The processes of runs on this host, and what they have started, such as those that run reward functions."""
     known = reachable_here(run=run)
-    found: dict[int, str] = {pid: about.title for pid, about in known.items()}
+    titles: dict[int, str] = {pid: about.title for pid, about in known.items()}
     for pid, about in known.items():
         for process in descendants(pid):
-            if process.pid != os.getpid() and process.pid not in found:
-                found[process.pid] = f"started by {about.title}: {command_of(process.pid)[:SHOWN].strip()}"
-    return [_stacks(pid, title, native=native, answers=pid in known) for pid, title in found.items()]
+            if process.pid != os.getpid() and process.pid not in titles:
+                titles[process.pid] = f"started by {about.title}: {command_of(process.pid)[:SHOWN].strip()}"
+    return [_stacks(pid, title, native=native) for pid, title in titles.items()]
 
 
-def _stacks(pid: int, title: str, *, native: bool, answers: bool) -> Stacks:
-    """``answers``: it writes its stacks itself, when asked by a signal."""
-    seen, state = look(pid), process_state(pid)
-    text, how = "", ""
-    if answers and not native and state not in STOPPED:
-        text = dump_stacks(pid, wake=False)
-        how = "faulthandler" if STACK in text else ""
-        text = "\n\n".join(reversed(text.strip().split("\n\n")))  # the thread that works first
-    if not how:
-        told = read_by_py_spy(pid, native=native)
-        text, how = (told, "py-spy") if told else (text or CANNOT, "")
+def _stacks(pid: int, title: str, *, native: bool) -> Stacks:
+    seen, state, threads, error = look(pid), status_of(pid), [], ""
+    try:
+        threads = read_threads(pid, native=native)
+    except UnreadableError as found:
+        error = str(found)
     return Stacks(
-        title=title, pid=pid, state=state, doing=seen.doing, busy_s=round(seen.busy_s, 1), text=text.strip(), how=how
+        title=title, pid=pid, state=state, doing=seen.doing, busy_s=round(seen.busy_s, 1), threads=threads, error=error
     )
 
 
-def find_py_spy() -> str | None:
-    beside = Path(sys.executable).with_name("py-spy")
-    return str(beside) if beside.exists() else shutil.which("py-spy")
+class UnreadableError(RuntimeError):
+    """The stacks of a process cannot be read; the message says why."""
 
 
-def read_by_py_spy(pid: int, *, native: bool) -> str:
-    """Empty: there is no py-spy here, or it was refused. Native frames hold the process for a moment, Python's do not."""
-    program = find_py_spy()
-    if program is None:
-        return ""
-    options = ["--native"] if native else ["--nonblocking"]
-    text = _run([program, "dump", "--pid", str(pid), *options])
-    if not text and native:  # not on every architecture
-        text = _run([program, "dump", "--pid", str(pid), "--nonblocking"])
-    return text
+def read_threads(pid: int, *, native: bool = False, timeout_s: float = SPY_S) -> list[Thread]:
+    """Reads all stacks of a Python process with py-spy, also of one that hangs in C or is stopped.
+
+    Native frames hold the process for a moment, Python's do not. A process that works meanwhile may change what is being read;
+    then it is read again.
+    """
+    command, deadline, why = [py_spy(), "dump", "--pid", str(pid), "--json"], time.monotonic() + timeout_s, ""
+    # Native frames are not there on every architecture, nor of a stopped process.
+    for options in ([["--native"]] if native else []) + 5 * [["--nonblocking"]]:
+        left_s = max(deadline - time.monotonic(), 0.1)
+        try:
+            done = subprocess.run(
+                [*command, *options], capture_output=True, text=True, timeout=left_s, errors="replace"
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise UnreadableError(str(error)) from None
+        if done.returncode == 0:
+            return [_thread(found) for found in json.loads(done.stdout)]
+        why = _complaint(done.stderr)
+        if Process.of(pid) is None:
+            raise UnreadableError("it has ended")
+    raise UnreadableError(why)
 
 
-def _run(command: Sequence[str]) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=NATIVE_S, errors="replace")
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
+def _thread(found: Mapping[str, Any]) -> Thread:
+    state = "+".join(["active" if found["active"] else "idle", *(["gil"] if found["owns_gil"] else [])])
+    frames = [
+        Frame(function=frame["name"], file=frame["filename"], line=frame["line"] or None) for frame in found["frames"]
+    ]
+    name = f' "{found["thread_name"]}"' if found["thread_name"] else ""
+    return Thread(thread=f"{found['os_thread_id'] or found['thread_id']}{name} ({state})", frames=frames)
+
+
+def _complaint(stderr: str) -> str:
+    """py-spy's error and its cause, without its own stack.
+
+    >>> _complaint("Error: Failed to open\\n\\nCaused by:\\n    0: denied\\n    1: denied\\n\\nStack backtrace:\\n   0: main\\n")
+    'py-spy: Failed to open: denied'
+    """
+    lines = [line.strip() for line in stderr.partition("Stack backtrace")[0].splitlines() if line.strip()]
+    causes = [line.partition(": ")[2] for line in lines if line[0].isdigit()]
+    first = lines[0].removeprefix("Error: ") if lines else "it says nothing"
+    return ": ".join(["py-spy", first, *dict.fromkeys(causes)])
+
+
+def as_text(threads: Sequence[Thread]) -> str:
+    """Each thread with its frames, the innermost first."""
+    return "\n".join(
+        "\n".join([f"Thread {thread.thread}", *(f"    {_place(frame)}" for frame in thread.frames)])
+        for thread in threads
+    )
+
+
+def _place(frame: Frame) -> str:
+    return f"{frame.function} ({frame.file}{f':{frame.line}' if frame.line else ''})"
+
+
+def py_spy() -> str:
+    """The program, which is installed with Rollcall."""
+    path = Path(sysconfig.get_path("scripts"), "py-spy")
+    return str(path) if path.exists() else path.name

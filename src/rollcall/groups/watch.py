@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import psutil
+
 from rollcall.groups.pulse import Seen
 
 LOOK_EVERY_S = 1.0
@@ -95,7 +97,7 @@ class Watch:
             return Loss(rank=rank, why="its process is gone", still_runs=False)
         for method, took_s in (seen.longest_s or {}).items():
             self._longest_s[kind, method] = max(self._longest_s.get((kind, method), 0.0), took_s)
-        self._stopped[rank] = self._stopped.get(rank, 0) + 1 if seen.state == "T" else 0
+        self._stopped[rank] = self._stopped.get(rank, 0) + 1 if seen.state == psutil.STATUS_STOPPED else 0
         if self._stopped[rank] >= STOPPED_LOOKS:
             during = f" during {seen.doing}" if seen.doing else ""
             return Loss(rank=rank, why=f"its process is stopped (state T){during}", still_runs=True)

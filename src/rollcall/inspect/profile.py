@@ -19,7 +19,7 @@ from typing import Any
 from rollcall.durable.atomic import write_atomic
 from rollcall.errors import ClusterError
 from rollcall.groups.profiling import END_S, START_S, ProfileError, profile_process
-from rollcall.groups.reachable import About, find_py_spy, reachable_here
+from rollcall.groups.reachable import About, py_spy, reachable_here
 from rollcall.inspect.processes import ProcessTarget, ask_hosts
 
 
@@ -100,13 +100,10 @@ def _profiled(pid: int, about: About, *, seconds: float, kind: Format) -> Profil
 
 
 def _sample(pid: int, *, seconds: float, kind: Format) -> bytes:
-    program = find_py_spy()
-    if program is None:
-        raise ProfileError("py-spy is not installed on its host; `pip install py-spy`, or leave out --format")
     with tempfile.TemporaryDirectory(prefix="rollcall-profile-") as folder:
         path = Path(folder) / "profile"
         command = [
-            program,
+            py_spy(),
             "record",
             "--pid",
             str(pid),

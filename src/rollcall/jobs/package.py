@@ -1,13 +1,12 @@
 """The code that travels with a job: this ``rollcall``, the run file, and the modules that the run file names.
 
-Data, weights and version control stay where they are. The package is a zip archive, the same bytes for the same content,
-which Ray unpacks on each node as the job's working directory; modules in it come before those installed there.
+Data, weights and version control stay where they are. The package is a zip archive, the same bytes for the same content, which Ray
+unpacks on each node as the job's working directory; modules in it come before those installed there.
 """
 
 from __future__ import annotations
 
 import ast
-import hashlib
 import importlib.machinery
 import io
 import os
@@ -15,7 +14,6 @@ import sys
 import sysconfig
 import zipfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from rollcall.config import Config
@@ -48,18 +46,8 @@ _ARCHIVES = (".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".whl")
 _NOT_CODE = frozenset((*_WEIGHTS, *_DATA, *_ARCHIVES, ".pyc"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Package:
-    data: bytes  # the archive
-
-    @property
-    def uri(self) -> str:
-        """By content, in the form that Ray gives its own packages."""
-        return f"gcs://_ray_pkg_{hashlib.sha256(self.data).hexdigest()[:16]}.zip"
-
-
-def build_package(config: Config, *, run_file: str, folder: Path) -> Package:
-    """What the run needs on the cluster. ``folder``: where the run file's modules are looked for, before ``sys.path``."""
+def build_package(config: Config, *, run_file: str, folder: Path) -> bytes:
+    """The archive of what the run needs on the cluster. ``folder``: where the run file's modules are looked for, before ``sys.path``."""
     root = Path(__file__).parents[1]
     files = {f"rollcall/{path.relative_to(root)}": path for path in _code_files(root)}
     if config.model.path.startswith("builtin:"):
@@ -71,7 +59,7 @@ def build_package(config: Config, *, run_file: str, folder: Path) -> Package:
         files.update(_module_files(path.partition(":")[0], folder=folder, asked=f"{key}={path}"))
     _check_size(files, run_file=run_file.encode())
     contents = {RUN_FILE: run_file.encode()} | {name: path.read_bytes() for name, path in files.items()}
-    return Package(data=_archive(contents))
+    return _archive(contents)
 
 
 def _check_size(files: dict[str, Path], *, run_file: bytes) -> None:

@@ -11,7 +11,7 @@ from rollcall.config import Config
 from rollcall.errors import ClusterError
 from rollcall.model.fetch import fetch_model
 from rollcall.nodes.processes import signal_processes
-from rollcall.process import Process, descendants
+from rollcall.process_table import Process, descendants
 from rollcall.wait import Wait, say
 
 END_S = 5.0  # between SIGTERM and SIGKILL

@@ -1,13 +1,12 @@
-"""Jobs over Ray's job API: the driver runs on the cluster's head, so the submitter may leave.
+"""Jobs of Ray: the driver runs on the cluster's head, so the submitter may leave.
 
-``ray job ...`` sees the same jobs; channel.py says how the API is reached. ``follow`` waits for the job and reads its log as
-it grows. When the connection breaks, it goes on where it was. A job never waits for a follower.
+``ray job ...`` sees the same jobs; ``on_ray/job_client.py`` says how the head is reached. ``follow`` reads a job's log as it grows.
+When the connection breaks, it continues where it was. A job never waits for a follower.
 """
 
 from __future__ import annotations
 
 import getpass
-import json
 import math
 import os
 import re
@@ -16,42 +15,39 @@ import socket
 import sys
 import time
 import urllib.parse
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from rollcall.config import Config, dump_config
 from rollcall.durable.lease import read_holder
 from rollcall.errors import ClusterError
-from rollcall.jobs.channel import Channel, HttpChannel, Question, RelayChannel, Reply, Unreachable
 from rollcall.jobs.package import RUN_FILE, build_package
 from rollcall.jobs.paths import Shared, resolve_paths
 from rollcall.nodes.address import is_loopback, is_wildcard, join_address, leaves_loopback, split_address
 from rollcall.nodes.rendezvous import Head, Rendezvous
 from rollcall.nodes.state import NodeRecord, current_cluster, read_record, read_token, token_path
 from rollcall.nodes.which import wished_cluster, wished_dashboard
-from rollcall.redact import Redactor, redact, redact_end, remember
+from rollcall.redact import Redactor, redact, remember
 from rollcall.stop import status_words
 from rollcall.version import __version__
 from rollcall.wait import Wait, say
-from rollcall.words import visible
 from rollcall.worker_env.declared import SETUP_HOOK, job_env, process_token, sealed_values
 from rollcall.worker_env.node_shell import TOKEN
 
+if TYPE_CHECKING:  # it imports Ray, which reads variables while it is imported
+    from rollcall.on_ray.job_client import JobClient, JobDetails
+
 PREFIX = "rollcall-"
 LATEST = "latest"
-UPLOAD_S = 120.0
 START_S = 180.0  # a submitted job starts within this
 STOP_S = 60.0  # a stopped one has ended, once it has saved
 SAVE_S = 300  # for that, after trainer.stop_grace_s; then Ray kills it
 STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"  # read by Ray where the driver runs; its own 3 s are too few for a checkpoint
 LOST_S = 120.0  # while following: how long the head may be silent
 TELL_EVERY_S = 5.0
-LAST_CHARACTERS = 10_000  # of an answer that is an error
-Read = TypeVar("Read")
 # `rollcall node` says which interpreter it is; a head started in another way has its own first on its path.
 # Ray starts it by a shell. The driver takes the shell's place, so that a signal for the driver does not end a shell above it.
 ENTRYPOINT = f'exec "${{ROLLCALL_PYTHON:-python}}" -m rollcall.jobs.driver {RUN_FILE}'
@@ -102,12 +98,12 @@ class Jobs:
     ``refusal``: why it cannot run jobs."""
 
     def __init__(
-        self, channel: Channel, *, token: str | None, shared: Shared | None = None, refusal: str | None = None
+        self, client: JobClient, *, token: str | None, shared: Shared | None = None, refusal: str | None = None
     ) -> None:
         self._refusal = refusal
-        self.where = channel.where
+        self.where = client.where
         self.shared = shared
-        self._channel = channel
+        self._client = client
         self._token = token  # opens what came sealed with a job
         remember([token] if token else [])
 
@@ -123,36 +119,26 @@ class Jobs:
         environment[STOP_WAIT] = str(math.ceil(config.trainer.stop_grace_s) + SAVE_S)
         config = resolve_paths(config, folder=folder, shared=self.shared)
         package = build_package(config, run_file=dump_config(config), folder=folder)
-        job_id = job_id or new_id(config.run.name)
         refuse_busy(config.run.dir, others)
-        self._upload(package.uri, package.data)
-        self._ask(
-            "POST",
-            "/api/jobs/",
-            json={
-                "entrypoint": ENTRYPOINT,
-                "submission_id": job_id,
-                "runtime_env": {
-                    "working_dir": package.uri,
-                    "env_vars": environment,
-                    "worker_process_setup_hook": SETUP_HOOK,
-                },
-                "metadata": {
-                    "rollcall": __version__,
-                    "run": config.run.name,
-                    "run_dir": str(config.run.dir),
-                    "submitter": f"{getpass.getuser()}@{socket.gethostname()}",
-                },
+        job_id = job_id or new_id(config.run.name)
+        self._client.call(
+            "submit_package",
+            package,
+            entrypoint=ENTRYPOINT,
+            submission_id=job_id,
+            runtime_env={"env_vars": environment, "worker_process_setup_hook": SETUP_HOOK},
+            metadata={
+                "rollcall": __version__,
+                "run": config.run.name,
+                "run_dir": str(config.run.dir),
+                "submitter": f"{getpass.getuser()}@{socket.gethostname()}",
             },
-            timeout_s=UPLOAD_S,
         )
         return self.job(job_id)
 
     def jobs(self) -> list[Job]:
         """All submitted jobs, the newest first; those of ``ray job submit`` too."""
-        reply = self._ask("GET", "/api/jobs/")
-        with self._understanding():
-            jobs = [_job(row) for row in json.loads(reply.text) if row["type"] == "SUBMISSION"]
+        jobs = [_job(details) for details in self._client.call("list_jobs") if details.submission_id]
         return sorted(jobs, key=lambda job: (job.started, job.id), reverse=True)
 
     def find(self, job_id: str = LATEST) -> Job:
@@ -167,14 +153,12 @@ class Jobs:
         raise ClusterError(f"the cluster at {self.where} has no job {job_id!r}; it has:\n{known}")
 
     def job(self, job_id: str) -> Job:
-        details = self._details(job_id)
-        with self._understanding():
-            return _job(details)
+        return _job(self._details(job_id))
 
     def logs(self, job_id: str) -> str:
         """All that the job's driver has printed so far, redacted."""
         self._learn_secrets(job_id)
-        return redact(self._log(job_id))
+        return redact(self._client.call("get_job_logs", job_id))
 
     def wait_started(self, job_id: str, *, timeout_s: float = START_S) -> Job:
         wait = Wait(timeout_s, first_s=TELL_EVERY_S, every_s=TELL_EVERY_S)
@@ -189,6 +173,8 @@ class Jobs:
 
     def follow(self, job_id: str, *, write: Callable[[str], None] = to_stdout) -> Job:
         """Write the job's log as it grows, until the job is over; returns the job as it ended."""
+        from rollcall.on_ray.job_client import Unreachable
+
         self._learn_secrets(job_id)
         redactor = Redactor()
         num_seen, heard, is_lost = 0, time.monotonic(), False
@@ -199,11 +185,11 @@ class Jobs:
             write(redactor.feed(text))
 
         while True:
-            lost = self._channel.tail(job_id, skip=num_seen, take=take)
+            lost = self._client.tail(job_id, skip=num_seen, take=take)
             try:
                 job = self.job(job_id)
                 if job.is_over:
-                    take(self._log(job_id)[num_seen:])
+                    take(self._client.call("get_job_logs", job_id)[num_seen:])
                     write(redactor.end())
                     return job
                 heard = time.monotonic()
@@ -221,72 +207,34 @@ class Jobs:
 
     def stop(self, job_id: str, *, timeout_s: float | None = None) -> Job:
         """Stop it and wait until it has saved and ended; a job that is over is not changed."""
-        job = self.job(job_id)
+        details = self._details(job_id)
+        job = _job(details)
         if job.is_over:
             return job
-        timeout_s = STOP_S + float(self._variables(job_id).get(STOP_WAIT, 0)) if timeout_s is None else timeout_s
+        timeout_s = STOP_S + float(_variables(details).get(STOP_WAIT, 0)) if timeout_s is None else timeout_s
         wait = Wait(timeout_s, first_s=TELL_EVERY_S, every_s=TELL_EVERY_S)
         asked = False
         while not job.is_over:
             # A job that Ray has not started yet has no process to stop: ask again.
-            asked = asked or self._read("POST", f"/api/jobs/{job_id}/stop", "stopped", bool)
+            asked = asked or self._client.call("stop_job", job_id)
             if not wait.again(f"waiting for {job_id} to save and to end", after_s=0.3):
                 raise ClusterError(f"job {job_id} is still {job.status} {timeout_s:.0f} s after it was told to stop")
             job = self.job(job_id)
         return job
 
-    def _details(self, job_id: str) -> dict[str, Any]:
-        response = self._ask("GET", f"/api/jobs/{job_id}", fine=(404,))
-        if response.status == 404:
-            self.find(job_id)
-            raise ClusterError(f"the cluster at {self.where} does not know job {job_id}")
-        with self._understanding():
-            found = json.loads(response.text)
-            return {**found}
+    def _details(self, job_id: str) -> JobDetails:
+        from rollcall.on_ray.job_client import UnknownJob
 
-    def _log(self, job_id: str) -> str:
-        return self._read("GET", f"/api/jobs/{job_id}/logs", "logs", str)
-
-    def _read(self, method: str, path: str, key: str, kind: type[Read]) -> Read:
-        """One value of an answer."""
-        reply = self._ask(method, path)
-        with self._understanding():
-            value = json.loads(reply.text)[key]
-            if not isinstance(value, kind):
-                raise TypeError(key)
-            return value
-
-    @contextmanager
-    def _understanding(self) -> Iterator[None]:
-        """While an answer is read, whatever it is."""
         try:
-            yield
-        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, OSError, RecursionError):
-            raise ClusterError(
-                f"what listens at {self.where} does not answer as a cluster's dashboard does; is that its address?"
-            ) from None
+            return self._client.call("get_job_info", job_id)
+        except UnknownJob:
+            self.find(job_id)  # names those that there are
+            raise
 
     def _learn_secrets(self, job_id: str) -> None:
         """What came sealed with the job is redacted in its log here, too."""
         if self._token:
-            remember(sealed_values(self._variables(job_id), token=self._token).values())
-
-    def _variables(self, job_id: str) -> dict[str, str]:
-        """Those that the job was given."""
-        return (self._details(job_id).get("runtime_env") or {}).get("env_vars") or {}
-
-    def _upload(self, uri: str, data: bytes) -> None:
-        path = f"/api/packages/{uri.replace('://', '/')}"
-        if self._ask("GET", path, fine=(404,)).status == 404:
-            self._ask("PUT", path, data=data, timeout_s=UPLOAD_S)
-
-    def _ask(self, method: str, path: str, *, fine: tuple[int, ...] = (), **more: Any) -> Reply:
-        """``more``: the rest of the ``Question``."""
-        reply = self._channel.ask(Question(method, path, **more))
-        if reply.status >= 300 and reply.status not in fine:
-            lines = visible(redact_end(reply.text.strip(), LAST_CHARACTERS)).splitlines()
-            raise ClusterError(f"the head at {self.where} answered {reply.status}: {lines[-1] if lines else ''}")
-        return reply
+            remember(sealed_values(_variables(self._details(job_id)), token=self._token).values())
 
 
 def reach(
@@ -296,6 +244,8 @@ def reach(
 
     ``ray_address`` is the run file's.
     """
+    from rollcall.on_ray.job_client import HttpClient, RelayClient
+
     named = None if address or rendezvous is not None else wished_dashboard(name, ray_address=ray_address)
     if address or named or rendezvous is not None:
         return _reach_elsewhere(
@@ -311,22 +261,24 @@ def reach(
     job_server = cluster.job_server()
     shared = Shared(num_nodes=job_server.num_nodes, folder=cluster.rendezvous) if job_server.is_node else None
     source = f"that of {cluster.title}"
-    channel = (
-        RelayChannel(cluster)
+    client = (
+        RelayClient(cluster)
         if job_server.url is None
-        else HttpChannel(_url(job_server.url), token=job_server.token, token_source=source)
+        else HttpClient(_url(job_server.url), token=job_server.token, token_source=source)
     )
+    refusal = None
     if leaves_loopback(split_address(cluster.head_address)[0]):
-        loopback = (
+        refusal = (
             f"{cluster.title} listens on loopback alone, and the part of Ray that runs jobs looks for it at this machine's outer "
             "address; train on it with `rollcall train`, or start the node without a loopback --node-ip"
         )
-        return Jobs(channel, token=job_server.token, shared=shared, refusal=loopback)
-    return Jobs(channel, token=job_server.token, shared=shared)
+    return Jobs(client, token=job_server.token, shared=shared, refusal=refusal)
 
 
 def _reach_elsewhere(cluster: str, *, address: str | None, rendezvous: Path | None, is_rays_own: bool = False) -> Jobs:
     """By the address of a dashboard, or by what a head has published. ``is_rays_own``: a Ray that someone else has started."""
+    from rollcall.on_ray.job_client import HttpClient
+
     record = read_record(cluster)
     head = Rendezvous(rendezvous, cluster).read() if rendezvous is not None else None
     if address is None and record is None and head is None:
@@ -342,7 +294,7 @@ def _reach_elsewhere(cluster: str, *, address: str | None, rendezvous: Path | No
         url = _published(head)
     token, source = _token(cluster, record=record, rendezvous=rendezvous, is_rays_own=is_rays_own)
     shared = None if record is None else Shared(num_nodes=record.num_nodes, folder=record.rendezvous)
-    return Jobs(HttpChannel(url, token=token, token_source=source), token=token, shared=shared)
+    return Jobs(HttpClient(url, token=token, token_source=source), token=token, shared=shared)
 
 
 def refuse_busy(run_dir: Path, jobs: Sequence[Job]) -> None:
@@ -404,19 +356,24 @@ def new_id(run_name: str) -> str:
     return f"{PREFIX}{name}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
-def _job(row: dict[str, Any]) -> Job:
-    metadata = row.get("metadata") or {}
+def _job(details: JobDetails) -> Job:
+    metadata = details.metadata or {}
     return Job(
-        id=row["submission_id"],
+        id=details.submission_id or "",
         run=metadata.get("run", ""),
-        status=row["status"],
-        message=row.get("message") or "",
-        started=_when(row["start_time"]),
-        ended=_when(row["end_time"]) if row.get("end_time") else None,
-        exit_code=row.get("driver_exit_code"),
+        status=details.status.value,
+        message=details.message or "",
+        started=_when(details.start_time or 0),
+        ended=_when(details.end_time) if details.end_time else None,
+        exit_code=details.driver_exit_code,
         submitter=metadata.get("submitter", ""),
         run_dir=metadata.get("run_dir", ""),
     )
+
+
+def _variables(details: JobDetails) -> dict[str, str]:
+    """Those that the job was given."""
+    return (details.runtime_env or {}).get("env_vars") or {}
 
 
 def _when(milliseconds: int) -> datetime:

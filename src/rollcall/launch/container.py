@@ -6,7 +6,6 @@ the host's: Ray's ports are the node's own.
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from rollcall.config.sections import ClusterSection
 from rollcall.launch.errors import LaunchError
 
 PREFIX = "rollcall-"
-_MOUNT = re.compile(r"/[^:]*(:/[^:]*(:[A-Za-z]+(,[A-Za-z]+)*)?)?")
 ROCM_DEVICES = ("/dev/kfd", "/dev/dri")
 
 
@@ -60,13 +58,11 @@ class Container:
             return [*self._start(), *options, *inside, self.section.image, *words]
         return [*self._apptainer(), self.section.image, *words]
 
-    def enter(self, words: Sequence[str], *, variables: Iterable[str] = (), interactive: bool = False) -> list[str]:
-        """``words`` beside what runs in the container already. ``interactive``: they read stdin."""
+    def shell(self) -> list[str]:
+        """A shell in it that reads its script from stdin, while the node runs there too."""
         if self.is_daemon:
-            inside = [word for name in variables for word in ("--env", name)]
-            stdin = ["--interactive"] if interactive else []
-            return [self.section.runtime, "exec", *stdin, *inside, self.name, *words]
-        return self.run(words, variables=variables)
+            return [self.section.runtime, "exec", "--interactive", self.name, "bash", "-s"]
+        return self.run(["bash", "-s"], variables=())
 
     def exports(self, variables: Iterable[str]) -> list[str]:
         """Lines of shell that hand named variables to a runtime which takes them from the environment under another name."""
@@ -84,7 +80,7 @@ class Container:
         words.append("--init")
         if section.runtime == "docker":  # podman's containers have the limits of its caller, which a user cannot raise
             words += ["--ulimit", "memlock=-1:-1"]
-        for mount in self._mounts():
+        for mount in mounts_of(self.section, self.folders):
             words += ["--volume", mount]
         for device in (*(ROCM_DEVICES if self.gpu == "rocm" else ()), *section.devices):
             words += ["--device", device]
@@ -96,13 +92,15 @@ class Container:
 
     def _apptainer(self) -> list[str]:
         words = ["apptainer", "exec", "--cleanenv", *{"cuda": ["--nv"], "rocm": ["--rocm"]}.get(self.gpu, [])]
-        for mount in self._mounts():
+        for mount in mounts_of(self.section, self.folders):
             words += ["--bind", mount]
         return words
 
-    def _mounts(self) -> list[str]:
-        given = [mount if ":" in mount else f"{mount}:{mount}" for mount in self.section.mounts]
-        return [*given, *(f"{folder}:{folder}" for folder in self.folders)]
+
+def mounts_of(section: ContainerSection, folders: Iterable[str | Path]) -> list[str]:
+    """The user's mounts, and folders of the launch, as PLACE:INSIDE."""
+    given = [mount if ":" in mount else f"{mount}:{mount}" for mount in section.mounts]
+    return [*given, *(f"{folder}:{folder}" for folder in folders)]
 
 
 def container_of(
@@ -116,24 +114,5 @@ def container_of(
         raise LaunchError(
             "launch.container.runtime=enroot needs Slurm with pyxis; use docker, podman or apptainer here"
         )
-    check_mounts(section, folders=folders)
     gpu = "none" if cluster.accelerator == "cpu" else launch.gpu
     return Container(section=section, name=f"{PREFIX}{name}", gpu=gpu, folders=tuple(map(str, folders)))
-
-
-def check_mounts(section: ContainerSection, *, folders: Iterable[Path] = ()) -> None:
-    """``folders``: of the launch itself."""
-    for mount in section.mounts:
-        if not _MOUNT.fullmatch(mount) or not mount.isprintable():
-            raise LaunchError(
-                f"launch.container.mounts has {mount!r}; write /folder, /folder:/inside or /folder:/inside:ro"
-            )
-        if section.runtime in ("apptainer", "enroot") and "," in mount:
-            raise LaunchError(
-                f"{section.runtime} takes mounts with commas between them, and {mount!r} has one; use another path"
-            )
-    for folder in map(str, folders):
-        if ":" in folder or (section.runtime in ("apptainer", "enroot") and "," in folder):
-            raise LaunchError(f"a container cannot have the folder {folder!r}: its path has a ':' or ','; use another")
-    if section.build is not None and str(section.build).startswith("-"):
-        raise LaunchError(f"launch.container.build={section.build} reads as an option; write ./{section.build}")

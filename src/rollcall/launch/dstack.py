@@ -5,44 +5,31 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from rollcall.config.launch import DstackSection
-from rollcall.launch.errors import ElsewhereError
-from rollcall.launch.record import LaunchRecord, Part, launch_token
+from rollcall.launch.record import LaunchRecord
 from rollcall.launch.rendered import Command, Rendered, RenderedFile, yaml_text
 from rollcall.launch.script import node_lines
 from rollcall.launch.target import RUN_FILE, LaunchRequest
-from rollcall.launch.tool import (
-    ask_json,
-    check_for_tool,
-    is_own,
-    leave_others,
-    need_tool,
-    refuse_others,
-    run,
-    unlike_slots,
-    wait_until_ended,
-    watch,
-)
+from rollcall.launch.tool import Seen, ToolTarget, ask_json, run, unlike_slots
 from rollcall.worker_env.node_shell import TOKEN
 
 TASK = "task.dstack.yml"
 THERE = "/tmp/rollcall-run/run.yaml"  # in the container
 ENDED = ("terminated", "failed", "done")
-PROJECT = "project"  # the fact that names dstack's
-INSTALL = "install it with `pip install dstack`"
 
 
-class Dstack:
+class Dstack(ToolTarget):
     name = "dstack"
-
-    def check(self, request: LaunchRequest) -> None:
-        check_for_tool(request, target=self.name, image_key="launch.dstack.image")
+    title = "dstack"
+    program = "dstack"
+    install = "install it with `pip install dstack`"
+    checked = "dstack checks the task when it starts it"
+    look = "dstack ps"
+    image_key = "launch.dstack.image"
+    place_words = "dstack's project"
+    place_advice = "run `dstack project set-default {}` first, or set DSTACK_PROJECT"
 
     def render(self, request: LaunchRequest) -> Rendered:
         section = request.section(DstackSection)
@@ -53,61 +40,40 @@ class Dstack:
             notes=_notes(request, section),
         )
 
-    def validate(self, rendered: Rendered, folder: Path) -> str:
-        need_tool("dstack", install=INSTALL)
-        return "dstack checks the task when it starts it"
+    def tool_name(self, name: str) -> str:
+        return dstack_name(name)
 
-    def in_use(self, record: LaunchRecord, names: Sequence[str]) -> Sequence[str]:
-        found = _run(record)
-        own = found is not None and is_own(record.parts[0], name=_name(record.name), id=found.id)
-        return names if found is not None and own and found.is_active else ()
+    def place(self) -> str:
+        return _listed().get("project", "")
 
-    def start(self, request: LaunchRequest, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
-        found = _run(record)
-        active = found is not None and found.is_active
-        if found is not None and active:
-            refuse_others(_name(record.name), tool="dstack", record=record, where="dstack", id=found.id)
-        record = replace(record, facts={**record.facts, PROJECT: _list().project})
-        record = record.with_part(Part(kind="run", where="dstack")).save()
-        if not active:
-            run(rendered.commands[0], env={TOKEN: launch_token(request.folder)}, cwd=request.cwd)
-        found = _run(record)
-        id = found.id if found else ""
-        return record.with_part(Part(kind="run", where="dstack", id=id or _name(record.name))).save()
+    def find(self, record: LaunchRecord) -> list[Seen]:
+        """The run, if it is active or the last one that has ended."""
+        name = self.tool_name(record.name)
+        return [
+            Seen(
+                id=each.get("id", ""),
+                told=f"{each['status']} {each.get('status_message') or ''}".strip(),
+                is_busy=each["status"] not in ENDED,
+            )
+            for each in _listed().get("runs", [])
+            if each["run_spec"]["run_name"] == name
+        ]
 
-    def follow(self, record: LaunchRecord) -> int:
-        return watch(Command(words=("dstack", "attach", "--logs", _name(record.name)), what="follow the log"))
+    def log_command(self, record: LaunchRecord, *, follow: bool) -> tuple[str, ...]:
+        return ("dstack", *(("attach", "--logs") if follow else ("logs",)), self.tool_name(record.name))
 
-    def logs(self, record: LaunchRecord) -> None:
-        watch(Command(words=("dstack", "logs", _name(record.name)), what="read the log"))
-
-    def status(self, record: LaunchRecord) -> str:
-        found = _run(record)
-        if found is None:
-            return "dstack does not list it among the runs that are active"
-        return f"{found.status} {found.status_message or ''}".strip()
-
-    def stop(self, record: LaunchRecord) -> None:
-        name, found = _name(record.name), _run(record)
-        if not record.parts or found is None or not found.is_active:
-            return
-        if not is_own(record.parts[0], name=name, id=found.id):
-            leave_others(name, tool="dstack")
-            return
-        run(Command(words=("dstack", "stop", "--yes", name), what="end the task"))
-        wait_until_ended(name, tool="dstack", runs=lambda: _runs_on(record, id=found.id), look="dstack ps")
+    def end(self, record: LaunchRecord, ids: Sequence[str]) -> None:
+        run(Command(words=("dstack", "stop", "--yes", self.tool_name(record.name)), what="end the task"))
 
 
-def _runs_on(record: LaunchRecord, *, id: str) -> bool:
-    """Whether this run of the name has machines still; another one may have taken its place."""
-    found = _run(record)
-    return found is not None and found.is_active and found.id == id
+def _listed() -> dict[str, Any]:
+    return ask_json(Command(words=("dstack", "ps", "--json"), what="list dstack's runs")) or {}
 
 
-def _name(name: str) -> str:
+def dstack_name(name: str) -> str:
     """dstack's names are in lower case, begin with a letter and have two characters or more.
 
-    >>> _name("My_run"), _name("7"), _name("a")
+    >>> dstack_name("My_run"), dstack_name("7"), dstack_name("a")
     ('my-run', 'run-7', 'run-a')
     """
     text = name.lower().replace("_", "-")
@@ -127,7 +93,7 @@ def _task(request: LaunchRequest, section: DstackSection) -> dict[str, Any]:
     )
     task: dict[str, Any] = {
         "type": "task",
-        "name": _name(request.name),
+        "name": dstack_name(request.name),
         "nodes": request.cluster.num_nodes,
         "image": section.image,
         "env": [TOKEN, *section.secrets],
@@ -160,46 +126,3 @@ def _guard(line: str) -> str:
     "export A='$''$ $''{{x}}'"
     """
     return re.sub(r"\$(?=\$|\{\{)", "$''", line)
-
-
-@dataclass(frozen=True, slots=True)
-class _Spec:
-    run_name: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Of dstack's list of runs."""
-
-    status: str
-    run_spec: _Spec
-    id: str = ""
-    status_message: str | None = None
-
-    @property
-    def is_active(self) -> bool:
-        return self.status not in ENDED
-
-
-@dataclass(frozen=True, slots=True)
-class _Runs:
-    runs: list[_Run] = field(default_factory=list)
-    project: str = ""
-
-
-_RUNS = TypeAdapter(_Runs)
-
-
-def _list() -> _Runs:
-    return ask_json(Command(words=("dstack", "ps", "--json"), what="list dstack's runs"), _RUNS) or _Runs()
-
-
-def _run(record: LaunchRecord) -> _Run | None:
-    """What dstack knows of the run, if it is active or the last one that has ended."""
-    listed, then = _list(), record.facts.get(PROJECT)
-    if then and listed.project != then:  # which has no such run, and that would be taken for its end
-        raise ElsewhereError(
-            f"{record.name!r} was launched in dstack's project {then!r}, and now it has {listed.project!r}; run "
-            f"`dstack project set-default {then}` first, or set DSTACK_PROJECT"
-        )
-    return next((each for each in listed.runs if each.run_spec.run_name == _name(record.name)), None)

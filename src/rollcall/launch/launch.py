@@ -1,25 +1,36 @@
-"""One launch from its run file to a run: render, validate, start, and later look, follow and stop."""
+"""One launch from its run file to a run: render, validate, start, and later stop."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rollcall.config import Config
 from rollcall.errors import ClusterError
-from rollcall.launch.errors import ElsewhereError, LaunchError
-from rollcall.launch.profile import read_profile
+from rollcall.launch.dstack import Dstack
+from rollcall.launch.errors import ElsewhereError, LaunchError, reason
+from rollcall.launch.kuberay import Kuberay
 from rollcall.launch.record import LaunchRecord, find_record, forget, get_record, held, launches, new_record, writing
-from rollcall.launch.rendered import Rendered
+from rollcall.launch.rendered import VARIABLE, Rendered
+from rollcall.launch.skypilot import Skypilot
+from rollcall.launch.slurm import Slurm
 from rollcall.launch.ssh.hosts import choose_hosts
+from rollcall.launch.ssh.target import Ssh
 from rollcall.launch.target import LaunchRequest, Target
-from rollcall.launch.targets import get_target
 from rollcall.plan.judge import workable_plan
 from rollcall.redact import hides, secrets_of_run, shell_hides
 from rollcall.wait import say
+
+TARGETS: dict[str, Target] = {each.name: each for each in (Ssh(), Slurm(), Skypilot(), Dstack(), Kuberay())}
+
+
+def get_target(name: str) -> Target:
+    if name not in TARGETS:
+        raise LaunchError(f"{name!r} is not a target; use one of {', '.join(TARGETS)}")
+    return TARGETS[name]
 
 
 def make_request(
@@ -76,6 +87,31 @@ def _adding_to(problems: list[str] | None) -> Iterator[None]:
         problems.append(str(error))
 
 
+def read_profile(path: Path) -> dict[str, str]:
+    """The ``NAME=VALUE`` lines of `launch.profile`: network variables for the nodes. A value with spaces stands in quotes; nothing is
+    expanded."""
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, ValueError) as error:
+        raise LaunchError(f"launch.profile={path} cannot be read: {reason(error)}") from None
+    found: dict[str, str] = {}
+    for number, line in enumerate(lines, 1):
+        name, equals, rest = line.strip().removeprefix("export ").strip().partition("=")
+        if not name or name.startswith("#"):
+            continue
+        try:
+            words = shlex.split(rest)
+        except ValueError:
+            words = ["", ""]
+        if not equals or not VARIABLE.fullmatch(name) or len(words) > 1:
+            raise LaunchError(
+                f"line {number} of launch.profile={path} is {line.strip()!r}; write NAME=VALUE, with a value that has spaces "
+                "in quotes"
+            )
+        found[name] = words[0] if words else ""
+    return found
+
+
 def _refuse_secrets(config: Config, *, target: str, profile: Mapping[str, str]) -> None:
     """In variables, and in commands and other texts of the section and of `prepare`."""
     raw = config.model_dump(mode="json")
@@ -114,28 +150,27 @@ def start(target: Target, request: LaunchRequest, rendered: Rendered) -> LaunchR
     """Start it, or finish what an earlier command of the same name began."""
     with held(request.name):
         record = find_record(request.name)
-        if record is not None:
-            _refuse(record, target=target, rendered=rendered)
         if record is None:
-            record = new_record(request.name, target=target.name, run_dir=str(request.config.run.dir))
-        elif record.state == "started":
-            say(f"{request.name!r} was started at {record.started}: looking for what still runs")
+            record = new_record(request.name, target=target.name, run_dir="")
         else:
-            say(f"{request.name!r} was cut off while it started: finishing it")
-        record = replace(record, run_dir=str(request.config.run.dir)).save()
+            _refuse(record, target=target, rendered=rendered)
+            was = f"was started at {record.started}" if record.state == "started" else "was cut off while it started"
+            say(f"{request.name!r} {was}: looking for what runs")
+        record = record.having(run_dir=str(request.config.run.dir)).save()
         try:
             with writing():
                 rendered.write(record.folder)
             say(target.validate(rendered, record.folder))
-            record = target.start(request, rendered, record)
-            return replace(record, state="started").save()
+            return target.start(request, rendered, record).having(state="started").save()
         except BaseException:
-            _forget_if_nothing_started(record.name)
+            left = find_record(record.name)
+            if left is not None and left.state == "starting" and left.id is None:
+                forget(left)
             raise
 
 
 def _refuse(record: LaunchRecord, *, target: Target, rendered: Rendered) -> None:
-    """What cannot be started under this name, or be finished."""
+    """Refuse what cannot be started under this name, or be finished."""
     if record.target != target.name:
         raise LaunchError(
             f"{record.name!r} was launched with {record.target}; give another --name, or end it with "
@@ -144,8 +179,8 @@ def _refuse(record: LaunchRecord, *, target: Target, rendered: Rendered) -> None
     if record.state == "stopping":
         raise LaunchError(f"{record.name!r} is being stopped; run `rollcall launch down {record.name}` to its end")
     changed = rendered.changed_in(record.folder)
-    used = target.in_use(record, changed) if changed and record.parts else ()
-    if used:  # it goes on as it was started, and would be taken for what the run file says now
+    used = target.in_use(record, changed) if changed and record.id is not None else ()
+    if used:  # it runs on as it was started, and would be taken for what the run file says now
         raise LaunchError(
             f"{record.name!r} runs, or is about to, with another {' and '.join(used)} than would be used now: the run file has "
             f"changed, or Rollcall has. `rollcall launch logs {record.name} --follow` shows the one that runs; to change it, end it "
@@ -153,17 +188,11 @@ def _refuse(record: LaunchRecord, *, target: Target, rendered: Rendered) -> None
         )
 
 
-def _forget_if_nothing_started(name: str) -> None:
-    record = find_record(name)
-    if record is not None and record.state == "starting" and not record.parts:
-        forget(record)
-
-
 def stop(name: str) -> None:
     get_record(name)  # a name that nothing has leaves no folder
     with held(name):
         before = get_record(name)
-        record = replace(before, state="stopping").save()
+        record = before.having(state="stopping").save()
         try:
             get_target(record.target).stop(record)
         except ElsewhereError:

@@ -1,21 +1,27 @@
-"""What comes before a run on a Ray that someone else has started: wait for its slots, prepare every node, look for what would break the run.
+"""The steps before a run on a Ray that someone else has started: wait for its slots, prepare every node, look for what would break
+the run.
 
-It runs where the run's driver will: in a job, on a node of that Ray. Nodes are prepared by tasks of Ray, all at once.
+They run where the run's driver will: in a job, on a node of that Ray. Nodes are prepared by tasks of Ray, all at once.
+`python -m rollcall.launch.ready` is the entrypoint of a job whose run file comes in a variable. It becomes `rollcall train`.
 """
 
 from __future__ import annotations
 
+import base64
+import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
-from rollcall.config import Config, dump_config
+from rollcall.config import Config, dump_config, load_config
 from rollcall.config.sections import ClusterSection
 from rollcall.doctor.examine import examine
 from rollcall.doctor.show import show
 from rollcall.errors import ClusterError
 from rollcall.jobs.prepare import prepare_once
+from rollcall.launch.script import RUN_FILE_VARIABLE
 from rollcall.nodes.check import describe, list_nodes
 from rollcall.nodes.head import NodeInfo
 from rollcall.nodes.which import Cluster, find_cluster
@@ -85,3 +91,24 @@ def _preparer(run_file: str) -> Callable[[], str]:
         return "\n".join(last) or f"status {ended.returncode}" if ended.returncode else ""
 
     return prepare
+
+
+def main() -> None:
+    text = os.environ.pop(RUN_FILE_VARIABLE, None)
+    if text is None:
+        raise SystemExit(f"{RUN_FILE_VARIABLE} is not set: this command is for jobs that `rollcall launch` made")
+    run_file = Path(tempfile.mkdtemp(prefix="rollcall-run-")) / "run.yaml"  # a job's own folder may be read-only
+    run_file.write_bytes(base64.b64decode(text, validate=True))
+    try:
+        config = load_config(run_file)
+        if config.cluster is None:
+            raise ClusterError("the run file has no `cluster:` section")
+        make_ready(config, config.cluster)
+    except (ClusterError, ValueError, OSError) as error:
+        say(f"error: {error}")
+        raise SystemExit(1) from None
+    os.execv(sys.executable, [sys.executable, "-m", "rollcall", "train", str(run_file)])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,33 +1,28 @@
 """What was launched from this machine: one folder for each launch, with its rendered files and a record.
 
-The record is written before a thing is started and again when its id is known, so that `down` finds all of it, and a launch
-that was killed can be finished or cleaned up by the next command. Folders are in ``~/.rollcall/launches``, or in
-``$ROLLCALL_LAUNCHES``: on a Slurm cluster that has to be a folder that the nodes see. Several users may share that one, so a
-launch's own folder is used only if it belongs to this user, and a record only if it is whole and of that folder.
+The record is written before a thing is started and again when its id is known, so that `down` finds it, and a launch that was
+killed can be finished or cleaned up by the next command. Folders are in ``~/.rollcall/launches``, or in ``$ROLLCALL_LAUNCHES``: on a
+Slurm cluster that has to be a folder that the nodes see.
 """
 
 from __future__ import annotations
 
 import getpass
-import json
 import os
-import re
 import secrets
 import shutil
 import socket
-import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, Literal
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import AwareDatetime, BaseModel, ConfigDict
 
-from rollcall.config.yaml import read_small
 from rollcall.durable.atomic import write_atomic
 from rollcall.durable.lock import take_lock
+from rollcall.errors import in_one_line
 from rollcall.launch.errors import LaunchError, reason
 from rollcall.nodes.state import NAME
 from rollcall.redact import remember
@@ -36,54 +31,36 @@ from rollcall.wait import say
 FOLDER = "ROLLCALL_LAUNCHES"
 RECORD = "launch.json"
 TOKEN_FILE = "token"
-MOST_BYTES = 16 << 20  # of a record
-_TOKEN = re.compile("[0-9a-f]{64}")  # it is a word of shell on the hosts
-_WHOLE = ConfigDict(extra="forbid", strict=True)
-State = Literal["starting", "started", "stopping"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """One thing that a launch started, or is about to start."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = _WHOLE
-
-    kind: str  # the target's word: node, job, batch job, ...
-    where: str  # the host or the tool that knows it
-    id: str = ""  # empty: it was about to be started
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchRecord:
-    __pydantic_config__: ClassVar[ConfigDict] = _WHOLE
+class LaunchRecord(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     target: str
-    state: State
+    state: Literal["starting", "started", "stopping"]
     run_dir: str
-    started: str
+    started: AwareDatetime
     by: str  # user@host
-    parts: tuple[Part, ...] = ()
-    facts: dict[str, str] = field(
-        default_factory=dict
-    )  # what the target needs to find it again, such as the head's address
+    id: str | None = None  # of what was started, in the tool's words; "": it was about to be started; None: nothing was
+    facts: dict[str, Any] = {}  # what the target needs to find it again, such as hosts or a namespace
 
     @property
     def folder(self) -> Path:
         return launches() / self.name
 
-    def with_part(self, part: Part) -> LaunchRecord:
-        """The record with this part, in place of one of the same kind and place."""
-        others = tuple(old for old in self.parts if (old.kind, old.where) != (part.kind, part.where))
-        return replace(self, parts=(*others, part))
+    def having(self, **changes: Any) -> LaunchRecord:
+        """The record with other fields."""
+        return self.model_copy(update=changes)
+
+    def knowing(self, **facts: Any) -> LaunchRecord:
+        """The record with more facts, or others."""
+        return self.having(facts={**self.facts, **facts})
 
     def save(self) -> LaunchRecord:
         with writing():
-            write_atomic(own_folder(self.name) / RECORD, json.dumps(asdict(self), indent=1), private=True)
+            write_atomic(own_folder(self.name) / RECORD, self.model_dump_json(indent=1), private=True)
         return self
-
-
-_RECORD = TypeAdapter(LaunchRecord)
 
 
 def launches() -> Path:
@@ -92,7 +69,7 @@ def launches() -> Path:
 
 @contextmanager
 def writing() -> Iterator[None]:
-    """A disk that is full, or a folder that is not this user's, is one sentence with its path."""
+    """Turns a full disk, or the folder of another user, into one sentence with its path."""
     try:
         yield
     except OSError as error:
@@ -107,7 +84,7 @@ def new_record(name: str, *, target: str, run_dir: str) -> LaunchRecord:
         target=target,
         state="starting",
         run_dir=run_dir,
-        started=datetime.now(UTC).isoformat(timespec="seconds"),
+        started=datetime.now(UTC).replace(microsecond=0),
         by=f"{getpass.getuser()}@{socket.gethostname()}",
     )
 
@@ -122,36 +99,19 @@ def check_name(name: str) -> str:
 
 
 def own_folder(name: str) -> Path:
-    """The launch's folder, made if needed. Commands are run from what is in it, so nobody else may write there."""
+    """The launch's folder, made if needed. Only its owner reads it: a run file may hold what others should not see."""
     folder = launches() / check_name(name)
     with writing():
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    _refuse_foreign(folder)
-    if stat.S_IMODE(folder.stat().st_mode) & 0o077:
-        folder.chmod(0o700)
     return folder
 
 
-def _refuse_foreign(folder: Path) -> None:
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode):
-        raise LaunchError(f"{folder} is a link or a file, and a launch needs a folder of its own; remove it")
-    if found.st_uid != os.getuid():
-        raise LaunchError(
-            f"{folder} belongs to user {found.st_uid}, not to you; give another --name, or set {FOLDER} to a folder of yours"
-        )
-
-
 def launch_token(folder: Path) -> str:
-    """Of a launch whose nodes share no folder: made once, kept beside the record, readable only by its owner."""
+    """Returns the token of a launch, which is made once and kept beside the record."""
     path = folder / TOKEN_FILE
     if not path.exists():
         write_atomic(path, secrets.token_hex(32), private=True)
-    token = read_small(path, most=1024).decode(errors="replace").strip()
-    if not _TOKEN.fullmatch(token):
-        raise LaunchError(
-            f"{path} holds no token of a launch; end the launch with `rollcall launch down {folder.name}`"
-        )
+    token = path.read_text().strip()
     remember([token])
     return token
 
@@ -159,26 +119,14 @@ def launch_token(folder: Path) -> str:
 def find_record(name: str) -> LaunchRecord | None:
     path = launches() / check_name(name) / RECORD
     try:
-        _refuse_foreign(path.parent)
-        record = _RECORD.validate_json(read_small(path, most=MOST_BYTES))
-        if record.name != name:
-            raise ValueError(f"it is of {record.name!r}")
-        datetime.fromisoformat(record.started)
-        return record
+        return LaunchRecord.model_validate_json(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, OSError) as error:
+        why = reason(error) if isinstance(error, OSError) else in_one_line(error)
         raise LaunchError(
-            f"{path} is not a record of a launch ({_why(error)}); look for what it started by hand, then remove its folder"
+            f"{path} is not a record of a launch ({why}); look for what it started by hand, then remove its folder"
         ) from None
-
-
-def _why(error: ValueError | OSError) -> str:
-    if isinstance(error, OSError):
-        return reason(error)
-    if not isinstance(error, ValidationError):
-        return str(error)
-    return "; ".join(": ".join((".".join(map(str, one["loc"])), one["msg"])) for one in error.errors()[:3]).lstrip(": ")
 
 
 def get_record(name: str) -> LaunchRecord:
@@ -205,40 +153,24 @@ def named_record(name: str | None, *, target: str | None = None) -> LaunchRecord
 
 
 def all_records() -> list[LaunchRecord]:
-    """Of this user, the newest first. Raises at one that cannot be read: what it started is not known."""
-    return _newest_first(find_record(name) for name in _own_names())
+    """All launches, the newest first. Raises at a record that cannot be read: what it started is not known."""
+    found = [find_record(path.parent.name) for path in launches().glob(f"*/{RECORD}")]
+    return sorted((each for each in found if each is not None), key=lambda record: record.started, reverse=True)
 
 
 def readable_records() -> list[LaunchRecord]:
-    """The same for those who only look: what cannot be read is named, and left out."""
-
-    def find(name: str) -> LaunchRecord | None:
+    """The same for those who only look: a record that cannot be read is named, and left out."""
+    found = []
+    for path in launches().glob(f"*/{RECORD}"):
         try:
-            return find_record(name)
+            found.append(find_record(path.parent.name))
         except LaunchError as error:
             say(f"left out: {error}")
-            return None
-
-    return _newest_first(map(find, _own_names()))
-
-
-def _newest_first(records: Iterable[LaunchRecord | None]) -> list[LaunchRecord]:
-    return sorted((each for each in records if each is not None), key=lambda record: record.started, reverse=True)
-
-
-def _own_names() -> list[str]:
-    return [path.parent.name for path in sorted(launches().glob(f"*/{RECORD}")) if _is_own(path.parent)]
-
-
-def _is_own(folder: Path) -> bool:
-    try:
-        return folder.lstat().st_uid == os.getuid()
-    except FileNotFoundError:  # another command has ended that launch meanwhile
-        return False
+    return sorted((each for each in found if each is not None), key=lambda record: record.started, reverse=True)
 
 
 def forget(record: LaunchRecord) -> None:
-    """After everything it started has ended."""
+    """Removes a launch, after everything it started has ended."""
     shutil.rmtree(record.folder, ignore_errors=True)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ class Command:
     """One command of a target's own tool."""
 
     words: tuple[str, ...]
-    what: str  # what it does, in a few words: "submit the batch script"
+    what: str  # it does, in a few words: "submit the batch script"
     host: str | None = None  # where it runs; None: on this machine
     stdin: str | None = None  # the rendered file that it reads
 
@@ -42,43 +42,32 @@ class Command:
 class Rendered:
     files: tuple[RenderedFile, ...]
     commands: tuple[Command, ...]
-    notes: tuple[str, ...] = ()  # what the user has to know or do
+    notes: tuple[str, ...] = ()  # for the user, to know or to do
     problems: tuple[str, ...] = ()  # why it would not be started
 
     def file(self, name: str) -> RenderedFile:
         return next(file for file in self.files if file.name == name)
 
     def write(self, folder: Path) -> None:
-        """Into the launch's folder. A run file may hold what only its owner should read.
-
-        A file that is there already is not touched: a job may read it at this moment."""
+        """Write the files that are new or have changed; a job may read the others at this moment."""
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        changed = self.changed_in(folder)
         for file in self.files:
             path = folder / file.name
-            if not path.exists() or file.name in changed:
+            if not path.exists() or file.name in self.changed_in(folder):
                 write_atomic(path, file.text, durable=False, private=True)
             path.chmod(0o700 if file.executable else 0o600)
 
     def changed_in(self, folder: Path) -> list[str]:
-        """The files that are there already, and are others."""
+        """The files that are in the folder already, with another text."""
         found = [(file, folder / file.name) for file in self.files]
         return [file.name for file, path in found if path.exists() and path.read_bytes() != file.text.encode()]
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "files": {file.name: file.text for file in self.files},
-            "commands": [
-                {"what": each.what, "host": each.host, "words": list(each.words), "stdin": each.stdin}
-                for each in self.commands
-            ],
-            "notes": list(self.notes),
-            "problems": list(self.problems),
-        }
+        return {**asdict(self), "files": {file.name: file.text for file in self.files}}
 
 
 def yaml_text(value: Any) -> str:
-    """As a YAML library writes it. Text of several lines stays readable."""
+    """YAML in which a text of several lines stays readable."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=110, allow_unicode=True)
 
 

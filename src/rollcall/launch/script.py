@@ -13,6 +13,7 @@ from rollcall.launch.container import Container
 from rollcall.launch.rendered import exports, shell_path
 
 PORT = 6399  # where rank 0 listens; SkyPilot's own Ray has 6380 on its machines
+RUN_FILE_VARIABLE = "ROLLCALL_RUN_FILE_BASE64"  # of a job that gets its run file in a variable
 
 
 def node_lines(

@@ -2,34 +2,40 @@
 
 Two scripts are rendered. `job.sh` is what Slurm runs on the first node: it starts one task per node and waits for them. Some time
 before the limit Slurm tells it (SIGUSR1). It passes that on, the run saves and ends with status 75, and the job requeues itself.
-`node.sh` is the task. The launch's folder is read by all nodes, and there they find each other.
+`node.sh` is the task. The launch's folder is read by all nodes, and there they find each other. It has the job's log, and the exit
+status once the job is over: Slurm itself forgets a job after some minutes where it keeps no accounts.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from rollcall.config.launch import SlurmSection
-from rollcall.launch import slurm_queue
-from rollcall.launch.container import check_mounts, container_of
+from rollcall.launch.container import container_of, mounts_of
 from rollcall.launch.errors import LaunchError
-from rollcall.launch.record import LaunchRecord, Part
+from rollcall.launch.record import LaunchRecord
 from rollcall.launch.rendered import VARIABLE, Command, Rendered, RenderedFile, shell_path
 from rollcall.launch.script import node_lines
-from rollcall.launch.slurm_queue import JOB, LOG, NODE, REQUEUED, STATUS, job_name
 from rollcall.launch.target import RUN_FILE, LaunchRequest
-from rollcall.launch.tool import need_tool
+from rollcall.launch.tool import Seen, ToolTarget, ask, need_tool
 from rollcall.nodes.rendezvous import Rendezvous
-from rollcall.stop import STOPPED
-from rollcall.wait import say
+from rollcall.stop import INTERRUPTED, STOPPED, status_words
+from rollcall.wait import Wait, say
+from rollcall.words import visible
 
-INSTALL = "it comes with Slurm's client tools"
-PLAIN = re.compile(r"[!-~]+")  # printable, without spaces
-UNSAFE = re.compile(r"[\"'\\#`]")  # sbatch has its own rules for these in a script
+# In the launch's folder. REQUEUED: where the run stood when the job requeued itself last.
+JOB, NODE, LOG, STATUS, REQUEUED = "job.sh", "node.sh", "log", "status", "requeued"
+LOOK_EVERY_S = 1.0
+STEP_S = 60.0  # until a step that srun starts is listed
+SAVE_S = 40.0  # a node that gets SIGTERM lets the run save for 25 s, and stops Ray
+AWAY_S = 1800.0  # that Slurm's controller may not answer
 OF_SLURM = (  # for a container
     "SLURM_PROCID", "SLURM_GPUS_ON_NODE", "SLURM_JOB_ID", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES",
 )  # fmt: skip
@@ -37,20 +43,25 @@ OF_SLURM = (  # for a container
 # a process of the job: it sees all of them.
 CARDS_FOR_DOCKER = '[ -z "${SLURM_STEP_GPUS:-}" ] || export CUDA_VISIBLE_DEVICES="$SLURM_STEP_GPUS"'
 GPU_OPTION = re.compile(r"--gpus|-G|--gres=(.*,)?gpu\b")
-# Options of sbatch by which a launch finds its job again, or knows how many tasks there are and when they end.
-OWN_OPTIONS = (
-    "array", "chdir", "clusters", "job-name", "no-requeue", "nodes", "ntasks", "ntasks-per-node", "open-mode", "output", "parsable",
-    "signal", "test-only", "wait", "wrap",
-)  # fmt: skip
-OWN_LETTERS = "JaDMNnoW"
+# Variables that change what Slurm's tools list and end. Those of an allocation in which this command runs (SLURM_) would be handed on
+# to the job, where srun reads them.
+OTHERS_WISHES = ("SQUEUE_", "SCANCEL_", "SACCT_", "SLURM_")
+OF_SITE = ("SLURM_CONF", "SLURM_JWT")  # where the controller is, and who asks
 # Where `module` is not a function of the shell that submits, a file of these defines it.
 MODULE_FILES = (
     "/etc/profile.d/modules.sh /etc/profile.d/lmod.sh /etc/profile.d/z00_lmod.sh /usr/share/modules/init/bash"
 )
 
 
-class Slurm:
+class Slurm(ToolTarget):
     name = "slurm"
+    title = "Slurm"
+    program = "sbatch"
+    install = "it comes with Slurm's client tools"
+    checked = "sbatch takes the job"
+    look = "squeue"
+    place_words = "the Slurm cluster"
+    place_advice = "run this on a machine of {}"
 
     def check(self, request: LaunchRequest) -> None:
         """A job of Slurm runs in the folder of this command, so it finds relative paths too."""
@@ -59,67 +70,207 @@ class Slurm:
         section = request.section(SlurmSection)
         node = RenderedFile(name=NODE, text=_text(_node(request, section)), executable=True)
         job = RenderedFile(name=JOB, text=_text(_job(request, section)), executable=True)
+        script = str(request.folder / JOB)
         if section.attach is None:
-            words = ("sbatch", "--parsable", *_places(request), str(request.folder / JOB))
-            command = Command(words=words, what="submit the batch job")
+            command = Command(
+                words=("sbatch", "--parsable", *_options(request, section), script), what="submit the batch job"
+            )
         else:
             what = f"start the nodes inside job {section.attach}, in the background, with {request.folder / LOG} as its output"
-            command = Command(words=("bash", str(request.folder / JOB)), what=what)
+            command = Command(words=("bash", script), what=what)
         return Rendered(files=(request.run_file, node, job), commands=(command,), notes=_notes(request, section))
 
     def validate(self, rendered: Rendered, folder: Path) -> str:
-        need_tool("sbatch", install=INSTALL)
-        command = rendered.commands[0]
-        if command.words[0] != "sbatch":
-            need_tool("srun", install=INSTALL)
+        checked = super().validate(rendered, folder)
+        words = rendered.commands[0].words
+        if words[0] != "sbatch":
+            need_tool("srun", install=self.install)
             return "srun checks the options when it starts the nodes"
-        words = ("sbatch", "--test-only", *command.words[2:])
-        slurm_queue.ask(Command(words=words, what="have sbatch check the job"), script=rendered.file(JOB).text)
-        return "sbatch takes the job"
+        _ask("sbatch", "--test-only", *words[2:], what="have sbatch check the job")
+        return checked
 
-    def in_use(self, record: LaunchRecord, names: Sequence[str]) -> Sequence[str]:
-        slurm_queue.refuse_other_cluster(record)
-        return names if slurm_queue.find(record) else ()
+    def tool_name(self, name: str) -> str:
+        return f"rollcall-{name}"
+
+    def kind(self, request: LaunchRequest) -> str:
+        attach = request.section(SlurmSection).attach
+        return "" if attach is None else str(attach)
+
+    def place(self) -> str:
+        """Empty: this machine asks no controller."""
+        told = _ask("scontrol", "show", "config", what="ask for Slurm's name", fine="")
+        found = re.search(r"^ClusterName\s*=\s*(\S+)", told, re.MULTILINE)
+        return found[1] if found else ""
+
+    def find(self, record: LaunchRecord) -> list[Seen]:
+        """The job or step that is in Slurm's queue, by its name: also one that was submitted just before a kill."""
+        name, attach = self.tool_name(record.name), record.facts["kind"]
+        if attach:
+            rows = _rows("--steps", "--format=%i|%j", what="list the steps", num_fields=2)
+            ids = [id for id, step in rows if step == name and id.startswith(f"{attach}.")]
+            return [Seen(id=id, told=f"step {id} is RUNNING", is_busy=True) for id in ids]
+        rows = _rows(f"--name={name}", "--format=%i|%o|%T %R %M", what="look for the job in the queue", num_fields=3)
+        # A launch of the same name, in another folder, is another one.
+        return [
+            Seen(id=id, told=f"job {id} is {told}", is_busy=True)
+            for id, script, told in rows
+            if script == str(record.folder / JOB)
+        ]
 
     def start(self, request: LaunchRequest, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
-        attach = request.section(SlurmSection).attach
-        slurm_queue.refuse_other_cluster(record)
-        record = replace(record, facts={**record.facts, slurm_queue.CLUSTER: slurm_queue.cluster_here()})
-        if attach is not None:
-            return slurm_queue.attach(
-                record, rendered.commands[0], job=str(attach), num_nodes=request.cluster.num_nodes
-            )
-        found = slurm_queue.find(record)
-        if found is not None:
-            say(f"job {found.id} is in the queue already; its log is {record.folder / LOG}")
-        record = record.with_part(Part(kind="job", where="slurm")).save()
-        job = slurm_queue.submit(record, rendered.commands[0]) if found is None else found.id
-        return record.with_part(Part(kind="job", where="slurm", id=job)).save()
+        if job := self.kind(request):
+            words = ("squeue", "--noheader", f"--jobs={job}", "--format=%T %D")
+            state, _, nodes = _ask(*words, what=f"ask for job {job}", fine="").strip().partition(" ")
+            needed = request.cluster.num_nodes
+            if state != "RUNNING" or int(nodes) < needed:
+                have = f"is {state} on {nodes} nodes" if state else "is not in the queue"
+                raise LaunchError(
+                    f"launch.slurm.attach={job}, and job {job} {have}; needed is one that is RUNNING on at least {needed} nodes"
+                )
+        return super().start(request, rendered, record)
 
-    def follow(self, record: LaunchRecord) -> int:
-        slurm_queue.refuse_other_cluster(record)
-        return slurm_queue.follow(record)
+    def begin(self, request: LaunchRequest, rendered: Rendered, record: LaunchRecord) -> str:
+        for name in (STATUS, REQUEUED):
+            (record.folder / name).unlink(missing_ok=True)
+        command = rendered.commands[0]
+        if record.facts["kind"]:
+            return self._attach(record, command, num_nodes=request.cluster.num_nodes)
+        job = _ask(*command.words, what=command.what).strip().partition(";")[0]
+        if not job.isdecimal():
+            raise LaunchError(f"cannot {command.what}: sbatch answered {job[:200]!r}, not the id of a job")
+        say(f"submitted job {job}; its log is {record.folder / LOG}")
+        return job
+
+    def _attach(self, record: LaunchRecord, command: Command, *, num_nodes: int) -> str:
+        """Start the nodes as a step of a job that runs. The command that holds the step stays on this machine."""
+        job, log = record.facts["kind"], record.folder / LOG
+        with log.open("ab") as out:
+            holder = subprocess.Popen(
+                command.words,
+                env=_variables(),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+            )
+        wait = Wait(STEP_S)
+        while not (found := self.seen(record)):
+            what = f"waiting for the nodes to start inside job {job}"
+            if holder.poll() is not None or not wait.again(what, after_s=LOOK_EVERY_S):
+                last = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+                raise LaunchError(f"the nodes did not start inside job {job}; the end of {log}:\n{last}")
+        return found[0].id
 
     def status(self, record: LaunchRecord) -> str:
-        slurm_queue.refuse_other_cluster(record)
-        return slurm_queue.status(record)
+        self.require_started(record)
+        if found := self.own(record):
+            return visible(found[0].told)
+        if (ended := _ended(record)) is not None:
+            return f"it {status_words(ended)}"
+        words = (
+            "sacct",
+            "--noheader",
+            "--parsable2",
+            "--allocations",
+            f"--jobs={record.id}",
+            "--format=State,ExitCode",
+        )
+        accounted = _ask(*words, what="ask for its account", fine="").strip() if record.id else ""
+        told = visible(accounted).replace("|", ", exit code ")
+        return f"job {record.id} is {told}" if told else "it is not in Slurm's queue"
 
     def logs(self, record: LaunchRecord) -> None:
-        slurm_queue.print_log(record)
+        if not (record.folder / LOG).exists():
+            say(f"there is no log yet: {self.status(record)}")
+        _print_from(record, 0)
 
-    def stop(self, record: LaunchRecord) -> None:
-        slurm_queue.refuse_other_cluster(record)
-        slurm_queue.stop(record)
+    def follow(self, record: LaunchRecord) -> int:
+        """Print the log as it grows until the job has left the queue. A requeued job is still in it."""
+        self.require_started(record)
+        at, said = 0, ""
+        try:
+            while True:
+                found = self._own_again(record)
+                at = _print_from(record, at)
+                if not found:
+                    break
+                if "RUNNING" not in found[0].told and found[0].told != said:
+                    said = found[0].told
+                    say(visible(said))
+                time.sleep(LOOK_EVERY_S)
+        except KeyboardInterrupt:
+            say(f"the run goes on; `rollcall launch logs --follow {record.name}` shows it again")
+            return INTERRUPTED
+        ended = _ended(record)
+        gone = "has left Slurm's queue without a status: it was cancelled or killed"
+        say(f"{record.name!r} {gone if ended is None else status_words(ended)}")
+        return 1 if ended is None else ended
+
+    def _own_again(self, record: LaunchRecord) -> list[Seen]:
+        """For a command that watches: Slurm's controller may be busy, or start again."""
+        wait = Wait(AWAY_S)
+        while True:
+            try:
+                return self.own(record)
+            except LaunchError as error:
+                text = f"Slurm does not answer: {str(error).splitlines()[-1].strip()}"
+                if not wait.again(text, after_s=10 * LOOK_EVERY_S):
+                    raise
+
+    def end(self, record: LaunchRecord, ids: Sequence[str]) -> None:
+        """The run saves: Slurm sends SIGTERM first, and a step gets it from here."""
+        if record.facts["kind"]:
+            _ask("scancel", "--signal=TERM", *ids, what="let the run save", fine="")
+            wait = Wait(SAVE_S)
+            while self.own(record) and wait.again("waiting for the run to save", after_s=LOOK_EVERY_S):
+                continue
+        if self.own(record):
+            _ask("scancel", *ids, what="end it", fine="")
+
+
+def _variables() -> dict[str, str]:
+    """Those of this process, for Slurm's tools."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(OF_SITE) or not name.startswith(OTHERS_WISHES)
+    }
+
+
+def _ask(*words: str, what: str, fine: str | None = None) -> str:
+    return ask(Command(words=words, what=what), fine=fine, env=_variables())
+
+
+def _rows(*options: str, what: str, num_fields: int) -> list[list[str]]:
+    """What squeue lists for this user."""
+    lines = _ask("squeue", "--noheader", "--me", *options, what=what).splitlines()
+    return [line.strip().split("|", num_fields - 1) for line in lines if line.strip()]
+
+
+def _ended(record: LaunchRecord) -> int | None:
+    try:
+        return int((record.folder / STATUS).read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def _print_from(record: LaunchRecord, at: int) -> int:
+    """Print the log from there on; returns where it ends."""
+    try:
+        with (record.folder / LOG).open("rb") as file:
+            file.seek(at)
+            sys.stdout.write(file.read().decode(errors="replace"))
+            sys.stdout.flush()
+            return file.tell()
+    except FileNotFoundError:
+        return at
 
 
 # job.sh
 
 
 def _job(request: LaunchRequest, section: SlurmSection) -> list[str]:
-    lines = ["#!/bin/bash"]
-    if section.attach is None:
-        lines += [f"#SBATCH {option}" for option in _options(request, section)]
-    lines += ["", *_modules(section.modules), *section.lines]
+    lines = ["#!/bin/bash", *_modules(section.modules), *section.lines]
     lines += [
         f"folder={shlex.quote(str(request.folder))}",
         f'if [ ! -r "$folder/{NODE}" ]; then',
@@ -157,58 +308,30 @@ def _job(request: LaunchRequest, section: SlurmSection) -> list[str]:
 
 
 def _options(request: LaunchRequest, section: SlurmSection) -> list[str]:
-    """Of sbatch, as its lines in the script. What could hold a space is an option of the command instead (``_places``)."""
+    """Of sbatch. On its command line they come before `SBATCH_` variables of the shell."""
+    log = str(request.folder / LOG).replace("%", "%%")
     given = {
-        "job-name": job_name(request.name),
+        "job-name": f"rollcall-{request.name}",
         "partition": section.partition,
         "account": section.account,
         "time": section.time,
-        "nodes": str(request.cluster.num_nodes),
-        "ntasks-per-node": "1",
+        "nodes": request.cluster.num_nodes,
+        "ntasks-per-node": 1,
         "gpus-per-node": _gpus(request, section),
-        "cpus-per-task": None if section.cpus_per_task is None else str(section.cpus_per_task),
+        "cpus-per-task": section.cpus_per_task,
         "mem": section.mem,
         "constraint": section.constraint,
         "nodelist": section.nodelist,
         "signal": f"B:USR1@{section.signal_s}",
+        "output": log,
         "open-mode": "append",
+        "chdir": request.cwd,
     }
-    options = [f"--{name}={_plain(value, key=name)}" for name, value in given.items() if value is not None]
     for option in section.options:
         if not option.startswith("-"):
             raise LaunchError(f"launch.slurm.options has {option!r}; write an option of sbatch, such as `--exclusive`")
-        if own := _own_option(option):
-            raise LaunchError(
-                f"launch.slurm.options has {option!r}, and a launch needs its own {own} to start its nodes and to find its job again; leave it out"
-            )
-        options.append(_plain(option, key="options"))
-    return [*options, "--requeue"]
-
-
-def _own_option(option: str) -> str | None:
-    """The option that this one would change and that a launch needs as it is. sbatch takes the beginning of a name for it."""
-    name = option.partition("=")[0]
-    if name.startswith("--"):
-        return next((f"--{own}" for own in OWN_OPTIONS if own.startswith(name[2:])), None)
-    return next((f"-{own}" for own in OWN_LETTERS if name[1:].startswith(own)), None)
-
-
-def _plain(value: str, *, key: str) -> str:
-    if not PLAIN.fullmatch(value) or UNSAFE.search(value):
-        raise LaunchError(
-            f"launch.slurm.{key.replace('-', '_')} has {value!r}, which cannot stand in a line of a batch script; use printable "
-            "characters without spaces, quotes, `\\` and `#`"
-        )
-    return value
-
-
-def _places(request: LaunchRequest) -> tuple[str, str]:
-    log = str(request.folder / LOG)
-    if "\\" in log or not log.isprintable():
-        raise LaunchError(
-            f"Slurm cannot write to {log!r}: set ROLLCALL_LAUNCHES to a folder without `\\` and line breaks in its path"
-        )
-    return f"--output={log.replace('%', '%%')}", f"--chdir={request.cwd}"
+    # The last one counts: the launch finds its job, and starts its nodes, by its own.
+    return [*section.options, *(f"--{name}={value}" for name, value in given.items() if value is not None), "--requeue"]
 
 
 def _gpus(request: LaunchRequest, section: SlurmSection) -> str | None:
@@ -238,11 +361,11 @@ def _srun(request: LaunchRequest, section: SlurmSection) -> str:
     if section.cpus_per_task is not None:
         words.append(f"--cpus-per-task={section.cpus_per_task}")
     if section.attach is not None:
-        words += [f"--jobid={section.attach}", "--overlap", f"--job-name={job_name(request.name)}"]
-        words += [f"--gpus-per-node={_plain(gpus, key='gpus_per_node')}" if (gpus := _gpus(request, section)) else ""]
+        words += [f"--jobid={section.attach}", "--overlap", f"--job-name=rollcall-{request.name}"]
+        words += [f"--gpus-per-node={gpus}"] if (gpus := _gpus(request, section)) else []
     # The run decides what the loss of a node means, and Ray's processes may use all CPUs of the job. None of them speaks MPI.
     words += ["--kill-on-bad-exit=0", "--wait=0", "--cpu-bind=none", "--mpi=none", "--label"]
-    return shlex.join([*(word for word in words if word), *_pyxis(request)])
+    return shlex.join([*words, *_pyxis(request)])
 
 
 def _has_pyxis(request: LaunchRequest) -> bool:
@@ -254,14 +377,11 @@ def _pyxis(request: LaunchRequest) -> list[str]:
     section = request.launch.container
     if section is None or not _has_pyxis(request):
         return []
-    check_mounts(section, folders=_folders(request))
     if section.build is not None or section.devices:
         raise LaunchError("launch.container.build and devices are not for enroot: import the image, and leave them out")
-    folders = [str(folder) for folder in _folders(request)]
-    mounts = [each if ":" in each else f"{each}:{each}" for each in (*section.mounts, *folders)]
     return [
         f"--container-image={section.image}",
-        f"--container-mounts={','.join(mounts)}",
+        f"--container-mounts={','.join(mounts_of(section, _folders(request)))}",
         f"--container-workdir={request.cwd}",
     ]
 

@@ -1,4 +1,4 @@
-"""What every target of `rollcall launch` does. A target is one file in this room and one entry in ``targets.py``."""
+"""What every target of `rollcall launch` does. A target is one file in this room and one entry in ``launch.py``."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ class Target(Protocol):
         ...
 
     def validate(self, rendered: Rendered, folder: Path) -> str:
-        """Let the target's own tool read the files in ``folder``. Returns what was checked, or why it could not be; raises
-        ``LaunchError`` with the tool's words when it refuses them."""
+        """Let the target's own tool read the files in ``folder``. Returns a line for the user; raises ``LaunchError`` with the
+        tool's words when it refuses them."""
         ...
 
     def in_use(self, record: LaunchRecord, names: Sequence[str]) -> Sequence[str]:
@@ -87,7 +87,7 @@ class Target(Protocol):
         ...
 
     def status(self, record: LaunchRecord) -> str:
-        """One line: what the target's tool says of it now."""
+        """One line with the state of the launch, in the words of the target's tool."""
         ...
 
     def logs(self, record: LaunchRecord) -> None:

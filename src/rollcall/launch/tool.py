@@ -1,6 +1,7 @@
-"""Running a target's own tool on this machine: `sbatch`, `sky`, `dstack`, `kubectl`.
+"""The base of the targets whose own tool gets the nodes: `sbatch`, `sky`, `dstack`, `kubectl`.
 
-A tool that is missing, fails or does not end in time is one sentence with its last lines.
+Such a target renders text for its tool, and says which commands start, show and end it. The rest is here: what runs already is
+found by its name, and is this launch's own only if the record has its id.
 """
 
 from __future__ import annotations
@@ -8,49 +9,194 @@ from __future__ import annotations
 import json
 import os
 import re
-import selectors
 import shutil
 import subprocess
-import time
-from collections.abc import Callable, Mapping
+import tempfile
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
-
-from pydantic import TypeAdapter, ValidationError
+from typing import Any, ClassVar
 
 from rollcall.config.sections import ClusterSection
 from rollcall.jobs.paths import resolve_paths
-from rollcall.launch.errors import LaunchError
-from rollcall.launch.record import LaunchRecord, Part
-from rollcall.launch.rendered import Command
-from rollcall.launch.target import LaunchRequest
+from rollcall.launch.errors import ElsewhereError, LaunchError
+from rollcall.launch.record import LaunchRecord, launch_token
+from rollcall.launch.rendered import Command, Rendered
+from rollcall.launch.target import LaunchRequest, Target
 from rollcall.redact import redact_end
 from rollcall.wait import Wait, say
 from rollcall.words import visible
-
-Told = TypeVar("Told")
+from rollcall.worker_env.node_shell import TOKEN
 
 STDERR = 2  # the file descriptor
 TOOL_S = 300.0  # to ask a tool something; `sky` starts a server of its own for the first question
 START_S = 3600.0  # clouds take their time to give machines
-END_S = 1800.0  # clouds take their time to take machines back, too
+END_S = 1800.0  # and to take them back
 ASK_EVERY_S = 2.0
 LAST_LINES = 15
 LAST_BYTES = 10_000
-MOST_BYTES = 64 << 20  # of what a tool answers
-LOOK_EVERY_S = 0.2
 
 
-def check_for_tool(request: LaunchRequest, *, target: str, image_key: str) -> None:
-    """What every target refuses whose tool gets the machines, and whose section names the image."""
-    if request.launch.container is not None:
-        raise LaunchError(f"launch.container is for ssh and slurm; for {target} name the image in {image_key}")
-    if request.launch.rendezvous is not None:
-        raise LaunchError(
-            f"launch.rendezvous is for ssh and slurm; {target} tells its nodes where the head is, so leave it out"
-        )
-    if request.cluster.num_nodes > 1:  # one node finds a relative path in its own folder
-        resolve_paths(request.config, folder=request.cwd, shared=None)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """Something that a tool has under the launch's name."""
+
+    id: str  # "": the tool gives none
+    told: str  # its state, in the tool's words
+    is_busy: bool  # whether it runs, or waits to run
+    stays: bool = False  # whether it is there until it is taken down, also when its run has ended
+
+    @property
+    def is_there(self) -> bool:
+        return self.is_busy or self.stays
+
+
+class ToolTarget(Target):
+    title: ClassVar[str]  # of the tool, for messages
+    program: ClassVar[str]
+    install: ClassVar[str]
+    checked: ClassVar[str]  # a line for the user, after ``validate``
+    look: ClassVar[str]  # the command with which the user sees what there is
+    image_key: ClassVar[str] = ""  # where the section names the image
+    place_words: ClassVar[str] = ""  # "kubectl's context": the cluster or project that the tool speaks with
+    place_advice: ClassVar[str] = ""  # with {} for its name
+
+    @abstractmethod
+    def find(self, record: LaunchRecord) -> list[Seen]:
+        """Everything that the tool has under the launch's name, the newest first."""
+
+    @abstractmethod
+    def end(self, record: LaunchRecord, ids: Sequence[str]) -> None:
+        """Tell the tool to end these."""
+
+    def log_command(self, record: LaunchRecord, *, follow: bool) -> tuple[str, ...]:
+        raise NotImplementedError  # of a target that prints its log in another way
+
+    def tool_name(self, name: str) -> str:
+        """The launch's name as the tool takes it."""
+        return name
+
+    def kind(self, request: LaunchRequest) -> str:
+        """What else finds it again: its kind, or its namespace."""
+        return ""
+
+    def place(self) -> str:
+        """The cluster or project that the tool speaks with now."""
+        return ""
+
+    def begin(self, request: LaunchRequest, rendered: Rendered, record: LaunchRecord) -> str:
+        """Start it; returns its id, or "" if the tool does not print it."""
+        run(rendered.commands[0], env={TOKEN: launch_token(request.folder)}, cwd=request.cwd)
+        return ""
+
+    def check(self, request: LaunchRequest) -> None:
+        if request.launch.container is not None:
+            raise LaunchError(
+                f"launch.container is for ssh and slurm; for {self.name} name the image in {self.image_key}"
+            )
+        if request.launch.rendezvous is not None:
+            raise LaunchError(
+                f"launch.rendezvous is for ssh and slurm; {self.name} tells its nodes where the head is, so leave it out"
+            )
+        if request.cluster.num_nodes > 1:  # one node finds a relative path in its own folder
+            resolve_paths(request.config, folder=request.cwd, shared=None)
+
+    def validate(self, rendered: Rendered, folder: Path) -> str:
+        need_tool(self.program, install=self.install)
+        return self.checked
+
+    def in_use(self, record: LaunchRecord, names: Sequence[str]) -> Sequence[str]:
+        self.require_started(record)
+        return names if any(each.is_busy for each in self.own(record)) else ()
+
+    def start(self, request: LaunchRequest, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
+        self.refuse_elsewhere(record)
+        name, kind = self.tool_name(record.name), self.kind(request)
+        before = [] if record.id is None else [each for each in self.own(record) if each.is_there]
+        if before and record.facts["kind"] != kind:
+            raise LaunchError(
+                f"{record.name!r} was launched with {record.facts['kind']!r}, not {kind!r}; end it with `rollcall launch down "
+                f"{record.name}` first, or give another --name"
+            )
+        record = record.knowing(kind=kind, place=self.place())
+        there = [each for each in self.seen(record) if each.is_there]
+        if any(record.id is None or not is_own(record, name, each.id) for each in there):
+            raise LaunchError(
+                f"{self.title} has {name!r} already, and this launch has not started it; give another --name, or end that one first"
+            )
+        busy = [each for each in there if each.is_busy]
+        if busy:
+            say(f"{name!r} is there already: {busy[0].told}")
+            id = busy[0].id
+        else:
+            record = record.having(id="").save()
+            id = self.begin(request, rendered, record) or next((each.id for each in self.seen(record)), "")
+        return record.having(id=id or name).save()
+
+    def status(self, record: LaunchRecord) -> str:
+        self.require_started(record)
+        newest = next(iter(self.own(record)), None)
+        return f"{self.title} does not know it" if newest is None else visible(newest.told)
+
+    def logs(self, record: LaunchRecord) -> None:
+        self.require_started(record)
+        watch(Command(words=self.log_command(record, follow=False), what="read the log"))
+
+    def follow(self, record: LaunchRecord) -> int:
+        self.require_started(record)
+        return watch(Command(words=self.log_command(record, follow=True), what="follow the log"))
+
+    def stop(self, record: LaunchRecord) -> None:
+        if record.id is None:
+            return
+        name = self.tool_name(record.name)
+        self.refuse_elsewhere(record)
+        there = [each for each in self.seen(record) if each.is_there]
+        ids = [each.id for each in there if is_own(record, name, each.id)]
+        if ids:
+            self.end(record, ids)
+            wait = Wait(END_S)  # a tool says that it ends something before its machines are gone
+            while any(each.id in ids and each.is_there for each in self.seen(record)):
+                if not wait.again(f"waiting for {self.title} to end {name!r}", after_s=ASK_EVERY_S):
+                    raise LaunchError(
+                        f"{self.title} was told to end {name!r} and has not after {wait.timeout_s:g} s; see `{self.look}`, then "
+                        "run this again"
+                    )
+        if len(ids) < len(there):
+            say(f"{self.title} has another {name!r}, which this launch has not started: it is left alone")
+
+    def require_started(self, record: LaunchRecord) -> None:
+        if record.id is None:
+            raise LaunchError(f"{record.name!r} has started nothing yet; run the same `rollcall launch` again")
+        self.refuse_elsewhere(record)
+
+    def own(self, record: LaunchRecord) -> list[Seen]:
+        """What this launch has started."""
+        name = self.tool_name(record.name)
+        return [each for each in self.seen(record) if is_own(record, name, each.id)]
+
+    def seen(self, record: LaunchRecord) -> list[Seen]:
+        try:
+            return self.find(record)
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
+            raise LaunchError(
+                f"{self.program} printed something else than expected ({type(error).__name__}: {error}); see `{self.look}`"
+            ) from None
+
+    def refuse_elsewhere(self, record: LaunchRecord) -> None:
+        """Another cluster or project has no such thing, which would be taken for its end."""
+        then = record.facts.get("place")
+        if then and (now := self.place()) not in ("", then):
+            raise ElsewhereError(
+                f"{record.name!r} was launched in {self.place_words} {then!r}, and here it is {now!r}; {self.place_advice.format(then)}"
+            )
+
+
+def is_own(record: LaunchRecord, name: str, id: str) -> bool:
+    """Whether this launch started what the tool calls ``id``. Before its id is known, and where the tool gives none, it goes by its
+    name: when it was about to be started, nothing had that name."""
+    return record.id in ("", name, id)
 
 
 def unlike_slots(asked: object, cluster: ClusterSection, *, key: str) -> tuple[str, ...]:
@@ -70,49 +216,40 @@ def need_tool(name: str, *, install: str) -> None:
 
 
 def ask(
-    command: Command,
-    *,
-    timeout_s: float = TOOL_S,
-    may_fail: bool = False,
-    means_nothing: str | None = None,
-    env: Mapping[str, str] | None = None,
+    command: Command, *, fine: str | None = None, env: Mapping[str, str] | None = None, timeout_s: float = TOOL_S
 ) -> str:
-    """What the tool prints. ``may_fail``: what it does not know is an empty answer. ``means_nothing``: words with which it fails
-    when there is just nothing to tell. ``env``: all its variables; None: those of this process."""
-    status, out, err = _captured(command, timeout_s=timeout_s, env=os.environ if env is None else env)
-    printed = f"{out}\n{err}"
-    if status and (may_fail or (means_nothing is not None and means_nothing in printed)):
-        return ""
-    if status:
-        raise LaunchError(_failed(command, status, printed))
-    return out
+    """What the tool prints on stdout. ``fine``: words of a failure that means an empty answer; "": any failure does."""
+    # Files, because a server that the tool leaves behind would hold a pipe open.
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        status = _run(command, stdout=out, stderr=err, env=env, timeout_s=timeout_s)
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read().decode(errors="replace"))
+    if status and (fine is None or fine not in "\n".join(texts)):
+        raise LaunchError(
+            f"cannot {command.what}: `{command}` ended with status {status}:\n{_last(chr(10).join(texts))}".rstrip()
+        )
+    return "" if status else texts[0]
 
 
-def ask_json(command: Command, answer: TypeAdapter[Told], *, means_nothing: str | None = None) -> Told | None:
-    """What the tool prints as JSON, after lines for people; None: nothing. ``answer``: what of it is needed."""
-    text = ask(command, means_nothing=means_nothing)
+def ask_json(command: Command, *, fine: str | None = None) -> Any:
+    """What the tool prints as JSON, after lines for people; None: nothing."""
+    text = ask(command, fine=fine)
     begins = re.search(r"^[\[{]", text, re.MULTILINE)
     if begins is None and not text.strip():
         return None
     try:
-        found = json.JSONDecoder().raw_decode(text, begins.start() if begins else 0)[0]
-    except (ValueError, RecursionError):
+        return json.JSONDecoder().raw_decode(text, begins.start() if begins else 0)[0]
+    except ValueError:
         raise LaunchError(f"cannot {command.what}: `{command}` printed no JSON:\n{_last(text)}") from None
-    try:
-        return answer.validate_python(found)
-    except ValidationError as error:
-        where = ".".join(map(str, error.errors()[0]["loc"]))
-        why = f"{where}: {error.errors()[0]['msg']}".lstrip(": ")
-        raise LaunchError(f"cannot {command.what}: `{command}` printed something else than expected ({why})") from None
 
 
-def run(
-    command: Command, *, env: Mapping[str, str] | None = None, cwd: Path | None = None, timeout_s: float = START_S
-) -> None:
+def run(command: Command, *, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> None:
     """Its output goes to the user as it comes, on stderr: stdout has what a command of Rollcall answers."""
-    status = _run(command, timeout_s=timeout_s, env=env, cwd=cwd, stdout=STDERR)
+    status = _run(command, stdout=STDERR, env={**os.environ, **(env or {})}, cwd=cwd, timeout_s=START_S)
     if status:
-        raise LaunchError(_failed(command, status, ""))
+        raise LaunchError(f"cannot {command.what}: `{command}` ended with status {status}")
 
 
 def watch(command: Command) -> int:
@@ -120,110 +257,14 @@ def watch(command: Command) -> int:
     return _run(command, timeout_s=None)
 
 
-def refuse_others(name: str, *, tool: str, record: LaunchRecord, where: str, id: str = "") -> None:
-    """Of something that runs under this name: it is this launch's own only if the record says so."""
-    if not any(part.where == where and is_own(part, name=name, id=id) for part in record.parts):
-        raise LaunchError(
-            f"{tool} has {name!r} already, and this launch has not started it; give another --name, or end that one first"
-        )
-
-
-def is_own(part: Part, *, name: str, id: str) -> bool:
-    """Whether what the tool calls ``id`` is this part. Before its id is known, and where the tool gives none, a part goes by its
-    name: when it was about to be started, nothing had that name."""
-    return part.id in ("", name, id)
-
-
-def wait_until_ended(name: str, *, tool: str, runs: Callable[[], bool], look: str) -> None:
-    """Tools that were told to end something say so before its machines are gone. ``look``: how a user sees what is left."""
-    wait = Wait(END_S)
-    while runs():
-        if not wait.again(f"waiting for {tool} to end {name!r}", after_s=ASK_EVERY_S):
-            raise LaunchError(
-                f"{tool} was told to end {name!r} and has not after {END_S:g} s; see `{look}`, then run this again"
-            )
-
-
-def leave_others(name: str, *, tool: str) -> None:
-    say(f"{tool} has another {name!r}, which this launch has not started: it is left alone")
-
-
-def _run(
-    command: Command,
-    *,
-    timeout_s: float | None,
-    env: Mapping[str, str] | None = None,
-    cwd: Path | None = None,
-    stdout: int | None = None,
-) -> int:
+def _run(command: Command, *, timeout_s: float | None, **how: Any) -> int:
     try:
-        return subprocess.run(
-            command.words,
-            check=False,
-            stdout=stdout,
-            env={**os.environ, **(env or {})},
-            cwd=cwd,
-            timeout=timeout_s,
-            stdin=subprocess.DEVNULL,  # a tool that asks gets no answer, instead of waiting for one
-        ).returncode
+        # A tool that asks gets no answer, instead of waiting for one.
+        return subprocess.run(command.words, timeout=timeout_s, stdin=subprocess.DEVNULL, **how).returncode
     except FileNotFoundError:
-        raise LaunchError(_missing(command)) from None
+        raise LaunchError(f"cannot {command.what}: `{command.words[0]}` is not on this machine's PATH") from None
     except subprocess.TimeoutExpired:
-        raise LaunchError(_late(command, timeout_s)) from None
-
-
-def _captured(command: Command, *, timeout_s: float, env: Mapping[str, str]) -> tuple[int, str, str]:
-    """Its status, and what it printed on stdout and stderr. One that prints without an end is ended."""
-    try:
-        process = subprocess.Popen(
-            command.words, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-    except FileNotFoundError:
-        raise LaunchError(_missing(command)) from None
-    assert process.stdout is not None and process.stderr is not None
-    parts: dict[Any, bytearray] = {process.stdout: bytearray(), process.stderr: bytearray()}
-    give_up = time.monotonic() + timeout_s
-    try:
-        with selectors.DefaultSelector() as selector:
-            for pipe in parts:
-                selector.register(pipe, selectors.EVENT_READ)
-            while selector.get_map():
-                ready = selector.select(LOOK_EVERY_S)
-                for key, _ in ready:
-                    data = os.read(key.fd, 1 << 16)
-                    parts[key.fileobj] += data
-                    if not data:
-                        selector.unregister(key.fileobj)
-                if sum(map(len, parts.values())) > MOST_BYTES:
-                    raise LaunchError(f"cannot {command.what}: `{command}` prints more than {MOST_BYTES >> 20} MiB")
-                if time.monotonic() > give_up:
-                    raise LaunchError(_late(command, timeout_s))
-                if not ready and process.poll() is not None:
-                    break  # what it has started in the background holds the pipe
-        try:
-            process.wait(max(give_up - time.monotonic(), LOOK_EVERY_S))
-        except subprocess.TimeoutExpired:
-            raise LaunchError(_late(command, timeout_s)) from None
-    finally:
-        process.kill()
-        process.wait()
-        for pipe in parts:
-            pipe.close()
-    out, err = (bytes(part).decode(errors="replace") for part in parts.values())
-    return process.returncode, out, err
-
-
-def _missing(command: Command) -> str:
-    return f"cannot {command.what}: `{command.words[0]}` is not on this machine's PATH"
-
-
-def _late(command: Command, timeout_s: float | None) -> str:
-    return f"cannot {command.what}: `{command}` has not ended after {timeout_s:.0f} s"
-
-
-def _failed(command: Command, status: int, printed: str) -> str:
-    last = _last(printed)
-    return f"cannot {command.what}: `{command}` ended with status {status}{':' if last else ''}\n{last}".rstrip()
+        raise LaunchError(f"cannot {command.what}: `{command}` has not ended after {timeout_s:.0f} s") from None
 
 
 def _last(printed: str) -> str:

@@ -23,7 +23,6 @@ from rollcall.config.sections import ClusterSection
 from rollcall.durable.atomic import write_atomic
 from rollcall.durable.journal import ATTEMPTS, GROUPS
 from rollcall.errors import ClusterError, ConfigError
-from rollcall.jobs.channel import Unreachable
 from rollcall.jobs.prepare import prepare_node
 from rollcall.jobs.submit import Job, Jobs, reach
 from rollcall.launch.ready import JOIN_S, look_first
@@ -89,7 +88,7 @@ class WholeRun:
         ended = Path(record.temp_dir) / ENDED
         ended.unlink(missing_ok=True)
         if record.rank:
-            return _exit_status(hold(record, save_s=save_s, until=_Ended(ended).status))
+            return _exit_status(hold(record, save_s=save_s, until=lambda: _status_in(ended)))
         words = [sys.executable, "-m", __name__, record.cluster, str(self._run_file), str(timeout_s)]
         # A signal reaches it through the run, whose job ends. Slurm may signal every process of a task, from its first moment on.
         beside = subprocess.Popen(words, start_new_session=True, preexec_fn=_ignore_signals)
@@ -106,28 +105,19 @@ def _exit_status(status: int | None) -> int:
     return STOPPED if status is None else 128 - status if status < 0 else status
 
 
+def _status_in(ended: Path) -> int | None:
+    """The status that rank 0 has left, some moments after it came: Ray still has to tell rank 0 that it is here."""
+    if not ended.exists() or time.time() - ended.stat().st_mtime < HEARD_S:
+        return None
+    return int(ended.read_text())
+
+
 def cluster_of(config: Config) -> ClusterSection:
     if config.cluster is None:
         raise ConfigError(
             "--run needs a run file with a `cluster:` section: num_nodes, num_gpus_per_node and where roles sit"
         )
     return config.cluster
-
-
-class _Ended:
-    """What rank 0 leaves on a node."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._seen: float | None = None
-
-    def status(self) -> int | None:
-        """Some moments after it came: Ray still has to tell rank 0 that it is here."""
-        if not self._path.exists():
-            return None
-        now = time.monotonic()
-        self._seen = now if self._seen is None else self._seen
-        return int(self._path.read_text()) if now - self._seen >= HEARD_S else None
 
 
 def drive(cluster: str, run_file: Path, *, timeout_s: float) -> int:
@@ -172,6 +162,8 @@ def _note_reached(cluster: str, run_dir: Path) -> None:
 
 def _known(jobs: Jobs) -> list[Job]:
     """Ray's dashboard answers later than Ray itself, on a busy node much later."""
+    from rollcall.on_ray.job_client import Unreachable
+
     wait = Wait(DASHBOARD_S)
     while True:
         try:

@@ -51,7 +51,7 @@ from rollcall.loop.supply import AsCompleted, Cursor, Demand, InOrder, NothingLe
 from rollcall.observe.calls import BusySpans
 from rollcall.observe.console import Console
 from rollcall.observe.events import Events, StepPhase
-from rollcall.observe.summary import sample_rows
+from rollcall.observe.samples import sample_rows
 from rollcall.stop import Stop
 from rollcall.wait import say
 from rollcall.words import counted

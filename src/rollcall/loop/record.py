@@ -21,12 +21,12 @@ from rollcall.loop.evaluate import Evaluation
 from rollcall.loop.phases import is_due
 from rollcall.loop.protocols import Workers
 from rollcall.loop.saves import Saved, Saves
-from rollcall.loop.step_metrics import batch_metrics
+from rollcall.loop.step_metrics import batch_metrics, peak_memory_gib
 from rollcall.loop.supply import StepBatch
 from rollcall.observe.console import Console
 from rollcall.observe.headline import ACCURACY, REWARD, headline_of
+from rollcall.observe.samples import write_samples
 from rollcall.observe.sinks import Sink, read_rows
-from rollcall.observe.summary import peak_memory_gib, write_samples
 from rollcall.observe.token_scores import FOLDER, GROUPS, write_token_scores
 from rollcall.types import Group, Sample
 from rollcall.wait import warn

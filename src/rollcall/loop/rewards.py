@@ -1,9 +1,12 @@
-"""The rewards of a run, to await."""
+"""The rewards of a run, as its groups await them."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from rollcall.loop.aside import in_thread
 from rollcall.observe.calls import BusySpans
@@ -11,64 +14,49 @@ from rollcall.observe.live import REWARDS
 from rollcall.reward.scorer import Scorer
 from rollcall.types import Completion, Prompt, Score
 
-LOOK_S = 0.002  # between two looks at the reward processes
-
 
 class Rewards:
-    """One task looks at the scorers while any of them has something to score. ``is_remote``: reward models are in other processes, so asking
-    them only waits. ``spans`` is told when reward functions are busy."""
+    """``is_remote``: reward models are in other processes, so asking them only waits. ``spans`` is told when reward functions are busy."""
 
     def __init__(self, *, is_remote: bool = False, spans: BusySpans | None = None) -> None:
-        self._is_remote = is_remote
+        self._ask_model = self._ask if is_remote else None
         self._spans = spans or BusySpans(REWARDS)
-        self._waiting: dict[tuple[Scorer, int], asyncio.Future[tuple[Score, ...]]] = {}
-        self._num_asked = 0
+        self._num_scored = self._num_generated = 0  # groups at this moment
         self._one_asks = asyncio.Lock()
-        self._looking: asyncio.Task[None] | None = None
-        self._seconds, self._since = 0.0, 0.0
+        self._seconds, self._since = 0.0, time.perf_counter()
 
     async def score(self, scorer: Scorer, prompt: Prompt, completions: tuple[Completion, ...]) -> tuple[Score, ...]:
-        if self._is_remote and scorer.asks_models:
-            async with self._one_asks:  # only one thread at a time may use a scorer
-                return await in_thread(scorer.score, prompt, completions)
-        loop = asyncio.get_running_loop()
-        key = self._num_asked = self._num_asked + 1
-        done: asyncio.Future[tuple[Score, ...]] = loop.create_future()
-        if not self._waiting:
-            self._since = time.perf_counter()
-        self._waiting[scorer, key] = done
-        self._spans.note(True)
+        self._count(scored=1)
         try:
-            scorer.submit(key, prompt, completions)
-        except BaseException:
-            del self._waiting[scorer, key]
-            raise
-        if self._looking is None or self._looking.done():
-            self._looking = loop.create_task(self._look())
-        return await done
+            return await scorer.score(prompt, completions, ask_model=self._ask_model)
+        finally:
+            self._count(scored=-1)
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """A group is generated while the block runs."""
+        self._count(generated=1)
+        try:
+            yield
+        finally:
+            self._count(generated=-1)
 
     def take_seconds(self) -> float:
-        """How long something was scored since this was last asked."""
-        now = time.perf_counter()
-        seconds = self._seconds + (now - self._since if self._waiting else 0.0)
-        self._seconds, self._since = 0.0, now
+        """How long groups were scored while none was generated, since this was last asked."""
+        self._count()
+        seconds, self._seconds = self._seconds, 0.0
         return seconds
 
-    async def _look(self) -> None:
-        try:
-            while self._waiting:
-                for scorer in {scorer for scorer, _ in self._waiting}:
-                    for key, scores in scorer.poll():
-                        done = self._waiting.pop((scorer, key))
-                        if not done.cancelled():
-                            done.set_result(scores)
-                if not self._waiting:
-                    self._spans.note(False)
-                    self._seconds += time.perf_counter() - self._since
-                    return
-                await asyncio.sleep(LOOK_S)
-        except Exception as error:  # noqa: BLE001 - all who wait get it
-            waiting, self._waiting = self._waiting, {}
-            for done in waiting.values():
-                if not done.cancelled():
-                    done.set_exception(error)
+    def _count(self, *, scored: int = 0, generated: int = 0) -> None:
+        now = time.perf_counter()
+        if self._num_scored and not self._num_generated:
+            self._seconds += now - self._since
+        self._since = now
+        self._num_scored += scored
+        self._num_generated += generated
+        self._spans.note(bool(self._num_scored))
+
+    async def _ask(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Ask a model in another process, for one group at a time."""
+        async with self._one_asks:
+            return await in_thread(function, *args)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 from collections import Counter
 
 import numpy as np
@@ -13,6 +15,15 @@ from rollcall.loop.supply import StepBatch
 from rollcall.types import EndReason, Episode, Sample, rows_of
 
 MOST_NAMES = 500  # of environments' metrics in a step: those that most episodes have
+
+
+def peak_memory_gib() -> float:
+    """Most memory this process has held: by CUDA's allocator where a card is in use, else resident."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated() / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes on macOS, in KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
 def batch_metrics(
@@ -79,7 +90,7 @@ def _episode_metrics(episodes: list[Episode]) -> dict[str, float]:
     for episode in episodes:
         for name, value in episode.metrics.items():
             own.setdefault(name, []).append(value)
-    dropped = sum(own.pop(DROPPED, ())) + len(own.pop("", ()))  # journals of older versions have empty names
+    dropped = sum(own.pop(DROPPED, ()))
     kept = sorted(own, key=lambda name: -len(own[name]))[:MOST_NAMES]
     return {
         "episode/turns_mean": float(np.mean([len(episode.turns) for episode in episodes])),

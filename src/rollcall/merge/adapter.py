@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +39,12 @@ def whole_model(source: Path, *, out: Path) -> Iterator[Stored | None]:
     with locked(space, out):
         try:
             _refuse_changed(folder)
-            _refuse_bases(out, bases_of(folder, where=str(source)))
+            for base in bases_of(folder, where=str(source)):
+                model = Path(base).expanduser()
+                if model.is_dir() and model.resolve().is_relative_to(out.resolve()):
+                    raise StoredError(
+                        f"{out} holds {base}, the model of the adapter, which the merge reads; choose another --out"
+                    )
             calm_transformers()
             say(f"adding the adapter in {folder} to its model")
             dtype = outline_causal_lm(str(folder), dtype=torch.float32).config.dtype or torch.float32
@@ -50,21 +55,13 @@ def whole_model(source: Path, *, out: Path) -> Iterator[Stored | None]:
                 save_file(tensors, space / "model.safetensors", metadata={"format": "pt"})
             del model, tensors
             stored = open_model_dir(space)
-            yield replace(stored, origin=str(source), folder=folder, kind=ADAPTED, facts=_facts(source))
+            checkpoint = checkpoint_of(source)
+            facts = {} if checkpoint is None else read_manifest(checkpoint).facts
+            yield replace(stored, origin=str(source), folder=folder, kind=ADAPTED, facts=facts)
         except (ModelError, ModelFilesError) as error:
             raise StoredError(str(error)) from None
         finally:
             shutil.rmtree(space, ignore_errors=True)
-
-
-def _refuse_bases(out: Path, bases: Sequence[str]) -> None:
-    """The merged model must not take the place of the one that the adapter belongs to, nor of those below that."""
-    for base in bases:
-        model = Path(base).expanduser()
-        if model.is_dir() and model.resolve().is_relative_to(out.resolve()):
-            raise StoredError(
-                f"{out} holds {base}, the model of the adapter, which the merge reads; choose another --out"
-            )
 
 
 def _refuse_changed(folder: Path) -> None:
@@ -78,11 +75,3 @@ def _refuse_changed(folder: Path) -> None:
                 f"{file} is not as written (the checksum differs); copy the file from where it was written again, or use another "
                 "checkpoint"
             )
-
-
-def _facts(source: Path) -> dict[str, object]:
-    """What the checkpoint's writer noted of the run."""
-    checkpoint = checkpoint_of(source)
-    if checkpoint is None:
-        return {}
-    return {key: value for key, value in read_manifest(checkpoint).fields.items() if key != "files"}

@@ -1,4 +1,4 @@
-"""What stands beside the weights: configs, tokenizer, chat template, and a model card with the facts of the run."""
+"""The files of a merged model that are not its weights: config files, and a model card with the facts of the run."""
 
 from __future__ import annotations
 
@@ -18,20 +18,18 @@ from rollcall.stored.tensors import Stored
 from rollcall.version import __version__
 from rollcall.words import visible
 
-# What belongs to a model beside its weights, by the ends of names; of folders only the one of further templates.
-BESIDE = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
-NOT_BESIDE = (
+# Config files by the ends of their names; of folders only the one of further templates.
+CONFIG_ENDS = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
+NOT_COPIED = (
     "model.safetensors.index.json", "pytorch_model.bin.index.json", "verified.json", "README.md", ADAPTER_CONFIG,
 )  # fmt: skip
 TEMPLATES = "additional_chat_templates/*.jinja"
-MOST_BYTES = 1 << 28
-LONGEST_CELL = 300  # characters
 _HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 
 
 def not_of_a_model(folder: Path) -> Path | None:
     """A file or folder in a model directory that no model has: somebody's own, or a link to elsewhere; None: there is none."""
-    suffixes, words = (*BESIDE, ".safetensors", ".bin", ".md"), ("LICENSE", "NOTICE")
+    suffixes, words = (*CONFIG_ENDS, ".safetensors", ".bin", ".md"), ("LICENSE", "NOTICE")
 
     def belongs(path: Path) -> bool:
         if path.is_symlink() or path.name.startswith("."):
@@ -43,7 +41,7 @@ def not_of_a_model(folder: Path) -> Path | None:
     return next((path for path in sorted(folder.rglob("*")) if not belongs(path)), None)
 
 
-def write_beside(stored: Stored, folder: Path, out: Path, *, dtype: DType | None) -> None:
+def copy_config_files(stored: Stored, folder: Path, out: Path, *, dtype: DType | None) -> None:
     """Copy the files of ``folder`` that belong to a model; config.json says in which type the weights are.
 
     What the model computed is known from the folder of its own weights: the probe of another model would refuse it.
@@ -51,10 +49,10 @@ def write_beside(stored: Stored, folder: Path, out: Path, *, dtype: DType | None
     own = () if stored.folder is None else stored.folder.glob(PROBE)
     others = (path for path in (*folder.iterdir(), *folder.glob(TEMPLATES)) if path.name != PROBE)
     for path in sorted((*own, *others)):
-        if not path.is_file() or path.suffix not in BESIDE or path.name in NOT_BESIDE:
+        if not path.is_file() or path.suffix not in CONFIG_ENDS or path.name in NOT_COPIED:
             continue
         try:
-            data = read_small(path, most=MOST_BYTES)
+            data = read_small(path)
         except ValueError as error:
             raise StoredError(f"{path} cannot be copied: {error}") from None
         known = stored.files.get(path)
@@ -63,14 +61,14 @@ def write_beside(stored: Stored, folder: Path, out: Path, *, dtype: DType | None
         if path.name == "config.json":
             data = _config(data, path, dtype=dtype)
         if path.name == PROBE and folder != stored.folder:
-            data = _free_beside(data)
+            data = _free_config_files(data)
         target = out / (path.relative_to(folder) if path.is_relative_to(folder) else path.name)
         target.parent.mkdir(exist_ok=True)
         target.write_bytes(data)
 
 
-def _free_beside(data: bytes) -> bytes:
-    """A probe for files beside the weights that were chosen on purpose: only the log-probs must be the trained model's."""
+def _free_config_files(data: bytes) -> bytes:
+    """The probe without what it says of config files, for those that were chosen on purpose: only the log-probs must be the trained model's."""
     try:
         return json.dumps({**json.loads(data), "beside": {}}, indent=1).encode()
     except (ValueError, TypeError, RecursionError):
@@ -117,13 +115,12 @@ def run_facts(stored: Stored) -> dict[str, str]:
     scores = facts.get("scores") or ({"score": facts["score"]} if facts.get("score") is not None else {})
     if isinstance(scores, Mapping):
         told |= {
-            str(key): f"{value:.4g}" for key, value in scores.items() if isinstance(value, float) or _is_small(value)
+            str(key): f"{value:.4g}"
+            for key, value in scores.items()
+            if isinstance(value, float)
+            or (isinstance(value, int) and abs(value) < 10**15)  # others cannot be written so
         }
     return told
-
-
-def _is_small(value: Any) -> bool:
-    return isinstance(value, int) and abs(value) < 10**15
 
 
 def _run_file(origin: Path) -> dict[str, Any]:
@@ -181,13 +178,9 @@ def card(
     if "algorithm" not in facts and stored.kind != "checkpoint" and stored.kind != "sharded checkpoint":
         lines[lines.index("Trained by reinforcement learning with Rollcall.")] = "Merged by Rollcall."
     lines += [f"| {_cell(key)} | {_cell(value)} |" for key, value in rows.items()]
-    lines += ["", *(f"- {_plain(note, stored)}" for note in notes)] if notes else []
+    # Without the paths of this machine.
+    lines += ["", *(f"- {_cell(note.replace(stored.origin, 'the checkpoint'))}" for note in notes)] if notes else []
     return "\n".join(lines) + "\n"
-
-
-def _plain(note: str, stored: Stored) -> str:
-    """A note without the paths of this machine."""
-    return _cell(note.replace(stored.origin, "the checkpoint"))
 
 
 def _cell(text: str) -> str:
@@ -196,7 +189,7 @@ def _cell(text: str) -> str:
     >>> _cell("a|b <script>\\n# [x](y)")
     'a/b &lt;script> # \\\\[x](y)'
     """
-    shown = visible(" ".join(text.replace("|", "/").split()))[:LONGEST_CELL]
+    shown = visible(" ".join(text.replace("|", "/").split()))[:300]
     return re.sub(r"([\\`\[])", r"\\\1", shown).replace("&", "&amp;").replace("<", "&lt;")
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import prod
 
 from rollcall.merge.plan import Copy, Unit
-from rollcall.stored.files import StoredError, StoredFile, new_checksum
+from rollcall.stored.files import StoredError, StoredFile, new_checksum, read_fully
 
 CHUNK = 512 << 10  # a multiple of every element's size
 ELEMENT = 16  # bytes of the largest
@@ -90,16 +90,9 @@ class _Reader:
             if stop > at:
                 return self._buffer[at - self._begin : stop - self._begin]
         size = min(CHUNK, self._file.size - at)
-        _read(self._fd, self._buffer[:size], at, file=self._file)
+        read_fully(self._fd, self._buffer[:size], at, file=self._file)
         self._begin, self._end = at, at + size
         return self._buffer[: min(size, end - at)]
-
-
-def _read(fd: int, data: memoryview, offset: int, *, file: StoredFile) -> None:
-    while data:
-        if not (num := os.preadv(fd, [data], offset)):
-            raise StoredError(f"{file} ends at byte {offset:,}: it was cut off while it was read; restore the file")
-        data, offset = data[num:], offset + num
 
 
 class _Checks:

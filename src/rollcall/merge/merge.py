@@ -20,15 +20,16 @@ from queue import SimpleQueue
 from typing import Any
 
 from rollcall.merge.adapter import ADAPTED, whole_model
-from rollcall.merge.card import card, not_of_a_model, run_facts, write_beside
+from rollcall.merge.card import card, copy_config_files, not_of_a_model, run_facts
 from rollcall.merge.copy import copy_unit
-from rollcall.merge.plan import INDEX, MergePlan, Unit, plan_merge, written_dtype
+from rollcall.merge.plan import MergePlan, Unit, plan_merge, written_dtype
 from rollcall.merge.select import Selection, guess, select
 from rollcall.merge.staging import Staging, begin
 from rollcall.stored.dtypes import DTYPES as KINDS
 from rollcall.stored.dtypes import DType
 from rollcall.stored.files import StoredError
 from rollcall.stored.open import open_stored
+from rollcall.stored.safetensors import INDEX
 from rollcall.stored.tensors import Stored
 from rollcall.words import parse_size
 
@@ -36,8 +37,6 @@ DTYPES = {
     **{short: KINDS[name] for short, name in (("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32"))},
     **{name: KINDS[name] for name in ("bfloat16", "float16", "float32")},
 }
-MAX_SHARD_SIZE = "5GB"
-READERS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +74,7 @@ def merge(
     out: Path,
     *,
     dtype: str = "keep",
-    max_shard_size: str = MAX_SHARD_SIZE,
+    max_shard_size: str = "5GB",
     base: Path | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Merged:
@@ -87,7 +86,9 @@ def merge(
             if whole is not None:
                 return merge(whole, out, dtype=dtype, max_shard_size=max_shard_size, base=base, progress=progress)
     started = time.monotonic()
-    target, most = _dtype(dtype), _size(max_shard_size)
+    if dtype != "keep" and dtype not in DTYPES:
+        raise ValueError(f"--dtype {dtype} is unknown; use keep, bf16, fp16 or fp32")
+    target, most = DTYPES.get(dtype), _size(max_shard_size)
     stored = source if isinstance(source, Stored) else open_stored(source)
     folder = base or stored.folder
     if folder is None or not (folder / "config.json").is_file():
@@ -187,7 +188,8 @@ class _Job:
                 if not num_left:
                     written.put(None)
 
-        with staging.outs() as outs, ThreadPoolExecutor(max_workers=READERS + 1) as pool:
+        # Four that copy, and one that brings what they wrote to the disk.
+        with staging.outs() as outs, ThreadPoolExecutor(max_workers=5) as pool:
             every: list[Future[Any]] = [self.comparison]
             if waiting:
                 every.append(pool.submit(staging.flush, written, outs))
@@ -207,7 +209,7 @@ class _Job:
         dtypes = {written_dtype(one, self.dtype) for one in tensors}
         floats = [one for one in dtypes if one.is_floating_point]
         # A loader takes the type of the weights from config.json, which may name another than the shards are in.
-        write_beside(self.stored, self.folder, model, dtype=floats[0] if len(floats) == 1 else self.dtype)
+        copy_config_files(self.stored, self.folder, model, dtype=floats[0] if len(floats) == 1 else self.dtype)
         if (index := plan.index()) is not None:
             (model / INDEX).write_text(index)
         num_parameters = sum(prod(one.shape) for one in tensors)
@@ -215,12 +217,6 @@ class _Job:
             self.stored, num_parameters=num_parameters, dtypes=sorted(dtypes, key=str), facts=facts, notes=notes
         )
         (model / "README.md").write_text(text)
-
-
-def _dtype(name: str) -> DType | None:
-    if name != "keep" and name not in DTYPES:
-        raise ValueError(f"--dtype {name} is unknown; use keep, bf16, fp16 or fp32")
-    return DTYPES.get(name)
 
 
 def _size(text: str) -> int:

@@ -20,7 +20,6 @@ from rollcall.stored.safetensors_header import write_header
 from rollcall.stored.tensors import Piece, Stored, StoredTensor
 
 UNIT_BYTES = 256 << 20
-INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

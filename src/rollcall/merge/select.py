@@ -1,13 +1,13 @@
 """Which of the stored tensors belong to the model: compared with what its config.json describes.
 
-To know what it describes may take seconds, since transformers must be imported unless the model is a usual one. So a merge begins
+To know what it describes may take seconds, since transformers must be imported unless ``known_outline`` knows the model. So a merge begins
 with a guess from names alone, and compares while it copies.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,8 +16,8 @@ from rollcall.config.yaml import read_small
 from rollcall.errors import ModelFilesError
 from rollcall.model.files import read_model_config
 from rollcall.stored.files import StoredError
-from rollcall.stored.outline import MOST_BYTES, ROTARY, Outline, outline_of, usual_outline
-from rollcall.stored.tensors import Stored, StoredTensor, refuse_whole_numbers
+from rollcall.stored.outline import ROTARY, Outline, known_outline, outline_of
+from rollcall.stored.tensors import Stored, refuse_whole_numbers
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +37,7 @@ def guess(stored: Stored, folder: Path) -> tuple[str, ...]:
     """The names that ``select`` will most probably give."""
     refuse_adapters(stored)
     try:
-        is_tied = json.loads(read_small(folder / "config.json", most=MOST_BYTES)).get("tie_word_embeddings") is True
+        is_tied = json.loads(read_small(folder / "config.json")).get("tie_word_embeddings") is True
     except (OSError, ValueError, AttributeError, RecursionError):
         is_tied = False  # ``select`` says what is wrong with it
     embeddings = any(name.endswith("embed_tokens.weight") for name in stored.tensors)
@@ -63,7 +63,7 @@ def select(stored: Stored, folder: Path) -> Selection:
         fields = read_model_config(folder / "config.json")  # transformers builds any number of layers, one by one
     except ModelFilesError as error:
         raise StoredError(str(error)) from None
-    outline = usual_outline(fields) or outline_of(folder)
+    outline = known_outline(fields) or outline_of(folder)
     if outline is None:
         note = (
             "the installed transformers does not know this kind of model, so names and shapes were not compared with it"
@@ -92,24 +92,21 @@ def _refuse_others(stored: Stored, outline: Outline, names: Sequence[str], *, fo
     wanted = {name: shape for name, shape in outline.shapes.items() if name not in outline.tied}
     # A tied tensor may be stored under either name.
     there = {outline.tied.get(name, name): stored.tensors[name] for name in names}
+    misshaped = [
+        f"{name} is {list(tensor.shape)}, not {list(wanted[name])}"
+        for name, tensor in there.items()
+        if name in wanted and tensor.shape != wanted[name]
+    ]
     faults = [
         _fault("missing", [name for name in wanted if name not in there]),
         _fault("not part of the model", [name for name in there if name not in wanted]),
-        _fault("of another shape", _misshaped(there, wanted)),
+        _fault("of another shape", misshaped),
     ]
     if told := [fault for fault in faults if fault]:
         raise StoredError(
             f"{stored.origin} does not hold the model of {folder / 'config.json'}: {'; '.join(told)}. Give the files that belong "
             "together"
         )
-
-
-def _misshaped(there: Mapping[str, StoredTensor], wanted: Mapping[str, tuple[int, ...]]) -> list[str]:
-    return [
-        f"{name} is {list(tensor.shape)}, not {list(wanted[name])}"
-        for name, tensor in there.items()
-        if name in wanted and tensor.shape != wanted[name]
-    ]
 
 
 def _fault(what: str, names: Sequence[str]) -> str:

@@ -21,8 +21,6 @@ from rollcall.merge.plan import MergePlan, Unit
 from rollcall.stored.files import StoredError
 
 PLAN, PROGRESS = "plan.json", "done.jsonl"
-FLUSH_EVERY_S = 0.2
-SPARE_BYTES = 64 << 20  # for tokenizer, configs and the file system itself
 
 
 class FullDiskError(StoredError):
@@ -45,7 +43,8 @@ class Staging:
             same = json.loads(kept.read_bytes()) == {"fingerprint": self._plan.fingerprint}
         except (OSError, ValueError):
             same = False
-        same = same and all(_size(self.model / out.name) == out.size for out in self._plan.files)
+        sizes = {self.model / out.name: out.size for out in self._plan.files}
+        same = same and all(path.is_file() and path.stat().st_size == size for path, size in sizes.items())
         if same:
             self.done = _read_lines(self._progress)
         else:
@@ -64,8 +63,11 @@ class Staging:
             write_atomic(kept, json.dumps({"fingerprint": self._plan.fingerprint}))
 
     def _refuse_full_disk(self) -> None:
-        written = sum(_allocated(self.model / out.name) for out in self._plan.files)
-        needed = sum(out.size for out in self._plan.files) - written + SPARE_BYTES
+        written = sum(
+            path.stat().st_blocks * 512 for out in self._plan.files if (path := self.model / out.name).is_file()
+        )
+        needed = sum(out.size for out in self._plan.files) - written
+        needed += 64 << 20  # for tokenizer, configs and the file system itself
         free = free_bytes(self._folder)
         if free is not None and free < needed:
             raise FullDiskError(
@@ -78,7 +80,7 @@ class Staging:
         fds: list[int] = []
         try:
             for out in self._plan.files:
-                fds.append(os.open(self.model / out.name, os.O_WRONLY | os.O_NOFOLLOW))
+                fds.append(os.open(self.model / out.name, os.O_WRONLY))
             yield fds
         finally:
             for fd in fds:
@@ -131,9 +133,6 @@ def locked(folder: Path, out: Path) -> Iterator[None]:
     """The folder is there, and only this process works in it."""
     while True:
         folder.mkdir(parents=True, exist_ok=True)
-        inside = (folder / name for name in ("model", "lock", PLAN, PROGRESS))
-        if link := next((path for path in (folder, *inside) if path.is_symlink()), None):
-            raise StoredError(f"{link} is a link, and a merge writes to no other place than it was told; remove it")
         try:
             lock = take_lock(folder / "lock")
             break
@@ -149,18 +148,10 @@ def _taken(written: SimpleQueue[Unit | None]) -> list[Unit | None]:
     """All that is in the queue by then; after a while nothing."""
     units: list[Unit | None] = []
     with suppress(Empty):
-        units.append(written.get(timeout=FLUSH_EVERY_S))
+        units.append(written.get(timeout=0.2))
         while True:
             units.append(written.get_nowait())
     return units
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.is_file() else -1
-
-
-def _allocated(path: Path) -> int:
-    return path.stat().st_blocks * 512 if path.is_file() else 0
 
 
 def _read_lines(path: Path) -> set[str]:

@@ -22,7 +22,6 @@ from rollcall.errors import ModelFilesError
 from rollcall.model.files import read_model_config
 from rollcall.stored.find import PROBE, adapter_folder
 
-MOST_BYTES = 1 << 28  # of a probe
 PIECE = 1 << 19  # numbers that are looked at together, so that little memory is needed beside the weights
 _FACTOR = 0x9E3779B97F4A7C15  # odd, so that folding loses nothing
 _MASK = (1 << 64) - 1
@@ -141,7 +140,7 @@ def _noted(folder: Path, *, where: str) -> Mapping[str, str]:
     if not path.exists() and not path.is_symlink():
         return {}
     try:
-        found = json.loads(read_small(path, most=MOST_BYTES))
+        found = json.loads(read_small(path))
         base = found.get("base") or {}
         if isinstance(base, str):  # an earlier version: a sum in which places did not count
             base = {}

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from rollcall.net.door import CHALLENGE, PROOF_S, Door, prove, watch_peer
-from rollcall.net.frames import frame, read_exactly, read_frame
+from rollcall.process.framing import json_frame, read_exactly, read_json_frame
 
 GREET_S = 60.0  # members that greet have all met: one that is silent this long is not a member
 SLICE_S = 1.0  # the longest piece of a wait; between two, other threads of the process get their turn
@@ -75,7 +75,7 @@ class MeetingServer:
     def _serve(self, connection: socket.socket) -> None:
         try:
             while True:
-                connection.sendall(frame(self._do(**read_frame(partial(read_exactly, connection.recv)))))
+                connection.sendall(json_frame(self._do(**read_json_frame(partial(read_exactly, connection.recv)))))
         except OSError:  # the member is gone, or the meeting is over
             connection.close()
 
@@ -181,8 +181,8 @@ class MeetingStore(dist.Store):
         ]
         with self._lock:
             try:
-                self._socket.sendall(frame({"do": do, "keys": list(words[:num_keys]), "values": values, **more}))
-                return read_frame(partial(read_exactly, self._socket.recv))
+                self._socket.sendall(json_frame({"do": do, "keys": list(words[:num_keys]), "values": values, **more}))
+                return read_json_frame(partial(read_exactly, self._socket.recv))
             except OSError as error:
                 raise dist.DistStoreError(
                     f"Connection closed by peer: nobody answers where the group meets, at {self._where} ({error})"

@@ -244,7 +244,7 @@ def _joined(start: Start, *, deadline: float) -> NodeRecord:
     return replace(
         record,
         dashboard_url=dashboard_url(answer.dashboard, node_ip=record.node_ip, head_address=record.head_address),
-        processes=tuple(entry.process for entry in find_processes(state_dir(record.cluster))),
+        processes=tuple(find_processes(state_dir(record.cluster))),
         ports={**record.ports, **mine.ports},
     )
 

@@ -19,7 +19,7 @@ from rollcall.errors import ClusterError
 from rollcall.nodes.bootstrap import is_running, stop_node
 from rollcall.nodes.processes import find_processes, signal_processes
 from rollcall.nodes.state import NodeRecord, noted_drivers, read_record, state_dir
-from rollcall.process import Process, command_of
+from rollcall.process_table import Process, command_of
 from rollcall.stop import SAME_S, heeded_signals, status_words
 from rollcall.wait import Wait, say
 
@@ -103,14 +103,14 @@ def hold(
 def drivers(record: NodeRecord) -> list[Process]:
     """Of the runs of this cluster that are driven from this node: submitted ones, and those that a person started."""
     found = find_processes(state_dir(record.cluster), recorded=record.processes)
-    submitted = [entry.process for entry in found if DRIVER in command_of(entry.process.pid)]
+    submitted = [process for process in found if DRIVER in command_of(process.pid)]
     return [*submitted, *noted_drivers(record.cluster)]
 
 
 def has_run(record: NodeRecord) -> bool:
     """Whether a process of Ray's works for a run here."""
     found = find_processes(state_dir(record.cluster), recorded=record.processes)
-    titles = (command_of(entry.process.pid) for entry in found)
+    titles = (command_of(process.pid) for process in found)
     return any(title.startswith("ray::") and not title.startswith(FOR_NOBODY) for title in titles)
 
 

@@ -10,11 +10,14 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 from rollcall.errors import ClusterError
 from rollcall.nodes.state import CLUSTER, DEFAULT_CLUSTER, STATE_DIR
-from rollcall.process import Process, ProcessRow, command_of, environment_of, process_ids, read_row
+from rollcall.process_table import Process, command_of, environment_of, living, session_of
 
 MARK = "ROLLCALL_NODE_DIR"
 RAYLET, GCS = "raylet", "gcs_server"  # process names; without the first a node is down, without the second a head
@@ -22,19 +25,17 @@ GRACE_S = 5.0  # for a raylet to leave its cluster and take its workers along; o
 KILL_S = 10.0
 
 
-def find_processes(folder: Path, *, recorded: Iterable[Process] = ()) -> list[ProcessRow]:
+def find_processes(folder: Path, *, recorded: Iterable[Process] = ()) -> list[Process]:
     """All living processes of the cluster with that folder, without this one."""
-    table, marked = _table(folder)
-    started = set(recorded)
-    ours = marked | {pid for pid, row in table.items() if row.process in started}
-    sessions = {table[pid].session for pid in ours}
-    ours |= {pid for pid, row in table.items() if row.session in sessions}
-    while True:
-        more = {pid for pid, row in table.items() if row.parent in ours} - ours
-        if not more:
-            break
+    table = {process.pid: process for process in living() if process.info["uids"].real == os.getuid()}
+    ours = {process.pid for process in recorded if process.is_alive()} & table.keys()
+    ours |= {pid for pid in table if (environment_of(pid) or {}).get(MARK) == str(folder)}
+    sessions = {session_of(pid) for pid in ours} - {None}
+    ours |= {pid for pid in table if session_of(pid) in sessions}
+    while more := {pid for pid, process in table.items() if process.info["ppid"] in ours} - ours:
         ours |= more
-    return [table[pid] for pid in sorted(ours - {os.getpid()})]
+    found = (Process.of(pid) for pid in sorted(ours - {os.getpid()}))
+    return [process for process in found if process is not None]
 
 
 def stop_processes(folder: Path, *, recorded: Iterable[Process] = ()) -> int:
@@ -43,14 +44,10 @@ def stop_processes(folder: Path, *, recorded: Iterable[Process] = ()) -> int:
     known: dict[int, Process] = {}  # a process once seen stays known: an orphan loses the parent that shows whose it is
 
     def remaining() -> list[Process]:
-        known.update(
-            {entry.process.pid: entry.process for entry in find_processes(folder, recorded=known.values() or recorded)}
-        )
+        known.update({process.pid: process for process in find_processes(folder, recorded=known.values() or recorded)})
         return [process for process in known.values() if process.is_alive()]
 
-    found = find_processes(folder, recorded=recorded)
-    known.update({entry.process.pid: entry.process for entry in found})
-    raylets = [entry.process for entry in found if entry.name == RAYLET]
+    raylets = [process for process in remaining() if command_names([process]) == {RAYLET}]
     signal_processes(raylets, signal.SIGTERM)
     _wait(lambda: [process for process in raylets if process.is_alive()], seconds=GRACE_S)
     signal_processes(remaining(), signal.SIGTERM)
@@ -67,28 +64,29 @@ def stop_processes(folder: Path, *, recorded: Iterable[Process] = ()) -> int:
 
 def command_names(processes: Iterable[Process]) -> set[str]:
     """The names of those that are alive."""
-    rows = (read_row(process.pid) for process in processes if process.is_alive())
-    return {row.name for row in rows if row is not None}
+    names: set[str] = set()
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):  # ended meanwhile
+            if process.is_alive():
+                names.add(psutil.Process(process.pid).name())
+    return names
 
 
 def raylets_here() -> dict[str, str]:
     """All nodes of Ray on this machine, also those that other people started: node id to its head (HOST:PORT)."""
     found: dict[str, str] = {}
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            name, *words = os.fsdecode(path.read_bytes()).split("\0")
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue  # ended meanwhile, or hidden
+    for process in psutil.process_iter(["cmdline"]):
+        name, *words = process.info["cmdline"] or [""]
         options = {option: value for option, _, value in (word.partition("=") for word in words)}
         if os.path.basename(name) == RAYLET and "--gcs-address" in options:
-            found[options.get("--node_id", path.parent.name)] = options["--gcs-address"]
+            found[options.get("--node_id", str(process.pid))] = options["--gcs-address"]
     return found
 
 
 def is_coming_up(cluster: str) -> bool:
     """Whether a `rollcall node` of this user, for this cluster, is running on this node."""
     root = os.environ.get(STATE_DIR, "")
-    for pid in set(process_ids()) - {os.getpid()}:
+    for pid in set(psutil.pids()) - {os.getpid()}:
         variables = environment_of(pid)
         if variables is not None and _node_cluster(command_of(pid).split(), variables) == cluster:
             if variables.get(STATE_DIR, "") == root:
@@ -131,21 +129,3 @@ def _wait(remaining: Callable[[], list[Process]], *, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while remaining() and time.monotonic() < deadline:
         time.sleep(0.1)
-
-
-def _table(folder: Path) -> tuple[dict[int, ProcessRow], set[int]]:
-    """This user's living processes by number, and the numbers of those that carry the folder's mark."""
-    table: dict[int, ProcessRow] = {}
-    marked: set[int] = set()
-    for pid in process_ids():
-        try:
-            is_ours = os.stat(f"/proc/{pid}").st_uid == os.getuid()
-        except FileNotFoundError:
-            continue  # ended meanwhile
-        variables, row = environment_of(pid), read_row(pid)
-        # None: ended meanwhile, or runs as someone else in part.
-        if is_ours and variables is not None and row is not None and row.state != "Z":
-            table[pid] = row
-            if variables.get(MARK) == str(folder):
-                marked.add(pid)
-    return table, marked

@@ -21,7 +21,7 @@ from typing import IO, Literal
 from rollcall.durable.atomic import write_atomic
 from rollcall.durable.lock import take_lock
 from rollcall.errors import ClusterError
-from rollcall.process import Process
+from rollcall.process_table import Process
 from rollcall.wait import Wait
 from rollcall.worker_env.node_shell import TOKEN
 

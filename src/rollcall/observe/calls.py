@@ -21,10 +21,6 @@ from rollcall.observe.events import is_time
 
 CALLS = "calls.jsonl"
 JOIN_S = 0.02  # calls of one method with a shorter pause between them are one entry
-LONGEST_JOIN_S = 30.0  # of one entry
-MOST_WAITING = 4096  # lines that wait for the disk
-LONGEST_LINE = 16 << 20  # bytes; a longer one is not ours, and its parts are no rows
-MOST_RUBBISH = 64 << 20  # bytes without a row, after which no more are looked for
 MOST_AFTER = 8 << 20  # bytes read after the end of a window, for calls that began in it
 
 
@@ -56,7 +52,7 @@ class CallFile:
         }
         if rows:
             self._waiting.append((dumps({"time": round(time_s, 3), "calls": rows}) + "\n").encode())
-            del self._waiting[:-MOST_WAITING]
+            del self._waiting[:-4096]
         self.flush()
 
     def flush(self) -> None:
@@ -98,7 +94,7 @@ class BusySpans:
                 return
             since, self._since = self._since, None
             last = self._ended[-1] if self._ended else None
-            if last is not None and since - last.end_s < JOIN_S and now - last.start_s < LONGEST_JOIN_S:
+            if last is not None and since - last.end_s < JOIN_S and now - last.start_s < 30.0:
                 self._ended[-1] = last._replace(end_s=now, count=last.count + 1)
             else:
                 self._ended.append(RecordedCall(self._name, since, now))
@@ -127,13 +123,10 @@ def read_calls(run_dir: Path, *, first_s: float = -math.inf, last_s: float = mat
             _seek(file, first_s)
         past: set[str] = set()  # lanes that were seen after the window
         until: int | None = None
-        num_rubbish = 0  # bytes since the last row
-        while (line := file.readline(LONGEST_LINE)) and num_rubbish < MOST_RUBBISH:
+        while line := file.readline():
             row = parse_row(line)
             if row is None or not is_time(row.get("time")):
-                num_rubbish += len(line)
                 continue
-            num_rubbish = 0
             for lane, call in _calls_of(row):
                 if call.start_s > last_s:
                     past.add(lane)
@@ -153,19 +146,16 @@ def _seek(file: BinaryIO, first_s: float) -> None:
     while high - low > 1 << 16:
         middle = (low + high) // 2
         file.seek(middle)
-        file.readline(LONGEST_LINE)
-        time_s = next((row["time"] for row in map(parse_row, _some(file)) if row and is_time(row.get("time"))), None)
+        file.readline()
+        rows = (parse_row(file.readline()) for _ in range(3))
+        time_s = next((row["time"] for row in rows if row and is_time(row.get("time"))), None)
         if time_s is None or time_s >= first_s:
             high = middle
         else:
             low = middle
     file.seek(low)
     if low:
-        file.readline(LONGEST_LINE)
-
-
-def _some(file: BinaryIO) -> list[bytes]:
-    return [line for line in (file.readline(LONGEST_LINE) for _ in range(3)) if line]
+        file.readline()
 
 
 def _calls_of(row: dict[str, Any]) -> list[tuple[str, RecordedCall]]:

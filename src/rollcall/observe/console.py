@@ -6,11 +6,13 @@ through, and ``close`` (or leaving the ``with`` block) restores the terminal. An
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Self, TextIO
+from typing import Any, Self, TextIO
 
 from rich import box
 from rich.live import Live
@@ -22,13 +24,16 @@ from rich.text import Text
 from rollcall.debug.stopped import lend_terminal
 from rollcall.observe.headline import ACCURACY
 from rollcall.observe.progress import Progress, format_duration
-from rollcall.observe.terminal import QuietKeys
 from rollcall.screen import Screen
+
+try:
+    import termios
+except ImportError:  # no such terminal here
+    termios = None
 
 SampleRow = tuple[str, str, str, float]  # prompt, completion, answer, reward
 _LINE_EVERY_S = 5.0
 _PHASE_AFTER_S = 2.0  # a phase that is over sooner is not worth a line
-_PLAIN_WIDTH = 110
 _MAX_CELL = 400
 
 
@@ -79,7 +84,7 @@ class LiveConsole(Console):
     def __init__(self, progress: Progress, *, rich: Screen) -> None:
         super().__init__(progress)
         self._rich = rich
-        self._keys = QuietKeys()
+        self._keys = _QuietKeys()
         self._is_closed = False
         self._keep_off = lend_terminal(self._away)
         self._live = Live(console=rich, get_renderable=self._draw, refresh_per_second=4)
@@ -132,12 +137,45 @@ class LiveConsole(Console):
         return Panel(body, title=Text(progress.name), title_align="left", box=box.ROUNDED, padding=(0, 1))
 
 
+class _QuietKeys:
+    """Until ``close``, Ctrl-C does not write ``^C``: at the right edge of a panel it would begin a line, and what then
+    erases the panel would miss one. Does nothing if stdin is not a terminal or this process is in the background."""
+
+    def __init__(self) -> None:
+        self._before: list[Any] | None = None
+        self._fd = -1
+        if termios is None or not _in_foreground():
+            return
+        with contextlib.suppress(termios.error, OSError):
+            self._fd = sys.stdin.fileno()
+            before = termios.tcgetattr(self._fd)
+            quiet = [*before]
+            quiet[3] &= ~termios.ECHOCTL
+            termios.tcsetattr(self._fd, termios.TCSANOW, quiet)
+            self._before = before
+
+    def close(self) -> None:
+        before, self._before = self._before, None
+        if before is None or termios is None or not _in_foreground():
+            return
+        with contextlib.suppress(termios.error, OSError):
+            termios.tcsetattr(self._fd, termios.TCSANOW, before)
+
+
+def _in_foreground() -> bool:
+    """A process in the background that changes its terminal is stopped."""
+    try:
+        return sys.stdin.isatty() and os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
 class LineConsole(Console):
     """A line every few seconds, and for each evaluation: what a log file wants. A thread adds what takes long."""
 
     def __init__(self, progress: Progress, *, file: TextIO | None) -> None:
         super().__init__(progress)
-        self._rich = Screen(file=file, width=_PLAIN_WIDTH)
+        self._rich = Screen(file=file, width=110)
         self._file = file
         self._printed_s: float | None = None
         self._holds_last = False  # the last step's line waits for its evaluation

@@ -27,9 +27,6 @@ from rollcall.words import are, counted
 
 EVENTS = "events.jsonl"
 MOST_BYTES = 128 << 20  # of the file that are read: its end, with about 40,000 steps
-END_BYTES = 1 << 20  # that hold the last phase
-LONGEST_LINE = 1 << 20  # bytes; a longer one is not ours
-LATEST_S = 1e11  # unix time; no clock shows a later one
 _STEP = re.compile(rb'"step": (\d{1,15})\b')
 
 
@@ -189,7 +186,7 @@ def marks_in(lines: Iterable[bytes]) -> list[Mark]:
 
 
 def last_phase(run_dir: Path) -> PhaseEvent | None:
-    return last_phase_in(list(_lines(run_dir, most=END_BYTES)))
+    return last_phase_in(list(_lines(run_dir, most=1 << 20)))
 
 
 def last_phase_in(lines: Sequence[bytes]) -> PhaseEvent | None:
@@ -212,7 +209,9 @@ def _phase_event(row: dict[str, Any]) -> PhaseEvent | None:
 
 
 def is_time(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < LATEST_S
+    return (
+        isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e11
+    )  # no clock shows a later one
 
 
 def read_events(run_dir: Path) -> list[dict[str, Any]]:
@@ -241,7 +240,7 @@ def num_bytes_left_out(run_dir: Path) -> int:
 
 
 def _lines(run_dir: Path, *, most: int | None = None) -> Iterator[bytes]:
-    """Those in the last ``most`` bytes, by default MOST_BYTES. Whatever the file holds, no more than a line is in memory."""
+    """The whole ones in the last ``most`` bytes, by default MOST_BYTES."""
     try:
         file = (Path(run_dir) / EVENTS).open("rb")
     except FileNotFoundError:
@@ -249,9 +248,6 @@ def _lines(run_dir: Path, *, most: int | None = None) -> Iterator[bytes]:
     with file:
         begin = max(file.seek(0, 2) - (MOST_BYTES if most is None else most), 0)
         file.seek(begin)
-        is_whole = begin == 0  # the first may be the end of a line
-        while line := file.readline(LONGEST_LINE):
-            ends = line.endswith(b"\n")
-            if is_whole and (ends or len(line) < LONGEST_LINE):
-                yield line
-            is_whole = ends
+        if begin:
+            file.readline()  # the end of a line
+        yield from file

@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+
+from pydantic import TypeAdapter
 
 from rollcall.observe.calls import RecordedCall
 from rollcall.observe.events import Mark, is_time
@@ -23,7 +24,6 @@ LIVE = "live.json"
 CONTROLLER = "controller"  # its lane
 REWARDS = "rewards"  # the lane of the processes that run reward functions
 STALE_S = 15.0
-LARGEST = 16 << 20  # bytes of such a file that are read
 
 
 class WorkState(StrEnum):
@@ -75,6 +75,9 @@ class Live:
         return time.time() - self.time_s > STALE_S
 
 
+_READER = TypeAdapter(Live)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
     """What the roles of a run tell about their processes: how they are now, and what has happened since the last look."""
@@ -98,34 +101,8 @@ def write_live(run_dir: Path, live: Live) -> None:
 def read_live(run_dir: Path) -> Live | None:
     """None: there is none, or something else has written it."""
     try:
-        with (Path(run_dir) / LIVE).open("rb") as file:
-            found = json.loads(file.read(LARGEST))
-        if not is_time(found["time_s"]):
-            return None
-        processes = tuple(_process(one) for one in found["processes"])
-        missing = tuple(node for node in found.get("missing_nodes", ()) if isinstance(node, int))
-        return Live(
-            time_s=float(found["time_s"]),
-            host=str(found["host"]),
-            is_over=bool(found["is_over"]),
-            processes=processes,
-            missing_nodes=missing,
-            on_ray=bool(found.get("on_ray")),
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
+        live = _READER.validate_json((Path(run_dir) / LIVE).read_bytes())
+    except (OSError, ValueError):
         return None
-
-
-def _process(row: dict[str, Any]) -> ProcessState:
-    since = row.get("since_s")
-    fields: dict[str, Any] = {
-        **{name: int(row.get(name, 0)) for name in ("node", "pid", "num_calls", "memory_bytes", "device_bytes")},
-        **{name: str(row.get(name, "")) for name in ("address", "state", "doing", "why", "log")},
-    }
-    return ProcessState(
-        lane=str(row["lane"]),
-        roles={str(role): int(rank) for role, rank in row["roles"].items()},
-        slots=tuple(map(int, row["slots"])),
-        since_s=float(since) if is_time(since) else None,
-        **fields,
-    )
+    times = [live.time_s, *(one.since_s for one in live.processes if one.since_s is not None)]
+    return live if all(map(is_time, times)) else None

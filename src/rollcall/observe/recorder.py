@@ -15,12 +15,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
+import psutil
+
 from rollcall.observe.calls import BusySpans, CallFile, RecordedCall
 from rollcall.observe.events import Events, Mark, MarkKind, last_phase, read_marks
 from rollcall.observe.live import CONTROLLER, REWARDS, Live, Look, ProcessState, WorkState, read_live, write_live
 from rollcall.observe.logs import keep_logs
 from rollcall.observe.timeline import CONTROLLER_ENDED
-from rollcall.process import device_bytes, resident_bytes
+from rollcall.process import device_bytes
 from rollcall.wait import warn
 
 EVERY_S = 2.0
@@ -63,11 +65,8 @@ class Recorder:
         if last is None or last.is_over:
             return
         calls: dict[str, list[RecordedCall]] = {}
-        for one in last.processes:
-            if one.lane != CONTROLLER and one.doing and one.since_s is not None and one.state != WorkState.LOST:
-                calls.setdefault(one.lane, []).append(
-                    RecordedCall(one.doing, one.since_s, max(last.time_s, one.since_s))
-                )
+        for lane, call in last.under_way:
+            calls.setdefault(lane, []).append(call)
         with self._noting_faults():
             self._calls.append(calls, time_s=last.time_s)
         doing = next((one.doing for one in last.processes if one.lane == CONTROLLER), "")
@@ -111,7 +110,7 @@ class Recorder:
             state=WorkState.BUSY if current else WorkState.IDLE,
             doing=f"{current[0]} of step {current[1]}" if current else "",
             since_s=current[2] if current else None,
-            memory_bytes=resident_bytes(os.getpid()),
+            memory_bytes=psutil.Process().memory_info().rss,
             device_bytes=device_bytes(),
         )
 

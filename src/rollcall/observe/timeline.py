@@ -1,8 +1,7 @@
 """What the controller and every worker of a run did, over time, read from its directory.
 
 The controller's lane has the phases of its steps (``events.jsonl``). A worker's lane has its calls (``calls.jsonl``), and between
-them its waits, with the worker that was waited for. Calls that have not ended are in ``live.json``. A directory without these
-files, such as one of an older version, has only the controller's lane.
+them its waits, with the worker that was waited for. Calls that have not ended are in ``live.json``.
 
 All times are unix time by the clock of the controller's host: the controller turns the times of other nodes into its own when
 it gets them, whatever their clocks show (``groups/sightings.py``).

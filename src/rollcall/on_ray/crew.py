@@ -30,6 +30,7 @@ from rollcall.groups.failures import RemoteFailureError, died, is_about_a_peer, 
 from rollcall.groups.host import DEBUG_HOST, GROUP_MARK, Host, end_group
 from rollcall.groups.sightings import Sightings
 from rollcall.groups.watch import SILENT_S
+from rollcall.on_ray import zygote
 from rollcall.on_ray.each_node import pinned
 from rollcall.on_ray.sizes import is_large
 from rollcall.on_ray.supervise import Supervisor
@@ -44,8 +45,10 @@ KEPT_CALLS = 8  # of a worker, for errors to tell what was waited for; no more a
 
 
 class RayCrew:
-    def __init__(self, specs: Sequence[WorkerSpec], recipe: Recipe, *, group: PlacementGroup) -> None:
+    def __init__(self, specs: Sequence[WorkerSpec], recipe: Recipe, *, group: PlacementGroup, may_fork: bool) -> None:
+        """``may_fork``: its nodes were started by `rollcall node`, so Rollcall is in the Python of their Ray."""
         self._specs = list(specs)
+        self._may_fork = may_fork and isinstance(recipe.target, str) and recipe.target.startswith("rollcall.")
         self._recipe = recipe
         self._group = group
         self._mark = uuid.uuid4().hex
@@ -69,6 +72,12 @@ class RayCrew:
             placement_group_bundle_index=spec.node.bundles[spec.slots[0]],
             placement_group_capture_child_tasks=False,
         )
+        env_vars = {**for_ray(spec.env), GROUP_MARK: self._mark}
+        if self._may_fork:
+            module = str(self._recipe.target).rpartition(".")[0]
+            runtime_env = zygote.runtime_env(module, self._mark, env_vars)
+        else:
+            runtime_env = {"env_vars": env_vars}
         # Ray counts a process on several slots on its first; the virtual cluster keeps other workers off the rest.
         return (
             ray.remote(Host)
@@ -77,7 +86,7 @@ class RayCrew:
                 num_cpus=0 if has_gpu else spec.share,
                 max_restarts=0,
                 scheduling_strategy=strategy,
-                runtime_env={"env_vars": {**for_ray(spec.env), GROUP_MARK: self._mark}},
+                runtime_env=runtime_env,
             )
             .remote(f"{spec.role} rank {spec.rank}, node {spec.node.node_rank}")
         )
@@ -216,10 +225,9 @@ class RayCrew:
                     continue
                 missing = self._missing(futures)
                 if missing and wait.is_over:
-                    slow = self._supervisor.slow_links(missing)
-                    raise unanswered(missing, total=len(futures), timeout_s=wait.timeout_s, more=slow) from None
+                    raise unanswered(missing, total=len(futures), timeout_s=wait.timeout_s) from None
                 if missing:
-                    wait.tell(f"waiting for {listed(missing)}{self._supervisor.slow_links(missing)}")
+                    wait.tell(f"waiting for {listed(missing)}")
             except RayError as error:
                 self._explain(futures, error)
 
@@ -252,7 +260,7 @@ class RayCrew:
         also = f"\nAlso failed: {listed(others)}" if others else ""
         if dead:
             # Ray knows that it ended, the watch knows why.
-            why = self._lost.get(spec.rank) or f"{_death(found)}{self._supervisor.slow_links([spec])}"
+            why = self._lost.get(spec.rank) or _death(found)
             self._supervisor.lose({each.rank: why for each, _ in dead})
             raise died([spec, *others], f"{why}{self._waits()}{also}") from found
         named = whom([spec, *others])
@@ -260,8 +268,7 @@ class RayCrew:
         if isinstance(cause, RemoteFailureError):
             if is_about_a_peer(cause.original, cause.text):
                 self._blame(futures, f"{spec.where} raised\n{cause}{also}")
-                slow = self._supervisor.slow_links([spec])
-                raise PeerLostError(f"{spec.where} lost its peer{slow}:\n{cause}{also}", **named) from cause.original
+                raise PeerLostError(f"{spec.where} lost its peer:\n{cause}{also}", **named) from cause.original
             raise WorkerError(f"{spec.where} raised\n{cause}{also}", **named) from cause.original
         raise WorkerError(f"{spec.where} gave no result: {found}{also}", **named) from found
 
@@ -273,7 +280,7 @@ class RayCrew:
             self._check(futures)
             if dead := [rank for rank in ranks if rank in self._lost or not self.is_alive(rank)]:
                 spec = self._specs[dead[0]]
-                why = self._lost.get(spec.rank) or f"its process is gone{self._supervisor.slow_links([spec])}"
+                why = self._lost.get(spec.rank) or "its process is gone"
                 raise died([self._specs[rank] for rank in dead], f"{why}{self._waits()}\n{complaint}")
             time.sleep(LOOK_S)
 

@@ -16,7 +16,8 @@ from rollcall.nodes.rank import rank_by_address, rank_offered
 from rollcall.on_ray.each_node import pinned
 from rollcall.on_ray.gcs import node_rows
 
-RANK_LABEL = "rollcall.rank"  # what `rollcall node` labels its node with
+RANK_LABEL = "rollcall.rank"  # from `rollcall node`, or from a person's `ray start`
+MARK_LABEL = "rollcall.mark"  # from `rollcall node` only
 NODE_ID_LABEL = "ray.io/node-id"
 ADDRESS_RESOURCE = "node:"  # and the address: what every node of Ray offers
 LITTLE = 0.001  # of a resource that pins: it leaves room for all others
@@ -37,6 +38,7 @@ class RayNode:
     address: str
     place: str  # its address; where several nodes have it, more
     is_labelled: bool
+    is_ours: bool  # `rollcall node` has started its Ray, so the Python of its workers has Rollcall
     total: Mapping[str, float]
     free: Mapping[str, float]
 
@@ -78,6 +80,7 @@ def ranked_nodes() -> list[RayNode]:
             address=places[place]["NodeManagerAddress"],
             place=place,
             is_labelled=RANK_LABEL in places[place]["Labels"],
+            is_ours=MARK_LABEL in places[place]["Labels"],
             total=places[place]["Resources"],
             free=free.get(places[place]["NodeID"], {}),
         )

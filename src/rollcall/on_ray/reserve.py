@@ -52,7 +52,7 @@ class RayBackend:
                     settle_ranks(nodes)
                     return Reservation(
                         nodes=_seats(ask, chosen, group, wait=wait),
-                        crew=partial(RayCrew, group=group),
+                        crew=partial(RayCrew, group=group, may_fork=_may_fork(chosen)),
                         release=partial(remove_placement_group, group),
                     )
             missing = sorted(set(ask.node_ranks or range(len(ask.slots_per_node))) - {node.rank for node in nodes})
@@ -112,6 +112,12 @@ def choose_nodes(ask: Ask, nodes: Sequence[RayNode]) -> list[RayNode] | None:
             return None
         chosen.append(node)
     return chosen
+
+
+def _may_fork(nodes: Sequence[RayNode]) -> bool:
+    """Whether Rollcall is in the Python of their workers, which nobody has chosen otherwise."""
+    chosen_by_user = {"py_executable", "pip", "uv", "conda", "image_uri", "container", "nsight", "rocprof_sys"}
+    return all(node.is_ours for node in nodes) and not chosen_by_user & {*ray.get_runtime_context().runtime_env}
 
 
 def _per_slot(ask: Ask) -> int:

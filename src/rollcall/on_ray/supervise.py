@@ -1,8 +1,8 @@
 """The watch over a crew on Ray: a small process on each node looks at the workers there, and a thread here asks it.
 
 The thread asks all nodes at once, every ``LOOK_EVERY_S``, and lets ``Watch`` judge. The stacks of a stopped or stuck worker
-go to stderr under its name. So does a call that has become slow, with the slow links of its node. The thread tells
-``on_loss`` every loss, with the reason by rank and a slow link to its node; then it kills the stopped or stuck worker.
+go to stderr under its name. The thread tells ``on_loss`` every loss, with the reason by rank; then it kills the stopped or
+stuck worker.
 
 If the process on a node is asked nothing for ``ALONE_S``, the node is cut off or the controller is gone. The process then
 ends the workers there, because no one else can.
@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -26,12 +26,10 @@ from ray.exceptions import RayError
 from rollcall.debug.board import BOARD, DebugSeat
 from rollcall.groups.backend import WorkerSpec
 from rollcall.groups.host import GROUP_MARK, end_group
-from rollcall.groups.links import Links
 from rollcall.groups.logs import LogTail
-from rollcall.groups.pulse import JOIN_S, Reader, Seen, dump_stacks
+from rollcall.groups.pulse import JOIN_S, Reader, Seen
+from rollcall.groups.reachable import UnreadableError, as_text, read_threads
 from rollcall.groups.sightings import Lookout, Sightings
-from rollcall.groups.slow import SlowCalls
-from rollcall.groups.sockets import FlowCounter, Flows, read_connections
 from rollcall.groups.watch import ANSWER_S, LOOK_EVERY_S, Loss, Watch
 from rollcall.on_ray.each_node import pinned
 from rollcall.on_ray.members import suspect
@@ -47,7 +45,6 @@ class NodeLook:
     """What a node answers at a look."""
 
     workers: Mapping[int, Seen]  # by rank
-    flows: Flows
     now_s: float  # its monotonic time
     logs: Mapping[int, tuple[str, bytes]]  # where each worker prints to, and what is new there
 
@@ -58,28 +55,25 @@ class Eyes:
     def __init__(self, mark: str) -> None:
         self._mark = mark
         self._asked_s: float | None = None
-        self._counter = FlowCounter()
         self._readers: dict[int, Reader] = {}  # by process; of one that has ended too, for its last calls
         self._tails: dict[int, LogTail] = {}
 
-    def look(self, pids: Mapping[int, int], peers: Collection[str] = ()) -> NodeLook:
-        """``peers`` are addresses of all nodes."""
+    def look(self, pids: Mapping[int, int]) -> NodeLook:
         if self._asked_s is None:
             threading.Thread(target=self._end_when_alone, name="waits for questions", daemon=True).start()
         self._asked_s = time.monotonic()
         for pid in set(pids.values()) - self._readers.keys():
             self._readers[pid], self._tails[pid] = Reader(pid), LogTail(pid)
-        return self._answer(pids, self._counter.count(read_connections(), peers=peers))
+        return self._answer(pids)
 
     def look_once(self, pids: Mapping[int, int]) -> NodeLook:
         """The last look at these workers, which may be lost."""
-        return self._answer({rank: pid for rank, pid in pids.items() if pid in self._readers}, Flows())
+        return self._answer({rank: pid for rank, pid in pids.items() if pid in self._readers})
 
-    def _answer(self, pids: Mapping[int, int], flows: Flows) -> NodeLook:
+    def _answer(self, pids: Mapping[int, int]) -> NodeLook:
         now_s = time.monotonic()
         return NodeLook(
             workers={rank: self._readers[pid].look() for rank, pid in pids.items()},
-            flows=flows,
             now_s=now_s,
             logs={rank: (self._tails[pid].path, self._tails[pid].read()) for rank, pid in pids.items()},
         )
@@ -91,8 +85,11 @@ class Eyes:
         os._exit(1)
 
     def stacks(self, pid: int) -> str:
-        """The stacks of all threads of a stuck worker."""
-        return dump_stacks(pid)
+        """The stacks of all threads of a stuck worker, or why they cannot be read."""
+        try:
+            return as_text(read_threads(pid, timeout_s=ANSWER_S))
+        except UnreadableError as error:
+            return f"they cannot be read: {error}"
 
     def end(self, pid: int) -> None:
         with suppress(ProcessLookupError):  # it has ended
@@ -105,8 +102,6 @@ class Supervisor:
         self._on_loss = on_loss
         self._watch = Watch()
         self._lookout = Lookout()
-        self._links = Links()
-        self._slow = SlowCalls(self._links)
         self._eyes: dict[str, Any] = {}  # by node
         self._asked: dict[str, tuple[Any, float]] = {}  # the open question to each node, and when it was asked
         self._seats: dict[int, tuple[WorkerSpec, int]] = {}  # worker and process id, by rank
@@ -143,15 +138,6 @@ class Supervisor:
         """Ranks on nodes that answered the last look."""
         with self._lock:
             return {rank for rank, (spec, _) in self._seats.items() if spec.node.node_id not in self._silent_nodes}
-
-    def slow_links(self, specs: Collection[WorkerSpec]) -> str:
-        """The slow links of these workers' nodes, as the end of a sentence; empty: no link is known to be slow. For a node that
-        does not answer: all links for which bytes wait."""
-        with self._lock:
-            silent = any(spec.node.node_id in self._silent_nodes for spec in specs)
-            nodes = {spec.node.node_rank for spec in specs}
-            words = self._links.words(nodes, now_s=time.monotonic(), if_slow=not silent)
-        return f"; {words}" if words else ""
 
     def lose(self, losses: Mapping[int, str]) -> None:
         """For those who ask what the workers do."""
@@ -236,33 +222,31 @@ class Supervisor:
         by_node: dict[str, dict[int, int]] = {}
         for rank, (spec, pid) in seats.items():
             by_node.setdefault(spec.node.node_id, {})[rank] = pid
-        with self._lock:
-            peers = self._links.addresses
         for node_id, pids in by_node.items():
             if node_id not in self._asked:
-                self._asked[node_id] = self._eyes[node_id].look.remote(pids, peers), time.time()
+                self._asked[node_id] = self._eyes[node_id].look.remote(pids), time.time()
         looks = self._answers(list(by_node))
-        ranks = {spec.node.node_id: spec.node.node_rank for spec, _ in seats.values()}
         gone = {node["NodeID"] for node in ray.nodes() if not node["Alive"]} & set(by_node)
-        answered, now_s = {node_id: answer for node_id, answer in looks.items() if answer is not None}, time.monotonic()
         with self._lock:
             self._silent_nodes = {node_id for node_id in by_node if node_id in gone or looks.get(node_id) is None}
-            self._links.note({ranks[node_id]: answer.flows for node_id, answer in answered.items()}, now_s=now_s)
         specs = {rank: spec for rank, (spec, _) in seats.items()}
-        workers = {rank: seen for answer in answered.values() for rank, seen in answer.workers.items() if rank in specs}
+        workers = {
+            rank: seen
+            for answer in looks.values()
+            if answer is not None
+            for rank, seen in answer.workers.items()
+            if rank in specs
+        }
         for rank, seen in workers.items():
             self._post(*seats[rank], stop=seen.stop if seen.is_alive else None)
         is_held = BOARD.is_held or any(seen.stop is not None for seen in workers.values())
-        if not is_held and (text := self._slow.note(workers, specs, now_s=now_s)) is not None:
-            warn(text)
-        losses = self._watch.judge(
+        return self._watch.judge(
             {node_id: answer and answer.workers for node_id, answer in looks.items()},
             seats={node: list(pids) for node, pids in by_node.items()},
             gone=gone,
             kinds={rank: spec.kind for rank, spec in specs.items()},
             is_held=is_held,
         )
-        return [replace(loss, why=f"{loss.why}{self.slow_links([specs[loss.rank]])}") for loss in losses]
 
     def _post(self, spec: WorkerSpec, pid: int, *, stop: Mapping[str, Any] | None) -> None:
         """Tell the board where a debugger holds this worker. Ray's own debugger does not say where."""

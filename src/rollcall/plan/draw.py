@@ -1,4 +1,4 @@
-"""A run's plan as text for a terminal: the slot map, the meshes, the memory. ``draw_svg`` draws the same as a picture."""
+"""A run's plan as text for a terminal: the slot map, the meshes, the memory."""
 
 from __future__ import annotations
 
@@ -37,10 +37,6 @@ class NodeRun:
     @property
     def name(self) -> str:
         return f"node {self.first}" if self.first == self.last else f"nodes {self.first}-{self.last}"
-
-    @property
-    def num_nodes(self) -> int:
-        return self.last - self.first + 1
 
 
 def node_runs(plan: Plan) -> list[NodeRun]:

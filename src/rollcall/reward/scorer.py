@@ -1,19 +1,19 @@
 """The weighted sum of a run's rewards over the completions of a prompt, with every failure counted and shown.
 
 Rewards that are functions run in worker processes (pool.py), and services are asked for theirs (``judge``, ``http``) in a thread
-(asker.py). Those that need a model (``self_certainty``, ``model``) are called here, in ``submit``, while the workers are busy. A
+(asker.py). Those that need a model (``self_certainty``, ``model``) are called here, while the workers are busy. A
 reward that fails adds 0, and its reason rides on the Score. A function of TRL's that declines adds 0; if all decline, the Score says so.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
-import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from rollcall.errors import WorkerLostError
@@ -21,7 +21,7 @@ from rollcall.redact import redact, remember
 from rollcall.reward.asker import ASKED_TYPES, Asker
 from rollcall.reward.functions import PROCESS_TYPES
 from rollcall.reward.given import with_pickled
-from rollcall.reward.pool import RewardPool, Task
+from rollcall.reward.pool import RewardPool
 from rollcall.reward.trl import lists_of
 from rollcall.reward.worker import ASYNC_GRACE_S, FailureKind, Item, RewardResult, checked
 from rollcall.stop import heeded
@@ -30,13 +30,14 @@ from rollcall.wait import warn
 from rollcall.words import all_of
 
 ModelRewardFunction = Callable[[Prompt, tuple[Completion, ...]], list[float]]
+AskModel = Callable[..., Awaitable[Any]]
+"""Calls a function with its arguments where it does not hold up the event loop."""
 
 ENVIRONMENT = "environment"  # the reward that comes with an episode
 _COLUMNS = {"countdown": ("numbers", "target"), "reasoning_gym": ("reasoning_gym",)}
 _MAX_FAILURES_KEPT = 3  # for each reward and kind of failure
 _MAX_LINES_TOLD = 25  # of a traceback
-_WAIT_S = 1.0
-_LOOK_S = 0.005  # between two looks at the workers while services are asked too
+_STOP_LOOK_S = 0.5  # between two looks whether to stop while a service is away
 
 
 @dataclass(slots=True)
@@ -67,14 +68,11 @@ class Failure:
 
 @dataclass(slots=True)
 class _Job:
-    key: int | None  # None: waited for by `score`
     prompt: Prompt
     completions: tuple[Completion, ...]
     parts: list[dict[str, float]]
     errors: list[dict[str, str]]
     notes: list[dict[str, str]]
-    num_missing: int
-    scores: tuple[Score, ...] | None = field(default=None)
 
 
 class Scorer(AbstractContextManager["Scorer"]):
@@ -113,9 +111,7 @@ class Scorer(AbstractContextManager["Scorer"]):
             raise
         self._kinds = self._pool.kinds if self._pool else {}
         self._trl = self._pool.trl if self._pool else {}
-        self._num_unfinished = 0
         self._said_unused = False
-        self._finished: list[_Job] = []
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -137,84 +133,85 @@ class Scorer(AbstractContextManager["Scorer"]):
         return [self.names[index] for index, names in self._trl.items() if "environments" in names]
 
     @property
-    def num_unfinished(self) -> int:
-        """Submissions not yet returned by ``poll``."""
-        return self._num_unfinished
-
-    @property
     def asks_models(self) -> bool:
-        """Whether ``submit`` and ``score`` wait for a model."""
+        """Whether ``score`` calls a model."""
         return bool(self._model_rewards)
 
-    def submit(self, key: int, prompt: Prompt, completions: tuple[Completion, ...]) -> None:
-        """Score the completions of a prompt; the scores come back from ``poll`` under ``key``."""
-        self._num_unfinished += 1
-        self._submit(key, prompt, completions)
-
-    def poll(self, timeout_s: float = 0) -> list[tuple[int, tuple[Score, ...]]]:
-        """Submissions that are scored; waits up to ``timeout_s`` for one when there is none yet."""
-        end_s = time.monotonic() + timeout_s
-        self._collect(0)
-        while not self._finished and self._num_unfinished and (wait_s := end_s - time.monotonic()) > 0:
-            self._collect(wait_s)
-        finished, self._finished = self._finished, []
-        self._num_unfinished -= len(finished)
-        return [(job.key, job.scores) for job in finished if job.key is not None and job.scores is not None]
-
-    def score(self, prompt: Prompt, completions: tuple[Completion, ...]) -> tuple[Score, ...]:
-        """Submit and wait for these scores; other submissions go on and stay for ``poll``."""
-        job = self._submit(None, prompt, completions)
-        while job.scores is None:
-            self._collect(_WAIT_S)
-        return job.scores
-
-    def _submit(self, key: int | None, prompt: Prompt, completions: tuple[Completion, ...]) -> _Job:
+    async def score(
+        self, prompt: Prompt, completions: tuple[Completion, ...], *, ask_model: AskModel | None = None
+    ) -> tuple[Score, ...]:
+        """The scores of a group's completions. Models are called in the event loop, or by ``ask_model``."""
         job = _Job(
-            key=key,
             prompt=prompt,
             completions=completions,
             parts=[{} for _ in completions],
             errors=[{} for _ in completions],
             notes=[{} for _ in completions],
-            num_missing=len(completions) * len(self._rewards),
         )
-        if self._pool is not None and completions:
-            self._pool.submit([task for index in self._process_rewards for task in self._tasks(job, index)])
-        if self._asker is not None and completions:
-            for index in self._asked_rewards:
-                self._asker.submit(index, job, prompt, completions)
-        for index in self._own_rewards:
-            for place, completion in enumerate(completions):
-                self._record(job, environment_reward(completion), place=place, index=index)
-        for index in self._model_rewards:
-            for place, result in enumerate(self._call_model_reward(index, prompt, completions)):
-                self._record(job, result, place=place, index=index)
-        if not completions:
-            self._finish(job)
-        return job
-
-    def _tasks(self, job: _Job, index: int) -> Iterator[Task]:
-        """A task for each completion, or one for all of them where the reward takes groups."""
-        kind, limit_s = self._kinds.get(index), self._rewards[index].timeout_s
-        places = list(range(len(job.completions)))
-        prompt, lists = job.prompt, None
-        if index in self._trl:
-            # An environment that failed has left nothing to read, and its episode scores 0.
-            places = [place for place in places if not _has_failed(job.completions[place])]
-            for place in sorted(set(range(len(job.completions))) - set(places)):
-                self._record(job, RewardResult(0.0), place=place, index=index)
-            if not places:
-                return
-            lists = lists_of(prompt, [job.completions[place] for place in places])
-        for group in [places] if kind else [[place] for place in places]:
-            texts = [job.completions[place].text for place in group]
-            item = Item(index, prompt.text, texts if kind else texts[0], prompt.answer, prompt.metadata, lists)
-            grace_s = ASYNC_GRACE_S if kind == "async" else 0
-            yield Task(item=item, timeout_s=limit_s + grace_s, owner=(job, group, index))
-
-    def _call_model_reward(self, index: int, prompt: Prompt, completions: tuple[Completion, ...]) -> list[RewardResult]:
+        items = list(self._begin_items(job)) if completions else []
+        asked = [asyncio.ensure_future(self._ask(job, index)) for index in self._asked_rewards] if completions else []
+        under_way = [*(done for _, _, done in items), *asked]
         try:
-            values = self._model_rewards[index](prompt, completions)
+            for index in self._own_rewards:
+                for place, completion in enumerate(completions):
+                    self._record(job, environment_reward(completion), place=place, index=index)
+            if under_way and self._model_rewards:
+                await asyncio.sleep(0)  # the workers begin
+            for index in self._model_rewards:
+                call = self._call_model_reward
+                results = await ask_model(call, index, job) if ask_model is not None else call(index, job)
+                for place, result in enumerate(results):
+                    self._record(job, result, place=place, index=index)
+            await asyncio.gather(*under_way)
+        except BaseException:
+            for one in under_way:
+                one.cancel()
+            raise
+        for index, places, done in items:
+            for place, result in zip(places, done.result(), strict=True):
+                self._record(job, result, place=place, index=index)
+        return self._scores_of(job)
+
+    def _begin_items(self, job: _Job) -> Iterator[tuple[int, list[int], asyncio.Future[list[RewardResult]]]]:
+        """Reward, places in the group, and what will be their results: an item for each completion, or one for all of them where the
+        reward takes groups."""
+        for index in self._process_rewards:
+            assert self._pool is not None
+            kind, limit_s = self._kinds.get(index), self._rewards[index].timeout_s
+            limit_s += ASYNC_GRACE_S if kind == "async" else 0
+            places = list(range(len(job.completions)))
+            prompt, lists = job.prompt, None
+            if index in self._trl:
+                # An environment that failed has left nothing to read, and its episode scores 0.
+                places = [place for place in places if not _has_failed(job.completions[place])]
+                for place in sorted(set(range(len(job.completions))) - set(places)):
+                    self._record(job, RewardResult(0.0), place=place, index=index)
+                if not places:
+                    continue
+                lists = lists_of(prompt, [job.completions[place] for place in places])
+            for group in [places] if kind else [[place] for place in places]:
+                texts = [job.completions[place].text for place in group]
+                item = Item(index, prompt.text, texts if kind else texts[0], prompt.answer, prompt.metadata, lists)
+                yield index, group, self._pool.score(item, timeout_s=limit_s)
+
+    async def _ask(self, job: _Job, index: int) -> None:
+        assert self._asker is not None
+        asking = asyncio.ensure_future(self._asker.ask(index, job.prompt, job.completions))
+        try:
+            while not (await asyncio.wait({asking}, timeout=_STOP_LOOK_S))[0]:
+                if self._asker.is_waiting:
+                    heeded().check()  # a step whose service is away does not end by itself
+        finally:
+            asking.cancel()
+        for place, verdict in enumerate(asking.result()):
+            if verdict.note:
+                job.notes[place][self.names[index]] = verdict.kept_note
+            self._record(job, verdict.result, place=place, index=index)
+
+    def _call_model_reward(self, index: int, job: _Job) -> list[RewardResult]:
+        completions = job.completions
+        try:
+            values = self._model_rewards[index](job.prompt, completions)
             if len(values) != len(completions):
                 raise ValueError(f"returned {len(values)} scores for {len(completions)} completions")
         except WorkerLostError:
@@ -222,24 +219,6 @@ class Scorer(AbstractContextManager["Scorer"]):
         except Exception:  # noqa: BLE001 - a model may fail in any way; it is counted, and the run goes on
             return [RewardResult(0.0, "raised", traceback.format_exc())] * len(completions)
         return [checked(value) for value in values]
-
-    def _collect(self, timeout_s: float) -> None:
-        if self._asker is not None and self._asker.num_unfinished:
-            self._collect_answers(min(timeout_s, _LOOK_S) if self._pool is not None else timeout_s)
-            timeout_s = 0.0
-        for task, results in self._pool.poll(timeout_s) if self._pool is not None else []:
-            job, places, index = task.owner
-            for place, result in zip(places, results, strict=True):
-                self._record(job, result, place=place, index=index)
-
-    def _collect_answers(self, timeout_s: float) -> None:
-        assert self._asker is not None, "services are asked"
-        if self._asker.is_waiting:
-            heeded().check()  # a step whose service is away does not end by itself
-        for job, place, index, verdict in self._asker.poll(timeout_s):
-            if verdict.note:
-                job.notes[place][self.names[index]] = verdict.kept_note
-            self._record(job, verdict.result, place=place, index=index)
 
     def _record(self, job: _Job, result: RewardResult, *, place: int, index: int) -> None:
         kind = result.kind
@@ -251,9 +230,6 @@ class Scorer(AbstractContextManager["Scorer"]):
         if kind:
             job.errors[place][name] = _short(kind, why)
             self._keep(job, kind, why, name=name, place=place)
-        job.num_missing -= 1
-        if job.num_missing == 0:
-            self._finish(job)
 
     def _keep(self, job: _Job, kind: FailureKind, why: str, *, name: str, place: int) -> None:
         self._kept[name, kind] += 1
@@ -263,7 +239,7 @@ class Scorer(AbstractContextManager["Scorer"]):
                 Failure(reward=name, kind=kind, prompt_id=job.prompt.id, completion=text, why=why.rstrip())
             )
 
-    def _finish(self, job: _Job) -> None:
+    def _scores_of(self, job: _Job) -> tuple[Score, ...]:
         for place, completion in enumerate(job.completions if not self._own_rewards else ()):
             if completion.episode is not None and completion.episode.reward is not None and not self._said_unused:
                 self._said_unused = True
@@ -274,7 +250,7 @@ class Scorer(AbstractContextManager["Scorer"]):
                 failed = environment_reward(completion)
                 self._keep(job, failed.kind, failed.why, name=ENVIRONMENT, place=place)
         weights = {name: reward.weight for name, reward in zip(self.names, self._rewards, strict=True)}
-        job.scores = tuple(
+        return tuple(
             _failed_score(weights, completion.episode)
             if completion.episode is not None and completion.episode.error
             else Score(
@@ -286,8 +262,6 @@ class Scorer(AbstractContextManager["Scorer"]):
             )
             for parts, errors, notes, completion in zip(job.parts, job.errors, job.notes, job.completions, strict=True)
         )
-        if job.key is not None:
-            self._finished.append(job)
 
 
 def _has_failed(completion: Completion) -> bool:

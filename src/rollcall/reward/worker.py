@@ -1,48 +1,35 @@
-"""The process that runs reward functions: ``python -m rollcall.reward.worker READ WRITE LIFELINE CRASH LINE``.
+"""The process that runs reward functions: its parent calls a ``RewardWorker`` (process/child.py).
 
-The five numbers are inherited file descriptors, so whatever user code prints cannot get between the messages:
-READ brings the setup once and then lists of items with their limits, WRITE takes ``Ready`` or ``NotReady`` and then the results of
-each item in their order, LIFELINE is the read end of a pipe that only closes when the parent dies, CRASH is a file for stack
-dumps, LINE is a socket to the person who debugs this process (debug/stopped.py). A message is its length and its bytes: a pickle from the parent, JSON to it, because the text that a worker
-scored may control what it says, and the parent must be able to read that without running it.
-
-The worker confines itself (confine.py) before it loads anything.
+``load`` comes once and confines this process (confine.py) before it loads anything. ``score`` gets lists of items with their
+limits, and yields the results of each item in their order. They go out as JSON, because the text that a worker scored may control what
+it says. LINE is a socket to the person who debugs this process (debug/stopped.py).
 
 This module imports the standard library only: a worker is replaced whenever a reward hangs, so it starts fast.
 """
 
 from __future__ import annotations
 
-import faulthandler
-import importlib
-import io
-import json
 import os
-import pickle
-import signal
-import struct
 import sys
 import traceback
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 from rollcall.debug.child import ChildLine
-from rollcall.debug.pause import patient_loop, running_s
-from rollcall.process import end_with
+from rollcall.process.child import MAX_WHY, cut
+from rollcall.process.framing import JSON
+from rollcall.process.pause import patient_loop, running_s
 from rollcall.redact import guard_streams, remember
 from rollcall.reward import user_function
 from rollcall.reward.confine import Confinement, confine, limit_cpu, unlimit_cpu
 from rollcall.reward.functions import RewardFunction, build_function, check_score
 from rollcall.reward.user_function import UserFunction, check_scores
 
-LENGTH = struct.Struct("<Q")
-STACK_SIGNAL = signal.SIGUSR1
 MAX_ANSWER_BYTES = 1 << 20
 ASYNC_GRACE_S = 1.0  # an async function's own limit ends its call; past this its process is ended
-_MAX_WHY = 20_000
 _MIN_WHY = 100  # of each completion of a group
 # Frames that say nothing to the author of a reward.
 _OWN_FILES = (__file__, user_function.__file__)
@@ -50,7 +37,7 @@ _OWN_FILES = (__file__, user_function.__file__)
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The first message to a worker."""
+    """What a worker is told first."""
 
     specs: dict[int, dict[str, Any]]  # place in the run file's list -> the reward's fields
     sys_path: list[str]  # the parent's, so that what it can import the worker can too
@@ -79,13 +66,6 @@ class Ready:
     trl: dict[int, list[str]]  # those that are called as TRL does -> the arguments that they name
 
 
-@dataclass(frozen=True, slots=True)
-class NotReady:
-    """A reward cannot be made ready."""
-
-    why: str
-
-
 FailureKind = Literal["", "raised", "hung", "nan", "died"]
 
 
@@ -99,62 +79,41 @@ class RewardResult:
     elapsed_s: float = 0.0
 
 
-Said = Ready | NotReady | list[RewardResult]  # an item's results, one for each of its completions
+class RewardWorker:
+    says = JSON
 
+    def __init__(self, line_fd: int) -> None:
+        self._cpu = _CpuLimit()
+        self._line = ChildLine(line_fd, of="reward", around=self._cpu.lifted)
+        self._loaded: dict[int, RewardFunction | UserFunction] = {}
+        self._caller: _Caller
 
-def frame(message: Any) -> bytes:
-    """A message to a worker."""
-    body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-    return LENGTH.pack(len(body)) + body
+    def load(self, setup: Setup) -> dict[str, Any]:
+        """``Ready``. ValueError: a reward cannot be made ready."""
+        # User code may print the variables that it was given, and its output does not pass through the parent's streams.
+        remember(os.environ.get(name, "") for name in setup.confinement.env)
+        guard_streams()
+        sys.path.extend(entry for entry in setup.sys_path if entry not in sys.path)
+        in_force = confine(setup.confinement, folder=setup.folder, readable=sys.path)
+        sys.breakpointhook = self._line.stop
+        for index, spec in setup.specs.items():
+            try:
+                self._loaded[index] = build_function(spec)
+            except ValueError as error:
+                raise ValueError(f"reward.{index}.{error}") from None
+        own = {index: function for index, function in self._loaded.items() if isinstance(function, UserFunction)}
+        kinds = {index: function.kind for index, function in own.items() if function.kind}
+        needs = {index: sorted(function.needs) for index, function in own.items()}
+        trl = {index: list(function.names) for index, function in own.items() if function.is_trl}
+        examine = self._line.examine if setup.post_mortem else None
+        self._caller = _Caller(memory_mb=setup.confinement.memory_mb, examine=examine)
+        return asdict(Ready(in_force, kinds, needs, trl))
 
-
-def main(arguments: list[str]) -> None:
-    read_fd, write_fd, lifeline_fd, crash_fd, line_fd = map(int, arguments)
-    end_with(lifeline_fd)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # buffered output is lost when a worker is ended
-    faulthandler.enable(crash_fd)
-    faulthandler.register(STACK_SIGNAL, crash_fd)
-    # When every process of a run gets a signal to stop, only the controller acts on it: it still needs the scores.
-    # A handler, since what user code starts would inherit an ignored signal.
-    signal.signal(signal.SIGTERM, lambda number, frame: None)
-    # What the user's functions start themselves must not hold these open.
-    for fd in (read_fd, write_fd, lifeline_fd, crash_fd, line_fd):
-        os.set_inheritable(fd, False)
-    source, sink = os.fdopen(read_fd, "rb"), os.fdopen(write_fd, "wb", buffering=0)
-    setup = _receive(source)
-    if setup is None:
-        return
-    # User code may print the variables that it was given, and its output does not pass through the parent's streams.
-    remember(os.environ.get(name, "") for name in setup.confinement.env)
-    guard_streams()
-    sys.path.extend(entry for entry in setup.sys_path if entry not in sys.path)
-    in_force = confine(setup.confinement, folder=setup.folder, readable=sys.path)
-    cpu = _CpuLimit()
-    line = ChildLine(line_fd, of="reward", around=cpu.lifted)
-    sys.breakpointhook = line.stop
-    loaded: dict[int, RewardFunction | UserFunction] = {}
-    for index, spec in setup.specs.items():
-        try:
-            loaded[index] = build_function(spec)
-        except ValueError as error:
-            _send(sink, NotReady(f"reward.{index}.{error}"[:_MAX_WHY]))
-            return
-    own = {index: function for index, function in loaded.items() if isinstance(function, UserFunction)}
-    kinds = {index: function.kind for index, function in own.items() if function.kind}
-    needs = {index: sorted(function.needs) for index, function in own.items()}
-    trl = {index: list(function.names) for index, function in own.items() if function.is_trl}
-    _send(sink, Ready(in_force, kinds, needs, trl))
-    caller = _Caller(memory_mb=setup.confinement.memory_mb, examine=line.examine if setup.post_mortem else None)
-    own_pid = os.getpid()
-    while (items := _receive(source)) is not None:
+    def score(self, items: list[tuple[Item, float]]) -> Iterator[list[dict[str, Any]]]:
         for item, timeout_s in items:
-            cpu.begin(timeout_s)
-            results = caller.score(loaded[item.reward], item, timeout_s=timeout_s)
-            if os.getpid() != own_pid:
-                # The function forked and the child came back here: its results would be taken for another item's.
-                os._exit(1)
-            _send(sink, results)
+            self._cpu.begin(timeout_s)
+            results = self._caller.score(self._loaded[item.reward], item, timeout_s=timeout_s)
+            yield [asdict(one) for one in results]
 
 
 class _Caller:
@@ -179,8 +138,8 @@ class _Caller:
             results = self._batch(lambda: self._run(work()), len(given), is_trl=function.is_trl)
         else:
             results = self._run(self._together(function, item, limit_s=limit_s))
-        longest = max(_MIN_WHY, _MAX_WHY // max(len(given), 1))
-        return [replace(one, why=_cut(one.why, longest)) for one in results]
+        longest = max(_MIN_WHY, MAX_WHY // max(len(given), 1))
+        return [replace(one, why=cut(one.why, longest)) for one in results]
 
     def _batch(self, call: Callable[[], Any], count: int, *, is_trl: bool = False) -> list[RewardResult]:
         """One call for all completions: it fails for all of them, or each has a score."""
@@ -225,7 +184,7 @@ class _Caller:
         if isinstance(error, MemoryError):
             error = MemoryError(f"{error} (this process may use memory_mb={self._memory_mb})".strip())
         why = "".join(traceback.format_exception(type(error), error, frames))
-        return RewardResult(0.0, "raised", _cut(why), elapsed_s)
+        return RewardResult(0.0, "raised", cut(why), elapsed_s)
 
     def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
         import asyncio
@@ -285,31 +244,4 @@ def checked(returned: Any, *, elapsed_s: float = 0.0) -> RewardResult:
 
 
 def _not_a_number(error: Exception, elapsed_s: float) -> RewardResult:
-    return RewardResult(0.0, "nan", _cut(str(error) or repr(error)), elapsed_s)
-
-
-def _cut(why: str, longest: int = _MAX_WHY) -> str:
-    """Both ends of a long text: a traceback begins with where and ends with what."""
-    return why if len(why) <= longest else f"{why[: longest // 2]}\n...\n{why[-longest // 2 :]}"
-
-
-def _send(sink: Any, message: Said) -> None:
-    body = json.dumps(message, default=asdict).encode()
-    data = memoryview(LENGTH.pack(len(body)) + body)
-    while data:
-        data = data[sink.write(data) :]
-
-
-def _receive(source: BinaryIO) -> Any:
-    """The next message; None when the parent has closed its end."""
-    head = source.read(LENGTH.size)
-    if len(head) < LENGTH.size:
-        return None
-    (size,) = LENGTH.unpack(head)
-    body = source.read(size)
-    return pickle.loads(body) if len(body) == size else None
-
-
-if __name__ == "__main__":
-    # Run as a module this file is `__main__`; messages are pickled under the importable name.
-    importlib.import_module("rollcall.reward.worker").main(sys.argv[1:])
+    return RewardResult(0.0, "nan", cut(str(error) or repr(error)), elapsed_s)

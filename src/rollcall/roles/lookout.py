@@ -11,7 +11,7 @@ from rollcall.observe.events import Mark, MarkKind
 from rollcall.observe.live import Look, ProcessState, WorkState
 from rollcall.observe.timeline import WORKER_BACK, WORKER_LOST
 from rollcall.plan.placement import PlannedProcess
-from rollcall.process import STOPPED
+from rollcall.process_table import STOPPED
 
 
 def look_at(

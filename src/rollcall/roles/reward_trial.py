@@ -7,6 +7,7 @@ training are lost to it.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from dataclasses import asdict, dataclass, replace
@@ -132,7 +133,8 @@ def completions_for(prompt: Prompt) -> list[tuple[str, str]]:
 
 def _score(scorer: Scorer, prompt: Prompt, *, kind: str, text: str) -> Scored:
     started = time.perf_counter()
-    (score,) = scorer.score(prompt, (Completion.given(np.zeros(1, dtype=np.int32), text=text),))
+    completion = Completion.given(np.zeros(1, dtype=np.int32), text=text)
+    (score,) = asyncio.run(scorer.score(prompt, (completion,)))
     return Scored(
         row=prompt.id,
         completion=kind,

@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rollcall.engine.protocol import Request
-from rollcall.errors import ClusterError
 
 KEPT = 0.98  # of what was measured before, with each finished batch
 TOLERANCE = 1.25  # completions differ in length, so workers of one speed look a little different
@@ -112,11 +111,7 @@ class Router:
             return
         nodes = sorted({one.node_rank for one in workers})
         self._weights = {rank: node_weights[rank] for rank in nodes if node_weights[rank] > 0}
-        if not self._weights:
-            raise ClusterError(
-                f"cluster.node_weights={list(node_weights)} has 0 for every node with a rollout process (node "
-                f"{', '.join(map(str, nodes))}); give one of them a weight above 0"
-            )
+        assert self._weights, "a plan whose node_weights leave no rollout process is refused"
         for rank in self._weights:
             here = [one for one in workers if one.node_rank == rank]
             self._pools[rank] = _Pool(here, room=room, clock=clock, sessions=self._sessions)

@@ -17,7 +17,7 @@ from rollcall.checkpoint.origin import base_of
 from rollcall.checkpoint.parts import PartWriter
 from rollcall.checkpoint.store import Written
 from rollcall.checkpoint.training import (
-    Beside,
+    ConfigFiles,
     export_learner,
     files_in_parts,
     read_critic,
@@ -61,16 +61,16 @@ class Trained:
         return PartWriter()
 
     @cached_property
-    def _beside(self) -> Beside:
-        return Beside()
+    def _config_files(self) -> ConfigFiles:
+        return ConfigFiles()
 
     def copy_parts(self) -> None:
         """When this returns, the models may change: what is to be saved is in host memory."""
-        beside: Mapping[str, bytes] = {}
+        config_files: Mapping[str, bytes] = {}
         if self.learner is not None:
-            beside = self._beside.files(self.learner, self.tokenizer, stops=self.stop_token_ids)
+            config_files = self._config_files.files(self.learner, self.tokenizer, stops=self.stop_token_ids)
         with short_of_memory(_saving):
-            files, facts = files_in_parts(self.learner, self.critic, beside=beside)
+            files, facts = files_in_parts(self.learner, self.critic, config_files=config_files)
             self._parts.copy(files, facts=facts)
 
     def write_parts(self, directory: Path, run: str | None = None) -> None:

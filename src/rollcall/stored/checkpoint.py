@@ -15,12 +15,11 @@ def open_checkpoint(checkpoint: Path) -> Stored:
     """The model of one checkpoint, whole or sharded."""
     manifest = read_manifest(checkpoint)
     of_model = {name: file for name, file in manifest.files.items() if name.startswith("model/")}
-    if why := missing_file(replace(manifest, files=of_model)):  # a tokenizer belongs to it too
+    if why := missing_file(of_model.values()):  # a tokenizer belongs to it too
         raise StoredError(
             f"{checkpoint} is not complete: {why}; restore the file, or bring it from its node with `rollcall gather`"
         )
-    facts = {key: value for key, value in manifest.fields.items() if key != "files"}
-    facts["has_critic"] = any(name.startswith("critic") for name in manifest.files)
+    facts = {**manifest.facts, "has_critic": any(name.startswith("critic") for name in manifest.files)}
     files = list(manifest.weights.values())
     known = {file.path: file for file in of_model.values()}
     if manifest.is_sharded:

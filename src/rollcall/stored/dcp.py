@@ -6,41 +6,34 @@ Each block is a file of ``torch.save`` inside the larger file. The metadata is a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rollcall.config.yaml import read_small
-from rollcall.stored.dtypes import DType
-from rollcall.stored.files import CheckedRange, StoredError, StoredFile
+from rollcall.stored.files import CheckedRange, StoredError, StoredFile, plain_damage
 from rollcall.stored.find import METADATA
-from rollcall.stored.tensors import Piece, Stored, StoredTensor, stored_of
-from rollcall.stored.torch_zip import open_torch_file
-from rollcall.stored.unpickle import MOST_BYTES, Thing, View, unpickle
+from rollcall.stored.tensors import Stored, StoredTensor, stored_of
+from rollcall.stored.torch_file import dtype_of, open_torch_file, view_of, whole_numbers
+from rollcall.stored.unpickle import MOST_BYTES, Thing, unpickle
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict")
 
 
 def open_dcp(folder: Path) -> Stored:
     path = folder / METADATA
-    try:
+    with plain_damage(f"{path} cannot be read"):
         data = read_small(path, most=MOST_BYTES)
-    except ValueError as error:
-        raise StoredError(f"{path} cannot be read: {error}") from None
     metadata = unpickle(data, what=str(path))
-    try:
+    records: dict[Path, list[CheckedRange]] = {}
+    with plain_damage(f"{path} is not the metadata of a checkpoint"):
         described: Mapping[str, Thing] = metadata.fields["state_dict_metadata"]
         names = _model_names(described, metadata.fields.get("planner_data") or {}, path=path)
         places = {
-            (index.fields["fqn"], _whole(index.fields.get("offset") or ())): info
+            (_text(index.fields["fqn"]), whole_numbers(index.fields.get("offset") or ())): info.fields
             for index, info in metadata.fields["storage_data"].items()
         }
-        records: dict[Path, list[CheckedRange]] = {}
-        tensors = [_tensor(folder, key, name, described[key], places, records) for key, name in names.items()]
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
-        if isinstance(error, StoredError):
-            raise
-        raise StoredError(f"{path} is not the metadata of a checkpoint ({type(error).__name__}: {error})") from None
+        tensors = [_tensor(folder, key, name, described[key].fields, places, records) for key, name in names.items()]
     return stored_of(
         tensors,
         files=[
@@ -52,13 +45,16 @@ def open_dcp(folder: Path) -> Stored:
     )
 
 
-def _whole(numbers: Iterable[Any]) -> tuple[int, ...]:
-    return tuple(int(number) for number in numbers)
+def _text(value: Any) -> str:
+    """Neither hashed nor written out unless it is one: a pickle can hold tuples in tuples without an end."""
+    if not isinstance(value, str):
+        raise TypeError(f"a {type(value).__name__} in the place of a name")
+    return value
 
 
 def _model_names(described: Mapping[str, Thing], paths: Mapping[str, Any], *, path: Path) -> dict[str, str]:
     """The keys of the model's tensors, with their names in the model."""
-    tensors = [key for key, about in described.items() if about.kind == "TensorStorageMetadata"]
+    tensors = [key for key, about in described.items() if about.name == "TensorStorageMetadata"]
     routes = {key: tuple(paths.get(key) or (key,)) for key in tensors}
     if not all(isinstance(step, str | int) for route in routes.values() for step in route):
         raise ValueError("a tensor has no name")
@@ -87,42 +83,33 @@ def _tensor(
     folder: Path,
     key: str,
     name: str,
-    about: Thing,
-    places: Mapping[tuple[str, tuple[int, ...]], Thing],
+    about: Mapping[str, Any],
+    places: Mapping[tuple[str, tuple[int, ...]], Mapping[str, Any]],
     records: dict[Path, list[CheckedRange]],
 ) -> StoredTensor:
-    properties = about.fields["properties"]
-    dtype = properties.args[0] if properties.args else properties.fields["dtype"]
-    if not isinstance(dtype, DType):
+    properties = about["properties"]
+    dtype = dtype_of(properties.state[0] if isinstance(properties.state, tuple) else properties.fields["dtype"])
+    if dtype is None:
         raise ValueError(f"{key} has no type")
-    pieces = [piece for chunk in about.fields["chunks"] for piece in _piece(folder, key, chunk, dtype, places, records)]
-    return StoredTensor(name=name, dtype=dtype, shape=_whole(about.fields["size"]), pieces=tuple(pieces))
-
-
-def _piece(
-    folder: Path,
-    key: str,
-    chunk: Thing,
-    dtype: DType,
-    places: Mapping[tuple[str, tuple[int, ...]], Thing],
-    records: dict[Path, list[CheckedRange]],
-) -> Iterable[Piece]:
-    start, shape = _whole(chunk.fields["offsets"]), _whole(chunk.fields["sizes"])
-    if 0 in shape:
-        return
-    info = places.get((key, start))
-    if info is None:
-        raise StoredError(f"{folder / METADATA} does not say where {key} at {list(start)} is; restore the file")
-    file = folder / str(info.fields["relative_path"])
-    if file.parent != folder or file.name == "..":
-        raise StoredError(f"{folder / METADATA} names {file}, which is not in its folder; restore the file")
-    if info.fields.get("transform_descriptors"):
-        raise StoredError(f"{file}: {key} is stored compressed or encrypted, which is not read; save it without")
-    inner = open_torch_file(file, offset=int(info.fields["offset"]), length=int(info.fields["length"]))
-    view = inner.content
-    if not isinstance(view, View) or view.shape != shape or view.dtype != dtype:
-        raise StoredError(
-            f"{inner.what} does not hold the block of {key} that {folder / METADATA} describes: the files do not belong together"
-        )
-    records.setdefault(file, []).extend(inner.records.values())
-    yield inner.piece(view, start=start, name=key)
+    pieces = []
+    for chunk in about["chunks"]:
+        start, shape = whole_numbers(chunk.fields["offsets"]), whole_numbers(chunk.fields["sizes"])
+        if 0 in shape:
+            continue
+        info = places.get((key, start))
+        if info is None:
+            raise StoredError(f"{folder / METADATA} does not say where {key} at {list(start)} is; restore the file")
+        file = folder / _text(info["relative_path"])
+        if file.parent != folder or file.name == "..":
+            raise StoredError(f"{folder / METADATA} names {file}, which is not in its folder; restore the file")
+        if info.get("transform_descriptors"):
+            raise StoredError(f"{file}: {key} is stored compressed or encrypted, which is not read; save it without")
+        inner, content = open_torch_file(file, offset=int(info["offset"]), length=int(info["length"]))
+        view = view_of(content)
+        if view is None or (view.shape, view.dtype) != (shape, dtype):
+            raise StoredError(
+                f"{inner.what} does not hold the block of {key} that {folder / METADATA} describes: the files do not belong together"
+            )
+        records.setdefault(file, []).extend(inner.records.values())
+        pieces.append(inner.piece(view, start=start, name=key))
+    return StoredTensor(name=name, dtype=dtype, shape=whole_numbers(about["size"]), pieces=tuple(pieces))

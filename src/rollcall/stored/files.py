@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -12,6 +14,17 @@ from typing import Any, BinaryIO
 
 class StoredError(ValueError):
     """Stored weights cannot be used; the message names the file and says what to do."""
+
+
+@contextmanager
+def plain_damage(sentence: str, *, advice: str = "restore the file") -> Iterator[None]:
+    """Turns whatever a damaged or hostile file makes the block raise into one sentence."""
+    try:
+        yield
+    except StoredError:
+        raise
+    except Exception as error:  # noqa: BLE001 - damaged JSON, zip archives and pickles can raise anything
+        raise StoredError(f"{sentence} ({type(error).__name__}: {error}); {advice}") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +44,12 @@ class StoredFile:
     size: int
     blake2b: str | None = None  # of the whole file, 16 bytes in hex; None: its writer noted none
     node: str | None = None  # where it was written; None: its writer noted none
+    host: str | None = None  # that node's name
     records: tuple[CheckedRange, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.path} (written on node {self.node})" if self.node is not None else str(self.path)
+        where = ", ".join(filter(None, (self.node, self.host)))
+        return f"{self.path} (written on node {where})" if where else str(self.path)
 
 
 def new_checksum() -> Any:
@@ -47,9 +62,20 @@ def file_checksum(path: Path) -> str:
         return hashlib.file_digest(file, new_checksum).hexdigest()
 
 
+def read_fully(fd: int, data: memoryview, offset: int, *, file: object) -> None:
+    """Fill ``data`` with the bytes at ``offset``."""
+    while data:
+        if not (num := os.preadv(fd, [data], offset)):
+            raise StoredError(f"{file} ends at byte {offset:,}, inside a tensor: it was cut off; restore the file")
+        data, offset = data[num:], offset + num
+
+
 def open_regular(path: Path) -> BinaryIO:
     """A file to read. A pipe, which nobody may ever write to, or a device is refused."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise StoredError(f"{path} does not exist; restore the file") from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise StoredError(f"{path} is not a regular file; restore the file")

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+import socket
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rollcall.config.yaml import read_small
-from rollcall.stored.files import StoredError, StoredFile
+from rollcall.stored.files import StoredError, StoredFile, plain_damage
 from rollcall.wait import warn
 
 MANIFEST = "manifest.json"
-MOST_MANIFEST_BYTES = 1 << 28
-NOT_A_MANIFEST = (OSError, KeyError, TypeError, ValueError, OverflowError, AttributeError, RecursionError)
 STEP_NAME = re.compile(r"step-(\d{6,})")
 _PART = re.compile(r"model/part-\d+-of-\d+\.safetensors")
 
@@ -33,6 +32,11 @@ class Manifest:
     files: Mapping[str, StoredFile]
 
     @property
+    def facts(self) -> dict[str, Any]:
+        """Facts of the run: step, score, ..."""
+        return {key: value for key, value in self.fields.items() if key != "files"}
+
+    @property
     def is_sharded(self) -> bool:
         return any(_PART.fullmatch(name) for name in self.files)
 
@@ -44,6 +48,16 @@ class Manifest:
         pattern = re.compile(r"model/[^/]+\.safetensors")
         return {name: file for name, file in self.files.items() if pattern.fullmatch(name)}
 
+    @property
+    def here(self) -> list[StoredFile]:
+        """The files that must be on this node: those in the checkpoint, and those that this node wrote elsewhere."""
+        own = socket.gethostname()
+        return [
+            file
+            for file in self.files.values()
+            if file.path.is_relative_to(self.path) or file.path.is_file() or file.host == own
+        ]
+
 
 def is_checkpoint(folder: Path) -> bool:
     return (folder / MANIFEST).is_file()
@@ -52,41 +66,30 @@ def is_checkpoint(folder: Path) -> bool:
 def read_manifest(checkpoint: Path) -> Manifest:
     """The manifest alone; whether its files are there is another question (``missing_file``)."""
     path = checkpoint / MANIFEST
-    try:
-        return parse_manifest(checkpoint)
-    except FileNotFoundError:
-        raise StoredError(f"{path} does not exist, so {checkpoint} is not a whole checkpoint; give another") from None
-    except NOT_A_MANIFEST as error:
-        raise StoredError(f"{path} cannot be read ({type(error).__name__}: {error}); give another checkpoint") from None
-
-
-def parse_manifest(checkpoint: Path) -> Manifest:
-    """The same for those who have words of their own for what is missing or wrong: it raises what Python does."""
-    fields = json.loads(read_small(checkpoint / MANIFEST, most=MOST_MANIFEST_BYTES))
+    if not path.exists():
+        raise StoredError(f"{path} does not exist, so {checkpoint} is not a whole checkpoint; use another")
     files = {}
-    for name, facts in fields["files"].items():
-        if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise ValueError(f"it names the file {name}, which is not in the checkpoint")
-        files[name] = _file(checkpoint, name, facts)
-    int(fields["step"])
+    with plain_damage(f"{path} cannot be read", advice="restore it, or use another checkpoint"):
+        fields = json.loads(read_small(path))
+        for name, facts in fields["files"].items():
+            if Path(name).is_absolute() or ".." in Path(name).parts:
+                raise ValueError(f"it names the file {name}, which is not in the checkpoint")
+            inside, place, node, host = checkpoint / name, facts.get("place"), facts.get("node"), facts.get("host")
+            files[name] = StoredFile(
+                # A file that was gathered lies in the checkpoint; otherwise it is where its node wrote it.
+                path=Path(place) if place is not None and not inside.exists() else inside,
+                size=int(facts["size"]),
+                blake2b=str(facts["blake2b"]),
+                node=None if node is None else str(node),
+                host=None if host is None else str(host),
+            )
+        int(fields["step"])
     return Manifest(path=checkpoint, fields=fields, files=files)
 
 
-def _file(checkpoint: Path, name: str, facts: Mapping[str, Any]) -> StoredFile:
-    here, place = checkpoint / name, facts.get("place")
-    node = facts.get("node")
-    return StoredFile(
-        # A file that was gathered lies in the checkpoint; otherwise it is where its node wrote it.
-        path=Path(place) if place is not None and not here.exists() else here,
-        size=int(facts["size"]),
-        blake2b=str(facts["blake2b"]),
-        node=None if node is None else str(node),
-    )
-
-
-def missing_file(manifest: Manifest) -> str:
-    """Which file is not here, or not of its size; empty if none. The code that reads the bytes compares checksums."""
-    for file in manifest.files.values():
+def missing_file(files: Iterable[StoredFile]) -> str:
+    """Which of the files is not here, or not of its size; empty if none. The code that reads the bytes compares checksums."""
+    for file in files:
         if not file.path.is_file():
             return f"{file} does not exist here"
         if (size := file.path.stat().st_size) != file.size:
@@ -103,7 +106,7 @@ def checkpoints_of(folder: Path) -> list[Path]:
 def newest_checkpoint(folder: Path) -> Path | None:
     """The newest checkpoint of a ``checkpoints/`` folder that is whole by its files' sizes; torn ones are named and skipped.
 
-    One whose files are on other nodes is whole: ``open_checkpoint`` says which file must be copied.
+    Files on other nodes are not asked for: ``open_checkpoint`` says which must be copied.
     """
     for path in checkpoints_of(folder):
         try:
@@ -111,9 +114,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
         except StoredError as error:
             warn(f"checkpoint {path} is torn ({error}) and is skipped")
             continue
-        here = {name: file for name, file in manifest.files.items() if file.path.is_relative_to(path)}
-        why = missing_file(Manifest(path=path, fields=manifest.fields, files=here))
-        if not why:
+        if not (why := missing_file(manifest.here)):
             return path
         warn(f"checkpoint {path} is torn ({why}) and is skipped")
     return None

@@ -6,37 +6,36 @@ dimensions there, or the same in all processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from rollcall.stored.unpickle import Thing, View
+from rollcall.stored.torch_file import View, view_of
+from rollcall.stored.unpickle import Thing
 
-MOST_DIMENSIONS = 16  # of a mesh
-MOST_FLATTENED = 3  # dimensions in dimensions of one
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """The sizes of a mesh's dimensions, and where a process stands in each."""
+
+    sizes: tuple[int, ...]
+    coordinates: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
     """Where a process stands in the mesh of a tensor and how the tensor is cut there."""
 
-    names: tuple[str, ...]
-    sizes: tuple[int, ...]
-    coordinates: tuple[int, ...]
+    position: Position
     # For each dimension of the mesh, the tensor's dimension and the split factor (1: none); None: the same in all.
     cuts: tuple[tuple[int, int] | None, ...]
     shape: tuple[int, ...]  # of the whole tensor
 
-    def is_copy_of(self, other: Placed) -> bool:
-        """Whether two processes hold the same block: they stand at the same place wherever the mesh cuts the tensor."""
-        places = zip(self.coordinates, other.coordinates, self.cuts, strict=True)
-        return self.layout == other.layout and all(mine == its for mine, its, cut in places if cut is not None)
-
     @property
     def layout(self) -> tuple[Any, ...]:
-        """What all processes must agree on."""
-        return self.names, self.sizes, self.cuts, self.shape
+        """The part that all processes must agree on."""
+        return self.position.sizes, self.cuts, self.shape
 
     def block(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Where the process's block begins, and its shape.
@@ -47,7 +46,7 @@ class Placed:
         """
         start, shape = [0] * len(self.shape), list(self.shape)
         for strided in (False, True):
-            for size, at, cut in zip(self.sizes, self.coordinates, self.cuts, strict=True):
+            for size, at, cut in zip(self.position.sizes, self.position.coordinates, self.cuts, strict=True):
                 if cut is None or (cut[1] > 1) is not strided:
                     continue
                 dim = cut[0]
@@ -58,86 +57,59 @@ class Placed:
         return tuple(start), tuple(shape)
 
 
-def placed(
-    tensor: Thing,
-    *,
-    rank: int,
-    numbers: Callable[[View], list[int]],
-    positions: dict[int, tuple[tuple[int, ...], tuple[int, ...]]],
-) -> Placed:
-    """``numbers`` reads a small tensor; ``positions`` keeps what is known of the file's meshes, which its tensors share.
-    ValueError: a layout that cannot be read."""
-    spec = tensor.fields["_spec"]
-    mesh = spec.mesh
-    shape = tuple(int(size) for size in tensor.fields["shape"])
-    if id(mesh) not in positions:
-        positions[id(mesh)] = _position(mesh, rank=rank, numbers=numbers)
-    sizes, coordinates = positions[id(mesh)]
-    cuts = tuple(_cut(one, rank_of_tensor=len(shape)) for one in spec.placements)
-    if len(cuts) != len(sizes):
-        raise ValueError(f"{len(cuts)} placements for a mesh of {len(sizes)} dimensions")
+def placed(placements: Any, position: Position, *, shape: tuple[int, ...]) -> Placed:
+    """``placements`` as the pickle has them; any error: they cannot be read."""
+    cuts = tuple(_cut(one, num_dims=len(shape)) for one in placements)
+    if len(cuts) != len(position.sizes):
+        raise ValueError(f"{len(cuts)} placements for a mesh of {len(position.sizes)} dimensions")
     for number, cut in enumerate(cuts):
-        behind = [
-            size for size, other in zip(sizes[number + 1 :], cuts[number + 1 :], strict=True) if _same(cut, other)
-        ]
-        if cut is not None and cut[1] > 1 and cut[1] != prod(behind):
-            raise ValueError(f"a split factor of {cut[1]} over {prod(behind)} parts")
-    names = tuple(mesh.fields.get("_mesh_dim_names") or mesh.fields.get("mesh_dim_names") or ())
-    return Placed(names=names, sizes=sizes, coordinates=coordinates, cuts=cuts, shape=shape)
+        if cut is not None and cut[1] > 1:
+            rest = list(zip(position.sizes, cuts, strict=True))[number + 1 :]
+            parts = prod(size for size, other in rest if other is not None and other[0] == cut[0])
+            if cut[1] != parts:
+                raise ValueError(f"a split factor of {cut[1]} over {parts} parts")
+    return Placed(position=position, cuts=cuts, shape=shape)
 
 
-def _same(one: tuple[int, int] | None, other: tuple[int, int] | None) -> bool:
-    return one is not None and other is not None and one[0] == other[0]
-
-
-def _cut(placement: Any, *, rank_of_tensor: int) -> tuple[int, int] | None:
-    kind = getattr(placement, "kind", None)
+def _cut(placement: Any, *, num_dims: int) -> tuple[int, int] | None:
+    kind = placement.name if isinstance(placement, Thing) else type(placement).__name__
     if kind == "Replicate":
         return None
     if kind not in ("Shard", "_StridedShard"):
-        raise ValueError(f"a placement {kind or type(placement).__name__}, which is not a share of the numbers")
-    dim = placement.fields["dim"] if "dim" in placement.fields else placement.args[0]
-    factor = placement.fields.get("split_factor") or 1
-    dim = int(dim) + rank_of_tensor if dim < 0 else int(dim)
-    if not 0 <= dim < rank_of_tensor:
-        raise ValueError(f"a cut along dimension {dim} of {rank_of_tensor}")
-    return dim, int(factor)
+        raise ValueError(f"a placement {kind}, which is not a share of the numbers")
+    dim = int(placement.fields["dim"] if "dim" in placement.fields else placement.args[0])
+    dim += num_dims if dim < 0 else 0
+    if not 0 <= dim < num_dims:
+        raise ValueError(f"a cut along dimension {dim} of {num_dims}")
+    return dim, int(placement.fields.get("split_factor") or 1)
 
 
-def _position(
-    mesh: Thing, *, rank: int, numbers: Callable[[View], list[int]]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The mesh's sizes, and where ``rank`` stands in it."""
-    if isinstance(view := mesh.fields.get("mesh"), View):  # torch before 2.10: a tensor of ranks
-        ranks, axes = (
-            numbers(view),
-            [((size, stride),) for size, stride in zip(view.shape, _strides(view.shape), strict=True)],
-        )
+def position_of(mesh: Mapping[str, Any], *, rank: int, numbers: Callable[[View], list[int]]) -> Position:
+    """Where ``rank`` stands in the mesh with these fields. ``numbers`` reads a small tensor; any error: the mesh cannot be read."""
+    ranks = mesh.get("mesh", mesh.get("_rank_map", mesh.get("_flatten_rank_map")))
+    if view := view_of(ranks):
+        ranks = numbers(view)
+    if view and "mesh" in mesh:  # torch before 2.10: a tensor of ranks, and no layout
+        strides = [prod(view.shape[dim + 1 :]) for dim in range(len(view.shape))]
+        axes = [((size, stride),) for size, stride in zip(view.shape, strides, strict=True)]
     else:
-        flat = mesh.fields.get("_rank_map", mesh.fields.get("_flatten_rank_map"))
-        ranks = numbers(flat) if isinstance(flat, View) else [int(one) for one in flat or ()]
-        axes = _axes(mesh.fields["_layout"])
+        layout = mesh["_layout"].fields
+        if "axes" in layout:
+            axes = [_pairs(axis.fields["shape"], axis.fields["stride"]) for axis in layout["axes"]]
+        elif isinstance(layout["shape"], int):
+            axes = [_pairs(layout["shape"], layout["stride"])]
+        else:
+            axes = [_pairs(*one) for one in zip(layout["shape"], layout["stride"], strict=True)]
     if rank not in ranks:
         raise ValueError(f"a mesh without rank {rank}")
     index = ranks.index(rank)
-    sizes, coordinates = [], []
+    coordinates = []
     for axis in axes:
         at = 0
         for size, stride in axis:  # several where dimensions were flattened into one
             at = at * size + ((index // stride) % size if size > 1 else 0)
-        sizes.append(prod(size for size, _ in axis))
         coordinates.append(at)
-    return tuple(sizes), tuple(coordinates)
-
-
-def _axes(layout: Thing) -> list[tuple[tuple[int, int], ...]]:
-    fields = layout.fields
-    if "axes" in fields:
-        return [_pairs(axis.fields["shape"], axis.fields["stride"]) for axis in fields["axes"]]
-    shape, stride = fields["shape"], fields["stride"]
-    if isinstance(shape, int):
-        return [_pairs(shape, stride)]
-    return [_pairs(a, b) for a, b in zip(shape, stride, strict=True)]
+    return Position(sizes=tuple(prod(size for size, _ in axis) for axis in axes), coordinates=tuple(coordinates))
 
 
 def _pairs(shape: Any, stride: Any, *, depth: int = 0) -> tuple[tuple[int, int], ...]:
@@ -145,10 +117,6 @@ def _pairs(shape: Any, stride: Any, *, depth: int = 0) -> tuple[tuple[int, int],
         if shape < 1 or not isinstance(stride, int) or stride < 1:
             raise ValueError(f"a mesh of {shape} processes")
         return ((shape, stride),)
-    if depth == MOST_FLATTENED or len(shape) > MOST_DIMENSIONS:
+    if depth == 3 or len(shape) > 16:  # a mesh has a few, and a pickle can hold tuples in tuples without an end
         raise ValueError("a mesh with more dimensions than there are")
     return tuple(pair for a, b in zip(shape, stride, strict=True) for pair in _pairs(a, b, depth=depth + 1))
-
-
-def _strides(shape: tuple[int, ...]) -> list[int]:
-    return [prod(shape[dim + 1 :]) for dim in range(len(shape))]

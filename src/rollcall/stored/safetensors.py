@@ -7,6 +7,7 @@ begins in it, and the tensor's whole shape.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,13 +17,11 @@ from typing import Any
 
 from rollcall.config.yaml import read_small
 from rollcall.stored.dtypes import OF_SAFETENSORS, DType
-from rollcall.stored.files import StoredError, StoredFile, open_regular
+from rollcall.stored.files import StoredError, StoredFile, open_regular, plain_damage
 from rollcall.stored.find import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from rollcall.stored.tensors import Piece, Stored, StoredTensor, stored_of
 
 INDEX = "model.safetensors.index.json"
-MOST_HEADER_BYTES = 100_000_000  # the format's own limit
-MOST_INDEX_BYTES = 1 << 28
 _OF = re.compile(r".*-(\d+)-of-(\d+)\.safetensors")
 
 
@@ -92,7 +91,7 @@ def open_parts(
 def _blocks(file: StoredFile) -> Iterable[tuple[str, tuple[int, ...], DType, Piece]]:
     """Each block in a part: the tensor's name, whole shape and type, and where the block is."""
     entries, metadata = read_header(file.path)
-    try:
+    with plain_damage(f"{file}: its metadata does not say which blocks it holds"):
         parts = json.loads(metadata["parts"]) if "parts" in metadata else None
         for key, entry in entries.items():
             about = (
@@ -101,45 +100,33 @@ def _blocks(file: StoredFile) -> Iterable[tuple[str, tuple[int, ...], DType, Pie
             start, whole = (tuple(int(n) for n in about[which]) for which in ("start", "shape"))
             piece = Piece(file=file.path, offset=entry.offset, start=start, shape=entry.shape)
             yield str(about["name"]), whole, entry.dtype, piece
-    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise StoredError(
-            f"{file}: its metadata does not say which blocks it holds ({type(error).__name__}: {error}); restore the file"
-        ) from None
 
 
 def read_header(path: Path) -> tuple[dict[str, _Entry], dict[str, str]]:
     """The tensors of a file and its metadata; everything about them is checked but the bytes themselves."""
-    try:
-        with open_regular(path) as file:
-            size = path.stat().st_size
-            length = int.from_bytes(file.read(8), "little")
-            if not 2 <= length <= min(MOST_HEADER_BYTES, size - 8):
-                raise ValueError(f"a header of {length:,} bytes in a file of {size:,}")
-            header = json.loads(file.read(length))
+    with plain_damage(f"{path} is not a whole safetensors file"), open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= min(100_000_000, size - 8):  # the first is the format's own limit
+            raise ValueError(f"a header of {length:,} bytes in a file of {size:,}")
+        header = json.loads(file.read(length))
         metadata = header.pop("__metadata__", None) or {}
-        entries, ends, ranges = {}, [0], []
+        entries: dict[str, _Entry] = {}
+        ranges: list[tuple[int, int]] = []
         for name, about in header.items():
             dtype, shape = OF_SAFETENSORS[about["dtype"]], tuple(int(n) for n in about["shape"])
             begin, end = (int(n) for n in about["data_offsets"])
             if min(shape, default=0) < 0 or begin < 0 or end - begin != prod(shape) * dtype.itemsize:
                 raise ValueError(f"{name} has {end - begin} bytes, which is not a {about['dtype']} of {list(shape)}")
             entries[name] = _Entry(dtype=dtype, shape=shape, offset=8 + length + begin)
-            ends.append(8 + length + end)
             ranges.append((begin, end))
         ranges.sort()
         if any(one[1] != other[0] for one, other in zip([(0, 0), *ranges], ranges, strict=False)):
             raise ValueError("its tensors share bytes, or leave some out")
-    except FileNotFoundError:
-        raise StoredError(f"{path} does not exist; restore the file") from None
-    except (KeyError, TypeError, ValueError, OverflowError, AttributeError, RecursionError) as error:
-        if isinstance(error, StoredError):
-            raise
+    end = 8 + length + (ranges[-1][1] if ranges else 0)
+    if end > size:
         raise StoredError(
-            f"{path} is not a whole safetensors file ({type(error).__name__}: {error}); restore the file"
-        ) from None
-    if max(ends) > size:
-        raise StoredError(
-            f"{path} has {size:,} bytes, and its tensors end at byte {max(ends):,}: the file was cut off; restore it"
+            f"{path} has {size:,} bytes, and its tensors end at byte {end:,}: the file was cut off; restore it"
         )
     return entries, metadata
 
@@ -147,11 +134,9 @@ def read_header(path: Path) -> tuple[dict[str, _Entry], dict[str, str]]:
 def weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
     """The files, and which of them holds each tensor if an index says so."""
     if (folder / INDEX).is_file():
-        try:
-            named: dict[str, str] = json.loads(read_small(folder / INDEX, most=MOST_INDEX_BYTES))["weight_map"]
+        with plain_damage(f"{folder / INDEX} is not an index of weights"):
+            named: dict[str, str] = json.loads(read_small(folder / INDEX))["weight_map"]
             paths = [folder / name for name in sorted(set(named.values()))]
-        except (KeyError, TypeError, ValueError, OverflowError, AttributeError, RecursionError) as error:
-            raise StoredError(f"{folder / INDEX} is not an index of weights ({error}); restore the file") from None
         if outside := next((path for path in paths if path.parent != folder), None):
             raise StoredError(f"{folder / INDEX} names {outside}, which is not in its folder; restore the file")
         if missing := next((path for path in paths if not path.is_file()), None):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollcall.stored.dtypes import DType
-from rollcall.stored.files import StoredError, StoredFile
+from rollcall.stored.files import StoredError, StoredFile, read_fully
 
 if TYPE_CHECKING:
     import torch
@@ -111,10 +111,7 @@ def read_into(file: Path, tensor: torch.Tensor, *, offset: int) -> None:
     view = tensor.reshape(-1).view(torch.uint8).numpy().data
     fd = os.open(file, os.O_RDONLY)
     try:
-        while view:
-            if not (num := os.preadv(fd, [view], offset)):
-                raise StoredError(f"{file} ends at byte {offset:,}, inside a tensor: it was cut off; restore the file")
-            view, offset = view[num:], offset + num
+        read_fully(fd, view, offset, file=file)
     finally:
         os.close(fd)
 
@@ -154,11 +151,10 @@ def _overlapping(pieces: Iterable[Piece]) -> tuple[Piece, Piece] | None:
     cut = [dim for dim in range(len(some[0].shape)) if len({(one.start[dim], one.shape[dim]) for one in some}) > 1]
     # Cut along one dimension only, which is usual, it is enough to look at neighbours.
     pairs = zip(some, some[1:], strict=False) if len(cut) == 1 else combinations(some, 2)
-    return next(((a, b) for a, b in pairs if _meet(a, b)), None)
-
-
-def _meet(a: Piece, b: Piece) -> bool:
-    return all(p < q + m and q < p + n for p, n, q, m in zip(a.start, a.shape, b.start, b.shape, strict=True))
+    for a, b in pairs:
+        if all(p < q + m and q < p + n for p, n, q, m in zip(a.start, a.shape, b.start, b.shape, strict=True)):
+            return a, b
+    return None
 
 
 def refuse_whole_numbers(types: Mapping[str, DType], names: Iterable[str], *, origin: str) -> None:
@@ -177,17 +173,6 @@ def refuse_whole_numbers(types: Mapping[str, DType], names: Iterable[str], *, or
         )
 
 
-def refuse_short_files(pieces: Iterable[tuple[StoredTensor, Piece]], files: Mapping[Path, StoredFile]) -> None:
-    """Refuse a file that ends before a piece that it should hold."""
-    for tensor, piece in pieces:
-        end, size = piece.offset + piece.num_elements * tensor.dtype.itemsize, files[piece.file].size
-        if end > size:
-            raise StoredError(
-                f"{files[piece.file]} has {size:,} bytes, and its {tensor.name} ends at byte {end:,}: the file was cut off; "
-                "restore it"
-            )
-
-
 def stored_of(
     tensors: Iterable[StoredTensor],
     *,
@@ -197,12 +182,11 @@ def stored_of(
     kind: str,
     facts: Mapping[str, Any] | None = None,
 ) -> Stored:
-    """The set, every tensor of it covered exactly and inside its files."""
+    """The set; every tensor must be covered exactly. That pieces lie inside their files is for the readers to check."""
     by_path = {file.path: file for file in files}
     by_name = {tensor.name: tensor for tensor in tensors}
     if not by_name:
         raise StoredError(f"{origin} holds no tensors; give a directory with the weights of a model")
     for tensor in by_name.values():
         refuse_gaps(tensor, origin=origin)
-    refuse_short_files(((one, piece) for one in by_name.values() for piece in one.pieces), by_path)
     return Stored(origin=origin, tensors=by_name, files=by_path, folder=folder, kind=kind, facts=dict(facts or {}))

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.config.yaml import read_small
-from rollcall.stored.files import StoredError, StoredFile
-from rollcall.stored.mesh import Placed, placed
+from rollcall.stored.files import StoredError, StoredFile, plain_damage
+from rollcall.stored.mesh import Placed, Position, placed, position_of
 from rollcall.stored.tensors import Piece, Stored, StoredTensor, stored_of
-from rollcall.stored.torch_zip import TorchFile, open_torch_file
-from rollcall.stored.unpickle import Alike, Thing, View
+from rollcall.stored.torch_file import TorchFile, View, open_torch_file, view_of, whole_numbers
+from rollcall.stored.unpickle import Name, Thing, attributes
 
 _FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 _STEP = re.compile(r"global_step_(\d+)")
@@ -27,7 +27,7 @@ _STEP = re.compile(r"global_step_(\d+)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Local:
-    """What one process holds of one tensor; ``where`` is None for a plain tensor."""
+    """The share of one tensor that one process holds; ``where`` is None for a plain tensor."""
 
     file: TorchFile
     rank: int
@@ -36,20 +36,23 @@ class _Local:
 
     @property
     def layout(self) -> Any:
-        """What all processes must agree on."""
-        return ("plain", self.view.shape) if self.where is None else self.where.layout
+        """The part that all processes must agree on."""
+        return self.view.dtype, self.view.shape if self.where is None else self.where.layout
+
+    def __str__(self) -> str:
+        cut = "no mesh"
+        if self.where is not None:
+            cut = f"mesh {list(self.where.position.sizes)}, whole shape {list(self.where.shape)}"
+        return f"{self.view.dtype} {list(self.view.shape)}, {cut}"
 
 
 def open_verl(folder: Path) -> Stored:
-    alike = Alike()
-    files = [open_torch_file(path, alike=alike) for path in _rank_files(folder)]
+    files: list[TorchFile] = []
     held: dict[str, list[_Local]] = {}
-    for rank, file in enumerate(files):
-        if file.rank not in (None, rank):
-            raise StoredError(
-                f"{file.path} is the shard of rank {file.rank}, by what it holds; restore the file of rank {rank}"
-            )
-        for name, local in _locals(file, rank=rank):
+    for rank, path in enumerate(_rank_files(folder)):
+        file, content = open_torch_file(path)
+        files.append(file)
+        for name, local in _locals(file, content, rank=rank):
             held.setdefault(name, []).append(local)
     for name, locals_ in held.items():
         if len(locals_) != len(files):
@@ -59,10 +62,9 @@ def open_verl(folder: Path) -> Stored:
                 f"{lacking.path} does not hold {name}, and {locals_[0].file.path} does: the files do not belong to one checkpoint"
             )
     config = next((one for one in (folder / "huggingface", folder) if (one / "config.json").is_file()), None)
-    tensors = [_cut(name, locals_) for name, locals_ in held.items()]
     step = next((int(match[1]) for one in folder.parts[::-1] if (match := _STEP.fullmatch(one))), None)
     return stored_of(
-        tensors,
+        [_joined(name, locals_) for name, locals_ in held.items()],
         files=[
             StoredFile(path=file.path, size=file.path.stat().st_size, records=tuple(file.records.values()))
             for file in files
@@ -101,95 +103,71 @@ def _rank_files(folder: Path) -> list[Path]:
         raise StoredError(
             f"{ranks[extra[0]]} does not belong to {size} processes; remove it, or give another checkpoint"
         )
-    said = _said_size(folder / "fsdp_config.json")
-    if said is not None and said != size:
-        raise StoredError(
-            f"{folder / 'fsdp_config.json'} is of a checkpoint with {said} processes, and the shards are of one with {size}: they do not "
-            "belong together"
-        )
+    path = folder / "fsdp_config.json"
+    if path.is_file():
+        with plain_damage(f"{path} does not say how many processes there were", advice="restore or remove it"):
+            said = int(json.loads(read_small(path, most=1 << 20))["world_size"])
+        if said != size:
+            raise StoredError(
+                f"{path} is of a checkpoint with {said} processes, and the shards are of one with {size}: they do not belong together"
+            )
     return [ranks[rank] for rank in range(size)]
 
 
-def _said_size(path: Path) -> int | None:
-    if not path.is_file():
-        return None
-    try:
-        return int(json.loads(read_small(path, most=1 << 20))["world_size"])
-    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise StoredError(
-            f"{path} does not say how many processes there were ({error}); restore or remove it"
-        ) from None
-
-
-def _locals(file: TorchFile, *, rank: int) -> Iterable[tuple[str, _Local]]:
-    if not isinstance(file.content, dict):
+def _locals(file: TorchFile, content: Any, *, rank: int) -> Iterable[tuple[str, _Local]]:
+    if not isinstance(content, dict):
         raise StoredError(f"{file.path} does not hold a state dict; give the model's shards")
-    positions: dict[int, Any] = {}
-    for name, value in file.content.items():
+    positions: dict[int, Position] = {}  # the tensors of a file share its meshes
+    for name, value in content.items():
         if not isinstance(name, str):
             raise StoredError(f"{file.path}: a tensor has no name but a {type(name).__name__}; give the model's shards")
-        if isinstance(value, View):
-            yield name, _Local(file=file, rank=rank, view=value, where=None)
-            continue
-        if not isinstance(value, Thing) or value.kind != "DTensor":
-            if isinstance(value, int | float | str | type(None)):
-                continue  # no tensor, so no weight
+        if isinstance(value, int | float | str | type(None)):
+            continue  # no tensor, so no weight
+        where = None
+        with plain_damage(f"{file.path}: the layout of {name} cannot be read"):
+            if isinstance(value, Thing) and value.name == "_rebuild_from_type_v2" and value.args[1] == Name("DTensor"):
+                _, _, (_, _, shape, *_), state = value.args
+                fields = attributes(state)
+                spec, value = fields["_spec"].fields, fields["_local_tensor"]
+                mesh = spec["mesh"]
+                if (own := mesh.fields.get("_rank", rank)) != rank:
+                    raise StoredError(
+                        f"{file.path} is the shard of rank {own}, by what it holds; restore the file of rank {rank}"
+                    )
+                if id(mesh) not in positions:
+                    positions[id(mesh)] = position_of(mesh.fields, rank=rank, numbers=file.numbers)
+                where = placed(spec["placements"], positions[id(mesh)], shape=whole_numbers(shape))
+            view = view_of(value)
+        if view is None:
             raise StoredError(f"{file.path}: {name} is neither a tensor nor a DTensor; give the model's shards")
-        try:
-            where = placed(value, rank=rank, numbers=file.numbers, positions=positions)
-        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
-            raise StoredError(f"{file.path}: the layout of {name} cannot be read ({error})") from None
-        if not isinstance(local := value.fields.get("_local_tensor"), View):
-            raise StoredError(f"{file.path}: {name} has no numbers; restore the file")
-        yield name, _Local(file=file, rank=rank, view=local, where=where)
+        yield name, _Local(file=file, rank=rank, view=view, where=where)
 
 
-def _cut(name: str, locals_: list[_Local]) -> StoredTensor:
+def _joined(name: str, locals_: list[_Local]) -> StoredTensor:
+    """The tensor whose blocks the processes hold."""
     first = locals_[0]
     shape = first.view.shape if first.where is None else first.where.shape
     taken: dict[tuple[int, ...], tuple[_Local, Piece]] = {}
     for one in locals_:
-        if one.layout != first.layout or one.view.dtype != first.view.dtype:
-            raise _strangers(name, first, one)
-        start = (0,) * len(shape)
-        if one.where is not None:
-            start, wanted = one.where.block()
-            if wanted != one.view.shape:
-                raise StoredError(
-                    f"{one.file.path}: its share of {name} is {list(one.view.shape)}, and rank {one.rank} of its mesh "
-                    f"{list(one.where.sizes)} has {list(wanted)}: the file belongs to another checkpoint"
-                )
-        if 0 in one.view.shape:
+        if one.layout != first.layout:
+            raise StoredError(
+                f"{first.file.path} and {one.file.path} do not belong to one checkpoint: {name} is {first} in the first and {one} in "
+                "the second"
+            )
+        start, wanted = ((0,) * len(shape), shape) if one.where is None else one.where.block()
+        if wanted != one.view.shape:
+            raise StoredError(
+                f"{one.file.path}: its share of {name} is {list(one.view.shape)}, and rank {one.rank} of its mesh has {list(wanted)}: "
+                "the file belongs to another checkpoint"
+            )
+        if 0 in wanted:
             continue
         piece = one.file.piece(one.view, start=start, name=name)
         same, _ = taken.setdefault(start, (one, piece))
-        if same is not one:
-            _refuse_other_copy(name, same, one)
-    return StoredTensor(
-        name=name, dtype=first.view.dtype, shape=shape, pieces=tuple(piece for _, piece in taken.values())
-    )
-
-
-def _refuse_other_copy(name: str, first: _Local, other: _Local) -> None:
-    """Two processes that hold the same block must hold the same numbers; the files' own checksums say so without a read."""
-    if first.where is not None and other.where is not None and not first.where.is_copy_of(other.where):
-        raise _strangers(name, first, other)
-    sums = [one.file.checksum(one.view) for one in (first, other)]
-    if None not in sums and sums[0] != sums[1]:
-        raise StoredError(
-            f"{first.file.path} and {other.file.path} should hold the same numbers of {name}, and they do not: they do not belong "
-            "to one checkpoint"
-        )
-
-
-def _strangers(name: str, first: _Local, other: _Local) -> StoredError:
-    def described(one: _Local) -> str:
-        cut: Any = (
-            "no mesh" if one.where is None else f"mesh {list(one.where.sizes)}, whole shape {list(one.where.shape)}"
-        )
-        return f"{one.view.dtype} {list(one.view.shape)}, {cut}"
-
-    return StoredError(
-        f"{first.file.path} and {other.file.path} do not belong to one checkpoint: {name} is {described(first)} in the first and "
-        f"{described(other)} in the second"
-    )
+        if None not in (sums := [each.file.checksum(each.view) for each in (same, one)]) and sums[0] != sums[1]:
+            raise StoredError(
+                f"{same.file.path} and {one.file.path} should hold the same numbers of {name}, and they do not: they do not belong "
+                "to one checkpoint"
+            )
+    pieces = tuple(piece for _, piece in taken.values())
+    return StoredTensor(name=name, dtype=first.view.dtype, shape=shape, pieces=pieces)

@@ -9,6 +9,7 @@ script and loads nothing but from this server.
 from __future__ import annotations
 
 import hmac
+import re
 import secrets
 from collections.abc import Callable
 from http.cookies import CookieError, SimpleCookie
@@ -17,9 +18,9 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rollcall.view.keys import OPEN, Keys
+from rollcall.view.address import OPEN, Keys
 
-LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+LOOPBACK = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?", re.IGNORECASE)
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; connect-src 'self'; font-src "
     "'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -73,8 +74,7 @@ class Guard:
 
     def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
         hosts = headers.getlist("host")
-        name = hosts[0].rpartition(":")[0] if len(hosts) == 1 and _has_port(hosts[0]) else "".join(hosts[:1])
-        if len(hosts) != 1 or name.lower() not in LOOPBACK:
+        if len(hosts) != 1 or not LOOPBACK.fullmatch(hosts[0]):
             return _page(421, "This server answers only to 127.0.0.1 and localhost.")
         if scope["method"] not in ("GET", "HEAD"):
             return PlainTextResponse("this page only reads", status_code=405)
@@ -96,10 +96,6 @@ class Guard:
             return False
         own = cookies.get(self._cookie)
         return own is not None and hmac.compare_digest(own.value.encode(), self._session.encode())
-
-
-def _has_port(host: str) -> bool:
-    return host.rpartition(":")[2].isdecimal() and (not host.startswith("[") or "]:" in host)
 
 
 def _page(status: int, text: str) -> Response:

@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,45 +17,98 @@ from starlette.responses import Response
 
 from rollcall.config import public_dump
 from rollcall.loop.resume import differences
+from rollcall.redact import redact
 from rollcall.view import curves, groups
 from rollcall.view.cluster import show_cluster
-from rollcall.view.doing import Marks, show_marks, show_timeline
 from rollcall.view.held_out import held_out_steps, show_held_out
-from rollcall.view.inside import OutsideError
 from rollcall.view.journal_index import FILTERS, SORTS, JournalIndex
-from rollcall.view.metrics_table import MetricsTable
-from rollcall.view.places import ShownRuns, UnknownRunError
-from rollcall.view.state import StateReader, checkpoints
+from rollcall.view.reader import RunReader
+from rollcall.view.shown_runs import ShownRuns, UnknownRunError
+from rollcall.view.standing import no_signal
+from rollcall.view.timeline import show_marks, show_timeline
 from rollcall.view.tokens import Vocabularies, read_scores, show_tokens
 
 MOST_ROWS = 200
 MOST_CURVES = 100
 MOST_RUNS = 12  # in one picture
+READ_S = 2.0  # of a file that grows, before a question is answered
 
 
 class BadQuestionError(ValueError):
     """A question that the page would not ask."""
 
 
-class Watched:
-    """A run directory that somebody looks at."""
+class WatchedRun(RunReader):
+    """A run directory that somebody looks at, with what only a page asks of it."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.table = MetricsTable(root)
-        self.marks = Marks(root)
-        self.standing = StateReader(root, self.table, self.marks)
-        self.trained = groups.TrainedDraws(root)
-        self._lock = threading.Lock()
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__(run_dir, read_s=READ_S)
+        self.trained = groups.TrainedDraws(run_dir, read_s=READ_S)
+        self._making = threading.Lock()
         self._index: JournalIndex | None = None
+        self._sizes: tuple[float, dict[str, int]] = (float("-inf"), {})
 
     @property
     def index(self) -> JournalIndex:
         """Made when somebody looks at samples."""
-        with self._lock:
+        with self._making:
             if self._index is None:
-                self._index = JournalIndex(self.root)
+                self._index = JournalIndex(self.dir)
             return self._index
+
+    def public_config(self) -> dict[str, Any] | None:
+        """The run file without its secrets; None: it cannot be read."""
+        config = self.config
+        return None if config is None else public_dump(config)
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of the journal, the checkpoints and the model; counted now and then, for a large folder takes long."""
+        with self._making:
+            if time.monotonic() - self._sizes[0] > 30.0:
+                found = {name: _folder_bytes(self.dir / name) for name in ("journal", "checkpoints", "model")}
+                self._sizes = (time.monotonic(), found)
+            return self._sizes[1]
+
+    def row(self) -> dict[str, Any]:
+        """How the run stands, in one row of the list of runs."""
+        config, state = self.config, self.state()
+        stands = self.standing(state)
+        num, num_steps = stands.without_signal
+        times = self.metrics.column("step")[1]
+        return {
+            "state": state.word,
+            "text": redact(state.text),
+            "no_signal": no_signal(num, num_steps=num_steps),
+            "step": stands.step,
+            "steps": stands.num_steps,
+            "headline": stands.headline.words,
+            "first": stands.first,
+            "last": stands.last,
+            "best": stands.best,
+            "evaluates": config is None or config.data.val is not None,
+            "reward": stands.reward,
+            "step_s": stands.step_s,
+            "tokens_per_s": self.metrics.last("rollout/tokens_per_s"),
+            "began_s": float(times[0]) if len(times) else None,
+            "moved_s": self.moved_s(),
+            "left_s": stands.left_s,
+            "model": redact(str(config.model.path)) if config else None,
+            "algorithm": config.algorithm.name if config else None,
+            "version": self.metrics.version,
+        }
+
+    def kept_checkpoints(self) -> list[dict[str, Any]]:
+        """By their manifests and the sizes of their files."""
+        return [
+            {
+                "step": one.step,
+                "score": None if one.manifest is None else one.manifest["score"],
+                "bytes": _folder_bytes(one.path),
+                "saved_s": one.path.stat().st_mtime,
+                "whole": not one.reason,
+            }
+            for one in self.checkpoints(checksums=False)
+        ]
 
     def close(self) -> None:
         if self._index is not None:
@@ -66,23 +120,23 @@ class Api:
         self._places = places
         self._vocabularies = Vocabularies()
         self._lock = threading.Lock()
-        self._watched: dict[Path, Watched] = {}
+        self._shown: dict[Path, WatchedRun] = {}
 
     def close(self) -> None:
-        for one in self._watched.values():
+        for one in self._shown.values():
             one.close()
 
-    def watched(self, id: str) -> Watched:
+    def run(self, id: str) -> WatchedRun:
         root = self._places.find(id).dir
         with self._lock:
-            if root not in self._watched:
-                self._watched[root] = Watched(root)
-            return self._watched[root]
+            if root not in self._shown:
+                self._shown[root] = WatchedRun(root)
+            return self._shown[root]
 
     def runs(self, ask: QueryParams) -> Any:
         rows = []
         for place in self._places.all():
-            row = self.watched(place.id).standing.row()
+            row = self.run(place.id).row()
             rows.append({"id": place.id, "name": place.name, "dir": str(place.dir), **row})
         return {"runs": rows, "now_s": time.time()}
 
@@ -90,20 +144,20 @@ class Api:
         """The names that any of these runs has."""
         names: set[str] = set()
         for id in _runs(ask):
-            table = self.watched(id).table
+            table = self.run(id).metrics
             table.refresh()
             names.update(table.names())
-        return {"metrics": curves.describe(sorted(names))}
+        return {"metrics": curves.describe(sorted(names)[:5000])}
 
     def curves(self, ask: QueryParams) -> Any:
         """Each ``name`` of these runs, with faults and recoveries. ``seen`` is what an earlier answer called ``mark``: where nothing is
         new, the answer is short."""
         ids, names = _runs(ask), ask.getlist("name")[:MOST_CURVES]
-        runs = [self.watched(id) for id in ids]
+        runs = [self.run(id) for id in ids]
         for run in runs:
-            run.table.refresh()
+            run.metrics.refresh()
         # A fault may come with no new row after it: it has ended the run.
-        mark = "-".join(f"{run.table.version}.{len(run.marks.all())}" for run in runs)
+        mark = "-".join(f"{run.metrics.version}.{len(run.events.marks())}" for run in runs)
         if mark == ask.get("seen"):
             return {"mark": mark, "same": True}
         axis = ask.get("axis", "step")
@@ -118,15 +172,15 @@ class Api:
         }
         return {
             "mark": mark,
-            "curves": {name: [curves.curve(run.table, name, **how) for run in runs] for name in names},
-            "marks": [show_marks(run.marks, run.table, axis=axis) for run in runs],
+            "curves": {name: [curves.curve(run.metrics, name, **how) for run in runs] for name in names},
+            "marks": [show_marks(run.events.marks(), run.metrics, axis=axis) for run in runs],
         }
 
     def difference(self, ask: QueryParams) -> Any:
         """The run files of several runs, key by key where they differ, and a few numbers of each."""
         ids = _runs(ask)
-        runs = [self.watched(id).standing for id in ids]
-        dumps = [None if run.config is None else public_dump(run.config) for run in runs]
+        runs = [self.run(id) for id in ids]
+        dumps = [one.public_config() for one in runs]
         keys: dict[str, None] = {}
         first = next((dump for dump in dumps if dump is not None), None)
         for dump in dumps:
@@ -135,16 +189,16 @@ class Api:
         settings = [
             {"key": key, "values": [None if dump is None else _shown(_at(dump, key)) for dump in dumps]} for key in keys
         ]
-        rows = [run.row() for run in runs]
-        return {"settings": settings, "problems": [run.config_problem for run in runs], "rows": rows}
+        problems = [one.config_problem for one in runs]
+        return {"settings": settings, "problems": problems, "rows": [one.row() for one in runs]}
 
     def run_file(self, ask: QueryParams) -> Any:
-        standing = self.watched(_one(ask)).standing
-        return {"sections": standing.public_config(), "problem": standing.config_problem}
+        run = self.run(_one(ask))
+        return {"sections": run.public_config(), "problem": run.config_problem}
 
     def groups(self, ask: QueryParams) -> Any:
         """A page of groups."""
-        run = self.watched(_one(ask))
+        run = self.run(_one(ask))
         progress = run.index.ask()
         only, sort = ask.get("only") or None, ask.get("sort") or "newest"
         if (only is not None and only not in FILTERS) or sort not in SORTS:
@@ -155,7 +209,7 @@ class Api:
         answer = {"index": index, "steps": steps}
         if needle := ask.get("search", ""):
             after = _cursor(ask.get("after"))
-            found = groups.search(run.root, run.index, needle, only=only, after=after, limit=limit)
+            found = groups.search(run.dir, run.index, needle, only=only, after=after, limit=limit)
             return {**answer, "rows": found.rows, "cursor": found.cursor, "looked_at": found.looked_at}
         found = run.index.find(
             step=_whole(ask, "step", None),
@@ -166,54 +220,54 @@ class Api:
             offset=_whole(ask, "offset", 0) or 0,
         )
         index["groups"] = found.groups
-        shown = [groups.summary_of(row, text=groups.preview(run.root, row)) for row in found.rows]
+        shown = [groups.summary_of(row, text=groups.preview(run.dir, row)) for row in found.rows]
         return {**answer, "rows": shown, "total": found.total}
 
     def group(self, ask: QueryParams) -> Any:
-        run = self.watched(_one(ask))
-        group = groups.read_group(run.root, run.index, **_which(ask))
-        return groups.show_group(group, config=run.standing.config, trained_in=run.trained.step_of(group.draw))
+        run = self.run(_one(ask))
+        group = groups.read_group(run.dir, run.index, **_which(ask))
+        return groups.show_group(group, config=run.config, trained_in=run.trained.step_of(group.draw))
 
     def text(self, ask: QueryParams) -> Any:
         """A text that ``group`` cut."""
-        run = self.watched(_one(ask))
-        group = groups.read_group(run.root, run.index, **_which(ask))
+        run = self.run(_one(ask))
+        group = groups.read_group(run.dir, run.index, **_which(ask))
         return {"said": groups.said_of(group, completion=_whole(ask, "completion", None))}
 
     def tokens(self, ask: QueryParams) -> Any:
-        run = self.watched(_one(ask))
-        group = groups.read_group(run.root, run.index, **_which(ask))
+        run = self.run(_one(ask))
+        group = groups.read_group(run.dir, run.index, **_which(ask))
         completion = _whole(ask, "completion", 0) or 0
         return show_tokens(
             group,
             completion=completion,
-            config=run.standing.config,
-            vocabulary=self._vocabularies.of(run.root),
-            learner=read_scores(run.root, group, completion=completion, trained=run.trained),
+            config=run.config,
+            vocabulary=self._vocabularies.of(run.dir),
+            learner=read_scores(run.dir, group, completion=completion, trained=run.trained),
         )
 
     def held_out(self, ask: QueryParams) -> Any:
-        run = self.watched(_one(ask))
-        steps = held_out_steps(run.root)
+        run = self.run(_one(ask))
+        steps = held_out_steps(run.dir)
         step = _whole(ask, "step", None)
         step = steps[-1] if step is None and steps else step
-        rows = [] if step is None else show_held_out(run.root, step=step, needle=ask.get("search", ""))
+        rows = [] if step is None else show_held_out(run.dir, step=step, needle=ask.get("search", ""))
         return {"steps": steps, "step": step, "rows": rows}
 
     def timeline(self, ask: QueryParams) -> Any:
-        run = self.watched(_one(ask))
+        run = self.run(_one(ask))
         first, last = _whole(ask, "first", None), _whole(ask, "last", None)
-        return show_timeline(run.root, run.table, first_step=first, last_step=last)
+        return show_timeline(run.dir, run.metrics, first_step=first, last_step=last)
 
     def cluster(self, ask: QueryParams) -> Any:
-        run = self.watched(_one(ask))
+        run = self.run(_one(ask))
         about = {
-            "state": run.standing.row()["state"],
-            "sizes": run.standing.sizes(),
-            "checkpoints": checkpoints(run.root),
+            "state": run.state().word,
+            "sizes": run.sizes(),
+            "checkpoints": run.kept_checkpoints(),
             "now_s": time.time(),
         }
-        return {**show_cluster(run.root, run.standing.config, marks=run.marks), **about}
+        return {**show_cluster(run.dir, run.config, marks=run.events.marks()), **about}
 
 
 ADDRESSES = (
@@ -229,7 +283,7 @@ def answering(ask: Callable[[QueryParams], Any]) -> Callable[[Request], Response
             return as_json(ask(request.query_params))
         except (UnknownRunError, groups.NoGroupError, FileNotFoundError) as error:
             return as_json({"error": str(error)}, status=404)
-        except (BadQuestionError, OutsideError) as error:
+        except BadQuestionError as error:
             return as_json({"error": str(error)}, status=400)
         except PermissionError as error:
             return as_json({"error": f"{error.filename} cannot be read: {error.strerror}"}, status=403)
@@ -318,3 +372,12 @@ def _at(dump: Any, key: str) -> Any:
 
 def _shown(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
+
+
+def _folder_bytes(folder: Path) -> int:
+    """Of all files below it; one that is removed meanwhile does not count."""
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(OSError):
+            total += path.lstat().st_size if path.is_file() else 0
+    return total

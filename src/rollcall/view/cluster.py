@@ -3,49 +3,44 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rollcall.config import Config
 from rollcall.errors import PlacementError
-from rollcall.observe.live import LIVE, Live, ProcessState, read_live
-from rollcall.observe.logs import LOGS, log_path, read_log
+from rollcall.observe.events import Mark
+from rollcall.observe.live import ProcessState, read_live
+from rollcall.observe.logs import read_log
 from rollcall.plan.placement import plan_for
 from rollcall.redact import redact
-from rollcall.view.doing import Marks, recent_marks
-from rollcall.view.inside import regular
+from rollcall.view.timeline import recent_marks
 from rollcall.words import ranges
 
-LINES = 12  # of each worker
-MOST_WORKERS = 512
-LONGEST_TEXT = 2000  # characters that a worker says of itself
 
-
-def show_cluster(root: Path, config: Config | None, *, marks: Marks) -> dict[str, Any]:
-    regular(root, LIVE)
+def show_cluster(root: Path, config: Config | None, *, marks: Sequence[Mark]) -> dict[str, Any]:
     live = read_live(root)
     problem = ""
     try:
         nodes = _planned(config) if config is not None else {}
     except PlacementError as error:
         nodes, problem = {}, str(error)
-    workers = [] if live is None else [_worker(root, one, live) for one in live.processes[:MOST_WORKERS]]
+    workers = [] if live is None else [_worker(root, one) for one in live.processes]
     return {
         "nodes": _with_workers(nodes, workers),
         "workers": workers,
-        "live": None if live is None else _about(live),
+        "live": None
+        if live is None
+        else {
+            "time_s": live.time_s,
+            "host": live.host,
+            "is_over": live.is_over,
+            "is_stale": live.is_stale,
+            "missing_nodes": live.missing_nodes,
+        },
         "marks": recent_marks(marks),
         "problem": problem,
-    }
-
-
-def _about(live: Live) -> dict[str, Any]:
-    return {
-        "time_s": live.time_s,
-        "host": live.host,
-        "is_over": live.is_over,
-        "is_stale": live.is_stale,
-        "missing_nodes": list(live.missing_nodes),
     }
 
 
@@ -60,25 +55,11 @@ def _planned(config: Config) -> dict[int, list[dict[str, Any]]]:
     }
 
 
-def _worker(root: Path, one: ProcessState, live: Live) -> dict[str, Any]:
-    regular(root, LOGS, log_path(root, one.lane).name)
-    return {
-        "lane": one.lane,
-        "roles": dict(one.roles),
-        "node": one.node,
-        "address": one.address,
-        "slots": list(one.slots),
+def _worker(root: Path, one: ProcessState) -> dict[str, Any]:
+    return asdict(one) | {
         "slots_text": ranges(one.slots),
-        "pid": one.pid,
-        "state": one.state,
-        "doing": redact(one.doing[:LONGEST_TEXT]),
-        "since_s": one.since_s,
-        "num_calls": one.num_calls,
-        "memory_bytes": one.memory_bytes,
-        "device_bytes": one.device_bytes,
-        "why": redact(one.why[:LONGEST_TEXT]),
-        "log": redact(one.log[:LONGEST_TEXT]),
-        "lines": read_log(root, one.lane, lines=LINES),
+        **{name: redact(getattr(one, name)) for name in ("doing", "why", "log")},
+        "lines": read_log(root, one.lane, lines=12),
     }
 
 

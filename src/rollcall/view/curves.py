@@ -9,11 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollcall.observe.metrics import METRICS
-from rollcall.view.metrics_table import MetricsTable
+from rollcall.view.metrics_table import MetricsTable, Numbers
 
-Numbers = NDArray[np.float64]
 MOST_POINTS = 4000
-SMOOTHED_FROM = 30  # fewer points, such as evaluations, are shown as they are
 SHOWN = ("step", "time")  # what may be on the horizontal axis
 
 # In the order of the page; the first pattern that fits a name decides.
@@ -32,7 +30,6 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Memory", ("perf/peak_memory_gib", "rollout/preemptions")),
     ("Staleness", ("rollout/staleness", "rollout/groups_from_journal")),
 )  # fmt: skip
-OTHER = "Other"
 
 
 def group_of(name: str) -> tuple[int, int]:
@@ -60,7 +57,7 @@ def describe(names: Sequence[str]) -> list[dict[str, Any]]:
         shown.append(
             {
                 "name": name,
-                "group": GROUPS[group][0] if group < len(GROUPS) else OTHER,
+                "group": GROUPS[group][0] if group < len(GROUPS) else "Other",
                 "unit": about.unit if about else "",
                 "meaning": about.meaning if about else "",
             }
@@ -81,7 +78,8 @@ def curve(
     """``x`` and ``y`` between ``low`` and ``high``; with ``smooth``, ``even`` has the smoothed values at the same places."""
     steps, times, values = table.column(name)
     x = times if axis == "time" else steps
-    even = smoothed(values, smooth) if smooth > 0 and len(values) >= SMOOTHED_FROM else None
+    # Fewer points, such as evaluations, are shown as they are.
+    even = smoothed(values, smooth) if smooth > 0 and len(values) >= 30 else None
     kept = np.isfinite(x)
     if low is not None:
         kept &= x >= low

@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,12 @@ from rollcall.durable.group_record import NOT_A_GROUP, decode, stream_records
 from rollcall.durable.journal import is_trained_row
 from rollcall.observe.transcript import said_in, said_in_row
 from rollcall.redact import redact
-from rollcall.types import Completion, Group
-from rollcall.view.grown import GrownFile
-from rollcall.view.inside import OutsideError, open_inside
+from rollcall.types import Completion, Floats, Group
 from rollcall.view.journal_index import FOLDER, GroupRow, JournalIndex
+from rollcall.view.tail import FileTail
 
 SHORT = 280  # characters of a text in a list
 LONG = 20_000  # characters of a text in a group
-SEARCH_S = 0.8  # of one request; the page asks again where it ended
-_PIECE = 500  # groups
 
 
 class NoGroupError(LookupError):
@@ -49,7 +46,7 @@ def read_group(root: Path, index: JournalIndex, *, step: int, draw: int) -> Grou
 
 def _groups_in(root: Path, name: str, *, start: int = 0, most: int | None = None) -> Iterator[Group]:
     try:
-        with open_inside(root, FOLDER, name) as file:
+        with (root / FOLDER / name).open("rb") as file:
             end = file.seek(0, 2)
             for number, (_, payload) in enumerate(stream_records(file, start=start, end=end), start=1):
                 try:
@@ -58,33 +55,19 @@ def _groups_in(root: Path, name: str, *, start: int = 0, most: int | None = None
                     pass  # a record of another program is passed over, as the journal itself does
                 if number == most:
                     return
-    except (OSError, OutsideError):
+    except OSError:
         return
 
 
-def summary_of(row: GroupRow, *, text: str = "") -> dict[str, Any]:
-    return {
-        "step": row.step,
-        "draw": row.draw,
-        "prompt": row.prompt,
-        "completions": row.completions,
-        "tokens": row.tokens,
-        "reward": row.reward,
-        "lowest": row.lowest,
-        "highest": row.highest,
-        "truncated": row.truncated,
-        "failed": row.failed,
-        "worker": row.worker,
-        "finished_s": row.finished_s,
-        "text": text,
-    }
+def summary_of(row: GroupRow, *, text: str) -> dict[str, Any]:
+    return {**asdict(row), "text": text}
 
 
 def preview(root: Path, row: GroupRow) -> str:
     """How the prompt of a group ends: chat templates begin all alike."""
-    header = _header(root, row)
+    data = _header_bytes(root, row)
     try:
-        return "" if header is None else _asked(header)[-SHORT:]
+        return "" if data is None else _asked(json.loads(data))[-SHORT:]
     except NOT_A_GROUP:
         return ""
 
@@ -98,20 +81,12 @@ def _asked(header: dict[str, Any]) -> str:
     return str(said[-1] if said else prompt["text"] or next(openings, ""))
 
 
-def _header(root: Path, row: GroupRow) -> dict[str, Any] | None:
-    data = _header_bytes(root, row)
-    try:
-        return None if data is None else json.loads(data)
-    except (ValueError, RecursionError):
-        return None
-
-
 def _header_bytes(root: Path, row: GroupRow) -> bytes | None:
     try:
-        with open_inside(root, FOLDER, row.file) as file:
+        with (root / FOLDER / row.file).open("rb") as file:
             file.seek(row.header)
             return file.read(row.header_bytes)
-    except (OSError, OutsideError):
+    except OSError:
         return None
 
 
@@ -130,7 +105,7 @@ def search(
     only: str | None = None,
     after: tuple[int, int] | None = None,
     limit: int = 50,
-    seconds: float = SEARCH_S,
+    seconds: float = 0.8,
 ) -> SearchPage:
     """Groups whose prompt, answer, completions or notes hold the text, in any case, the newest first. It stops after ``limit`` of them
     or ``seconds``; ``after`` goes on from there."""
@@ -138,7 +113,7 @@ def search(
     until, wanted = time.monotonic() + seconds, needle.casefold()
     # The header is ASCII with escapes, so plain text is found in its bytes without reading it as JSON.
     raw = json.dumps(needle)[1:-1].lower().encode() if needle.isascii() else None
-    while piece := index.before(step=at[0], draw=at[1], only=only, limit=_PIECE):
+    while piece := index.before(step=at[0], draw=at[1], only=only, limit=500):
         for row in piece:
             at, looked_at = (row.step, row.draw), looked_at + 1
             if (hit := _hit(root, row, wanted, raw)) is not None:
@@ -171,16 +146,7 @@ def _hit(root: Path, row: GroupRow, wanted: str, raw: bytes | None) -> str | Non
 
 def show_group(group: Group, *, config: Config | None, trained_in: int | None) -> dict[str, Any]:
     """A group as JSON; long texts are cut, and ``said_of`` has the whole."""
-    advantages = (
-        None
-        if config is None
-        else group_advantages(
-            group,
-            config.algorithm,
-            max_response_tokens=config.rollout.max_response_tokens,
-            environment=config.environment,
-        )
-    )
+    advantages = advantages_of(group, config)
     prompt, asked = group.prompt, _prompt_text(group)
     own = (one.prompt_ids(prompt.token_ids) for one in group.completions if not prompt.text)
     return {
@@ -205,6 +171,14 @@ def show_group(group: Group, *, config: Config | None, trained_in: int | None) -
         ],
         "advantages": "" if advantages is not None else _no_advantages(config),
     }
+
+
+def advantages_of(group: Group, config: Config | None) -> Floats | None:
+    """One for each completion; None: they depend on more than the group, or the run file cannot be read."""
+    if config is None:
+        return None
+    most = config.rollout.max_response_tokens
+    return group_advantages(group, config.algorithm, max_response_tokens=most, environment=config.environment)
 
 
 def _no_advantages(config: Config | None) -> str:
@@ -269,8 +243,8 @@ def _brief(metadata: dict[str, Any]) -> dict[str, str]:
 class TrainedDraws:
     """Which step trained on which draw: ``journal/trained.jsonl``, read where it has grown."""
 
-    def __init__(self, root: Path) -> None:
-        self._file = GrownFile(root, "journal", "trained.jsonl")
+    def __init__(self, root: Path, *, read_s: float) -> None:
+        self._file = FileTail(root / FOLDER / "trained.jsonl", read_s=read_s)
         self._lock = threading.Lock()
         self._step_of: dict[int, int] = {}
 

@@ -10,7 +10,6 @@ from rollcall.durable.append_file import parse_row
 from rollcall.durable.group_record import NOT_A_GROUP
 from rollcall.observe.transcript import said_in_row
 from rollcall.view.groups import LONG
-from rollcall.view.inside import entries, read_inside
 
 FOLDER = "samples"
 _FILE = re.compile(r"val-(\d{6,12})\.jsonl")
@@ -18,12 +17,12 @@ MOST_ROWS = 200
 
 
 def held_out_steps(root: Path) -> list[int]:
-    return sorted(int(found[1]) for entry in entries(root, FOLDER) if (found := _FILE.fullmatch(entry.name)))
+    return sorted(int(found[1]) for path in (root / FOLDER).glob("val-*") if (found := _FILE.fullmatch(path.name)))
 
 
 def show_held_out(root: Path, *, step: int, needle: str) -> list[dict[str, Any]]:
-    data, wanted, rows = read_inside(root, FOLDER, f"val-{step:06d}.jsonl") or b"", needle.casefold(), []
-    for line in data.split(b"\n"):
+    path, wanted, rows = root / FOLDER / f"val-{step:06d}.jsonl", needle.casefold(), []
+    for line in path.read_bytes().split(b"\n") if path.is_file() else ():
         row = parse_row(line) if line else None
         if row is None:
             continue

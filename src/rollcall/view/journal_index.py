@@ -16,23 +16,17 @@ import re
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rollcall.durable.append_file import is_count
 from rollcall.durable.group_record import HEAD_BYTES, NOT_A_GROUP, header_of, header_span, stream_records
-from rollcall.view.inside import OutsideError, entries, open_inside
 from rollcall.wait import warn
 
 FOLDER = "journal"
 _STEP_FILE = re.compile(r"(\d{6,})\.groups")
 _SCHEMA = 4  # another number: the table is made again
-_PAUSE_S = 1.0
-_PAUSE_FACTOR = 20  # a refresh takes at most a twentieth of the time
-_COMMIT_EVERY_S = 0.5
 _TABLES = """
 create table if not exists files (name text primary key, inode integer, changed_ns integer, end integer, head blob);
 create table if not exists groups (
@@ -174,7 +168,7 @@ class JournalIndex:
             except (sqlite3.Error, OSError) as error:
                 warn(f"the journal of {self._root} cannot be indexed: {error}")
             took = time.monotonic() - began
-            until = time.monotonic() + max(_PAUSE_S, min(took * _PAUSE_FACTOR, 30.0))
+            until = time.monotonic() + max(1.0, min(took * 20, 30.0))  # it takes at most a twentieth of the time
             while not self._closed and time.monotonic() < until:
                 time.sleep(0.1)
 
@@ -184,7 +178,7 @@ class JournalIndex:
             return self._refresh()
 
     def _refresh(self) -> Indexed:
-        found = {entry.name: entry for entry in entries(self._root, FOLDER) if _STEP_FILE.fullmatch(entry.name)}
+        found = {path.name: path for path in (self._root / FOLDER).glob("*.groups") if _STEP_FILE.fullmatch(path.name)}
         if not self._known:
             with self._lock:
                 rows = self._db.execute("select name, inode, changed_ns, end, head from files").fetchall()
@@ -196,9 +190,9 @@ class JournalIndex:
             self._drop(name)
             del self._known[name]
         seen: dict[str, tuple[int, int, int]] = {}
-        for name, entry in found.items():
+        for name, path in found.items():
             try:
-                about = entry.stat()
+                about = path.stat()
             except OSError:
                 continue
             seen[name] = (about.st_ino, about.st_mtime_ns, about.st_size)
@@ -206,42 +200,27 @@ class JournalIndex:
         # The newest first: that is what people look at while an old journal is read.
         due.sort(key=lambda name: int(name.partition(".")[0]), reverse=True)
         self._progress = Indexed(files=len(seen) - len(due), total=len(seen), groups=self._count())
-        with self._batches() as commit_if_due:
-            for number, name in enumerate(due, start=1):
-                if self._closed:
-                    return self._progress
-                self._index(name, about=seen[name])
-                if commit_if_due():
-                    done = len(seen) - len(due) + number
-                    self._progress = Indexed(files=done, total=len(seen), groups=self._count())
-        self._progress = Indexed(files=len(seen), total=len(seen), groups=self._count())
-        return self._progress
-
-    @contextmanager
-    def _batches(self) -> Iterator[Any]:
         committed = time.monotonic()
-
-        def commit_if_due() -> bool:
-            nonlocal committed
-            if time.monotonic() - committed < _COMMIT_EVERY_S:
-                return False
-            with self._lock:
-                self._db.commit()
-            committed = time.monotonic()
-            return True
-
-        try:
-            yield commit_if_due
-        finally:
-            with self._lock:
-                self._db.commit()
+        for number, name in enumerate(due, start=1):
+            if self._closed:
+                break
+            self._index(name, about=seen[name])
+            if number == len(due) or time.monotonic() - committed > 0.5:
+                with self._lock:
+                    self._db.commit()
+                committed = time.monotonic()
+                done = len(seen) - len(due) + number
+                self._progress = Indexed(files=done, total=len(seen), groups=self._count())
+        with self._lock:
+            self._db.commit()
+        return self._progress
 
     def _index(self, name: str, *, about: tuple[int, int, int]) -> None:
         (inode, changed_ns, size), before = about, self._known.get(name)
         end, head = 0, b""
         rows, again = [], []
         try:
-            with open_inside(self._root, FOLDER, name) as file:
+            with (self._root / FOLDER / name).open("rb") as file:
                 head = file.read(HEAD_BYTES)
                 # A new file may have the number of one that was removed. Its first record has another checksum.
                 if before is not None and before.about[0] == inode and before.head == head:
@@ -255,7 +234,7 @@ class JournalIndex:
                         (again if row[1] else rows).append(row[0])
         except FileNotFoundError:
             return  # removed since the folder was listed; the next look drops it
-        except (OSError, OutsideError) as error:
+        except OSError as error:
             warn(f"{name} of the journal is not indexed: {error}")
         marks = ", ".join("?" * len(COLUMNS))
         with self._lock:
@@ -367,7 +346,7 @@ def _index_path(run_dir: Path) -> Path | None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         name = hashlib.blake2b(os.fsencode(run_dir), digest_size=12).hexdigest()
         path = folder / f"{name}.sqlite"
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600))
+        path.touch(mode=0o600)
         return path
     except OSError as error:
         warn(

@@ -6,6 +6,7 @@ import json
 import math
 import threading
 from array import array
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollcall.durable.append_file import LARGEST_COUNT, is_count, parse_row
-from rollcall.view.grown import GrownFile
+from rollcall.observe.headline import GRADED, Headline, headline_of
+from rollcall.view.tail import FileTail
 
-FILE = "metrics.jsonl"
-MOST_NAMES, LONGEST_NAME = 5000, 300  # others are left out
-Column = NDArray[np.float64]
+METRICS = "metrics.jsonl"
+Numbers = NDArray[np.float64]
 
 
 def _parsed(lines: list[bytes]) -> list[dict[str, Any]]:
@@ -31,19 +32,25 @@ def _parsed(lines: list[bytes]) -> list[dict[str, Any]]:
     return [row for row in map(parse_row, lines) if row is not None]
 
 
+@dataclass(slots=True)
+class _Column:
+    rows: array[int] = field(default_factory=lambda: array("q"))  # that have it
+    values: array[float] = field(default_factory=lambda: array("d"))
+    is_whole: bool = True  # all of them are whole numbers
+
+
 class MetricsTable:
     """Any thread may ask. A resumed run writes the file again; it is then read again."""
 
-    def __init__(self, root: Path) -> None:
-        self._file = GrownFile(root, FILE)
+    def __init__(self, run_dir: Path, *, read_s: float = math.inf) -> None:
+        self._file = FileTail(run_dir / METRICS, read_s=read_s)
         self._lock = threading.Lock()
         self.version = 0  # changes with every row
         self._forget()
 
     def _forget(self) -> None:
         self._row_of: dict[int, int] = {}  # step -> row
-        # name -> rows that have it, and its values there
-        self._columns: dict[str, tuple[array[int], array[float]]] = {}
+        self._columns: dict[str, _Column] = {}
 
     def refresh(self) -> None:
         with self._lock:
@@ -62,25 +69,33 @@ class MetricsTable:
             if type(value) is float or (type(value) is int and abs(value) < LARGEST_COUNT):
                 column = self._columns.get(name)
                 if column is None:
-                    if len(self._columns) >= MOST_NAMES or len(name) > LONGEST_NAME:
-                        continue
-                    column = self._columns[name] = array("q"), array("d")
-                column[0].append(place)
-                column[1].append(value)
+                    column = self._columns[name] = _Column()
+                column.rows.append(place)
+                column.values.append(value)
+                column.is_whole = column.is_whole and type(value) is int
+
+    @property
+    def step(self) -> int:
+        """The last step that was trained; 0: none was. An evaluation alone is not one."""
+        steps = self.column("time/step_s")[0]
+        return int(steps[-1]) if len(steps) else 0
+
+    @property
+    def headline(self) -> Headline:
+        return headline_of({GRADED: value} for value in self.values(GRADED))
 
     def names(self) -> list[str]:
         with self._lock:
             return [name for name in self._columns if name not in ("step", "time")]
 
-    def _values(self, name: str) -> Column:
+    def _values(self, name: str) -> Numbers:
         """One for each row, not a number where a row does not have it. The last of a step counts."""
         values = np.full(len(self._row_of), math.nan)
-        if name in self._columns:
-            places, found = self._columns[name]
-            values[np.array(places)] = np.array(found)
+        if column := self._columns.get(name):
+            values[np.array(column.rows)] = np.array(column.values)
         return values
 
-    def column(self, name: str) -> tuple[Column, Column, Column]:
+    def column(self, name: str) -> tuple[Numbers, Numbers, Numbers]:
         """Steps, times and values of the rows that have it, by step."""
         with self._lock:
             values, steps, times = (self._values(each) for each in (name, "step", "time"))
@@ -88,6 +103,20 @@ class MetricsTable:
         order = there[np.argsort(steps[there], kind="stable")]
         return steps[order], times[order], values[order]
 
+    def values(self, name: str) -> list[float]:
+        """Those of a metric, by step."""
+        return self.column(name)[2].tolist()
+
     def last(self, name: str) -> float | None:
-        _, _, values = self.column(name)
-        return float(values[-1]) if len(values) else None
+        return next(reversed(self.values(name)), None)
+
+    def whole_columns(self) -> dict[str, list[float | None]]:
+        """Every column with a place for each step, in the order of the steps; None where a step does not have it."""
+        with self._lock:
+            order = np.argsort(self._values("step"), kind="stable")
+            found: dict[str, list[float | None]] = {}
+            for name, column in self._columns.items():
+                kind = int if column.is_whole else float
+                values = self._values(name)[order].tolist()
+                found[name] = [kind(value) if math.isfinite(value) else None for value in values]
+        return found

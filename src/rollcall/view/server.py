@@ -10,7 +10,7 @@ import gzip
 import os
 import webbrowser
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import lru_cache
 from importlib.resources import files
 
@@ -25,13 +25,12 @@ from starlette.types import ASGIApp
 
 from rollcall.net.http_door import http_server, listen
 from rollcall.view.access import Guard
+from rollcall.view.address import OPEN, Keys
 from rollcall.view.api import ADDRESSES, Api, answering, as_json
-from rollcall.view.keys import OPEN, Keys
-from rollcall.view.places import ShownRuns
+from rollcall.view.shown_runs import ShownRuns
 from rollcall.words import counted
 
 HOST = "127.0.0.1"
-NICENESS = 10  # a run on the same machine goes first
 KINDS = {
     "html": "text/html; charset=utf-8", "css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8",
     "svg": "image/svg+xml",
@@ -98,7 +97,8 @@ class PageServer:
         return f"http://{HOST}:{self.port}{OPEN}{self.keys.new()}"
 
     def run(self) -> None:
-        _step_back()
+        with suppress(OSError):  # not allowed here; the page then takes part as any other process
+            os.nice(10)  # a run on the same machine goes first
         self._server.run(sockets=[self._socket])
 
     def stop(self) -> None:
@@ -115,10 +115,3 @@ def serve(shown: ShownRuns, *, port: int, open_browser: bool, tell: Callable[[st
     if open_browser and not webbrowser.open(address):
         tell("no browser was found; open the address yourself")
     server.run()
-
-
-def _step_back() -> None:
-    try:
-        os.nice(NICENESS)
-    except OSError:  # not allowed here; the page then takes part as any other process
-        return

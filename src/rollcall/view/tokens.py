@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rollcall.algo.shaping import group_advantages
 from rollcall.config import Config
 from rollcall.observe.token_scores import FOLDER, file_name, scores_in
 from rollcall.types import Floats, Group
-from rollcall.view.groups import NoGroupError, TrainedDraws
-from rollcall.view.inside import OutsideError, entries, open_inside, read_inside
-
-MOST_PROMPT_TOKENS = 2000  # of those, the last: a completion answers them
-MOST_TOKENIZER_BYTES = 256 << 20
-_TOKENIZER = "tokenizer.json"
+from rollcall.view.groups import NoGroupError, TrainedDraws, advantages_of
 
 
 class Vocabulary:
@@ -72,29 +64,22 @@ class Vocabularies:
 
 
 def _read_vocabulary(root: Path) -> Vocabulary | None:
-    for names in _places(root):
+    for folder in (root, root / "model", *sorted(root.glob("checkpoints/*/model"), reverse=True)):
         try:
-            with open_inside(root, *names, _TOKENIZER) as file:
-                return Vocabulary(file.read(MOST_TOKENIZER_BYTES))
-        except (OSError, OutsideError):
-            continue
+            return Vocabulary((folder / "tokenizer.json").read_bytes())
         except Exception:  # noqa: BLE001 - the library raises a plain Exception for a file that is not a tokenizer
             continue
     return None
 
 
-def _places(root: Path) -> Iterator[tuple[str, ...]]:
-    yield ()
-    yield ("model",)
-    for name in sorted((entry.name for entry in entries(root, "checkpoints")), reverse=True):
-        yield ("checkpoints", name, "model")
-
-
 def read_scores(root: Path, group: Group, *, completion: int, trained: TrainedDraws) -> dict[str, Floats] | None:
     """Log-probs and entropy of each token; None: they were not kept for this group."""
     step = trained.step_of(group.draw) or group.step
-    data = read_inside(root, FOLDER, file_name(step))
-    return None if data is None else scores_in(io.BytesIO(data), group, completion=completion)
+    try:
+        with (root / FOLDER / file_name(step)).open("rb") as file:
+            return scores_in(file, group, completion=completion)
+    except FileNotFoundError:
+        return None
 
 
 def show_tokens(
@@ -110,20 +95,12 @@ def show_tokens(
     if not 0 <= completion < len(group.completions):
         raise NoGroupError(f"the group has {len(group.completions)} completions, and no number {completion}")
     one, score = group.completions[completion], group.scores[completion]
-    advantages = None
-    if config is not None:
-        found = group_advantages(
-            group,
-            config.algorithm,
-            max_response_tokens=config.rollout.max_response_tokens,
-            environment=config.environment,
-        )
-        advantages = None if found is None else np.where(one.mask, found[completion], 0.0)
+    advantages = advantages_of(group, config)
     ids = one.token_ids.tolist()
     columns: dict[str, Any] = {"id": ids, "logprob": _short(one.logprobs), "mask": one.mask.astype(int).tolist()}
     columns["version"] = [segment.version for segment in one.segments for _ in range(segment.num_tokens)]
     if advantages is not None:
-        columns["advantage"] = _short(advantages)
+        columns["advantage"] = _short(np.where(one.mask, advantages[completion], 0.0))
     if learner is not None:
         difference = learner["logprobs"] - one.logprobs
         columns["entropy"] = _short(learner["entropy"])
@@ -131,7 +108,7 @@ def show_tokens(
         columns["mismatch"] = _short(np.where(one.mask, difference, 0.0))
         columns["ratio"] = _short(np.where(one.mask, np.exp(np.clip(difference, -20, 20)), 1.0))
     whole_prompt = one.prompt_ids(group.prompt.token_ids)
-    prompt = whole_prompt[-MOST_PROMPT_TOKENS:].tolist()
+    prompt = whole_prompt[-2000:].tolist()  # the end: a completion answers it
     return {
         "step": group.step,
         "draw": group.draw,

@@ -19,7 +19,7 @@ from typing import Any
 
 from rollcall.errors import MissingPeerError
 from rollcall.net.door import BACKLOG, Door, listen_at, new_secret, prove, watch_peer
-from rollcall.net.frames import frame, read_exactly, read_frame
+from rollcall.process.framing import json_frame, read_exactly, read_json_frame
 from rollcall.wait import Wait
 from rollcall.weights.protocol import Carrying, Invitation
 
@@ -34,11 +34,11 @@ class Line:
             watch_peer(connection)
 
     def tell(self, message: Mapping[str, Any], deadline: Wait) -> None:
-        self.write(frame(message), deadline)
+        self.write(json_frame(message), deadline)
 
     def hear(self, deadline: Wait) -> dict[str, Any]:
         try:
-            return read_frame(lambda count: self.read(count, deadline))
+            return read_json_frame(lambda count: self.read(count, deadline))
         except ConnectionError as error:
             raise self.gone(error) from None
 

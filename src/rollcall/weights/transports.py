@@ -26,13 +26,9 @@ from rollcall.weights.parts import Parts, PartsReceiver
 from rollcall.weights.protocol import Carrying, Invitation, Sent, WeightReceiver, WeightSender
 
 
-def carrying_for(transport: WeightTransport, *, on_host: bool, on_gpu: bool, receiver: str) -> Carrying:
+def carrying_for(transport: WeightTransport, *, on_host: bool, on_gpu: bool) -> Carrying:
     """How weights get to one receiver."""
-    if transport == "shared_memory" and not on_host:
-        raise ValueError(
-            f"rollout.weights=shared_memory reaches only processes on the actor's node, and {receiver} is on another; use "
-            "auto, broadcast, delta or file"
-        )
+    assert on_host or transport != "shared_memory", "a plan that needs this is refused"
     if transport == "broadcast" or not on_host:
         return "broadcast"
     return "broadcast" if on_gpu and transport != "shared_memory" else "shared_memory"
@@ -53,15 +49,11 @@ def open_sender(
 
     ``host`` is the address they reach this one by; empty: they share only the folder. ``by_parts``: it sends ``Parts``.
     """
-    if not host and transport != "file":
-        raise ValueError(
-            f"rollout.weights={transport} needs a network between the nodes, and they share only a folder; use file"
-        )
     if transport == "file":
         return FanOut([FolderSender(folder, name=name, receivers=tuple(receivers), timeout_s=timeout_s)])
     by_carrier: dict[Carrying, list[str]] = {}
     for receiver, on_host in receivers.items():
-        carrying = carrying_for(transport, on_host=on_host, on_gpu=on_gpu, receiver=receiver)
+        carrying = carrying_for(transport, on_host=on_host, on_gpu=on_gpu)
         by_carrier.setdefault(carrying, []).append(receiver)
     return FanOut(
         [

@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Collection, Mapping
 
-from rollcall.process import environment_of
+from rollcall.process_table import environment_of
 from rollcall.redact import hides
 
 TOKEN = "ROLLCALL_TOKEN"  # the variable of a token that the user chooses; a secret, so no worker sees it

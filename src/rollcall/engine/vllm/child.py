@@ -1,7 +1,6 @@
-"""The vLLM process as seen from here: started, asked, told the weights, ended.
+"""The vLLM process as seen from here: a worker (process/worker.py) with a server of its own, and memory that both see.
 
-We wait for it and it waits for us, one message at a time. Every wait has a deadline; an error shows the last lines of its
-log. It ends with this process, however this process ends.
+Calls wait in the thread that makes them. Every wait has a deadline; an error shows the last lines of the process's log.
 """
 
 from __future__ import annotations
@@ -9,16 +8,11 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import signal
-import socket
-import struct
-import subprocess
 import tempfile
-import time
 import weakref
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +20,15 @@ import torch
 from torch import Tensor
 
 from rollcall.engine.vllm.server import checksum
+from rollcall.process.framing import JSON
+from rollcall.process.here import LinkHere
+from rollcall.process.worker import Call, Lost, Raised, Worker
 from rollcall.wait import say
 
 START_S = 600.0  # imports alone take 10 to 60 s, loading and compiling a large model minutes
 ANSWER_S = 300.0
 QUIT_S = 10.0
-SAY_EVERY_S = 10.0
-LOG_LINES, LOG_BYTES = 15, 1 << 16
+LOG_LINES = 15
 ALIGN = 64  # bytes
 LONGEST_SOCKET_FOLDER = 60  # characters; a socket's path has at most 107, and vLLM's name for it 37
 SERVER = Path(__file__).with_name("server.py")
@@ -50,88 +46,63 @@ class UpdateRefused(VllmError):
 
 class Child:
     def __init__(self, python: str, *, num_threads: int):
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - without a name, so that a kill leaves nothing behind
         self.memory = SharedMemory()
-        ours, theirs = socket.socketpair()
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(ANSWER_S), 0))
-        command = [python, str(SERVER), str(theirs.fileno()), str(self.memory.fd), str(os.getpid())]
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            pass_fds=(theirs.fileno(), self.memory.fd),
-            start_new_session=True,  # its helpers can then be ended with it
-            env=child_environment(num_threads=num_threads),
-        )
-        theirs.close()
-        self._connection = Connection(ours.detach())
-        self._waiting_for = "start"
-        # At the end of this interpreter too; a starter that is killed is noticed by the child itself.
-        self._finalizer = weakref.finalize(self, _end, self.process)
+        env = child_environment(num_threads=num_threads)
+        link = LinkHere([python, str(SERVER)], env=env, fds=(self.memory.fd,))
+        # It is trusted, and its Python has no classes of ours.
+        self._worker = Worker(link, name="vLLM", hears=JSON, answers=defaultdict(lambda: json.loads))
+        self._sent: Call | None = self._begin("version", START_S)
+        self._finalizer = weakref.finalize(self, self._worker.close)
+
+    @property
+    def pid(self) -> int:
+        return self._worker.pid
 
     def wait_until_ready(self) -> str:
         """The version of vLLM, once it is imported."""
-        return self.receive(deadline_s=START_S)["vllm"]
+        return self.receive()
 
-    def ask(self, do: str, *, deadline_s: float = ANSWER_S, **what: Any) -> Any:
-        self.send(do, **what)
-        return self.receive(deadline_s=deadline_s)
+    def ask(self, method: str, *, deadline_s: float = ANSWER_S, **what: Any) -> Any:
+        self.send(method, deadline_s=deadline_s, **what)
+        return self.receive()
 
-    def send(self, do: str, **what: Any) -> None:
-        assert not self._waiting_for, f"{self._waiting_for} is not answered yet"
-        try:
-            self._connection.send_bytes(json.dumps({"do": do, **what}).encode())
-        except BlockingIOError:
-            raise self._failure(f"has not taken `{do}` within {ANSWER_S:.0f} s") from None
-        except OSError:
-            raise self._failure("ended") from None
-        self._waiting_for = do
+    def send(self, method: str, *, deadline_s: float = ANSWER_S, **what: Any) -> None:
+        assert self._sent is None, f"{self._sent.method} is not answered yet"
+        self._sent = self._begin(method, deadline_s, **what)
 
-    def receive(self, *, deadline_s: float = ANSWER_S) -> Any:
+    def receive(self) -> Any:
         """The answer to what was sent last. While vLLM starts and loads, it says from time to time what is being waited for."""
-        started = time.monotonic()
-        while not self._connection.poll(min(SAY_EVERY_S, deadline_s)):
-            waited = time.monotonic() - started
-            if waited >= deadline_s:
-                raise self._failure(f"has not answered `{self._waiting_for}` within {waited:.0f} s")
-            if self._waiting_for in ("start", "load"):
-                say(f"vLLM: {self._waiting_for} takes {waited:.0f} s so far; its log says: {self.log_tail(1)[:150]}")
+        call, self._sent = self._sent, None
+        assert call is not None, "nothing was sent"
+
+        def tell(waited_s: float) -> None:
+            if call.method in ("version", "load"):
+                doing = "start" if call.method == "version" else "load"
+                say(f"vLLM: {doing} takes {waited_s:.0f} s so far; its log says: {self.log_tail(1)[:150]}")
+
         try:
-            answer = json.loads(self._connection.recv_bytes())
-        except (EOFError, OSError):
-            raise self._failure("ended") from None
-        done, self._waiting_for = self._waiting_for, ""
-        if "refused" in answer:
-            raise UpdateRefused(f"vLLM refused the weights: {answer['refused']}")
-        if "error" in answer:
-            raise VllmError(f"vLLM failed in `{done}`: {answer['error']}\n{self.log_tail(LOG_LINES)}")
-        return answer
+            return call.wait(meanwhile=tell)
+        except Raised as error:
+            if error.kind == "Refused":
+                raise UpdateRefused(f"vLLM refused the weights: {error.message}") from None
+            told = f"{error.kind}: {error.message}\n{self.log_tail(LOG_LINES)}\n{error.trace}"
+            raise VllmError(f"vLLM failed in `{call.method}`: {told}") from None
+        except Lost as lost:
+            at = f"\nit was at\n{lost.stack}" if lost.stack else ""
+            raise VllmError(
+                f"the vLLM process {lost.why}; the end of its log:\n{self.log_tail(LOG_LINES)}{at}"
+            ) from None
 
     def log_tail(self, count: int) -> str:
-        size = os.fstat(self._log.fileno()).st_size
-        data = os.pread(self._log.fileno(), LOG_BYTES, max(0, size - LOG_BYTES))
-        return "\n".join(data.decode(errors="replace").splitlines()[-count:])
+        return self._worker.log_tail(count)
 
     def close(self) -> None:
-        """Ask it to end, and end it if it does not."""
-        if self._finalizer.alive and not self._waiting_for:
-            try:
-                self.send("quit")
-                self.process.wait(QUIT_S)
-            except (VllmError, subprocess.TimeoutExpired):
-                pass  # ended below
-        self._finalizer()
-        self._connection.close()
+        """Let it end, and end it if it does not."""
+        self._worker.close(grace_s=QUIT_S if self._sent is None else 0.0)
         self.memory.close()
-        self._log.close()
 
-    def _failure(self, what: str) -> VllmError:
-        if what == "ended" and self._finalizer.alive:  # its socket is closed; the status follows
-            _wait_for_exit(self.process.pid)
-        self._finalizer()  # what it would answer later belongs to nothing
-        status = f" with status {self.process.returncode}" if what == "ended" else ""
-        return VllmError(f"the vLLM process {what}{status}; the end of its log:\n{self.log_tail(LOG_LINES)}")
+    def _begin(self, method: str, deadline_s: float, **what: Any) -> Call:
+        return self._worker.begin(method, what, deadline_s=deadline_s)
 
 
 class SharedMemory:
@@ -214,17 +185,3 @@ def child_environment(*, num_threads: int) -> dict[str, str]:
         "OMP_NUM_THREADS": str(num_threads),
         "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it gives no log-probs after top-k and top-p, and may want a compiler
     }
-
-
-def _wait_for_exit(pid: int) -> None:
-    """Without taking note of it: until then the number stays its own, and so does the group of its helpers."""
-    until = time.monotonic() + QUIT_S
-    while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None and time.monotonic() < until:
-        time.sleep(0.05)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """The process and its helpers. Once waited for, its number may be another's."""
-    if process.returncode is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()

@@ -1,9 +1,10 @@
 """The vLLM process: one file, run by the Python of vLLM's own environment.
 
-It imports the standard library, torch and vLLM, and nothing of this package. The process that started it (``child.py``) sends one
-JSON message at a time over an inherited socket and waits for the answer. Between two messages this process waits; when its
-parent is gone it ends. A message names what to ``do``:
+It imports the standard library, torch and vLLM, and nothing of this package, so it has a few lines of its own for what process/child.py
+does elsewhere: it answers the calls of the process that started it (``child.py``) in the same frames, with JSON in both directions, one
+after the other. When its parent hangs up, or is gone, it ends. A call names a method:
 
+    version  import vLLM
     load     make an engine from a model's config, with weights that mean nothing until the first update
     advance  take completions in, decode a few steps, answer with the new tokens of every completion
     abort    forget completions
@@ -11,7 +12,7 @@ parent is gone it ends. A message names what to ``do``:
     part     take some of the new weights, which lie in shared memory, unless they are torn
     end      sample from the new weights; a version that breaks off leaves none that count
     adapt    take the adapter that lies in a folder, unless it is stale
-    sleep, wake, quit
+    sleep, wake
 
 An update may come while completions are running. vLLM then puts them back into its queue and drops all keys and values
 that the old weights made, so every token is sampled under one version of the weights, context included.
@@ -19,23 +20,26 @@ that the old weights made, so every token is sampled under one version of the we
 
 from __future__ import annotations
 
+import faulthandler
+import fcntl
 import gc
 import json
 import mmap
 import os
 import queue
 import signal
+import struct
 import sys
 import tempfile
 import threading
-import time
 import traceback
 import weakref
 import zlib
-from multiprocessing.connection import Connection
 from typing import Any
 
-LOOK_S = 0.5  # how often to see whether the starter still lives
+# As in process/framing.py: a message's length; the number of its call, and whether it calls, answers or complains.
+LENGTH, HEAD = struct.Struct("<Q"), struct.Struct("<IB")
+DONE, RAISED = 2, 3
 
 
 class Refused(Exception):
@@ -43,8 +47,8 @@ class Refused(Exception):
 
 
 class Server:
-    def __init__(self, connection: Connection, memory_fd: int):
-        self.connection = connection
+    def __init__(self, fd: int, memory_fd: int):
+        self._fd = fd
         self.memory_path = f"/proc/{os.getpid()}/fd/{memory_fd}"  # as the processes of a tensor-parallel engine see it
         self.spec: dict[str, Any] | None = None
         self.engine: Any = None
@@ -55,28 +59,39 @@ class Server:
         self._preemptions: dict[str, int] = {}  # of the running completions
 
     def serve(self) -> None:
+        """Until the parent hangs up."""
+        while (length := self._read(LENGTH.size)) is not None:
+            message = self._read(LENGTH.unpack(length)[0])
+            if message is None:
+                break
+            number, _ = HEAD.unpack_from(message)
+            method, (arguments,) = json.loads(message[HEAD.size :])
+            try:
+                kind, answer = DONE, getattr(self, f"do_{method}")(**arguments)
+            except Exception as error:
+                kind, answer = RAISED, [type(error).__name__, str(error), traceback.format_exc()]
+            body = HEAD.pack(number, kind) + json.dumps(answer).encode()
+            data = memoryview(LENGTH.pack(len(body)) + body)
+            while data:
+                data = data[os.write(self._fd, data) :]
+        self._unload()
+
+    def _read(self, count: int) -> bytes | None:
+        """None: the parent has hung up."""
+        found = bytearray()
+        while len(found) < count:
+            data = os.read(self._fd, min(count - len(found), 1 << 20))
+            if not data:
+                return None
+            found += data
+        return bytes(found)
+
+    # What a call can ask for
+
+    def do_version(self) -> str:
         import vllm  # type: ignore[import-not-found]
 
-        self._answer({"vllm": vllm.__version__})
-        while True:
-            message = json.loads(self.connection.recv_bytes())
-            do = message.pop("do")
-            if do == "quit":
-                self._unload()
-                return
-            try:
-                answer = getattr(self, f"do_{do}")(**message)
-            except Refused as error:
-                answer = {"refused": str(error)}
-            except Exception as error:
-                traceback.print_exc()
-                answer = {"error": f"{type(error).__name__}: {error}"}
-            self._answer(answer or {})
-
-    def _answer(self, answer: dict[str, Any]) -> None:
-        self.connection.send_bytes(json.dumps(answer).encode())
-
-    # What a message can ask for
+        return vllm.__version__
 
     def do_load(self, spec: dict[str, Any]) -> None:
         """What is loaded already is kept, without its completions; its weights and its adapter no longer count."""
@@ -379,21 +394,21 @@ def end_weights(worker: Any, is_whole: bool) -> None:
         raise RuntimeError("vLLM has not begun to load these weights")
 
 
-def end_with(parent: int) -> None:
-    """End this process and the ones it started when the starter is gone, however it went."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(LOOK_S)
-        os.killpg(os.getpgid(0), signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True).start()
+def end_with(lifeline_fd: int) -> None:
+    """Have the kernel kill this process, and the ones it started, when the starter is gone, however it went."""
+    if not hasattr(fcntl, "F_SETSIG"):  # macOS: it ends at its next read
+        return
+    fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, -os.getpid())
+    fcntl.fcntl(lifeline_fd, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, fcntl.fcntl(lifeline_fd, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def main() -> None:
-    socket_fd, memory_fd, parent = (int(text) for text in sys.argv[1:])
-    end_with(parent)
-    Server(Connection(socket_fd), memory_fd).serve()
+    socket_fd, lifeline_fd, crash_fd, memory_fd = (int(text) for text in sys.argv[1:])
+    end_with(lifeline_fd)
+    faulthandler.enable(crash_fd)
+    faulthandler.register(signal.SIGUSR1, crash_fd)  # the parent asks so where it hangs
+    Server(socket_fd, memory_fd).serve()
 
 
 if __name__ == "__main__":

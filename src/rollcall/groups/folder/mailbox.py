@@ -5,9 +5,8 @@ the reader removes it. Its name has the label of a conversation (master, worker,
 in order, and waits for a number that the folder does not list yet. A message with another label belongs to an earlier
 conversation and is never answered. The writer keeps few messages in an inbox.
 
-A process shows that it lives by a file with an incarnation, which is new for every process, and a counter that it advances.
-Others look whether the counter moves, on their own clock: the time of a file and the clock of another host mean nothing
-here. The file of a process that is gone does not move.
+A process shows that it lives by a file with an incarnation, which is new for every process, and a counter that it advances
+(``durable/heartbeat.py``). The file of a process that is gone does not move.
 
 NFS may show a new file late to a process that asks for its name, but at once to one that opens the folder; so every look
 lists the folder first. A reader gets ENOENT or ESTALE when a file is replaced while it reads; it then looks again.
@@ -23,7 +22,6 @@ import json
 import os
 import stat
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -31,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.durable.atomic import TEMPORARY, write_atomic
+from rollcall.durable.heartbeat import Heartbeat
 from rollcall.errors import ClusterError
 from rollcall.wait import Wait, warn
 
@@ -227,38 +226,33 @@ class Presence:
 
 
 class Peer:
-    """Another process as its presence shows it, judged on this process's clock."""
+    """Another process as its presence shows it."""
 
     def __init__(self, folder: Path) -> None:
         self.facts: Mapping[str, Any] = {}
-        self.is_moving = False  # its counter was seen to advance, so the process lives
         self._folder = folder
-        self._since = time.monotonic()
+        self._beat = Heartbeat()
 
     @property
     def incarnation(self) -> str | None:
         return self.facts.get("incarnation")
 
     @property
+    def is_moving(self) -> bool:
+        """Whether its counter was seen to advance, so that it lived then."""
+        return self._beat.has_moved
+
+    @property
     def silent_s(self) -> float:
-        return time.monotonic() - self._since
+        return self._beat.silent_s
 
     @property
     def is_alive(self) -> bool:
         return self.is_moving and self.silent_s < SILENT_S
 
     def look(self) -> None:
-        if PRESENCE not in names(self._folder):
+        if PRESENCE not in names(self._folder) or (data := read(self._folder / PRESENCE)) is None:
             return
-        data = read(self._folder / PRESENCE)
-        try:
-            facts = json.loads(data) if data is not None else None
-        except ValueError:
-            return
-        if not isinstance(facts, dict) or not isinstance(facts.get("counter"), int):
-            return
-        if facts.get("incarnation") != self.incarnation:
-            self.is_moving, self._since = False, time.monotonic()
-        elif facts["counter"] > self.facts["counter"]:
-            self.is_moving, self._since = True, time.monotonic()
-        self.facts = facts
+        with suppress(ValueError):  # a power cut left half of it
+            self.facts = json.loads(data)
+            self._beat.see(self.facts["incarnation"], self.facts["counter"])

@@ -7,23 +7,16 @@ one lock.
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
-from rollcall.config.yaml import read_small
 from rollcall.launch.errors import LaunchError, reason
 from rollcall.launch.record import LaunchRecord, all_records, find_record, launches
 from rollcall.words import counted
 
-HOSTS = "ssh_hosts"  # the fact of a record that lists them, by rank
-MOST_BYTES = 16 << 20  # of a file of hosts
-# What ssh takes as a destination: a name or an address, maybe with a user. Never an option.
-_DESTINATION = re.compile(r"(ssh://)?([\w][\w.+-]*@)?[\w\[:][\w.:%\[\]-]*")
-LONGEST = 1024
+HOSTS = "hosts"  # the fact of a record that lists them, by rank
 
 
 def choose_hosts(given: list[str] | Path, *, count: int, name: str, cwd: Path) -> tuple[str, ...]:
@@ -59,20 +52,15 @@ def choose_hosts(given: list[str] | Path, *, count: int, name: str, cwd: Path) -
 
 def claim(record: LaunchRecord, hosts: Sequence[str]) -> LaunchRecord:
     """The record with these hosts, saved, unless another launch has taken one of them meanwhile."""
-    lock = launches() / f".hosts-{os.getuid()}.lock"  # a folder of launches may have several users
-    with open(os.open(lock, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600), "w") as file:
+    # A folder of launches may have several users.
+    with (launches() / f".hosts-{os.getuid()}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         _refuse_used(hosts, _used_by_others(record.name))
-        return replace(record, facts={**record.facts, HOSTS: json.dumps(list(hosts))}).save()
+        return record.knowing(**{HOSTS: list(hosts)}).save()
 
 
 def hosts_of(record: LaunchRecord | None) -> tuple[str, ...]:
-    if record is None or HOSTS not in record.facts:
-        return ()
-    found = json.loads(record.facts[HOSTS])
-    if not isinstance(found, list) or not all(isinstance(host, str) for host in found):
-        raise LaunchError(f"the record of {record.name!r} has no list of hosts but {record.facts[HOSTS]!r}")
-    return tuple(checked_hosts(found))
+    return () if record is None else tuple(record.facts.get(HOSTS, ()))
 
 
 def _used_by_others(name: str) -> dict[str, str]:
@@ -91,7 +79,7 @@ def _refuse_used(hosts: Sequence[str], used: dict[str, str]) -> None:
 def _read(path: Path) -> list[str]:
     """One host in each line; what follows a ``#`` is a comment."""
     try:
-        lines = read_small(path, most=MOST_BYTES).decode().splitlines()
+        lines = path.read_text().splitlines()
     except (OSError, ValueError) as error:
         raise LaunchError(f"launch.ssh.hosts={path} cannot be read: {reason(error)}") from None
     return [host for line in lines if (host := line.partition("#")[0].strip())]
@@ -100,8 +88,8 @@ def _read(path: Path) -> list[str]:
 def checked_hosts(hosts: Sequence[str], *, key: str = "launch.ssh.hosts") -> list[str]:
     seen: set[str] = set()
     for host in hosts:
-        if len(host) > LONGEST or not _DESTINATION.fullmatch(host):
-            raise LaunchError(f"{key} has {host[:LONGEST]!r}, which ssh cannot reach; write a name or an address")
+        if not re.fullmatch(r"[^-\s]\S*", host):
+            raise LaunchError(f"{key} has {host!r}, which ssh cannot reach; write a name or an address")
         if host in seen:
             raise LaunchError(f"{key} has {host} twice; each node needs a host of its own")
         seen.add(host)

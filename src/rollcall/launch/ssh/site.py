@@ -6,18 +6,16 @@ begins with one line that hands the rest to a shell inside.
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from pydantic import TypeAdapter
 
 from rollcall.config.launch import SshSection
-from rollcall.launch.container import Container, container_of
+from rollcall.launch.container import container_of
 from rollcall.launch.errors import LaunchError
 from rollcall.launch.record import LaunchRecord
 from rollcall.launch.rendered import exports, shell_path
@@ -27,7 +25,7 @@ from rollcall.launch.target import LaunchRequest
 from rollcall.nodes.state import CLUSTER
 from rollcall.wait import on_stdout
 
-FACT = "ssh"
+FACT = "site"
 ALL = "all"
 
 
@@ -35,10 +33,8 @@ ALL = "all"
 class Site:
     cluster: str
     hosts: tuple[str, ...]  # by rank
-    user: str | None = None
-    port: int | None = None
-    key: str | None = None
-    activate: str | None = None
+    login: Login
+    activate: Path | None = None
     variables: dict[str, str] = field(default_factory=dict)
     inside: tuple[str, ...] = ()  # the shell in a node's container; empty: nodes run without one
     container: str | None = None  # a line of shell that ends the container with all in it; None: there is none to end
@@ -46,17 +42,20 @@ class Site:
     @classmethod
     def of_request(cls, request: LaunchRequest) -> Site:
         section = request.section(SshSection)
+        key = None if section.key is None else request.cwd / section.key.expanduser()
         container = container_of(request.launch, request.cluster, name=request.container_name)
+        end = None
+        if container is not None and (words := container.stop()) is not None:
+            seen = shlex.join([container.section.runtime, "container", "inspect", container.name])
+            end = f"{shlex.join(words)} || ! {seen} >/dev/null 2>&1"  # one that is gone already is fine
         return cls(
             cluster=request.name,
             hosts=request.hosts,
-            user=section.user,
-            port=section.port,
-            key=None if section.key is None else str(request.cwd / section.key.expanduser()),
-            activate=None if section.activate is None else str(section.activate),
+            login=Login(user=section.user, port=section.port, key=key),
+            activate=section.activate,
             variables={**request.node_env, **section.env},
-            inside=tuple(container.enter(["bash", "-s"], interactive=True)) if container else (),
-            container=_end_of(container),
+            inside=tuple(container.shell()) if container else (),
+            container=end,
         )
 
     @classmethod
@@ -67,46 +66,37 @@ class Site:
                 if record.target == "ssh"
                 else f"{record.name!r} was launched with {record.target}, not with ssh, so its hosts are not known here"
             )
-        try:
-            kept = TypeAdapter(dict[str, Any]).validate_json(record.facts[FACT])
-            return TypeAdapter(cls).validate_python({**kept, "hosts": hosts_of(record)})
-        except ValueError:
-            raise LaunchError(f"the record of {record.name!r} does not say how its hosts are reached") from None
+        return TypeAdapter(cls).validate_python({**record.facts[FACT], "hosts": hosts_of(record)})
 
     def kept_in(self, record: LaunchRecord) -> LaunchRecord:
-        values = {name: value for name, value in asdict(self).items() if name != "hosts"}
-        return replace(record, facts={**record.facts, FACT: json.dumps(values)})
+        values = TypeAdapter(type(self)).dump_python(self, mode="json", exclude={"hosts"})
+        return record.knowing(**{FACT: values})
 
     @property
     def head(self) -> str:
         return self.hosts[0]
-
-    @property
-    def login(self) -> Login:
-        return Login(user=self.user, port=self.port, key=None if self.key is None else Path(self.key))
 
     def script(self, *lines: str) -> str:
         """Lines of shell in the environment of the nodes. They run once all of them have arrived; stdin may stay open."""
         return "\n".join([*("main() {", *self._environment(), *lines, "}", "main; exit"), ""])
 
     def send(
-        self, scripts: Mapping[str, str], *, before: str = "", timeout_s: float = math.inf, tell: Tell | None = None,
+        self,
+        scripts: Mapping[str, str],
+        *,
+        timeout_s: float = math.inf,
+        tell: Tell | None = None,
         together: bool = False,
-    ) -> list[Outcome]:  # fmt: skip
-        """Each host's script to that host, all at once. ``before``: lines that set what is in no file."""
+    ) -> list[Outcome]:
+        """Each host's script to that host, all at once."""
         entry = f"exec {shlex.join(self.inside)}\n" if self.inside else ""
-        whole = {host: entry + before + script for host, script in scripts.items()}
+        whole = {host: entry + script for host, script in scripts.items()}
         return run_on_all(self.login, whole, timeout_s=timeout_s, tell=tell, together=together)
-
-    def run(self, *words: str, hosts: Sequence[str], timeout_s: float, tell: Tell | None = None) -> list[Outcome]:
-        """One command on some of the hosts at once."""
-        script = self.script(f"exec {shlex.join(words)} </dev/null")
-        return self.send(dict.fromkeys(hosts, script), timeout_s=timeout_s, tell=tell)
 
     def _environment(self) -> list[str]:
         lines = []
         if self.activate is not None:
-            path, shown = shell_path(Path(self.activate)), shlex.quote(self.activate)
+            path, shown = shell_path(self.activate), shlex.quote(str(self.activate))
             missing = f"printf 'the activate script %s does not exist here, or cannot be read\\n' {shown} >&2"
             lines += [f"[ -r {path} ] || {{ {missing}; exit 1; }}", f". {path} || exit 1"]
         where = "in its environment" if self.activate else "on the PATH of a shell that is not a login shell"
@@ -117,14 +107,6 @@ class Site:
         return lines
 
 
-def _end_of(container: Container | None) -> str | None:
-    words = container.stop() if container else None
-    if container is None or words is None:
-        return None
-    seen = shlex.join([container.section.runtime, "container", "inspect", container.name])
-    return f"{shlex.join(words)} || ! {seen} >/dev/null 2>&1"  # one that is gone already is fine
-
-
 def run_there(record: LaunchRecord, *, where: str, command: Sequence[str]) -> list[str]:
     """A command of the user, on all hosts or one; prints what comes and returns what went wrong. A single word is a line of shell."""
     site = Site.of_record(record)
@@ -133,19 +115,15 @@ def run_there(record: LaunchRecord, *, where: str, command: Sequence[str]) -> li
         raise LaunchError(f"{where!r} is not a host of launch {record.name!r}; use all, or one of {known}")
     hosts = site.hosts if where == ALL else (where,)
     line = command[0] if len(command) == 1 else shlex.join(command)
-    scripts = dict.fromkeys(hosts, site.script(*_tied(line)))
-    outcomes = site.send(scripts, tell=prefixed(hosts, write=on_stdout))
+    script = site.script(
+        # The line ends when stdin ends: on Ctrl-C here. What it leaves in the background stays when it ends by itself.
+        "( cat >/dev/null; kill -TERM 0 ) <&0 >/dev/null 2>&1 & watch=$!",
+        f"( {line}\n) </dev/null; status=$?",
+        "disown $watch; kill $watch; return $status",
+    )
+    outcomes = site.send(dict.fromkeys(hosts, script), tell=prefixed(hosts, write=on_stdout))
     return [
         f"{each.host}: failed with status {each.status}" if each.was_reached else each.problem
         for each in outcomes
         if not each.is_good
-    ]
-
-
-def _tied(line: str) -> list[str]:
-    """The line, ended when stdin ends: on Ctrl-C here. What it leaves in the background stays when it ends by itself."""
-    return [
-        "( cat >/dev/null; kill -TERM 0 ) <&0 >/dev/null 2>&1 & watch=$!",
-        f"( {line}\n) </dev/null; status=$?",
-        "disown $watch; kill $watch; return $status",
     ]

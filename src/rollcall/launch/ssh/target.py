@@ -12,26 +12,26 @@ launch starts, and Ctrl-C, takes all of it down again.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 from rollcall.config.launch import SshSection
+from rollcall.errors import ClusterError
 from rollcall.jobs.package import build_package
 from rollcall.jobs.paths import resolve_paths
 from rollcall.jobs.submit import new_id, to_stdout
 from rollcall.launch.container import container_of
 from rollcall.launch.errors import LaunchError
-from rollcall.launch.record import LaunchRecord, Part, forget, get_record, launch_token
+from rollcall.launch.record import LaunchRecord, forget, get_record, launch_token
 from rollcall.launch.rendered import Command, Rendered, RenderedFile, exports, shell_path
-from rollcall.launch.ssh.answers import OF_CHECK, OF_STATUS, last_answer
 from rollcall.launch.ssh.hosts import claim
-from rollcall.launch.ssh.jobs import DASHBOARD, JOB, find_job, is_running, job_id_of, jobs_of, stop_job, submitted
-from rollcall.launch.ssh.shell import NO_FORWARDS, Outcome, Tell, prefixed, run_on_all
+from rollcall.launch.ssh.shell import NO_FORWARDS, Outcome, prefixed, run_on_all
 from rollcall.launch.ssh.site import Site
+from rollcall.launch.ssh.tunnel import DASHBOARD, find_job, jobs_of, submitted
 from rollcall.launch.target import RUN_FILE, LaunchRequest
 from rollcall.launch.tool import need_tool
 from rollcall.nodes.here import Here
@@ -47,10 +47,9 @@ NODE_S = 900.0  # `rollcall node` has limits of its own, which are shorter and s
 CHECK_S = 120.0
 DOCTOR_S = 600.0
 DOWN_S = 300.0
-LOOK, PREPARE, PREPARE_ONCE = "look.sh", "prepare.sh", "prepare-once.sh"  # rendered scripts
-JOINED, DOCTOR = "joined.sh", "doctor.sh"
+LOOK, PREPARE, CHECK = "look.sh", "prepare.sh", "check.sh"  # rendered scripts
 CONTAINER_FILE, NODE_FILE = "container.sh", re.compile(r"node-\d+\.sh")
-CONTAINER, NODE = "container", "node"  # kinds of parts
+UP = "up"  # the fact with the hosts that have a node or its container, or were about to
 HEAD = "head"  # the fact that says where the head listens
 
 
@@ -66,55 +65,45 @@ class Ssh:
         named = ("--cluster", request.name)
         interface = ("--interface", section.interface) if section.interface else ()
         look = shlex.join(("rollcall", "here", *named, *interface))
-        joined = shlex.join(
-            ("rollcall", "check", str(request.cluster.num_slots), *named, "--timeout", f"{CHECK_S:g}", "--json")
-        )
-        doctor = f'rollcall doctor "$run" {shlex.join(named)} --quick </dev/null'
-        files = [
-            request.run_file,
-            RenderedFile(name=LOOK, text=site.script(f"{look} </dev/null && exit", "rollcall version", "exit 1")),
-            RenderedFile(name=PREPARE, text=_with_run_file(request, 'rollcall prepare --tied "$run"')),
-            RenderedFile(name=PREPARE_ONCE, text=_with_run_file(request, 'rollcall prepare --tied --once "$run"')),
-            *(
-                RenderedFile(name=node_file(rank), text=site.script(f"exec {_node_line(request, rank)}"))
-                for rank in range(len(site.hosts))
-            ),
-            RenderedFile(name=JOINED, text=site.script(f"exec {joined} </dev/null")),
-            RenderedFile(name=DOCTOR, text=_with_run_file(request, doctor)),
-        ]
+        joined = ("rollcall", "check", str(request.cluster.num_slots), *named, "--timeout", f"{CHECK_S:g}", "--json")
+        doctor = f'[ -n "${{goes_on-}}" ] || rollcall doctor "$run" {shlex.join(named)} --quick </dev/null'
+        scripts = {
+            LOOK: site.script(f"{look} </dev/null && exit", "rollcall version", "exit 1"),
+            PREPARE: _with_run_file(request, site, 'rollcall prepare --tied ${once-} "$run"'),
+            **{node_file(rank): site.script(f"exec {_node_line(request, rank)}") for rank in range(len(site.hosts))},
+            CHECK: _with_run_file(request, site, f"{shlex.join(joined)} </dev/null || exit 1", doctor),
+        }
         steps = []
         if (lines := _container_lines(request)) is not None:
-            files.append(RenderedFile(name=CONTAINER_FILE, text="\n".join(["main() {", *lines, "}", "main; exit", ""])))
+            scripts[CONTAINER_FILE] = "\n".join(["main() {", *lines, "}", "main; exit", ""])
             steps += [(host, f"start the container on {host}", CONTAINER_FILE) for host in site.hosts]
         steps += [(host, f"ask {host} whether it can be used", LOOK) for host in site.hosts]
-        steps += [(host, f"prepare {host}", _prepare_file(rank)) for rank, host in enumerate(site.hosts)]
+        steps += [(host, f"prepare {host}", PREPARE) for host in site.hosts]
         steps += [(host, f"start rank {rank} on {host}", node_file(rank)) for rank, host in enumerate(site.hosts)]
-        steps += [(site.head, f"ask {site.head} whether all nodes have joined", JOINED)]
-        steps += [(site.head, f"look on {site.head} for what would break the run", DOCTOR)]
-        commands = [
-            Command(words=site.login.words(host, *NO_FORWARDS), what=what, stdin=file) for host, what, file in steps
-        ]
-        notes = [
-            *(
-                [f"scripts after {CONTAINER_FILE} run in the container: `{shlex.join(site.inside)}`"]
-                if site.inside
-                else []
+        steps += [(site.head, f"see on {site.head} that all nodes have joined and nothing would break the run", CHECK)]
+        inside = f"scripts after {CONTAINER_FILE} run in the container: `{shlex.join(site.inside)}`"
+        return Rendered(
+            files=(request.run_file, *(RenderedFile(name=name, text=text) for name, text in scripts.items())),
+            commands=tuple(
+                Command(words=site.login.words(host, *NO_FORWARDS), what=what, stdin=file) for host, what, file in steps
             ),
-            f"the token of the cluster ({TOKEN}) and the head's address ($head) are sent in front of a node's script, over stdin",
-            f"then the run is submitted from here, through an ssh tunnel to the dashboard of {site.head}",
-        ]
-        return Rendered(files=tuple(files), commands=tuple(commands), notes=tuple(notes))
+            notes=(
+                *([inside] if site.inside else []),
+                f"in front of {PREPARE} come the variables of the run and, for {site.head}, once=--once; in front of a node's script the "
+                f"token of the cluster ({TOKEN}) and the head's address ($head); all over stdin",
+                f"then the run is submitted from here, through an ssh tunnel to the dashboard of {site.head}",
+            ),
+        )
 
-    def validate(self, rendered: Rendered, folder: Path) -> str:
+    def validate(self, rendered: Rendered, folder: Any) -> str:
         need_tool("ssh", install="install OpenSSH's client (Debian: openssh-client)")
         return "the hosts are asked next; nothing is started before all of them can be used"
 
     def in_use(self, record: LaunchRecord, names: Sequence[str]) -> Sequence[str]:
         """Nodes stay after a run, and the next run may be another."""
         nodes = [name for name in names if name == CONTAINER_FILE or NODE_FILE.fullmatch(name)]
-        has_nodes = any(part.kind in (NODE, CONTAINER) for part in record.parts)
-        run = [RUN_FILE] if RUN_FILE in names and is_running(record) else []
-        return [*(nodes if has_nodes else []), *run]
+        run = [RUN_FILE] if RUN_FILE in names and _is_running(record) else []
+        return [*(nodes if record.facts.get(UP) else []), *run]
 
     def start(self, request: LaunchRequest, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
         # Variables and modules of rewards that are not here are refused before anything is started.
@@ -122,17 +111,19 @@ class Ssh:
         build_package(request.config, run_file="", folder=request.cwd)
         site = Site.of_request(request)
         record = claim(site.kept_in(record), site.hosts)
-        is_fresh = record.state == "starting" and not job_id_of(
-            record
-        )  # what has a run stays, for the next try or for `down`
+        is_fresh = record.state == "starting" and not record.id  # what has a run stays, for the next try or for `down`
         try:
             record = _start_containers(site, rendered, record)
             head = _look(site, rendered, record)
-            _prepare(request, site, rendered, record)
-            record = _about_to_start(NODE, site, replace(record, facts={**record.facts, HEAD: head}))
-            record = _start_nodes(site, rendered, record)
-            record = _see_all_joined(site, rendered, record)
-            return _submit(request, rendered, record)
+            if not record.id:  # hosts that have a run are not prepared again
+                _prepare(request, site, rendered)
+            record = record.knowing(**{HEAD: head, UP: list(site.hosts)}).having(id=record.id or "").save()
+            _start_nodes(site, rendered, record)
+            goes_on = _is_running(record)
+            record = _check(site, rendered, record, goes_on=goes_on)
+            if goes_on:
+                say(f"{record.id} is running")
+            return record if goes_on else _submit(request, record)
         except BaseException as error:
             if is_fresh:
                 _undo(get_record(record.name), has_failed=isinstance(error, Exception))
@@ -152,26 +143,28 @@ class Ssh:
 
     def status(self, record: LaunchRecord) -> str:
         site = Site.of_record(record)
-        [asked] = site.run(
-            "rollcall", "status", "--cluster", record.name, "--json", hosts=[site.head], timeout_s=LOOK_S
-        )
-        found = last_answer(asked, OF_STATUS)
-        if found is None:
-            return asked.problem
-        alive = sum(node.alive for node in found.nodes)
-        nodes = f"{alive} of {counted(found.num_nodes, 'node')} alive"
+        script = site.script(f"exec rollcall status --cluster {site.cluster} --json </dev/null")
+        [outcome] = site.send({site.head: script}, timeout_s=LOOK_S)
+        if (found := _answer(outcome)) is None:
+            return outcome.problem
+        alive = sum(node["alive"] for node in found["nodes"])
         with jobs_of(record) as jobs:
-            job = find_job(jobs, job_id_of(record))
-        return f"{nodes}; {f'{job.id} {job.stands}' if job else 'the run is not submitted'}"
+            job = find_job(record, jobs)
+        run = f"{job.id} {job.stands}" if job else "the run is not submitted"
+        return f"{alive} of {counted(found['num_nodes'], 'node')} alive; {run}"
 
     def logs(self, record: LaunchRecord) -> None:
         with jobs_of(record) as jobs:
             to_stdout(jobs.logs(submitted(record, jobs)))
 
     def stop(self, record: LaunchRecord) -> None:
-        if not record.parts:
-            return
-        stop_job(record)
+        if record.id and DASHBOARD in record.facts:
+            try:
+                with jobs_of(record) as jobs:
+                    if find_job(record, jobs) is not None:
+                        jobs.stop(record.id)  # the run saves
+            except (LaunchError, ClusterError) as error:  # a head that does not answer has no run to save
+                say(f"{record.id} was not told to save: {error}")
         problems = _take_down(record)
         if problems:
             raise LaunchError(
@@ -181,8 +174,44 @@ class Ssh:
             )
 
 
+def _is_running(record: LaunchRecord) -> bool:
+    """Whether its run is not over. A head that does not answer has none."""
+    if not record.id or DASHBOARD not in record.facts:
+        return False
+    try:
+        with jobs_of(record) as jobs:
+            job = find_job(record, jobs)
+    except (LaunchError, ClusterError):
+        return False
+    return job is not None and not job.is_over
+
+
+def _answer(outcome: Outcome) -> Any:
+    """What a command of Rollcall answered in JSON; None: it did not."""
+    try:
+        return None if outcome.answer is None else json.loads(outcome.answer)
+    except ValueError:
+        raise LaunchError(
+            f"{outcome.host}: answered {outcome.answer!r}, which is not what Rollcall prints; look at that host's rollcall"
+        ) from None
+
+
+# What is rendered
+
+
 def node_file(rank: int) -> str:
     return f"node-{rank}.sh"
+
+
+def _with_run_file(request: LaunchRequest, site: Site, *commands: str) -> str:
+    """A script that runs commands with the run file at ``$run``, which is there only meanwhile."""
+    return site.script(
+        "folder=$(mktemp -d) || exit 1",
+        """trap 'rm -rf "$folder"' EXIT""",
+        "run=$folder/run.yaml",
+        f'printf %s {shlex.quote(request.run_file.text)} > "$run" || exit 1',
+        *commands,
+    )
 
 
 def _node_line(request: LaunchRequest, rank: int) -> str:
@@ -221,49 +250,42 @@ def _container_lines(request: LaunchRequest) -> list[str] | None:
     ]
 
 
+# The steps of a start
+
+
 def _start_containers(site: Site, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
     """One on each host, which stays until it is taken down. One that an earlier command of this launch left is kept."""
     if not any(file.name == CONTAINER_FILE for file in rendered.files):
         return record
     say(f"starting {counted(len(site.hosts), 'container')}")
-    before = "rollcall_again=yes\n" if _part(record, CONTAINER, site.head) else ""
-    record = _about_to_start(CONTAINER, site, record)
+    before = "rollcall_again=yes\n" if record.facts.get(UP) else ""
+    record = record.knowing(**{UP: list(site.hosts)}).having(id=record.id or "").save()
     script = before + rendered.file(CONTAINER_FILE).text
     outcomes = run_on_all(site.login, dict.fromkeys(site.hosts, script), tell=prefixed(site.hosts), together=True)
     _raise_if_any("without a container", outcomes)
     return record
 
 
-def _about_to_start(kind: str, site: Site, record: LaunchRecord) -> LaunchRecord:
-    for host in site.hosts:
-        record = record if _part(record, kind, host) else record.with_part(Part(kind=kind, where=host))
-    return record.save()
-
-
 def _look(site: Site, rendered: Rendered, record: LaunchRecord) -> str:
     """Where the head will listen; raises with every host that cannot be used."""
     say(f"connecting to {counted(len(site.hosts), 'host')}")
-    script = rendered.file(LOOK).text
-    outcomes = site.send(dict.fromkeys(site.hosts, script), timeout_s=LOOK_S)
-    seen = {each.host: Here.of(each.out) if each.is_good else None for each in outcomes}
+    outcomes = site.send(dict.fromkeys(site.hosts, rendered.file(LOOK).text), timeout_s=LOOK_S)
+    seen = {each.host: here for each in outcomes if (here := Here.of(each.answer or "")) is not None}
     problems = [
         problem
         for rank, each in enumerate(outcomes)
-        if (problem := _problem(each, seen[each.host], rank=rank, record=record, alone=len(site.hosts) == 1))
+        if (problem := _problem(each, seen.get(each.host), rank=rank, record=record, alone=len(site.hosts) == 1))
     ]
-    problems += _other_versions({host: here for host, here in seen.items() if here is not None})
+    problems += _other_versions(seen)
     machines: dict[tuple[str, str], str] = {}
     for host, here in seen.items():
-        if here is not None:
-            machine = (here.host, here.address.rpartition(":")[0])
-            if machine in machines:
-                problems.append(f"{host}: the same machine as {machines[machine]}")
-            machines.setdefault(machine, host)
+        first = machines.setdefault((here.host, here.address.rpartition(":")[0]), host)
+        if first != host:
+            problems.append(f"{host}: the same machine as {first}")
     if problems:
         used = f"{counted(len(problems), 'problem')} with the hosts, so nothing was started:"
         raise LaunchError("\n  ".join([used, *problems]))
     head = seen[site.head]
-    assert head is not None
     # A launcher that was killed may have told nodes of a head that does not run yet.
     return head.address if head.rank == 0 else record.facts.get(HEAD, head.address)
 
@@ -282,15 +304,15 @@ def _other_versions(seen: Mapping[str, Here]) -> list[str]:
 def _problem(outcome: Outcome, here: Here | None, *, rank: int, record: LaunchRecord, alone: bool) -> str | None:
     """Why a host cannot be used."""
     host = outcome.host
-    said = re.search(r"^rollcall (\S+) \(", outcome.out, re.MULTILINE)  # by `rollcall version`, after `here` has failed
+    said = re.search(r"^rollcall (\S+) \(", "\n".join(outcome.lines), re.MULTILINE)  # after `here` has failed
     version = here.version if here else said[1] if said else __version__
     if version != __version__:
         return f"{host}: has rollcall {version}, and this machine {__version__}; install the same there"
     if not outcome.is_good:
         return outcome.problem
     if here is None:
-        return f"{host}: `rollcall here` gave no answer; it printed {outcome.out[-200:]!r}"
-    if here.rank is not None and _part(record, NODE, host) is None:
+        return f"{host}: `rollcall here` gave no answer; it printed {' '.join(outcome.lines)[-200:]!r}"
+    if here.rank is not None and host not in record.facts.get(UP, ()):
         return f"{host}: a cluster named {record.name!r} runs there already, and this launch did not start it; give another --name"
     if here.rank not in (None, rank):
         return (
@@ -301,31 +323,14 @@ def _problem(outcome: Outcome, here: Here | None, *, rank: int, record: LaunchRe
     return None
 
 
-def _with_run_file(request: LaunchRequest, command: str) -> str:
-    """A script that runs the command with the run file at ``$run``, which is there only meanwhile."""
-    return Site.of_request(request).script(
-        "folder=$(mktemp -d) || exit 1",
-        """trap 'rm -rf "$folder"' EXIT""",
-        "run=$folder/run.yaml",
-        f'printf %s {shlex.quote(request.run_file.text)} > "$run" || exit 1',
-        command,
-    )
-
-
-def _prepare_file(rank: int) -> str:
-    return PREPARE if rank else PREPARE_ONCE
-
-
-def _prepare(request: LaunchRequest, site: Site, rendered: Rendered, record: LaunchRecord) -> None:
-    """On all hosts at once, the first one also what one node does for all. Hosts that have a run are not prepared again."""
-    if record.state == "started" or job_id_of(record):
-        return
+def _prepare(request: LaunchRequest, site: Site, rendered: Rendered) -> None:
+    """On all hosts at once, the first one also what one node does for all."""
     say(f"preparing {counted(len(site.hosts), 'host')}")
     # Where models are cached, and the key of the hub, are variables of the run.
     variables = {**request.cluster.env, **passed(request.cluster, environ=os.environ)}
-    before = "".join(f"{line}\n" for line in exports(variables))
-    scripts = {host: rendered.file(_prepare_file(rank)).text for rank, host in enumerate(site.hosts)}
-    _raise_if_any("not prepared", site.send(scripts, before=before, tell=prefixed(site.hosts), together=True))
+    script = "\n".join([*exports(variables), rendered.file(PREPARE).text])
+    scripts = {**dict.fromkeys(site.hosts, script), site.head: f"once=--once\n{script}"}
+    _raise_if_any("not prepared", site.send(scripts, tell=prefixed(site.hosts), together=True))
 
 
 def _raise_if_any(what: str, outcomes: Sequence[Outcome]) -> None:
@@ -334,75 +339,52 @@ def _raise_if_any(what: str, outcomes: Sequence[Outcome]) -> None:
         raise LaunchError("\n  ".join([f"{counted(len(problems), 'host')} {what}:", *problems]))
 
 
-def _start_nodes(site: Site, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
+def _start_nodes(site: Site, rendered: Rendered, record: LaunchRecord) -> None:
     say(f"starting {counted(len(site.hosts), 'node')}")
     before = f"export {TOKEN}={launch_token(record.folder)}\nhead={shlex.quote(record.facts[HEAD])}\n"
-    scripts = {host: rendered.file(node_file(rank)).text for rank, host in enumerate(site.hosts)}
-    outcomes = site.send(scripts, before=before, timeout_s=NODE_S, tell=prefixed(site.hosts), together=True)
-    for outcome in outcomes:
-        if outcome.is_good:
-            record = record.with_part(Part(kind=NODE, where=outcome.host, id=site.cluster))
-    record = record.save()
-    _raise_if_any("without a node", outcomes)
-    return record
+    scripts = {host: before + rendered.file(node_file(rank)).text for rank, host in enumerate(site.hosts)}
+    _raise_if_any("without a node", site.send(scripts, timeout_s=NODE_S, tell=prefixed(site.hosts), together=True))
 
 
-def _see_all_joined(site: Site, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
-    scripts = {site.head: rendered.file(JOINED).text}
-    [outcome] = site.send(scripts, timeout_s=CHECK_S + LOOK_S, tell=_errors_only(site))
-    found = last_answer(outcome, OF_CHECK)
-    if found is None:
-        raise LaunchError(f"not all nodes have joined:\n  {outcome.problem}")
-    port = re.fullmatch(r"https?://[^/\s]+:([0-9]{1,5})/?", found.dashboard_url or "")
-    if port is None or not 0 < int(port[1]) < 65536:
-        raise LaunchError(f"{site.head}: the head has no dashboard on its loopback ({found.dashboard_url!r})")
-    say(f"all {counted(found.num_slots, 'slot')} have joined, on {counted(len(site.hosts), 'host')}")
-    return replace(record, facts={**record.facts, DASHBOARD: port[1]}).save()
-
-
-def _errors_only(site: Site) -> Tell:
-    """Without the answer in JSON."""
+def _check(site: Site, rendered: Rendered, record: LaunchRecord, *, goes_on: bool) -> LaunchRecord:
     tell = prefixed(site.hosts)
-    return lambda host, line: None if line.startswith("{") else tell(host, line)
+    [outcome] = site.send(
+        {site.head: ("goes_on=yes\n" if goes_on else "") + rendered.file(CHECK).text},
+        timeout_s=CHECK_S + LOOK_S + DOCTOR_S,
+        tell=lambda host, line: None if line.startswith("{") else tell(host, line),  # without the answer in JSON
+    )
+    if (found := _answer(outcome)) is None:
+        raise LaunchError(f"not all nodes have joined, or something would break the run:\n  {outcome.problem}")
+    port = re.fullmatch(r"https?://[^/\s]+:([0-9]+)/?", found["dashboard_url"] or "")
+    if port is None:
+        raise LaunchError(f"{site.head}: the head has no dashboard on its loopback ({found['dashboard_url']!r})")
+    say(f"all {counted(found['num_slots'], 'slot')} have joined, on {counted(len(site.hosts), 'host')}")
+    return record.knowing(**{DASHBOARD: int(port[1])}).save()
 
 
-def _submit(request: LaunchRequest, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
+def _submit(request: LaunchRequest, record: LaunchRecord) -> LaunchRecord:
     with jobs_of(record) as jobs:
-        known = find_job(jobs, job_id_of(record)) if job_id_of(record) else None
-        if known is not None and (record.state == "starting" or not known.is_over):
-            say(f"{known.id} is {known.status}")
+        known = find_job(record, jobs)
+        if known is not None and record.state == "starting":
+            say(f"{known.id} {known.stands}")
             return record
-        _examine(Site.of_record(record), rendered)
-        if known is not None or not job_id_of(record):
-            job = Part(kind=JOB, where=Site.of_record(record).head, id=new_id(request.config.run.name))
-            record = record.with_part(job).save()
+        if known is not None or not record.id:
+            record = record.having(id=new_id(request.config.run.name)).save()
         run = request.config.model_copy(update={"launch": None})
-        job = jobs.submit(run, folder=request.cwd, environ=os.environ, job_id=job_id_of(record))
+        job = jobs.submit(run, folder=request.cwd, environ=os.environ, job_id=record.id)
     say(f"submitted {job.id}")
-    _say_where(record)
-    return record
-
-
-def _examine(site: Site, rendered: Rendered) -> None:
-    scripts = {site.head: rendered.file(DOCTOR).text}
-    [outcome] = site.send(scripts, timeout_s=DOCTOR_S, tell=prefixed([site.head]))
-    if not outcome.is_good:
-        raise LaunchError(f"`rollcall doctor` has found what would break the run:\n  {outcome.problem}")
-
-
-def _say_where(record: LaunchRecord) -> None:
     say(f"  run dir    {record.run_dir} on the hosts")
     say(f"  log        rollcall launch logs {record.name} --follow")
     say(f"  dashboard  rollcall tunnel {record.name}")
+    return record
 
 
-def _part(record: LaunchRecord, kind: str, where: str) -> Part | None:
-    return next((part for part in record.parts if (part.kind, part.where) == (kind, where)), None)
+# The end
 
 
 def _undo(record: LaunchRecord, *, has_failed: bool) -> None:
     """Of a start that failed, nothing stays but logs; of one that Ctrl-C ended, nothing."""
-    if not record.parts:
+    if not record.facts.get(UP):
         return
     say("taking down what was started")
     problems = _take_down(record, keep_logs=has_failed)
@@ -416,15 +398,17 @@ def _undo(record: LaunchRecord, *, has_failed: bool) -> None:
 def _take_down(record: LaunchRecord, *, keep_logs: bool = False) -> list[str]:
     """End the node, and the container it runs in, on every host that has one or was about to; returns the problems. What is down
     leaves the record."""
+    hosts = record.facts.get(UP, [])
+    if not hosts:
+        return []
     site = Site.of_record(record)
-    hosts = list(dict.fromkeys(part.where for part in record.parts if part.kind in (NODE, CONTAINER)))
     tell = prefixed(hosts)
     if site.container is None:
         words = ("rollcall", "down", "--cluster", record.name, *(["--keep-logs"] if keep_logs else []))
-        outcomes = site.run(*words, hosts=hosts, timeout_s=DOWN_S, tell=tell)
+        script = site.script(f"exec {shlex.join(words)} </dev/null")
+        outcomes = site.send(dict.fromkeys(hosts, script), timeout_s=DOWN_S, tell=tell)
     else:
         scripts = dict.fromkeys(hosts, f"{site.container}; exit\n")
         outcomes = run_on_all(site.login, scripts, timeout_s=DOWN_S, tell=tell)
-    down = {each.host for each in outcomes if each.is_good}
-    replace(record, parts=tuple(part for part in record.parts if part.where not in down or part.kind == JOB)).save()
+    record.knowing(**{UP: [each.host for each in outcomes if not each.is_good]}).save()
     return [each.problem for each in outcomes if not each.is_good]

@@ -1,0 +1,57 @@
+"""Samples as text: ``samples/<split>-<step>.jsonl`` for people who read by eye, and rows for the console."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from rollcall.durable.atomic import write_atomic
+from rollcall.observe.transcript import episode_columns, transcript
+from rollcall.types import Group, Prompt
+
+
+def write_samples(dir: Path, *, step: int, split: str, groups: Iterable[Group]) -> Path:
+    """``samples/<split>-<step>.jsonl``: a line per completion, to read by eye."""
+    dir.mkdir(parents=True, exist_ok=True)
+    lines = [
+        json.dumps(
+            {
+                "prompt_id": group.prompt.id,
+                "prompt": group.prompt.text,
+                "completion": completion.text,
+                "answer": group.prompt.answer,
+                "reward": score.value,
+                "parts": score.parts,
+                **({"errors": score.errors} if score.errors else {}),
+                **({"notes": score.notes} if score.notes else {}),
+                "num_tokens": len(completion.token_ids),
+                "finish": completion.finish.value,
+                **episode_columns(completion),
+            },
+            ensure_ascii=False,
+        )
+        for group in groups
+        for completion, score in zip(group.completions, group.scores, strict=True)
+    ]
+    path = dir / f"{split}-{step:06d}.jsonl"
+    text = "".join(line + "\n" for line in lines)
+    # A completion cut inside a character may hold half a surrogate pair, which UTF-8 has no bytes for.
+    write_atomic(path, text.encode("utf-8", errors="backslashreplace"))
+    return path
+
+
+def sample_rows(groups: Iterable[Group], *, limit: int) -> list[tuple[str, str, str, float]]:
+    """(prompt, completion, answer, reward) of the first completion of the first groups, for the console."""
+    rows = [
+        (_asked(group.prompt), transcript(group.completions[0]), group.prompt.answer, group.scores[0].value)
+        for group in groups
+        if group.completions
+    ]
+    return rows[:limit]
+
+
+def _asked(prompt: Prompt) -> str:
+    """What the user says, without the chat template around it and without the system message."""
+    said = [message["content"] for message in prompt.metadata.get("prompt_messages", ()) if message["role"] == "user"]
+    return said[-1] if said else prompt.text

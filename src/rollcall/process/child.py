@@ -1,0 +1,133 @@
+"""The child's side: ``python -m rollcall.process.child MODULE:CLASS SOCKET LIFELINE CRASH FD...``.
+
+Makes an object of the class, with the descriptors that follow, and calls its methods as the parent asks, one after the other. A
+method that yields sends each value at once, and what it returns at the end. The class may say how it is spoken to: ``hears`` and
+``says`` are pickles unless it names another body.
+
+SOCKET brings the calls and takes the answers, so whatever user code prints cannot get between them. LIFELINE is the read end of a
+pipe that only closes when the parent dies. CRASH is a file for stack dumps. Standard library only.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import fcntl
+import importlib
+import inspect
+import io
+import os
+import select
+import signal
+import sys
+import traceback
+from typing import Any
+
+from rollcall.process.framing import CALL, DONE, HEAD, PART, PICKLE, RAISED, Body, frame, read_exactly, read_frame
+
+STACK_SIGNAL = signal.SIGUSR1
+MAX_WHY = 20_000  # characters of a traceback
+
+
+def main(arguments: list[str]) -> None:
+    target, *fds = arguments
+    socket_fd, lifeline_fd, crash_fd, *others = map(int, fds)
+    end_with(lifeline_fd)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # buffered output is lost when a process is ended
+    dump_stacks_to(crash_fd)
+    # When every process of a run gets a signal to stop, only the controller acts on it: it still needs the answers. A handler,
+    # since what user code starts would inherit an ignored signal.
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    for fd in (socket_fd, lifeline_fd, crash_fd, *others):
+        os.set_inheritable(fd, False)  # what user code starts must not hold them open
+    module, _, name = target.partition(":")
+    made = getattr(importlib.import_module(module), name)(*others)
+    serve(socket_fd, made)
+
+
+def serve(fd: int, target: Any) -> None:
+    """Answer calls to the methods of ``target`` until the parent hangs up. A confined process may read and write a socket, and do nothing
+    else with it."""
+    hears: Body = getattr(target, "hears", PICKLE)
+    says: Body = getattr(target, "says", PICKLE)
+    own_pid = os.getpid()
+
+    def read(most: int) -> bytes:
+        return os.read(fd, most)
+
+    def say(number: int, kind: int, body: bytes) -> None:
+        if os.getpid() != own_pid:
+            os._exit(1)  # user code forked and the copy came back here: its answer would be taken for another call's
+        data = memoryview(frame(HEAD.pack(number, kind) + body))
+        try:
+            while data:
+                data = data[os.write(fd, data) :]
+        except ConnectionError:
+            os._exit(0)  # the parent has hung up
+
+    while True:
+        try:
+            message = read_frame(lambda count: read_exactly(read, count))
+        except ConnectionError:
+            return
+        number, kind = HEAD.unpack_from(message)
+        assert kind == CALL, "a parent only calls"
+        try:
+            method, arguments = hears.loads(message[HEAD.size :])
+            returned = getattr(target, method)(*arguments)
+            while inspect.isgenerator(returned):
+                try:
+                    say(number, PART, says.dumps(next(returned)))
+                except StopIteration as stop:
+                    returned = stop.value
+            body = says.dumps(returned)
+        except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit too
+            say(number, RAISED, raised_body(error, says))
+        else:
+            say(number, DONE, body)
+
+
+def raised_body(error: BaseException, says: Body) -> bytes:
+    """Its class, message and traceback, and between our own processes the error itself, if it can be pickled."""
+    shown = "".join(traceback.format_exception(error)).rstrip()
+    told = [type(error).__name__, cut(str(error)), cut(shown)]
+    if says is not PICKLE:
+        return says.dumps(told)
+    try:
+        return says.dumps([*told, error])
+    except Exception:  # noqa: BLE001 - what cannot be pickled says so in many ways
+        return says.dumps([*told, None])
+
+
+def cut(text: str, longest: int = MAX_WHY) -> str:
+    """Both ends of a long text: a traceback begins with where and ends with what."""
+    return text if len(text) <= longest else f"{text[: longest // 2]}\n...\n{text[-longest // 2 :]}"
+
+
+def dump_stacks_to(fd: int) -> None:
+    """When this process crashes, and when its parent wants to know where it hangs."""
+    faulthandler.enable(fd)
+    faulthandler.register(STACK_SIGNAL, fd)
+
+
+def end_with(lifeline_fd: int) -> None:
+    """Have the kernel kill this process, and its group if it leads one, when the lifeline closes: the read end of a pipe whose other
+    end only the parent holds.
+
+    User code that hangs inside C (a runaway regular expression) runs no Python thread or handler, and a parent death signal would
+    follow the parent's thread instead of its process. Where the kernel lacks this (macOS), a process ends at its next read.
+    """
+    set_signal = getattr(fcntl, "F_SETSIG", None)
+    if set_signal is None:
+        return
+    pid = os.getpid()
+    fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, -pid if os.getpgrp() == pid else pid)
+    fcntl.fcntl(lifeline_fd, set_signal, signal.SIGKILL)
+    fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, fcntl.fcntl(lifeline_fd, fcntl.F_GETFL) | os.O_ASYNC)
+    if select.select([lifeline_fd], [], [], 0)[0]:  # it closed before the signal was asked for
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    # Run as a module this file is `__main__`; what it defines is known under the importable name.
+    importlib.import_module("rollcall.process.child").main(sys.argv[1:])

@@ -1,0 +1,439 @@
+"""A process as its parent uses it: ``await worker.call(method, ...)`` returns, or raises Raised (its own error) or Lost (who, where, why).
+
+    Worker --numbered calls, as frames--> Link --bytes--> the process: serve (child.py), or a server of its own
+       ^                                    |
+       +---- parts, answers, errors --------+
+
+A worker has no thread and belongs to no event loop. Calls wait where they are made: ``call`` in the event loop that runs, ``ask`` and
+``Call.wait`` in a thread. Any number of calls may be under way; whether they are answered out of order is the child's affair. Those
+under way at the same time share one loop.
+
+The deadline of a call is the longest silence: a part of its answer, and a byte of the call that the process takes, begin it again. Time
+in a debugger's prompt does not count (pause.py). A process that is late, has ended or says what it should not is killed with all it
+started, and every call raises Lost, those that come later too.
+
+How a process is reached is its Link's affair: a child of this process (here.py), one that a zygote has forked, or one on another node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+import select
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rollcall.process.framing import CALL, DONE, HEAD, LONGEST, PART, PICKLE, RAISED, Body, Frames, frame
+from rollcall.process.pause import running_s
+from rollcall.words import visible
+
+Reader = Callable[[bytes], Any]
+"""Makes a value of what a process said; ValueError: it should not have said that."""
+_DIED = "died"
+EXIT_S = 1.0  # from the end of its connection to its own end
+_READ_BYTES = 1 << 18
+_MOST_READS = 64  # at once: a process that writes without end must not keep this one here
+_LONGEST_LOOK_S, _HELD_LOOK_S = 60.0, 1.0
+
+
+class Raised(RuntimeError):  # noqa: N818 - an outcome
+    """A call raised in the process; ``__cause__`` is the error itself, where both sides trust each other."""
+
+    def __init__(self, who: str, kind: str, message: str, trace: str) -> None:
+        super().__init__(f"{who} raised {kind}: {message}\n{trace}")
+        self.who, self.kind, self.message, self.trace = who, kind, message, trace
+
+
+class Lost(RuntimeError):  # noqa: N818
+    """A process is gone. ``status`` is None where nobody knows how it ended; ``stack`` is where it was, if it could say so."""
+
+    def __init__(self, who: str, where: str, why: str, *, is_late: bool, status: int | None, stack: str) -> None:
+        super().__init__(f"{who} ({where}) {why}" + (f"\nit was at\n{stack}" if stack else ""))
+        self.who, self.where, self.why = who, where, why
+        self.is_late, self.status, self.stack = is_late, status, stack
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How a process ended, in words, and as the status of ``subprocess`` where there is one."""
+
+    how: str
+    status: int | None
+    stack: str = ""  # that it dumped
+
+
+class Link(Protocol):
+    """A way to a process: ordered bytes in both directions, why it ended, and what ends it. It does not block, but for ``end``."""
+
+    pid: int
+    where: str  # in words
+
+    def fileno(self) -> int:
+        """Readable when there is something to receive. A carrier without a socket wakes its reader by one."""
+        ...
+
+    def send(self, data: memoryview) -> int:
+        """How many bytes it took. BlockingIOError: none now."""
+        ...
+
+    def receive(self, most: int) -> bytes:
+        """BlockingIOError: nothing now. Empty: nothing more will come."""
+        ...
+
+    def end(self, *, grace_s: float, ask_stack: bool = False) -> Ending:
+        """Hang up, wait ``grace_s`` for it to end, and kill it with all it started. ``ask_stack``: first have it say where it is."""
+        ...
+
+    def log_tail(self, lines: int) -> str: ...
+
+
+class Line(Protocol):
+    """The parent's end of a line to a debugger that may open in the process (debug/line.py)."""
+
+    is_held: bool  # somebody debugs it: it is not late
+
+    @property
+    def fd(self) -> int: ...
+    def answer(self) -> bool:
+        """It has stopped: talk to it here and now. False: the line is not to be watched any more."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Call:
+    """One that is under way."""
+
+    def __init__(self, worker: Worker, number: int, method: str, deadline_s: float, each: Callable[[Any], None] | None):
+        self._worker, self.number, self.method = worker, number, method
+        self._deadline_s, self._each = deadline_s, each
+        self.waiter: asyncio.Future[None] | None = None
+        self.is_done = False
+        self._returned: Any = None
+        self._error: BaseException | None = None
+        self.restart()
+
+    def restart(self) -> None:
+        self._until_s = running_s() + self._deadline_s
+
+    @property
+    def left_s(self) -> float:
+        return self._until_s - running_s()
+
+    def take_part(self, value: Any) -> None:
+        self.restart()
+        if self._each is not None:
+            self._each(value)
+
+    def finish(self, returned: Any = None, error: BaseException | None = None) -> None:
+        self.is_done, self._returned, self._error = True, returned, error
+        self.wake()
+
+    def wake(self) -> None:
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
+
+    def result(self) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._returned
+
+    def wait(self, *, meanwhile: Callable[[float], None] | None = None, every_s: float = 10.0) -> Any:
+        """What the call returns or raises, in this thread. ``meanwhile`` is called from time to time with the seconds waited."""
+        return self._worker.wait(self, meanwhile=meanwhile, every_s=every_s)
+
+
+class Worker:
+    """``answers``: how the answer of each method, and each part of it, is read from a process that may lie: then nothing that it says is
+    unpickled. Without them both sides trust each other."""
+
+    def __init__(
+        self,
+        link: Link,
+        *,
+        name: str,
+        hears: Body = PICKLE,
+        answers: Mapping[str, Reader] | None = None,
+        longest: int = LONGEST,
+        line: Line | None = None,
+    ) -> None:
+        self.name = name
+        self.link = link
+        self.line = line
+        self._hears, self._answers = hears, answers
+        self._frames = Frames(longest)
+        self._outbox = bytearray()
+        self._calls: dict[int, Call] = {}
+        self._dropped: set[int] = set()  # calls that nobody waits for any more
+        self._num_calls = self._num_waiting = 0
+        self._gone = ""  # why nothing that it says counts any more
+        self._interrupted: BaseException | None = None  # at a prompt that it opened
+        self._loop: asyncio.AbstractEventLoop | None = None  # that watches it
+        self._is_line_watched = line is not None
+        self._ending = threading.Lock()
+        self._ended: Ending | None = None
+        self._is_late = False
+
+    @property
+    def pid(self) -> int:
+        return self.link.pid
+
+    def log_tail(self, lines: int) -> str:
+        return self.link.log_tail(lines)
+
+    async def call(self, method: str, *args: Any, deadline_s: float, each: Callable[[Any], None] | None = None) -> Any:
+        """What the method returns. ``each`` gets every part of it, and raises ValueError if it cannot be one. A call that is cancelled
+        leaves the process at work on it."""
+        call = self._begin(method, args, deadline_s, each)
+        try:
+            return await self.result_of(call)
+        finally:
+            self._forget(call)
+
+    async def result_of(self, call: Call) -> Any:
+        """What a call that has begun returns or raises. Who stops waiting for it may wait for it again."""
+        loop = asyncio.get_running_loop()
+        assert self._loop in (None, loop), f"{self.name} is called from two event loops at once"
+        self._num_waiting += 1
+        try:
+            while True:
+                self._pump()
+                if call.is_done:
+                    self._forget(call)
+                    return call.result()
+                if self._gone or self._is_too_late(call):
+                    self._unwatch()
+                    self._wake_all()
+                    raise await asyncio.to_thread(self._lose)
+                self._watch(loop)
+                call.waiter = loop.create_future()
+                timer = loop.call_later(self._look_s(call), call.wake)
+                try:
+                    await call.waiter
+                finally:
+                    timer.cancel()
+        finally:
+            self._num_waiting -= 1
+            if not self._num_waiting:
+                self._unwatch()
+
+    def ask(self, method: str, *args: Any, deadline_s: float, each: Callable[[Any], None] | None = None) -> Any:
+        """``call`` for a thread that has nothing else to do."""
+        return self.begin(method, *args, deadline_s=deadline_s, each=each).wait()
+
+    def begin(self, method: str, *args: Any, deadline_s: float, each: Callable[[Any], None] | None = None) -> Call:
+        """A call that the process has taken when this returns, or never will; ``Call.wait`` brings its result."""
+        call = self._begin(method, args, deadline_s, each)
+        self._block(call, lambda: not self._outbox, None, deadline_s)
+        return call
+
+    def wait(self, call: Call, *, meanwhile: Callable[[float], None] | None = None, every_s: float = 10.0) -> Any:
+        try:
+            self._block(call, lambda: False, meanwhile, every_s)
+            if not call.is_done:
+                raise self._lose()
+            return call.result()
+        finally:
+            self._forget(call)
+
+    async def end(self, *, grace_s: float = 0.0) -> Ending:
+        """End it with all it started, after ``grace_s`` to end by itself."""
+        self._leave()
+        return await asyncio.to_thread(self._end, grace_s=grace_s)
+
+    def close(self, *, grace_s: float = 0.0) -> Ending:
+        """``end`` for a thread."""
+        self._leave()
+        return self._end(grace_s=grace_s)
+
+    def _begin(self, method: str, args: tuple[Any, ...], deadline_s: float, each: Callable[[Any], None] | None) -> Call:
+        self._num_calls += 1
+        call = Call(self, self._num_calls & 0xFFFFFFFF, method, deadline_s, each)
+        self._outbox += frame(HEAD.pack(call.number, CALL) + self._hears.dumps((method, args)))
+        self._calls[call.number] = call
+        return call
+
+    def _forget(self, call: Call) -> None:
+        if self._calls.pop(call.number, None) is not None and not call.is_done:
+            self._dropped.add(call.number)
+
+    def _block(
+        self, call: Call, is_enough: Callable[[], bool], meanwhile: Callable[[float], None] | None, every_s: float
+    ) -> None:
+        began_s = said_s = running_s()
+        while True:
+            self._pump()
+            if call.is_done or self._gone or is_enough() or self._is_too_late(call):
+                return
+            poll = select.poll()  # `select.select` refuses descriptors from 1024 on
+            poll.register(self.link.fileno(), select.POLLIN | (select.POLLOUT if self._outbox else 0))
+            if self._is_line_watched and self.line is not None:
+                poll.register(self.line.fd, select.POLLIN)
+            ready = {fd for fd, _ in poll.poll(1000 * min(self._look_s(call), every_s))}
+            if self._is_line_watched and self.line is not None and self.line.fd in ready:
+                self._is_line_watched = self.line.answer()
+                self._restart_all()
+            if meanwhile is not None and running_s() - said_s >= every_s:
+                said_s = running_s()
+                meanwhile(said_s - began_s)
+
+    def _is_too_late(self, call: Call) -> bool:
+        if call.left_s > 0:
+            return False
+        if self.line is not None and self.line.is_held:
+            self._restart_all()
+            return False
+        self._gone, self._is_late = f"has not answered {call.method} within {call._deadline_s:g} s", True
+        return True
+
+    def _look_s(self, call: Call) -> float:
+        is_held = self.line is not None and self.line.is_held
+        return min(max(call.left_s, 0.0) + 0.001, _HELD_LOOK_S if is_held else _LONGEST_LOOK_S)
+
+    def _pump(self) -> None:
+        """Write and read what goes at once."""
+        if self._interrupted is not None:
+            error, self._interrupted = self._interrupted, None
+            raise error
+        if self._gone:
+            return
+        before = len(self._outbox)
+        try:
+            while self._outbox:
+                with memoryview(self._outbox) as data:
+                    count = self.link.send(data)
+                del self._outbox[:count]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._outbox.clear()  # it is gone; reading says so too, after what it said before
+        if len(self._outbox) < before:
+            self._restart_all()
+        try:
+            for _ in range(_MOST_READS):
+                data = self.link.receive(_READ_BYTES)
+                if not data:
+                    self._is_gone(_DIED)
+                    break
+                for message in self._frames.feed(data):
+                    self._take(message)
+        except BlockingIOError:
+            pass
+        except ConnectionResetError:
+            self._is_gone(_DIED)
+        except (OSError, ValueError, RecursionError):
+            self._is_gone("said what no such process says")
+
+    def _is_gone(self, why: str) -> None:
+        self._gone = why
+        self._wake_all()
+
+    def _restart_all(self) -> None:
+        for call in self._calls.values():
+            call.restart()
+
+    def _wake_all(self) -> None:
+        for call in self._calls.values():
+            call.wake()
+
+    def _take(self, message: bytes) -> None:
+        if len(message) < HEAD.size:
+            raise ValueError("no head")
+        number, kind = HEAD.unpack_from(message)
+        call = self._calls.get(number)
+        if call is None or call.is_done:
+            if number not in self._dropped:
+                raise ValueError("it was not asked")
+            if kind != PART:
+                self._dropped.remove(number)
+            return
+        body = message[HEAD.size :]
+        match kind:
+            case _ if kind == PART:
+                call.take_part(self._read(call.method, body))
+            case _ if kind == DONE:
+                try:
+                    call.finish(self._read(call.method, body))
+                except Exception as error:  # noqa: BLE001 - a class that is not known here, for one
+                    if self._answers is not None:
+                        raise
+                    call.finish(error=error)
+            case _ if kind == RAISED:
+                call.finish(error=self._raised(body))
+            case _:
+                raise ValueError("no such kind of message")
+
+    def _read(self, method: str, body: bytes) -> Any:
+        return pickle.loads(body) if self._answers is None else self._answers[method](body)
+
+    def _raised(self, body: bytes) -> Raised:
+        if self._answers is None:
+            *texts, cause = pickle.loads(body)
+        else:
+            texts, cause = json.loads(body), None
+            if not (isinstance(texts, list) and len(texts) == 3 and all(isinstance(text, str) for text in texts)):
+                raise ValueError("not an error")
+        error = Raised(self.name, *map(visible, texts))
+        error.__cause__ = cause
+        return error
+
+    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Wake the calls that wait in this loop."""
+        if self._loop is None:
+            self._loop = loop
+            loop.add_reader(self.link.fileno(), self._on_ready)
+            if self._is_line_watched and self.line is not None:
+                loop.add_reader(self.line.fd, self._on_stop)
+        if self._outbox:
+            loop.add_writer(self.link.fileno(), self._on_ready)
+        else:
+            loop.remove_writer(self.link.fileno())
+
+    def _unwatch(self) -> None:
+        loop, self._loop = self._loop, None
+        if loop is None or loop.is_closed():
+            return
+        loop.remove_reader(self.link.fileno())
+        loop.remove_writer(self.link.fileno())
+        if self.line is not None and self.line.fd >= 0:
+            loop.remove_reader(self.line.fd)
+
+    def _on_ready(self) -> None:
+        self._pump()
+        if self._loop is not None and not self._outbox:
+            self._loop.remove_writer(self.link.fileno())
+
+    def _on_stop(self) -> None:
+        """It has stopped in the debugger. A terminal of this process talks to it here and now, and all else waits."""
+        assert self.line is not None and self._loop is not None
+        self._loop.remove_reader(self.line.fd)
+        try:
+            self._is_line_watched = self.line.answer()
+        except BaseException as error:  # noqa: BLE001 - the terminal was closed, or Ctrl-C: the calls raise it
+            self._interrupted = error
+            self._wake_all()
+        else:
+            self._restart_all()  # a porter says in a moment that it is held
+            if self._is_line_watched and self._loop is not None:
+                self._loop.add_reader(self.line.fd, self._on_stop)
+
+    def _leave(self) -> None:
+        self._unwatch()
+        self._is_gone(self._gone or "was ended by this process")
+
+    def _lose(self) -> Lost:
+        has_died = self._gone == _DIED
+        ending = self._end(grace_s=EXIT_S if has_died else 0.0)
+        why = f"{self._gone} ({ending.how})" if has_died else self._gone
+        return Lost(self.name, self.link.where, why, is_late=self._is_late, status=ending.status, stack=ending.stack)
+
+    def _end(self, *, grace_s: float) -> Ending:
+        with self._ending:
+            if self._ended is None:
+                self._ended = self.link.end(grace_s=grace_s, ask_stack=self._is_late)
+                if self.line is not None:
+                    self.line.close()
+            return self._ended

@@ -1,0 +1,166 @@
+"""What a run directory proves about its run: nothing skipped, nothing trained twice, nothing finished made again, nothing torn.
+
+``audit`` reads the journal, the record of trained steps, the checkpoints and the files of lines, changes nothing and trusts
+nothing: it counts. A killed run may have torn ends until it is resumed; after a run has ended, all counts are 0.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollcall.checkpoint.run_dir import WRITTEN_WHOLE
+from rollcall.checkpoint.store import CheckpointEntry, read_state, store_of
+from rollcall.config.yaml import read_yaml
+from rollcall.durable.append_file import lines_end, parse_row
+from rollcall.durable.journal import AttemptsFile, StepFile, inspect, inspect_attempts, is_trained_row
+from rollcall.errors import ConfigError
+from rollcall.loop.supply import Cursor
+from rollcall.words import are, counted
+
+TRAINED = "trained.jsonl"
+LINE_FILES = (f"journal/{TRAINED}", "metrics.jsonl", "events.jsonl")
+FARTHEST = 10_000  # draws left out, for each one trained or journaled, that a run can come to
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Torn:
+    path: Path
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Audit:
+    """What was counted, with what it was counted from. Lists of draws are ascending."""
+
+    checkpoints: tuple[CheckpointEntry, ...]  # oldest first, every byte compared
+    trained: tuple[
+        tuple[int, list[int]], ...
+    ]  # steps and their draws in the order in which they were trained, replays included
+    groups: dict[int, int]  # step -> finished groups in the journal
+    steps: int  # trained
+    skipped: tuple[int, ...]  # draws that came up before others that were trained, and were not
+    trained_twice: tuple[int, ...]  # draws in two steps
+    regenerated: tuple[int, ...]  # draws with more than one record
+    remade: tuple[int, ...]  # draws with an episode that has more than one record
+    torn: tuple[Torn, ...]
+
+    @property
+    def is_clean(self) -> bool:
+        return not (self.skipped or self.trained_twice or self.regenerated or self.remade or self.torn)
+
+    def counts(self) -> dict[str, int]:
+        return {
+            "steps": self.steps,
+            "prompts_skipped": len(self.skipped),
+            "trained_twice": len(self.trained_twice),
+            "groups_regenerated": len(self.regenerated),
+            "episodes_regenerated": len(self.remade),
+            "files_torn": len(self.torn),
+        }
+
+
+def audit(run_dir: Path) -> Audit:
+    run_dir = Path(run_dir)
+    if not run_dir.is_dir():
+        raise ValueError(f"{run_dir} is not a directory; give the run.dir of a run")
+    if not (run_dir / "journal").is_dir():
+        raise ValueError(f"{run_dir} has no journal, so it is not a run directory; give the run.dir of a run")
+    files = inspect(run_dir / "journal")
+    attempts = inspect_attempts(run_dir / "journal")
+    records = Counter(draw for file in files for draw in file.draws)
+    episodes = Counter(place for file in attempts for place in file.places)
+    rows = [json.loads(line) for line, good in judge_file(run_dir / "journal" / TRAINED) if good]
+    trained = tuple((row["step"], row["draws"]) for row in rows)
+    # A step that was trained again after a crash says the same again.
+    steps_of: dict[int, set[int]] = {}
+    for step, draws in trained:
+        for draw in draws:
+            steps_of.setdefault(draw, set()).add(step)
+    repeats = {draw for _, draws in trained for draw, count in Counter(draws).items() if count > 1}
+    checkpoints = tuple(store_of(run_dir).inspect())
+    return Audit(
+        checkpoints=checkpoints,
+        trained=trained,
+        groups={file.step: len(set(file.draws)) for file in files},
+        steps=len({step for step, _ in trained}),
+        skipped=tuple(sorted(_skipped(run_dir, set(steps_of), set(records), checkpoints))),
+        trained_twice=tuple(sorted(repeats | {draw for draw, steps in steps_of.items() if len(steps) > 1})),
+        regenerated=tuple(sorted(draw for draw, count in records.items() if count > 1)),
+        remade=tuple(sorted({draw for (draw, _), count in episodes.items() if count > 1})),
+        torn=tuple(find_torn(run_dir, files=[*files, *attempts], checkpoints=checkpoints)),
+    )
+
+
+def find_torn(
+    run_dir: Path, *, files: Sequence[StepFile | AttemptsFile], checkpoints: Sequence[CheckpointEntry]
+) -> list[Torn]:
+    """Everything that a killed write may have left."""
+    torn = [
+        Torn(path=file.path, why=f"{counted(file.num_bad_bytes, 'byte')} {are(file.num_bad_bytes)} no whole record")
+        for file in files
+        if file.num_bad_bytes
+    ]
+    for name in LINE_FILES:
+        bad = sum(not good for _, good in judge_file(run_dir / name))
+        if bad:
+            torn.append(Torn(path=run_dir / name, why=f"{bad} lines are not whole"))
+    torn += [Torn(path=state.path, why=state.reason) for state in checkpoints if state.reason]
+    torn += [
+        Torn(path=path, why="left by a write that was killed")
+        for folder in (run_dir, *(run_dir / name for name in ("checkpoints", *WRITTEN_WHOLE)))
+        for path in (sorted(folder.iterdir()) if folder.is_dir() else [])
+        if path.name.startswith((".tmp-", ".trash-")) or _is_superseded(path)
+    ]
+    return torn
+
+
+def judge_file(path: Path) -> list[tuple[bytes, bool]]:
+    """Each line with its end, and whether it is whole: a JSON object, and of trained steps one that names a step's draws.
+
+    A last line without its end is not whole. A file that does not exist has no lines.
+    """
+    data = path.read_bytes() if path.is_file() else b""
+    end = lines_end(data)
+    rows = [(line + b"\n", parse_row(line)) for line in data[:end].split(b"\n")[:-1]]
+    judged = [(line, row is not None and (path.name != TRAINED or is_trained_row(row))) for line, row in rows]
+    return judged + ([(data[end:], False)] if end < len(data) else [])
+
+
+def _is_superseded(path: Path) -> bool:
+    """The old checkpoint that a replacement was about to remove. Without the new one it is the checkpoint itself."""
+    return path.name.startswith(".old-") and path.with_name(path.name.removeprefix(".old-")).exists()
+
+
+def _skipped(run_dir: Path, trained: set[int], journaled: set[int], checkpoints: Sequence[CheckpointEntry]) -> set[int]:
+    """Draws below the highest that was trained, which were not trained themselves.
+
+    Where groups may be left out for want of signal, or come later, one that is in the journal is not skipped, nor is one
+    that the newest checkpoint knows to be under way, or that came up after it.
+    """
+    last = max(trained, default=-1)
+    if last > FARTHEST * (len(trained) + len(journaled)) + FARTHEST:
+        raise ValueError(
+            f"{run_dir / 'journal' / TRAINED} names draw {last}, and the run has {len(trained)} trained draws; the file is "
+            "damaged: restore it, or remove that line if the step it stands for is trained again"
+        )
+    missing = set(range(last + 1)) - trained
+    if not missing or not _may_leave_out(run_dir):
+        return missing
+    whole = [state for state in checkpoints if not state.reason]
+    if not whole:
+        return set()
+    cursor = Cursor.of(read_state(whole[-1].path), where=str(whole[-1].path))
+    known = journaled | set(cursor.pending)
+    return {draw for draw in missing - known if draw < cursor.next_draw}
+
+
+def _may_leave_out(run_dir: Path) -> bool:
+    try:
+        config = read_yaml(run_dir / "run.yaml", what="saved run file")
+        return bool(config["algorithm"].get("dynamic_sampling")) or config["trainer"].get("order") == "as_completed"
+    except (ConfigError, KeyError, TypeError, AttributeError):
+        return False

@@ -1,0 +1,260 @@
+"""One run directory, read: by `rollcall status`, recover and compare, by the page, by Python.
+
+It only reads, also while the run goes on. Whoever asks again and again, as the page does, keeps a ``RunReader``: of files that grow,
+only what was added is read again. Any thread may ask.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollcall.checkpoint.run_dir import RUN_FILE, is_run, read_summary
+from rollcall.checkpoint.store import CheckpointEntry, store_of
+from rollcall.config import Config, load_saved_run
+from rollcall.config.yaml import read_yaml
+from rollcall.durable.append_file import is_count
+from rollcall.durable.heartbeat import Heartbeat
+from rollcall.durable.lease import WATCH_S, Holder, read_holder
+from rollcall.errors import ConfigError
+from rollcall.observe.events import EVENTS, Mark, PhaseEvent, last_phase_in, marks_in
+from rollcall.observe.timeline import ATTEMPT_LOST, RUN_FAILED
+from rollcall.redact import redact
+from rollcall.view.metrics_table import MetricsTable
+from rollcall.view.standing import Standing, standing
+from rollcall.view.summary import build_summary, trained
+from rollcall.view.tail import FileTail
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    word: str  # running, waiting, finished, failed, stopped, killed, new
+    text: str  # a sentence
+    since_s: float | None = None  # unix time; of a run that has ended: when it did. None: not known
+
+    @property
+    def is_over(self) -> bool:
+        return self.word not in ("running", "waiting")
+
+
+class RunReader:
+    """``read_s``: how long a question may read; the rest of a long file comes with the next question."""
+
+    def __init__(self, run_dir: Path, *, read_s: float = math.inf) -> None:
+        self.dir = Path(run_dir)
+        self.metrics = MetricsTable(self.dir, read_s=read_s)
+        self.events = EventLog(self.dir, read_s=read_s)
+        self._watch = HolderWatch()
+        self._lock = threading.Lock()
+        self._config: tuple[Any, Config | None, str] = (None, None, "")
+
+    @property
+    def config(self) -> Config | None:
+        """The settings that the run was last started with; None: they cannot be read (``config_problem`` says why)."""
+        return self._read_config()[0]
+
+    @property
+    def config_problem(self) -> str:
+        return self._read_config()[1]
+
+    def read_config(self) -> Config:
+        """The same for those who cannot do without."""
+        config, problem = self._read_config()
+        if config is None:
+            raise ConfigError(f"{problem}\nThe settings of a run are only in this file; restore it to read them")
+        return config
+
+    def _read_config(self) -> tuple[Config | None, str]:
+        path = self.dir / RUN_FILE
+        with self._lock:
+            try:
+                about = path.stat()
+                mark = (about.st_ino, about.st_mtime_ns, about.st_size)
+            except OSError:
+                mark = None
+            if mark is None or mark != self._config[0]:
+                try:
+                    self._config = (mark, load_saved_run(path), "")
+                except ConfigError as error:
+                    self._config = (mark, None, redact(str(error)))
+            return self._config[1], self._config[2]
+
+    @property
+    def step(self) -> int:
+        """The last step that was trained."""
+        self.metrics.refresh()
+        return self.metrics.step
+
+    @property
+    def num_steps(self) -> int | None:
+        """None: the run file does not say."""
+        return self.config.trainer.steps if self.config is not None else self._count("trainer", "steps")
+
+    @property
+    def prompts_per_step(self) -> int | None:
+        return self.config.data.prompts_per_step if self.config is not None else self._count("data", "prompts_per_step")
+
+    def _count(self, section: str, key: str) -> int | None:
+        """Of a run file that is partly damaged."""
+        try:
+            value = read_yaml(self.dir / RUN_FILE, what="saved run file")[section][key]
+        except (ConfigError, KeyError, TypeError):
+            return None
+        return value if is_count(value) else None
+
+    def holder(self) -> Holder | None:
+        """The process that has the run directory, or had it last."""
+        try:
+            return read_holder(self.dir)
+        except OSError:  # of another user, who lets nobody read it
+            return None
+
+    def state(self) -> RunState:
+        holder, phase = self.holder(), self.events.last_phase()
+        alive = self._watch.is_alive(holder)
+        mark = next(reversed(self.events.marks()), None)
+        if alive and holder is not None and holder.waits:
+            return RunState(word="waiting", text=holder.waits, since_s=holder.waits_since)
+        if alive and mark is not None and mark.name == ATTEMPT_LOST:
+            return RunState(word="waiting", text=f"for the next attempt: {mark.note}", since_s=mark.at_s)
+        if alive or (alive is None and phase is not None and time.time() - (self.moved_s() or 0) < WATCH_S):
+            return _at_work(phase)
+        if alive is None:
+            doing = _at_work(phase)
+            return RunState(
+                word="waiting",
+                text=f"{doing.text}; held by {holder}, looking whether it is alive",
+                since_s=doing.since_s,
+            )
+        return self._ended(phase, mark)
+
+    def _ended(self, phase: PhaseEvent | None, mark: Mark | None) -> RunState:
+        step, num_steps = self.step, self.num_steps
+        at_s = None if phase is None else phase.end_s
+        summary = read_summary(self.dir)
+        if num_steps is not None and summary is not None and min(summary["steps"], step) >= num_steps:
+            return RunState(word="finished", text=trained(num_steps), since_s=at_s)
+        if mark is not None and mark.name == RUN_FAILED:
+            return RunState(word="failed", text=mark.note, since_s=mark.at_s)
+        if phase is None:
+            return RunState(word="new", text="nothing was trained yet")
+        where = f"{phase.phase} of step {phase.step}"
+        if phase.end_s is None:
+            return RunState(word="killed", text=f"its controller ended in {where}", since_s=phase.start_s)
+        if phase.result is not None and phase.result.startswith("failed: ") and "Cancelled" not in phase.result:
+            why = phase.result.removeprefix("failed: ")
+            return RunState(word="failed", text=f"{why} in {where}", since_s=at_s)
+        return RunState(word="stopped", text=f"stopped after step {step}; the same command continues it", since_s=at_s)
+
+    def standing(self, state: RunState) -> Standing:
+        """``state``: only a run that works has time left."""
+        self.metrics.refresh()
+        holder = self.holder() if state.word == "running" else None
+        return standing(self.metrics, num_steps=self.num_steps, holder=holder)
+
+    def summary(self) -> dict[str, Any]:
+        """Whole-run numbers: those of ``summary.json``, or, before the run has ended, those of its metrics so far."""
+        summary, step = read_summary(self.dir), self.step
+        if summary is not None and summary["steps"] >= step:  # else a run that had ended trains further
+            return summary
+        name = None if self.config is None else self.config.run.name
+        return build_summary(self.metrics, seconds=0.0, resume_step=step, run=name)
+
+    def moved_s(self) -> float | None:
+        """When the run last wrote something."""
+        moved = []
+        for name in (EVENTS, "metrics.jsonl", RUN_FILE):
+            with suppress(OSError):
+                moved.append((self.dir / name).stat().st_mtime)
+        return max(moved, default=None)
+
+    def checkpoints(self, *, checksums: bool = True) -> list[CheckpointEntry]:
+        """Those that are kept, oldest first. ``checksums``: every byte is read, which takes long."""
+        return store_of(self.dir).inspect(checksums=checksums)
+
+
+def open_run(run_dir: Path) -> RunReader:
+    """Refuses what is not a run directory."""
+    if not run_dir.is_dir():
+        raise ConfigError(f"{run_dir} is not a directory; give the run.dir of a run")
+    if not is_run(run_dir):
+        raise ConfigError(f"{run_dir} holds no file of a run; give the run.dir of a run")
+    return RunReader(run_dir)
+
+
+class EventLog:
+    """The marks and the last phase of a run, read where its events have grown."""
+
+    def __init__(self, run_dir: Path, *, read_s: float = math.inf) -> None:
+        self._file = FileTail(run_dir / EVENTS, read_s=read_s)
+        self._lock = threading.Lock()
+        self._marks: list[Mark] = []
+        self._phase: PhaseEvent | None = None
+
+    def marks(self) -> list[Mark]:
+        with self._lock:
+            self._refresh()
+            return list(self._marks)
+
+    def last_phase(self) -> PhaseEvent | None:
+        """The last that began, with its end where it has one."""
+        with self._lock:
+            self._refresh()
+            return self._phase
+
+    def _refresh(self) -> None:
+        for again, lines in self._file.pieces():
+            if again:
+                self._marks, self._phase = [], None
+            self._marks += marks_in(lines)
+            self._phase = last_phase_in(lines) or self._phase
+
+
+class HolderWatch:
+    """Whether the holder of a run directory is alive. One on this machine is looked up; of one elsewhere the counter must move."""
+
+    def __init__(self) -> None:
+        self._beat = Heartbeat()
+
+    def is_alive(self, holder: Holder | None) -> bool | None:
+        """None: not known yet."""
+        if holder is None or holder.is_gone:
+            return False
+        if holder.is_here:
+            return True
+        self._beat.see(holder.owner, holder.counter)
+        if self._beat.silent_s >= WATCH_S:
+            return False
+        return True if self._beat.has_moved else None
+
+
+def describe_holder(holder: Holder | None) -> str:
+    """Who has the run directory, as far as this host can see at once."""
+    if holder is None or holder.released:
+        return "nobody"
+    if holder.is_here:
+        return f"{holder}, which {'is gone' if holder.is_gone else 'runs'}"
+    return f"{holder}; this host cannot see at once whether it is alive"
+
+
+def holder_as_json(holder: Holder | None) -> dict[str, Any] | None:
+    if holder is None:
+        return None
+    state = "released" if holder.released else "gone" if holder.is_gone else "alive" if holder.is_here else "unknown"
+    waits = {"for": holder.waits, "since_s": holder.waits_since} if holder.waits and not holder.is_gone else None
+    about = {"host": holder.host, "pid": holder.pid, "since": holder.since, "counter": holder.counter}
+    return {**about, "state": state, "waiting": waits}
+
+
+def _at_work(phase: PhaseEvent | None) -> RunState:
+    if phase is None:
+        return RunState(word="running", text="starting; no phase has begun yet")
+    where = f"{phase.phase} of step {phase.step}"
+    if phase.end_s is not None:
+        return RunState(word="running", text=f"after {where}", since_s=phase.end_s)
+    return RunState(word="running", text=where, since_s=phase.start_s)

@@ -1,0 +1,144 @@
+"""What a run directory holds after whatever happened to it, and what `rollcall train` would do with it.
+
+``look`` changes nothing and may be used while the run goes on. ``repair`` moves torn things to ``RUN_DIR/set-aside/`` and
+deletes nothing: of a file that is partly whole, the original goes there and its whole part takes its place. A run repairs
+itself when it is resumed; this is for looking first, and for directories that something else has damaged.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollcall.checkpoint.store import CheckpointEntry
+from rollcall.durable.atomic import fsync, write_atomic
+from rollcall.durable.journal import inspect
+from rollcall.durable.lease import WATCH_S, Holder, hold
+from rollcall.view.audit import Audit, Torn, audit, judge_file
+from rollcall.view.reader import RunReader, RunState, holder_as_json
+from rollcall.wait import say
+from rollcall.words import all_of, counted, span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunReport:
+    run_dir: Path
+    audit: Audit
+    num_steps: int | None  # of the whole run; None: its run file cannot be read
+    prompts_per_step: int | None
+    holder: Holder | None
+    state: RunState
+
+    @property
+    def last(self) -> CheckpointEntry | None:
+        """The newest checkpoint that is whole."""
+        return next((one for one in reversed(self.audit.checkpoints) if not one.reason), None)
+
+    @property
+    def groups(self) -> dict[int, int]:
+        """Steps past the checkpoint with their finished groups."""
+        return {step: count for step, count in self.audit.groups.items() if step > self.start_step}
+
+    @property
+    def replayed(self) -> list[int]:
+        """Steps past the checkpoint that were trained before, and will be again, on the same groups."""
+        return sorted({step for step, _ in self.audit.trained if step > self.start_step})
+
+    @property
+    def start_step(self) -> int:
+        return self.last.step if self.last else 0
+
+    def next(self) -> list[str]:
+        """What the next `rollcall train` would do, in sentences."""
+        lines = [_about(self.holder)]
+        if self.num_steps is not None and self.start_step >= self.num_steps:
+            has_model = (self.run_dir / "model").exists()
+            done = "it is in model/" if has_model else "and write the model"
+            return [*lines, f"find {all_of(self.num_steps, 'step')} trained; {done}"]
+        lines.append(f"start from {'the checkpoint of step ' + str(self.start_step) if self.last else 'the beginning'}")
+        if self.replayed:
+            lines.append(
+                f"train {span(self.replayed[0], self.replayed[-1])} again, on the groups it was trained on before, with the same result"
+            )
+        for step, count in self.groups.items():
+            if step not in self.replayed:
+                missing = (self.prompts_per_step or count) - count
+                rest = f", generate the other {missing}" if missing > 0 else ""
+                lines.append(f"take {counted(count, 'finished group')} of step {step} from the journal{rest}")
+        if self.audit.torn:
+            lines.append("set torn ends aside and leave out torn checkpoints; nothing whole is lost by it")
+        return lines
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "run_dir": str(self.run_dir),
+            "checkpoints": [
+                {"step": one.step, "whole": not one.reason, "why": one.reason} for one in self.audit.checkpoints
+            ],
+            "last_checkpoint": self.last.step if self.last else None,
+            "steps": self.num_steps,
+            "finished_groups": self.groups,
+            "replayed": self.replayed,
+            "torn": [{"path": str(one.path), "why": one.why} for one in self.audit.torn],
+            "audit": self.audit.counts(),
+            "lease": holder_as_json(self.holder),
+            "next": self.next(),
+        }
+
+
+def look(run_dir: Path) -> RunReport:
+    run = RunReader(run_dir)
+    return RunReport(
+        run_dir=run.dir,
+        audit=audit(run.dir),
+        num_steps=run.num_steps,
+        prompts_per_step=run.prompts_per_step,
+        holder=run.holder(),
+        state=run.state(),
+    )
+
+
+def repair(run_dir: Path) -> list[Path]:
+    """Set torn things aside; where they went. Refuses while a controller has the run directory."""
+    run_dir = Path(run_dir)
+    with hold(run_dir):
+        torn = audit(run_dir).torn
+        if not torn:
+            return []
+        folder = run_dir / "set-aside" / time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+        while folder.exists():
+            folder = folder.with_name(f"{folder.name}-again")
+        moved = []
+        for one in torn:
+            target = folder / one.path.relative_to(run_dir)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _set_aside(one, target)
+            say(f"{one.path}: {one.why}; moved to {target}")
+            moved.append(target)
+        return moved
+
+
+def _about(holder: Holder | None) -> str:
+    if holder is None or holder.is_gone:
+        return "take the run directory at once: nobody has it"
+    if holder.is_here:
+        return f"refuse: {holder} has the run directory and runs"
+    return f"watch {holder} for {WATCH_S:g} s, take over if its counter does not move, refuse if it does"
+
+
+def _set_aside(torn: Torn, target: Path) -> None:
+    path = torn.path
+    if path.is_dir() or path.name.startswith("."):
+        path.rename(target)
+        return
+    if path.suffix == ".groups":
+        (whole,) = [file.whole for file in inspect(path.parent) if file.path == path]
+    else:
+        whole = b"".join(line for line, good in judge_file(path) if good)
+    # A copy, not a move: a kill between two renames must not leave the run without the file.
+    shutil.copy2(path, target)
+    fsync(target)
+    write_atomic(path, whole)

@@ -1,0 +1,105 @@
+"""Which run directories a page shows: those that were named, and those in folders that were named."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from rollcall.checkpoint.run_dir import is_run
+from rollcall.errors import ConfigError
+
+DEFAULT_FOLDER = Path("runs")
+LOOK_EVERY_S = 3.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownRun:
+    """A run directory."""
+
+    id: str  # in addresses; the same after a restart of the server
+    name: str  # as the person who gave the folder would call it
+    dir: Path  # resolved
+
+
+class UnknownRunError(LookupError):
+    """No run of this id is shown."""
+
+
+class ShownRuns:
+    def __init__(self, given: Sequence[Path], *, is_one: bool = False) -> None:
+        """``is_one``: the only one given is a run directory, also before it holds anything."""
+        self._given = [Path(path) for path in given] or [DEFAULT_FOLDER]
+        self._is_one = is_one
+        for path in self._given if not is_one else []:
+            _refuse_other(path, asked=bool(given))
+        self._lock = threading.Lock()
+        self._found: dict[str, ShownRun] = {}
+        self._looked = float("-inf")
+
+    def all(self) -> list[ShownRun]:
+        """A new run in a folder appears within seconds; one that was removed is gone."""
+        with self._lock:
+            if time.monotonic() - self._looked > LOOK_EVERY_S:
+                self._found = {place.id: place for path in self._given for place in self._look(path)}
+                self._looked = time.monotonic()
+            return list(self._found.values())
+
+    def find(self, id: str) -> ShownRun:
+        for place in self.all():
+            if place.id == id:
+                return place
+        raise UnknownRunError(f"no run {id!r} is shown here; it may have been moved or removed")
+
+    def _look(self, path: Path) -> Iterator[ShownRun]:
+        real = Path(os.path.realpath(path))
+        if self._is_one or _is_run(real):
+            yield _place(real, name=real.name)
+            return
+        for found in islice(_runs_below(real, depth=3), 1000):
+            yield _place(found, name=found.relative_to(real).as_posix())
+
+
+def _refuse_other(path: Path, *, asked: bool) -> None:
+    if not path.exists():
+        if not asked:
+            raise ConfigError(f"there is no folder {path} here; give a run directory (run.dir), or a folder of runs")
+        raise ConfigError(f"{path} does not exist; give a run directory (run.dir), or a folder of runs")
+    if not path.is_dir():
+        raise ConfigError(f"{path} is a file; give a run directory (run.dir), or a folder of runs")
+
+
+def _runs_below(folder: Path, *, depth: int) -> Iterator[Path]:
+    """Links are not followed: a folder of runs shows what lies in it."""
+    try:
+        with os.scandir(folder) as found:
+            below = sorted(entry.name for entry in found if entry.is_dir(follow_symlinks=False))
+    except OSError:
+        return
+    for name in below:
+        if name.startswith("."):
+            continue
+        if _is_run(folder / name):
+            yield folder / name
+        elif depth > 1:
+            yield from _runs_below(folder / name, depth=depth - 1)
+
+
+def _is_run(path: Path) -> bool:
+    """A directory that belongs to somebody else may be closed: it is not shown, and the others are."""
+    try:
+        return is_run(path)
+    except OSError:
+        return False
+
+
+def _place(path: Path, *, name: str) -> ShownRun:
+    mark = hashlib.blake2b(os.fsencode(path), digest_size=3).hexdigest()
+    plain = "".join(char if char.isascii() and (char.isalnum() or char in "._-") else "-" for char in path.name)
+    shown = name.encode("utf-8", errors="replace").decode()
+    return ShownRun(id=f"{plain}~{mark}", name=shown, dir=path)

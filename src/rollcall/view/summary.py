@@ -1,0 +1,128 @@
+"""``summary.json``: the numbers of a whole run, also of its earlier processes, and what is said of them at its end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+
+from rollcall.durable.atomic import write_atomic
+from rollcall.observe.headline import ACCURACY, BY_METRIC, REWARD
+from rollcall.stored.find import ADAPTER_CONFIG
+from rollcall.view.metrics_table import MetricsTable
+from rollcall.view.standing import ADVANTAGE, ADVICE, no_signal
+from rollcall.wait import say, warn
+from rollcall.words import all_of, are, counted
+
+
+def build_summary(
+    metrics: MetricsTable, *, seconds: float, resume_step: int | None, peak_gib: float = 0.0, **extra: Any
+) -> dict[str, Any]:
+    """``seconds`` and ``peak_gib`` are the wall time and memory of a process that trains; steps up to ``resume_step`` add what
+    they took in earlier processes.
+
+    ``extra`` joins the result as it is (run name, model directory, ...). A number that no row holds is None.
+    """
+    metrics.refresh()
+    before_s = 0.0
+    for name in ("time/step_s", "time/eval_s", "time/save_s"):
+        steps, _, values = metrics.column(name)
+        before_s += 0.0 if resume_step is None else float(values[steps <= resume_step].sum())
+    rewards, advantages = metrics.values("train/reward_mean"), metrics.values(ADVANTAGE)
+    errors = sum(sum(metrics.values(name)) for name in metrics.names() if name.startswith("reward_errors/"))
+    return {
+        "steps": metrics.step,
+        "seconds": round(before_s + seconds, 3),
+        "headline": metrics.headline.metric,
+        "eval": {one.key: _course(metrics.values(one.metric)) for one in (ACCURACY, REWARD)},
+        "reward_mean": {"first": next(iter(rewards), None), "last": next(reversed(rewards), None)},
+        "tokens_generated": int(sum(metrics.values("rollout/tokens"))),
+        "tokens_trained": int(sum(metrics.values("train/tokens"))),
+        "rollout_tokens_per_s": _median_generated(metrics, "rollout/tokens_per_s"),
+        "train_tokens_per_s": _or_none(median, metrics.values("perf/train_tokens_per_s")),
+        "step_s": _median_generated(metrics, "time/step_s"),
+        "logprob_mismatch": _or_none(fmean, metrics.values("rollout/logprob_mismatch")),
+        "logprob_mismatch_max": max(metrics.values("rollout/logprob_mismatch_max"), default=None),
+        "peak_memory_gib": round(max([*metrics.values("perf/peak_memory_gib"), peak_gib]), 3),
+        "reward_errors": int(errors),
+        "no_signal": {"steps": advantages.count(0), "of": len(advantages)},
+        **extra,
+    }
+
+
+def write_summary(path: Path, summary: dict[str, Any]) -> None:
+    write_atomic(path, json.dumps(summary, indent=2, default=str) + "\n")
+
+
+def _course(values: list[float]) -> dict[str, float | None]:
+    return {
+        "first": values[0] if values else None,
+        "last": values[-1] if values else None,
+        "best": max(values, default=None),
+    }
+
+
+def _or_none(of: Callable[[list[float]], float], values: list[float]) -> float | None:
+    return of(values) if values else None
+
+
+def _median_generated(metrics: MetricsTable, name: str) -> float | None:
+    """Without replayed steps: they generate little or nothing, so their speed says nothing."""
+    replayed, _, groups = metrics.column("rollout/groups_from_journal")
+    steps, _, values = metrics.column(name)
+    return _or_none(median, values[~np.isin(steps, replayed[groups > 0])].tolist())
+
+
+def trained(num_steps: int) -> str:
+    return f"{all_of(num_steps, 'step')} {are(num_steps)} trained"
+
+
+def _headline_course(summary: dict[str, Any]) -> str | None:
+    """The headline, from the first evaluation to the last; None: the run has no evaluation."""
+    headline = BY_METRIC[summary["headline"]]
+    course = summary["eval"][headline.key]
+    if course["first"] is None:
+        return None
+    return f"{headline.words} {course['first']:.3f} -> {course['last']:.3f}"
+
+
+def _no_signal(run_dir: Path, summary: dict[str, Any]) -> str | None:
+    words = no_signal(summary["no_signal"]["steps"], num_steps=summary["no_signal"]["of"])
+    if words is None:
+        return None
+    return (
+        f"{words}. {ADVICE}. {run_dir / 'samples'} has answers with their rewards, and `rollcall reward test "
+        f"{run_dir / 'run.yaml'}` tries the reward"
+    )
+
+
+def finished(run_dir: Path, summary: dict[str, Any]) -> str:
+    course = _headline_course(summary)
+    return (
+        f"{run_dir} is finished: {trained(summary['steps'])}{f', {course}' if course else ''}, and the model is in "
+        f"{run_dir / 'model'}\nto train further: rollcall train {run_dir} trainer.steps={2 * summary['steps']}; to start over: "
+        "the same command with --fresh" + (f"\n{told}" if (told := _no_signal(run_dir, summary)) else "")
+    )
+
+
+def say_result(run_dir: Path, summary: dict[str, Any], curve: Path | None) -> None:
+    if course := _headline_course(summary):
+        say(f"{course} in {summary['seconds']:.0f} s")
+    if summary["reward_errors"]:
+        say(f"{counted(summary['reward_errors'], 'completion')} could not be scored and counted as 0; the first ones:")
+        for failure in summary["reward_failures"][:3]:
+            say(f"  {failure['reward']} {failure['kind']} on {failure['prompt']}: {failure['why'].splitlines()[-1]}")
+    if told := _no_signal(run_dir, summary):
+        warn(told)
+    if not (run_dir / "model").exists():
+        say(f"trained to step {summary['steps']}; go on with --phase rollout, or with --phase both")
+        return
+    opens = "peft's PeftModel" if (run_dir / "model" / ADAPTER_CONFIG).exists() else "AutoModelForCausalLM"
+    say(f"model          {run_dir / 'model'}   (for {opens}.from_pretrained)")
+    if curve is not None:
+        say(f"learning curve {curve}")
+    say(f"metrics        {run_dir / 'metrics.jsonl'}\nsummary        {run_dir / 'summary.json'}")
