@@ -104,12 +104,12 @@ class FakeEngine:
 class FakeScorer:
     """Scores a completion by its seed, some turns of the event loop after it was asked."""
 
-    asks_models = False
-
     def __init__(self, *, delay: int = 3, sign: int = 1) -> None:
         self.delay, self.sign = delay, sign
 
-    async def score(self, prompt: Prompt, completions: tuple[Completion, ...], **_: Any) -> tuple[Score, ...]:
+    async def score(
+        self, prompt: Prompt, completions: tuple[Completion, ...], *, ask_model: Any = None
+    ) -> tuple[Score, ...]:
         for _turn in range(self.delay):
             await asyncio.sleep(0)
         values = [float(self.sign * completion.seed) for completion in completions]
@@ -205,45 +205,44 @@ def test_a_cancelled_group_ends_its_requests_and_no_others() -> None:
     assert drive(work()).scores[0].value == 2.0
 
 
-def test_rewards_know_how_long_they_were_waited_for() -> None:
-    async def work() -> None:
-        rewards = Rewards()
-        scores = await rewards.score(FakeScorer(), make_prompt("p"), (make_completion(3),))  # type: ignore[arg-type]
-        assert scores[0].value == 3.0
-        assert rewards.take_seconds() > 0 and rewards.take_seconds() == 0
+def test_the_time_of_the_rewards_is_that_in_which_nothing_is_generated() -> None:
+    class Slow(FakeScorer):
+        async def score(self, *given: Any, **named: Any) -> tuple[Score, ...]:
+            await asyncio.sleep(0.05)
+            return await super().score(*given, **named)
 
-    drive(work())
+    async def work() -> tuple[float, float, float]:
+        rewards, scorer, given = Rewards(), Slow(), (make_prompt("p"), (make_completion(3),))
+        await rewards.score(scorer, *given)  # type: ignore[arg-type]
+        alone, nothing = rewards.take_seconds(), rewards.take_seconds()
+        with rewards.generating():
+            await rewards.score(scorer, *given)  # type: ignore[arg-type]
+        return alone, nothing, rewards.take_seconds()
+
+    alone, nothing, meanwhile = drive(work())
+    assert alone > 0 and (nothing, meanwhile) == (0, 0)
 
 
-def test_a_reward_that_fails_fails_its_group_alone() -> None:
+def test_a_reward_that_fails_fails_its_group() -> None:
     class Broken(FakeScorer):
-        async def score(self, *_: Any, **__: Any) -> tuple[Score, ...]:
-            raise RuntimeError("the judge is away")
+        async def score(self, *given: Any, **named: Any) -> tuple[Score, ...]:
+            raise RuntimeError("the judge is gone")
 
-    async def work() -> tuple[Any, Group]:
-        rollouts = rollouts_of()
-        broken = group(rollouts, "a", seeds=(1,), scorer=Broken())
-        good = group(rollouts, "b", seeds=(1,), scorer=FakeScorer())
-        return tuple(await asyncio.gather(broken, good, return_exceptions=True))  # type: ignore[return-value]
-
-    error, made = drive(work())
-    assert str(error) == "the judge is away" and made.scores[0].value == 1.0
+    with pytest.raises(RuntimeError, match="the judge is gone"):
+        drive(group(rollouts_of(), "p", seeds=(1,), scorer=Broken()))
 
 
-@pytest.mark.parametrize("is_remote", [False, True])
-def test_a_model_in_another_process_is_asked_in_a_thread(is_remote: bool) -> None:
-    class AsksModel(FakeScorer):
-        async def score(self, prompt: Any, completions: Any, *, ask_model: Any = None, **_: Any) -> tuple[Score, ...]:
-            assert (ask_model is not None) == is_remote, "in this process the model is called by the scorer itself"
-            thread = threading.get_ident() if ask_model is None else await ask_model(threading.get_ident)
-            assert (thread != threading.get_ident()) == is_remote
+@pytest.mark.parametrize("is_remote", [True, False])
+def test_a_model_in_another_process_is_asked_in_a_thread_and_one_here_in_the_event_loop(is_remote: bool) -> None:
+    class Asks(FakeScorer):
+        async def score(self, prompt: Any, completions: Any, *, ask_model: Any = None) -> tuple[Score, ...]:
+            threads.append(await ask_model(threading.current_thread) if ask_model else threading.current_thread())
             return await super().score(prompt, completions)
 
-    async def work() -> tuple[Score, ...]:
-        rewards = Rewards(is_remote=is_remote)
-        return await rewards.score(AsksModel(), make_prompt("p"), (make_completion(3),))  # type: ignore[arg-type]
-
-    assert drive(work())[0].value == 3.0
+    threads: list[threading.Thread] = []
+    scorer: Any = Asks()
+    drive(Rewards(is_remote=is_remote).score(scorer, make_prompt("p"), (make_completion(3),)))
+    assert (threads[0] is not threading.main_thread()) == is_remote
 
 
 # Open groups

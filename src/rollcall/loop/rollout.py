@@ -94,7 +94,8 @@ class Rollouts:
                 async with self._free:
                     done[place] = await self._play(prompt, seed=seed, sampling=sampling, order=order, makers=makers)
 
-        await all_of(one(place, seed) for place, seed in enumerate(seeds) if place not in done)
+        with self.rewards.generating():
+            await all_of(one(place, seed) for place, seed in enumerate(seeds) if place not in done)
         completions = tuple(done[place] for place in range(len(seeds)))
         return Group(
             step=step,

@@ -118,7 +118,7 @@ METRICS: dict[str, Metric] = {
         "s", "The whole training step: rollout, reward, scoring, update, sync. Without evaluation and saving."
     ),
     "time/rollout_s": Metric("s", "Generating the step's groups."),
-    "time/reward_s": Metric("s", "While some group waited for its rewards; others may have been generated meanwhile."),
+    "time/reward_s": Metric("s", "Waiting for rewards, after generation."),
     "time/score_s": Metric("s", "Before the update: log-probs of learner and reference, values of the critic."),
     "time/update_s": Metric("s", "Forward, backward and optimizer."),
     "time/sync_s": Metric("s", "Sending the new weights to the engines."),
