@@ -161,9 +161,9 @@ def list_launches(as_json: Json = False) -> None:
     Example:
       rollcall launch list
     """
-    from rollcall.launch.record import readable_records
+    from rollcall.launch.record import all_records
 
-    records = readable_records()
+    records = all_records(strict=False)
     with ThreadPoolExecutor(len(records) or 1) as pool:
         now = list(zip(records, pool.map(_now, records), strict=True))
     launches = [{**_facts(each), "told": told} for each, told in now]

@@ -105,6 +105,7 @@ class Kuberay(ToolTarget):
         return (*self._kubectl(record), "logs", *where, *(["--follow"] if follow else []))
 
     def logs(self, record: LaunchRecord) -> None:
+        self.require_started(record)
         if self._has_log(record):
             super().logs(record)
 

@@ -132,7 +132,7 @@ def find_record(name: str) -> LaunchRecord | None:
 def get_record(name: str) -> LaunchRecord:
     record = find_record(name)
     if record is None:
-        known = ", ".join(each.name for each in readable_records()) or "none"
+        known = ", ".join(each.name for each in all_records(strict=False)) or "none"
         raise LaunchError(f"nothing named {name!r} was launched from this machine; known: {known}")
     return record
 
@@ -141,7 +141,7 @@ def named_record(name: str | None, *, target: str | None = None) -> LaunchRecord
     """The launch of that name; without one, the only launch from this machine (with ``target``, if one is given)."""
     if name is not None:
         return get_record(name)
-    found = [record for record in readable_records() if target in (None, record.target)]
+    found = [record for record in all_records(strict=False) if target in (None, record.target)]
     if not found:
         by = f" with {target}" if target else ""
         raise LaunchError(
@@ -152,19 +152,16 @@ def named_record(name: str | None, *, target: str | None = None) -> LaunchRecord
     return found[0]
 
 
-def all_records() -> list[LaunchRecord]:
-    """All launches, the newest first. Raises at a record that cannot be read: what it started is not known."""
-    found = [find_record(path.parent.name) for path in launches().glob(f"*/{RECORD}")]
-    return sorted((each for each in found if each is not None), key=lambda record: record.started, reverse=True)
-
-
-def readable_records() -> list[LaunchRecord]:
-    """The same for those who only look: a record that cannot be read is named, and left out."""
+def all_records(*, strict: bool = True) -> list[LaunchRecord]:
+    """All launches, the newest first. A record that cannot be read is an error, since what it started is not known; without ``strict``
+    it is named, and left out."""
     found = []
     for path in launches().glob(f"*/{RECORD}"):
         try:
             found.append(find_record(path.parent.name))
         except LaunchError as error:
+            if strict:
+                raise
             say(f"left out: {error}")
     return sorted((each for each in found if each is not None), key=lambda record: record.started, reverse=True)
 
