@@ -274,6 +274,9 @@ class Recorder(VllmEngine):
         self.version, self.num_preemptions = -1, 0
         self.weights: dict[str, Tensor] = {}
 
+    def settle(self) -> None:
+        """Nothing is under way."""
+
     def load_weights(self, version: int, tensors: Any) -> None:
         self.version = version
         self.weights = {name: tensor.detach().clone() for name, tensor in tensors}

@@ -208,7 +208,8 @@ def _become_worker(request: dict[str, Any], streams: list[int], pipe: tuple[int,
     os.chdir(request["cwd"])
     sys.argv = request["argv"]
     sys.path[0] = os.path.dirname(sys.argv[0])
-    if (numpy := sys.modules.get("numpy")) is not None:
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
         numpy.random.seed()  # Python's own generator is seeded again by itself
     status = 1
     try:
