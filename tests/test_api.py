@@ -142,7 +142,10 @@ def test_a_run_works_inside_a_running_event_loop_and_twice_in_one_process(
 
     assert asyncio.run(measure()) == rollcall.load_run(tmp_path / "run").summary["eval"]["accuracy"]["last"]
     assert "rollcall" not in {thread.name for thread in threading.enumerate()}
-    assert running() == before
+    give_up = time.monotonic() + 60
+    while running() - before and time.monotonic() < give_up:
+        time.sleep(0.05)  # a killed process is still listed for a moment
+    assert running() <= before
 
 
 def running() -> set[psutil.Process]:

@@ -207,11 +207,11 @@ def test_the_console_is_told_where_an_attempt_begins_and_what_the_run_does(
 ) -> None:
     console, made, lost = Recorder(), Record._metrics, []
 
-    def lose_once(self: Record, batch: Any, *rest: Any) -> dict[str, float]:
+    def lose_once(self: Record, batch: Any, *rest: Any, **named: Any) -> dict[str, float]:
         if batch.step == 3 and not lost:
             lost.append(batch.step)
             raise WorkerDiedError("rollout rank 0 is lost", role="rollout", ranks=[0], node_ranks=[])
-        return made(self, batch, *rest)
+        return made(self, batch, *rest, **named)
 
     monkeypatch.setattr(Record, "_metrics", lose_once)
     monkeypatch.setattr("rollcall.training.make_console", lambda *_, **__: console)

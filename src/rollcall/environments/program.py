@@ -173,7 +173,8 @@ def _leftovers(leader: int, mark: bytes | None) -> list[Process]:
     found = {pid for pid in parents if session_of(pid) == leader or _has(pid, mark)}
     while more := {pid for pid, parent in parents.items() if parent in found} - found:
         found |= more
-    processes = (Process.of(pid) for pid in found)
+    # A shell that outlives its command would end by itself, with the command's status.
+    processes = (Process.of(pid) for pid in sorted(found, key=lambda pid: (pid != leader, pid)))
     return [process for process in processes if process is not None]
 
 
