@@ -9,7 +9,7 @@ import time
 
 
 class Heartbeat:
-    """The counter of one process at a time. It is told what was read; a new owner starts anew."""
+    """The counter of one process at a time. ``see`` takes what was read; with a new owner it begins again."""
 
     def __init__(self) -> None:
         self.has_moved = False  # since its owner was first seen
