@@ -146,6 +146,7 @@ def test_what_a_busy_process_has_not_begun_goes_to_an_idle_one(house: House, pro
         made = await asyncio.gather(*tasks, return_exceptions=True)
         for request, one in zip(waiting, made[8:], strict=True):
             assert not isinstance(one, BaseException) and is_of(house.model, request, one.completion)
-        assert not any(core.num_unfinished for core in house.cores)
+        while any(core.num_unfinished for core in house.cores):  # what was cancelled is aborted by the next calls
+            await asyncio.sleep(0.001)
 
     in_a_loop(house, work)
