@@ -21,6 +21,7 @@ MOST_BYTES = 1 << 29
 _PythonUnpickler: Any = pickle._Unpickler  # typeshed knows only its name
 _NAMES = {
     "builtins": {"set", "getattr"},  # Python 3.11.0 to 3.11.3 writes a member of an enum as getattr(class, name)
+    "__builtin__": {"set", "getattr"},  # their module in protocol 2, which torch.save takes
     "collections": {"OrderedDict"},
     "pathlib": {"PosixPath"},
     "pathlib._local": {"PosixPath"},
