@@ -22,8 +22,10 @@ class LetterGame:
 
 
 class SlowLetterGame(LetterGame):
+    """Some of a group's episodes end at once, the others after what has ended was written."""
+
     async def step(self, text: str, token_ids: list[int]) -> Any:
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(3.0 if sum(token_ids) % 2 else 0.0)
         return await super().step(text, token_ids)
 
 

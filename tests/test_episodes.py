@@ -625,7 +625,7 @@ KILLS = {
 @pytest.mark.slow
 def test_a_run_killed_in_the_middle_of_episodes_makes_no_finished_one_again(whole_game: Config, moment: str) -> None:
     # Attempts are written once a second: a group has to be open for as long.
-    slow = ["environment.path=games:SlowLetterGame", "environment.max_running=4"] if moment == "attempt" else []
+    slow = ["environment.path=games:SlowLetterGame"] if moment == "attempt" else []
     whole, config = whole_game, own_game(whole_game.run.dir.parent, *slow, name=moment)
     run_and_be_killed(config, KILLS[moment])
     if moment == "attempt":
