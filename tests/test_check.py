@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from cluster_nodes import make_node, make_record
 
 from rollcall.errors import ClusterError
 from rollcall.nodes import check, ours
@@ -17,45 +18,8 @@ from rollcall.nodes.check import list_nodes, roster, wait_for_slots
 from rollcall.nodes.head import HeadAnswer, HeadUnreachable, NodeInfo
 from rollcall.nodes.ours import OurCluster
 from rollcall.nodes.processes import is_coming_up
-from rollcall.nodes.state import NodeRecord, forget, write_record
+from rollcall.nodes.state import forget, write_record
 from rollcall.wait import speaking
-
-
-def make_node(rank: int | None, *, slots: int = 8, alive: bool = True, started_ms: int = 1, host: str = "") -> NodeInfo:
-    return NodeInfo(
-        rank=rank,
-        host=host or f"node{rank}",
-        address=f"10.0.0.{rank or 0}",
-        slots=slots,
-        accelerator="gpu",
-        memory_gib=100.0,
-        alive=alive,
-        is_head=rank == 0,
-        cluster="default",
-        cluster_id="id-1",
-        num_nodes=4,
-        node_id=f"{rank}-{started_ms}",
-        started_ms=started_ms,
-        temp_dir="/tmp/x",
-        ports={},
-    )
-
-
-def make_record(*, num_nodes: int = 4) -> NodeRecord:
-    return NodeRecord(
-        cluster="default",
-        cluster_id="id-1",
-        rank=0,
-        num_nodes=num_nodes,
-        node_ip="10.0.0.0",
-        slots=8,
-        accelerator="gpu",
-        head_address="10.0.0.0:6379",
-        dashboard_url=None,
-        temp_dir="/tmp/x",
-        rendezvous="/shared",
-        processes=(),
-    )
 
 
 @pytest.fixture

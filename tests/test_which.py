@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_check import make_node, make_record
+from cluster_nodes import make_node, make_record
 from typer.testing import CliRunner
 
 from rollcall import api
