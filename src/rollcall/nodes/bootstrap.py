@@ -41,6 +41,7 @@ from rollcall.nodes.rendezvous import Found, Head, Rendezvous, look, wait_at, wa
 from rollcall.nodes.state import (
     NodeRecord,
     check_token,
+    coming_up,
     forget,
     read_record,
     sole_owner,
@@ -68,6 +69,11 @@ def require_meeting(request: NodeRequest) -> None:
 def start_node(request: NodeRequest) -> tuple[NodeRecord, bool]:
     """Make this node part of the cluster, or find that it is: its record, and whether it was running."""
     require_meeting(request)
+    with coming_up(request.cluster):
+        return _start(request)
+
+
+def _start(request: NodeRequest) -> tuple[NodeRecord, bool]:
     slots, accelerator = find_slots(request.slots)
     known = partial(
         NodeRecord,

@@ -1,11 +1,15 @@
-"""What a launcher asks a machine before it starts a node there: which Rollcall, Python, Ray and torch it has, where it could
-be the head, and whether it is a node of that cluster already."""
+"""What a launcher does on a machine: ask about it before it starts a node there, and tie the commands that it runs to its connection."""
 
 from __future__ import annotations
 
 import json
+import os
 import platform
+import signal
 import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import ClassVar
 
@@ -14,8 +18,8 @@ from pydantic import ConfigDict, TypeAdapter
 from rollcall.errors import ClusterError
 from rollcall.nodes.address import free_ports, is_loopback, join_address, own_address, split_address
 from rollcall.nodes.bootstrap import is_running
-from rollcall.nodes.plain_ray import for_ray
 from rollcall.nodes.state import read_record, sole_owner
+from rollcall.nodes.which import for_ray
 from rollcall.version import __version__, installed
 
 
@@ -66,3 +70,29 @@ def look_here(cluster: str, *, interface: str | None) -> Here:
             "torch": installed("torch"),
         },
     )
+
+
+@contextmanager
+def tied_to_stdin() -> Iterator[None]:
+    """Interrupt this command and what it runs, as a terminal does on Ctrl-C, when its stdin ends: the launcher is gone then, or has
+    changed its mind, and the command removes what it began."""
+    try:
+        os.fstat(0)
+    except OSError:  # another file could get its number
+        raise ClusterError("--tied ends the command with its stdin, and stdin is closed; give it one") from None
+    done = threading.Event()
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            continue
+        if not done.is_set():
+            os.killpg(0, signal.SIGINT)
+
+    # A shell starts a command in the background with SIGINT ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Thread(target=watch, name="stdin", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
+        signal.signal(signal.SIGINT, before or signal.SIG_DFL)

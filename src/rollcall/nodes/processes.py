@@ -9,14 +9,13 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 from rollcall.errors import ClusterError
-from rollcall.nodes.state import CLUSTER, DEFAULT_CLUSTER, STATE_DIR
 from rollcall.process_table import Process, command_of, environment_of, living, session_of
 
 MARK = "ROLLCALL_NODE_DIR"
@@ -81,38 +80,6 @@ def raylets_here() -> dict[str, str]:
         if os.path.basename(name) == RAYLET and "--gcs-address" in options:
             found[options.get("--node_id", str(process.pid))] = options["--gcs-address"]
     return found
-
-
-def is_coming_up(cluster: str) -> bool:
-    """Whether a `rollcall node` of this user, for this cluster, is running on this node."""
-    root = os.environ.get(STATE_DIR, "")
-    for pid in set(psutil.pids()) - {os.getpid()}:
-        variables = environment_of(pid)
-        if variables is not None and _node_cluster(command_of(pid).split(), variables) == cluster:
-            if variables.get(STATE_DIR, "") == root:
-                return True
-    return False
-
-
-def _node_cluster(words: Sequence[str], variables: Mapping[str, str]) -> str | None:
-    """Which cluster this command starts a node of; None: it is another command.
-
-    >>> _node_cluster(["python", "-m", "rollcall", "node", "--cluster=mine"], {})
-    'mine'
-    >>> _node_cluster(["python", "/bin/rollcall", "node", "--rank", "1"], {})
-    'default'
-    >>> _node_cluster(["python", "-m", "rollcall", "check", "8"], {}) is None
-    True
-    """
-    names = [os.path.basename(word) for word in words[:4]]
-    if "rollcall" not in names or words[names.index("rollcall") + 1 :][:1] != ["node"]:
-        return None
-    for option, value in zip(words, [*words[1:], ""], strict=True):
-        if option == "--cluster":
-            return value
-        if option.startswith("--cluster="):
-            return option.removeprefix("--cluster=")
-    return variables.get(CLUSTER) or DEFAULT_CLUSTER
 
 
 def signal_processes(processes: Iterable[Process], number: int) -> None:

@@ -199,29 +199,53 @@ def forget(cluster: str) -> None:
     """Remove record, token, certificates and the notes of drivers."""
     for name in ("node.json", "token"):
         (state_dir(cluster) / name).unlink(missing_ok=True)
-    for folder in (tls_dir(cluster), _drivers_dir(cluster)):
+    for folder in (tls_dir(cluster), state_dir(cluster) / "drivers"):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def note_driver(cluster: str) -> None:
     """Note that this process drives a run from this node, so that `rollcall node --block` can tell it to save."""
-    own = Process.of(os.getpid())
-    assert own is not None
-    _drivers_dir(cluster).mkdir(mode=0o700, exist_ok=True)
-    write_atomic(_drivers_dir(cluster) / str(own.pid), str(own.started), private=True)
+    _note(cluster, "drivers")
 
 
 def noted_drivers(cluster: str) -> list[Process]:
+    return _noted(cluster, "drivers")
+
+
+@contextmanager
+def coming_up(cluster: str) -> Iterator[None]:
+    """Note meanwhile that this process makes the node part of the cluster, so that `rollcall check` waits for it."""
+    note = _note(cluster, "starting")
+    try:
+        yield
+    finally:
+        note.unlink(missing_ok=True)
+        for path in (note.parent, note.parent.parent, note.parent.parent.parent):
+            with suppress(OSError):  # there is something in it
+                path.rmdir()
+
+
+def is_coming_up(cluster: str) -> bool:
+    """Whether a `rollcall node` for this cluster is running on this node."""
+    return bool(_noted(cluster, "starting"))
+
+
+def _note(cluster: str, kind: str) -> Path:
+    own = Process.of(os.getpid())
+    assert own is not None
+    note = state_dir(cluster) / kind / str(own.pid)
+    note.parent.mkdir(mode=0o700, exist_ok=True)
+    write_atomic(note, str(own.started), private=True)
+    return note
+
+
+def _noted(cluster: str, kind: str) -> list[Process]:
     """Those that are alive; the notes of others are removed."""
     living: list[Process] = []
-    for note in sorted(_drivers_dir(cluster).glob("[0-9]*")):
+    for note in sorted((state_dir(cluster) / kind).glob("[0-9]*")):
         process = Process(pid=int(note.name), started=int(note.read_text()))
         if process.is_alive():
             living.append(process)
         else:
             note.unlink(missing_ok=True)
     return living
-
-
-def _drivers_dir(cluster: str) -> Path:
-    return state_dir(cluster) / "drivers"
