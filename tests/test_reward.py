@@ -134,7 +134,7 @@ def test_number_compares_last_numbers_and_gives_zero_without_one() -> None:
 
 @given(st.text())
 def test_last_number_reads_any_text(text: str) -> None:
-    last_number(text)
+    assert last_number(text) is None or any(map(str.isdigit, text))
 
 
 def test_number_round_trips_any_integer_with_separators() -> None:
@@ -383,7 +383,7 @@ def test_countdown_wants_each_number_once_and_the_target(completion: str, expect
 
 @given(st.text(alphabet="0123456789+-*/()= \n.<answer>/"))
 def test_countdown_extraction_survives_any_text(text: str) -> None:
-    extract_expression(text)
+    assert (extract_expression(text) or "") in text
 
 
 def test_countdown_on_a_row_without_numbers_says_so() -> None:

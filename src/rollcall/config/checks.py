@@ -1,10 +1,7 @@
-"""Values that a run file may hold and that would ruin a run: refused before anything starts, with what to use instead.
+"""Refuses values that would ruin a run before anything starts, and says what to use instead.
 
-What one key decides alone is checked where the key stands (``check_stops`` and the like); ``check_ruin`` looks at keys that
-ruin a run together.
-
-A key that can never act with the rest of the file ruins nothing, and a run file shared between modes has such keys:
-``unused`` names them for the user who starts the run.
+A single key is checked at its field (``check_stops`` and the like); ``check_ruin`` checks keys that ruin a run together. A key that
+has no effect with the rest of the file ruins nothing, and run files shared between modes have such keys: ``unused`` names them.
 """
 
 from __future__ import annotations
@@ -29,17 +26,17 @@ def check_stops(stops: list[str]) -> list[str]:
 
 
 def check_home(path: str) -> str:
-    """``~name`` of a user that this machine does not know leads nowhere."""
+    """Refuse ``~name`` of a user that this machine does not know."""
     if path.startswith("~") and os.path.expanduser(path) == path:
         raise ValueError(f"{path!r} begins with the home of a user that is not known here; write the path in full")
     return path
 
 
 def check_directory(path: Path) -> Path:
-    """``~`` is the shell's word; in a file it would become a folder of that name."""
+    """Expand ``~``, which would otherwise become a folder of that name."""
     expanded = Path(check_home(str(path))).expanduser() if str(path).startswith("~") else path
     if not expanded.name:
-        raise ValueError(f"{str(path)!r} is a directory of many things; name one of the run's own, such as runs/first")
+        raise ValueError(f"{str(path)!r} holds other things too; name a directory for this run, such as runs/first")
     return expanded
 
 
@@ -51,14 +48,16 @@ def check_variables(variables: dict[str, str]) -> dict[str, str]:
 
 
 def check_variable_names(names: list[str]) -> list[str]:
-    """Of variables whose values stay where they are: one that is written here would be in files and arguments."""
+    """Refuse values: a secret that is written here would end up in files and arguments."""
     if any(not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) for name in names):
-        raise ValueError("has what is not the name of a variable; write names alone, such as HF_TOKEN, without values")
+        raise ValueError(
+            "has an entry that is not the name of a variable; write only names, such as HF_TOKEN, without values"
+        )
     return names
 
 
 def check_word(text: str) -> str:
-    """What a tool gets as a word of its own: never an option, and nothing that a terminal acts on."""
+    """Refuse text that a tool would take for an option or a terminal would act on."""
     if not text.isprintable() or text.startswith("-") or not text.strip():
         raise ValueError(
             f"{text[:80]!r} is empty, begins with '-' or has characters that cannot be printed; write it without"
@@ -67,7 +66,7 @@ def check_word(text: str) -> str:
 
 
 def check_ruin(config: Any) -> None:
-    """Of a new run."""
+    """Check the run file of a new run."""
     _check_group_size(config)
     _check_evaluation(config.eval)
     _check_decay(config)
@@ -76,8 +75,8 @@ def check_ruin(config: Any) -> None:
 
 
 def unused(config: Any, *, in_folder: bool = False) -> list[str]:
-    """A sentence for each reason why keys that differ from their defaults do nothing. ``in_folder``: nodes share a folder
-    (`--master`), so the run file's cluster does not decide where roles run."""
+    """A sentence for each reason why keys that differ from their defaults do nothing. ``in_folder`` means that nodes
+    share a folder (`--master`), so the run file's cluster does not decide where roles run."""
     algorithm, one_process = config.algorithm, config.cluster is None or config.cluster.num_slots == 1
     ppo, native = algorithm.name == "ppo", config.rollout.engine == "native"
     data = config.data

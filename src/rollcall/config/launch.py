@@ -1,6 +1,6 @@
 """`launch:` and `prepare:` of a run file: where the nodes come from, and what each needs before the run.
 
-One section for each target of `rollcall launch`; a run file may have several. What all targets share stands beside them.
+One section for each target of `rollcall launch`; a run file may have several. Keys that all targets share are in ``launch`` itself.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class TargetSection(Section):
 
 
 class _OnNodes(TargetSection):
-    """What a target that runs our command on plain machines can be told about them."""
+    """Keys of the targets that run our command on plain machines."""
 
     activate: Path | None = field(None, "Activate script of the Python environment on the nodes.")
     env: Variables = field({}, "Environment variables of `rollcall node`. Those of workers are in `cluster.env`.")
@@ -138,7 +138,7 @@ class KuberaySection(TargetSection):
 class LaunchSection(Section):
     rendezvous: Path | None = field(
         None,
-        "Shared folder in which nodes find the head (ssh and slurm). `null`: with ssh they are told the head's address, with "
+        "Shared folder in which nodes find the head (ssh and slurm). `null`: with ssh they get the head's address, with "
         "slurm they meet in the launch's folder.",
     )
     gpu: Literal["cuda", "rocm"] = field("cuda", "Make of the GPUs: which variables and devices a node needs.")

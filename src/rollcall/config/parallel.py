@@ -1,4 +1,4 @@
-"""What the run file says about training in parallel, in the names that people bring, and why a value cannot work."""
+"""Checks the run file's keys for training in parallel, which have the names that people know from other systems."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def lift_kwargs(data: Any) -> Any:
 
 
 def check_section(section: Any) -> Any:
-    """What one section contradicts in itself."""
+    """Refuse contradictions within one section."""
     if section.sequence_parallel and section.tensor_parallel_size == 1:
         raise ValueError(
             "sequence_parallel=true divides the tokens between the ranks of a tensor group, and tensor_parallel_size=1 has "
@@ -45,7 +45,7 @@ def check_section(section: Any) -> Any:
 
 
 def _check_state(section: Any) -> None:
-    """Of what ``optimizer.state: bfloat16`` is for."""
+    """Check that ``optimizer.state: bfloat16`` goes with the rest."""
     choice = section.optimizer
     if choice.state == "float32":
         return
@@ -59,7 +59,7 @@ def _check_state(section: Any) -> None:
         )
     if not section.master_weights:
         raise ValueError(
-            f"optimizer.state={choice.state} is beside float32 weights, and master_weights=false keeps none for a bfloat16 model, whose "
+            f"optimizer.state={choice.state} goes with float32 weights, and master_weights=false keeps none for a bfloat16 model, whose "
             "state is bfloat16 already; leave one of them out"
         )
     if section.cpu_offload:
@@ -78,7 +78,7 @@ def _check_kwargs(kwargs: dict[str, Any]) -> None:
 
 
 def check_batches(config: Any, *, name: str) -> None:
-    """The sizes that follow from other keys, where someone gives them by the names of other systems."""
+    """Compare sizes that follow from other keys with those given under the names of other systems."""
     section, data, rollout = getattr(config, name), config.data, config.rollout
     rows = config.completions_per_step // section.minibatches
     given = section.train_global_batch_size

@@ -1,4 +1,4 @@
-"""What a launcher does on a machine: ask about it before it starts a node there, and tie the commands that it runs to its connection."""
+"""Used by launchers on a machine: describe it before a node starts there, and tie commands to the launcher's connection."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Here:
 
     version: str  # of Rollcall
     host: str  # as it calls itself
-    address: str  # HOST:PORT at which a head could listen; of rank 0 that runs already: where it listens
-    is_alone: bool  # whether other machines cannot reach that address
-    rank: int | None  # None: it is not a node of the cluster
-    versions: dict[str, str] = field(default_factory=dict)  # that all nodes need to have in common
+    address: str  # HOST:PORT where a head could listen, or where it listens if rank 0 runs here already
+    is_alone: bool  # other machines cannot reach that address
+    rank: int | None  # `None` if it is not a node of the cluster
+    versions: dict[str, str] = field(default_factory=dict)  # these must be the same on all nodes
 
     @classmethod
     def of(cls, text: str) -> Here | None:
-        """From the last line that holds one; a login shell may print before it."""
+        """Parse the last line that holds one; a login shell may print before it."""
         for line in reversed(text.splitlines()):
             if line.startswith("{"):
                 try:

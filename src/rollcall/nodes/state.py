@@ -1,4 +1,4 @@
-"""What a node remembers of the clusters it is part of: one record and one token per cluster, readable only by its owner.
+"""A node's records of the clusters that it is part of: for each a record and a token that only their owner can read.
 
 The folder is local to the node (``/tmp/rollcall-UID/CLUSTER``, or ``$ROLLCALL_STATE_DIR/CLUSTER``): a home folder is often
 shared by all nodes. ``rollcall node`` writes the record; every other verb reads it to find head, token and processes.
@@ -46,7 +46,7 @@ class NodeRecord:
     slots: int
     accelerator: Accelerator
     head_address: str  # HOST:PORT of Ray's GCS
-    dashboard_url: str | None = None  # as this node reaches it; None: it listens on the head's loopback only
+    dashboard_url: str | None = None  # as this node reaches it; `None` if it listens on the head's loopback only
     temp_dir: str  # Ray's session folder
     rendezvous: str | None
     processes: tuple[Process, ...] = ()  # what `rollcall node` started here
@@ -104,7 +104,7 @@ def check_token(token: str) -> None:
 
 
 def auth_env(cluster: str) -> dict[str, str]:
-    """What Ray needs in the environment to speak with this cluster; names the token's file, never the token."""
+    """Environment variables with which Ray reaches this cluster. They name the token's file and never hold the token."""
     folder = tls_dir(cluster)
     certificates = tls_env(folder) if folder.is_dir() else {}
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_path(cluster)), **certificates}
@@ -116,7 +116,7 @@ def tls_dir(cluster: str) -> Path:
 
 
 def tls_env(folder: Path) -> dict[str, str]:
-    """What makes Ray use the certificates there (``tls.py``)."""
+    """Environment variables that make Ray use the certificates in ``folder`` (``tls.py``)."""
     files = {"SERVER_CERT": "node.pem", "SERVER_KEY": "node.key", "CA_CERT": "authority.pem"}
     return {"RAY_USE_TLS": "1", **{f"RAY_TLS_{name}": str(folder / file) for name, file in files.items()}}
 
@@ -126,7 +126,7 @@ def write_record(record: NodeRecord) -> None:
 
 
 def read_record(cluster: str) -> NodeRecord | None:
-    """None when this node is not part of a cluster of that name."""
+    """Returns `None` if this node is not part of a cluster of that name."""
     try:
         fields = json.loads((state_dir(cluster) / "node.json").read_text())
     except FileNotFoundError:
@@ -178,7 +178,7 @@ def sole_owner(cluster: str) -> Iterator[None]:
 
 
 def _lock(cluster: str) -> IO[bytes] | None:
-    """The locked file; None: another command has it, or has just removed the folder."""
+    """Returns the locked file, or `None` if another command has it or has just removed the folder."""
     with suppress(FileNotFoundError):
         return take_lock(state_dir(cluster) / "lock")
     return None
@@ -240,7 +240,7 @@ def _note(cluster: str, kind: str) -> Path:
 
 
 def _noted(cluster: str, kind: str) -> list[Process]:
-    """Those that are alive; the notes of others are removed."""
+    """Returns the noted processes that are alive, and removes the notes of others."""
     living: list[Process] = []
     for note in sorted((state_dir(cluster) / kind).glob("[0-9]*")):
         process = Process(pid=int(note.name), started=int(note.read_text()))

@@ -60,7 +60,10 @@ _said: set[str] = set()
 
 @dataclass(frozen=True, slots=True)
 class OurCluster:
-    """See ``which.Cluster``. The record is read each time: `rollcall node` may write a new one meanwhile."""
+    """A cluster that `rollcall node` has made this node part of, known by the record, token and certificates that it left here.
+
+    The record is read each time, since `rollcall node` may write a new one meanwhile.
+    """
 
     name: str
     is_ours = True
@@ -106,7 +109,7 @@ class OurCluster:
         return answer
 
     def wait_until_known(self, wait: Wait) -> None:
-        """This node's record, which a running `rollcall node` is about to write."""
+        """Wait for this node's record while a `rollcall node` that is about to write it runs."""
         seen = time.monotonic()
         while read_record(self.name) is None:
             now = time.monotonic()
@@ -155,10 +158,14 @@ class OurCluster:
 
 @dataclass(frozen=True, slots=True)
 class PlainRay:
-    """See ``which.Cluster``."""
+    """A Ray that is known only by its address: started by hand, by KubeRay, by a company; or the one that runs this job.
+
+    Rollcall starts and stops nothing there. Token and certificates are those that Ray's own variables name; a cluster that wants no
+    token is used without one. Nodes that carry no rank get one by address.
+    """
 
     head_address: str
-    where: str = "RAY_ADDRESS"  # what names it
+    where: str = "RAY_ADDRESS"  # where the address was found
     rendezvous = None
     is_ours = False
     leave_command = "ray stop"
@@ -195,7 +202,7 @@ class PlainRay:
         return
 
     def num_nodes(self, answer: HeadAnswer) -> int:
-        """The nodes with slots; all nodes where none has a slot. The head of a cluster is often a node without."""
+        """Counts the nodes with slots, or all nodes if none has any. The head is often a node without slots."""
         return sum(node.slots > 0 for node in answer.alive) or len(answer.alive)
 
     def own_node(self, answer: HeadAnswer) -> NodeInfo:
@@ -209,7 +216,7 @@ class PlainRay:
         )
 
     def _refuse_other_versions(self, answer: HeadAnswer) -> None:
-        """Ray refuses too, in many lines."""
+        """Refuse in one line what Ray would refuse in many."""
         mine = {"Ray": installed("ray"), "Python": platform.python_version()}
         for what, theirs in answer.versions.items():
             is_same = theirs == mine[what] if what == "Ray" else for_ray(theirs) == for_ray(mine[what])
@@ -237,7 +244,7 @@ class PlainRay:
         return {MODE: "disabled" if answer.is_open else _mode()}
 
     def note_driver(self) -> None:
-        """Nobody asks: what started this Ray knows nothing of its drivers."""
+        """Do nothing: the person who started this Ray does not ask for its drivers."""
 
     def join_command(self, rank: int | str) -> str:
         return f"ray start --address={self.head_address}"
@@ -256,20 +263,20 @@ def for_ray(version: str) -> str:
 
 
 def _mode() -> str:
-    """How to speak with a Ray that wants a token. Ray has other ways to get one, which a user names."""
+    """The authentication mode for a Ray that wants a token: `token`, unless the user names another."""
     wished = os.environ.get(MODE)
     return wished if wished and wished != "disabled" else "token"
 
 
 def _own(answer: HeadAnswer) -> NodeInfo | None:
-    """The node that this machine is: by its process, since others may reach it by an address that it does not have itself."""
+    """Find this machine among the nodes, by its raylet if possible: others may reach it by an address that it does not have itself."""
     here = raylets_here()
     found = [node for node in answer.alive if node.node_id in here]
     return next(iter([*found, *(node for node in answer.alive if is_own(node.address))]), None)
 
 
 def _ranked(nodes: tuple[NodeInfo, ...]) -> tuple[NodeInfo, ...]:
-    """All that live, each with a rank; of those that died, the last at each address where none lives."""
+    """All living nodes with ranks, then for each address without a living node the last one that died there."""
     living = [node for node in nodes if node.alive]
     ranks = rank_by_address({node.node_id: (node.rank, node.address, node.slots > 0) for node in living})
     lost = {node.address: node for node in sorted(nodes, key=lambda node: node.started_ms) if not node.alive}
@@ -292,12 +299,12 @@ class _Wish:
 
 
 def find_cluster(name: str | None = None, *, ray_address: str | None = None) -> Cluster:
-    """``name``: of ``--cluster``; ``ray_address``: of the run file. With no wish at all, the default cluster of this node."""
+    """``name`` is that of ``--cluster``, ``ray_address`` that of the run file. Without any, it is this node's default cluster."""
     return wished_cluster(name, ray_address=ray_address) or OurCluster(DEFAULT_CLUSTER)
 
 
 def wished_cluster(name: str | None = None, *, ray_address: str | None = None) -> Cluster | None:
-    """None: nothing says which, and this node is part of no default cluster."""
+    """Returns `None` if nothing names a cluster and this node is part of no default cluster."""
     wish = _wish(ray_address)
     if name is not None:
         return _ours(name, why="--cluster names it", instead_of=wish)
@@ -317,13 +324,13 @@ def wished_cluster(name: str | None = None, *, ray_address: str | None = None) -
     if own is not None:
         say_once(
             f"note: {plain.title} is used, because {wish.where} names it; cluster {own.cluster!r} of this node is not used "
-            f"(give --cluster {own.cluster} where you mean that one, or take {wish.where} away)"
+            f"(give --cluster {own.cluster} if you mean that one, or unset {wish.where})"
         )
     return plain
 
 
 def wished_dashboard(name: str | None = None, *, ray_address: str | None = None) -> str | None:
-    """The address of a dashboard, where that is what ``RAY_ADDRESS`` or the run file has: enough for jobs."""
+    """The address in ``RAY_ADDRESS`` or the run file, if it is that of a dashboard, which is enough for jobs."""
     wish = _wish(ray_address)
     taken = name is not None or (os.environ.get(CLUSTER) and wish is not None and wish.where == RAY_ADDRESS)
     return wish.text if wish is not None and not taken and wish.text.startswith(("http://", "https://")) else None
@@ -334,7 +341,7 @@ def is_in_a_job() -> bool:
 
 
 def is_same_address(one: str, other: str) -> bool:
-    """A host has several addresses, and Ray itself replaces loopback by another of them."""
+    """Whether two addresses are the same place: a host has several, and Ray replaces loopback by another of them."""
     if one == other:
         return True
     (host, port), (other_host, other_port) = split_address(one), split_address(other)
@@ -350,7 +357,7 @@ def _wish(ray_address: str | None) -> _Wish | None:
 
 
 def _names(wish: _Wish, own: NodeRecord) -> bool:
-    """By its head, or by its dashboard as for Ray's own job commands."""
+    """Whether it names this cluster, by its head or (as for Ray's own job commands) by its dashboard."""
     return wish.text in (own.head_address, own.dashboard_url)
 
 
@@ -398,7 +405,7 @@ def _only_ray_here(wish: _Wish) -> str:
 
 
 def say_once(text: str) -> None:
-    """Every attempt of a run looks for its cluster."""
+    """Print a note once, though every attempt of a run looks for its cluster."""
     if text not in _said:
         _said.add(text)
         say(text)

@@ -1,4 +1,4 @@
-"""What reaches the environment of a worker, and from where.
+"""The environment variables that a run file gives to workers.
 
 A run file declares it: ``cluster.env`` (values), ``cluster.env_pass`` (names copied from the submitter) and
 ``cluster.node_env`` (one node's own). Where a name has several values, the node's wins, then the run file's, then the
@@ -48,7 +48,7 @@ class Variable:
 
 
 def check_environment(section: ClusterSection) -> None:
-    """Refuse what a run file may not set."""
+    """Refuse variables that a run file may not set."""
     for where, names in (
         ("cluster.env", section.env),
         ("cluster.env_pass", section.env_pass),
@@ -65,7 +65,7 @@ def check_environment(section: ClusterSection) -> None:
 
 
 def declared(section: ClusterSection | None, *, submitted: Mapping[str, str], node_rank: int) -> dict[str, Variable]:
-    """The variables of the workers on a node, by name; ``submitted`` is what ``submitted_env`` or a job gives."""
+    """The variables of a node's workers, by name. ``submitted`` comes from ``submitted_env`` or from a job."""
     if section is None:
         return {}
     check_environment(section)
@@ -154,7 +154,7 @@ def _value(name: str, environ: Mapping[str, str], *, where: str) -> str:
 def for_ray(values: Mapping[str, str], *, token: str | None = None) -> dict[str, str]:
     """The same variables as Ray may log them, for ``runtime_env["env_vars"]``: secrets in one sealed variable.
 
-    ``token`` is the cluster's; None: the one that this process uses.
+    ``token`` is the cluster's; by default the one that this process uses.
     """
     secrets = {name: value for name, value in values.items() if hides(name, value)}
     if not secrets:

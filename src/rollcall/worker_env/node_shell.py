@@ -1,4 +1,4 @@
-"""What the workers of a node keep of the environment in which `rollcall node` was started.
+"""The variables of the shell that started `rollcall node` which its workers keep.
 
 Where programs, libraries and folders are, and how the machine's devices, threads and network are used: that is the node's
 own, and may differ from node to node. Nothing else of that shell reaches a worker, and no secret; what a run needs beyond it,
@@ -66,7 +66,7 @@ def is_nodes_own(name: str) -> bool:
 
 
 def nodes_own(environ: Mapping[str, str]) -> dict[str, str]:
-    """What of these variables the workers of a node started here see."""
+    """The variables that workers of a node started here would see."""
     return {name: value for name, value in environ.items() if is_nodes_own(name) and not hides(name, value)}
 
 
@@ -89,7 +89,7 @@ def hint(names: Collection[str]) -> str:
 
 
 def origins(environ: Mapping[str, str]) -> dict[str, str]:
-    """Of this worker's variables: where each comes from, if no run file declares it."""
+    """Where each variable of this worker comes from, if no run file declares it."""
     inherited = environment_of(int(environ.get("RAY_RAYLET_PID", 0)))
     found = {}
     for name in environ:
