@@ -21,38 +21,16 @@ NAMES = frozenset({
     "ROLLCALL_STATE_DIR", "ROLLCALL_CLUSTER", "ROLLCALL_VLLM_PYTHON",
 })  # fmt: skip
 PATTERNS = (
-    *("LC_*", "PYTHON*", "MALLOC_*"),
-    *("RAY_*", "GRPC_*"),
-    *(
-        "CUDA_*",
-        "NVIDIA_*",
-        "HIP_*",
-        "ROCR_*",
-        "ROCM_*",
-        "HSA_*",
-        "TORCH_*",
-        "TORCHINDUCTOR_*",
-        "PYTORCH_*",
-        "TRITON_*",
-    ),
-    *("OMP_*", "MKL_*", "KMP_*", "GOMP_*", "OPENBLAS_*", "DNNL_*", "ONEDNN_*", "ATEN_*"),
-    *("NCCL_*", "RCCL_*", "GLOO_*", "UCX_*", "FI_*", "IBV_*", "RDMAV_*", "MLX4_*", "MLX5_*"),
-)
-# What a user is likely to miss: places of models, accounts, proxies.
+    "LC_*", "PYTHON*", "MALLOC_*", "RAY_*", "GRPC_*",
+    "CUDA_*", "NVIDIA_*", "HIP_*", "ROCR_*", "ROCM_*", "HSA_*", "TORCH_*", "TORCHINDUCTOR_*", "PYTORCH_*", "TRITON_*",
+    "OMP_*", "MKL_*", "KMP_*", "GOMP_*", "OPENBLAS_*", "DNNL_*", "ONEDNN_*", "ATEN_*",
+    "NCCL_*", "RCCL_*", "GLOO_*", "UCX_*", "FI_*", "IBV_*", "RDMAV_*", "MLX4_*", "MLX5_*",
+)  # fmt: skip
+# Variables that a user is likely to miss: places of models, accounts, proxies.
 MATTERS = (
-    *(
-        "HF_*",
-        "HUGGING_FACE_*",
-        "TRANSFORMERS_*",
-        "TOKENIZERS_*",
-        "VLLM_*",
-        "WANDB_*",
-        "MLFLOW_*",
-        "COMET_*",
-        "TENSORBOARD_*",
-    ),
-    *("OPENAI_*", "ANTHROPIC_*", "AZURE_*", "AWS_*", "GOOGLE_*", "*_API_KEY", "*_TOKEN", "*_proxy", "*_PROXY"),
-)
+    "HF_*", "HUGGING_FACE_*", "TRANSFORMERS_*", "TOKENIZERS_*", "VLLM_*", "WANDB_*", "MLFLOW_*", "COMET_*", "TENSORBOARD_*",
+    "OPENAI_*", "ANTHROPIC_*", "AZURE_*", "AWS_*", "GOOGLE_*", "*_API_KEY", "*_TOKEN", "*_proxy", "*_PROXY",
+)  # fmt: skip
 UNDECLARED = "not declared"  # set by `ray start` itself, or where Ray was started without `rollcall node`
 OF_ROLLCALL = ("ROLLCALL_*", "RAY_AUTH_*", "RAY_TLS_*", "RAY_USE_TLS")
 
