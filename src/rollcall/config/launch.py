@@ -160,10 +160,7 @@ def describe_targets() -> dict[str, str]:
     'machines that ssh reaches'
     """
     fields = LaunchSection.model_fields.items()
-    targets = {name: info for name, info in fields if any(_is_target(kind) for kind in get_args(info.annotation))}
+    kinds = {name: [kind for kind in get_args(info.annotation) if isinstance(kind, type)] for name, info in fields}
+    targets = {name: info for name, info in fields if any(issubclass(kind, TargetSection) for kind in kinds[name])}
     texts = {name: str(info.description).removesuffix(".") for name, info in targets.items()}
     return {name: text[0].lower() + text[1:] for name, text in texts.items()}
-
-
-def _is_target(kind: object) -> bool:
-    return isinstance(kind, type) and issubclass(kind, TargetSection)

@@ -190,7 +190,8 @@ def _leave_nothing(cluster: str) -> None:
     if (folder / "node.json").exists():
         return
     (folder / "lock").unlink(missing_ok=True)
-    for path in (folder, folder.parent):
+    is_coming_up(cluster)  # forgets those that were killed
+    for path in (folder / "starting", folder, folder.parent):
         with suppress(OSError):  # there is something else in it, or another command has just put it there
             path.rmdir()
 
@@ -234,7 +235,7 @@ def _note(cluster: str, kind: str) -> Path:
     own = Process.of(os.getpid())
     assert own is not None
     note = state_dir(cluster) / kind / str(own.pid)
-    note.parent.mkdir(mode=0o700, exist_ok=True)
+    note.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_atomic(note, str(own.started), private=True)
     return note
 
@@ -243,9 +244,10 @@ def _noted(cluster: str, kind: str) -> list[Process]:
     """Returns the noted processes that are alive, and removes the notes of others."""
     living: list[Process] = []
     for note in sorted((state_dir(cluster) / kind).glob("[0-9]*")):
-        process = Process(pid=int(note.name), started=int(note.read_text()))
-        if process.is_alive():
-            living.append(process)
-        else:
-            note.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # it has just ended, and removed its note
+            process = Process(pid=int(note.name), started=int(note.read_text()))
+            if process.is_alive():
+                living.append(process)
+            else:
+                note.unlink()
     return living

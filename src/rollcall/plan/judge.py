@@ -67,7 +67,15 @@ class RunPlan:
             "meshes": {role: asdict(mesh) for role, mesh in self.plan.meshes.items()},
             "parameters": self.sizes.num_parameters if self.sizes else None,
             "card_bytes": self.card,
-            "memory": [_memory_json(entry) for entry in self.memory],
+            "memory": [
+                {
+                    "slots": entry.slots,
+                    "roles": {role.role: {part: getattr(role, part) for part in PARTS} for role in entry.roles},
+                    "runtime": entry.runtime,
+                    "total": entry.total,
+                }
+                for entry in self.memory
+            ],
             "host_bytes": {str(node): size for node, size in self.host.items()},
         }
 
@@ -83,7 +91,8 @@ def plan_run(config: Config, *, card_gib: float | None = None, model_config: Pat
     cluster = config.cluster or ClusterSection(component_placement={together: "all"})
     plan = plan_for(config, cluster)
     notes += plan.notes
-    card = _card(cluster, card_gib)
+    has_card = card_gib is not None or cluster.accelerator == "gpu"
+    card = int((DEFAULT_CARD_GIB if card_gib is None else card_gib) * GIB) if has_card else None
     sizes, memory = None, ()
     host: dict[int, int] = {}
     try:
@@ -119,12 +128,6 @@ def plan_run(config: Config, *, card_gib: float | None = None, model_config: Pat
         notes=tuple(notes),
         problems=tuple(problems),
     )
-
-
-def _card(cluster: ClusterSection, card_gib: float | None) -> int | None:
-    if card_gib is None and cluster.accelerator == "cpu":
-        return None
-    return int((card_gib if card_gib is not None else DEFAULT_CARD_GIB) * GIB)
 
 
 def _reward_sizes(config: Config, plan: Plan, notes: list[str]) -> ModelSizes | None:
@@ -394,12 +397,3 @@ def _processes_json(processes: Sequence[PlannedProcess]) -> list[dict[str, Any]]
         rows.append({"rank": rank, "slots": list(process.slots), "node": node, "local_rank": on_node[node]})
         on_node[node] += 1
     return rows
-
-
-def _memory_json(entry: SlotMemory) -> dict[str, Any]:
-    return {
-        "slots": entry.slots,
-        "roles": {role.role: {part: getattr(role, part) for part in PARTS} for role in entry.roles},
-        "runtime": entry.runtime,
-        "total": entry.total,
-    }

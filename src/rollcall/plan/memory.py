@@ -396,7 +396,8 @@ class _Job:
         if shards > mesh.tensor:
             weights += self._gathered(mesh)
         working = tokens * self.sizes.working_elements(mesh.tensor) * self.width
-        return RoleMemory(role=role, weights=weights, activations=working + self._logits(tokens, mesh))
+        logits = min(tokens * self.sizes.vocab, LOGITS_AT_ONCE) * (4 + self.width) // mesh.tensor
+        return RoleMemory(role=role, weights=weights, activations=working + logits)
 
     def _rollout(self, mesh: Mesh, *, shares_weights: bool, room: int | None) -> RoleMemory:
         rollout, sizes = self.config.rollout, self.sizes
@@ -451,9 +452,6 @@ class _Job:
         """Bytes of whole layers that a sharded model holds while it runs."""
         embeddings = (1 if self.sizes.tied else 2) * self.sizes.vocab * self.sizes.hidden
         return (2 * self.sizes.layer_parameters + embeddings) * self.width // mesh.tensor
-
-    def _logits(self, tokens: int, mesh: Mesh) -> int:
-        return min(tokens * self.sizes.vocab, LOGITS_AT_ONCE) * (4 + self.width) // mesh.tensor
 
 
 def lever(role: RoleMemory) -> str:

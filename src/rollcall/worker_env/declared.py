@@ -72,7 +72,8 @@ def declared(section: ClusterSection | None, *, submitted: Mapping[str, str], no
     found: dict[str, Variable] = {}
     for name, value in submitted.items():
         if name not in section.env:  # a secret of cluster.env travels with the passed ones
-            found[name] = Variable(value=value, source=f"cluster.env_pass {_passed_by(section, name)}".rstrip())
+            by = next((one for one in section.env_pass if _is_pattern(one) and fnmatch.fnmatchcase(name, one)), "")
+            found[name] = Variable(value=value, source=f"cluster.env_pass {by}".rstrip())
     for name, value in section.env.items():
         if value == REDACTED and name not in submitted:
             raise ClusterError(
@@ -240,10 +241,6 @@ def _check_name(name: str, where: str) -> None:
         raise ClusterError(f"{where} has {name}, which Rollcall sets for each worker itself; take it out")
     if not name or "=" in name or "\0" in name or "," in name:
         raise ClusterError(f"{where} has {name!r}, which is not the name of a variable")
-
-
-def _passed_by(section: ClusterSection, name: str) -> str:
-    return next((p for p in section.env_pass if _is_pattern(p) and fnmatch.fnmatchcase(name, p)), "")
 
 
 def _is_pattern(text: str) -> bool:
