@@ -45,8 +45,8 @@ from rollcall.on_ray import job_client
 from rollcall.on_ray.each_node import NoAnswerError
 from rollcall.on_ray.job_client import HttpClient, RelayClient, Unreachable
 from rollcall.wait import speaking
+from rollcall.worker_env.declared import seal
 from rollcall.worker_env.node_shell import TOKEN
-from rollcall.worker_env.seal import seal
 
 ROOT = Path(__file__).parents[1]
 SECRET = "wandb-5e77a9-not-for-you"

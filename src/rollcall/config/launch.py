@@ -1,10 +1,11 @@
-"""`launch:` and `prepare:` of a run file: where the nodes come from, and what each needs before the run.
+"""`launch:`, `prepare:` and `finish:` of a run file: where the nodes come from, what each needs before the run, and what follows it.
 
 One section for each target of `rollcall launch`; a run file may have several. Keys that all targets share are in ``launch`` itself.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
@@ -12,6 +13,7 @@ from pydantic import AfterValidator, Field, JsonValue
 
 from rollcall.config.base import Section, field
 from rollcall.config.checks import check_variable_names, check_variables, check_word
+from rollcall.words import parse_size
 
 Names = Annotated[list[str], AfterValidator(check_variable_names)]
 Word = Annotated[str, AfterValidator(check_word)]
@@ -151,6 +153,45 @@ class LaunchSection(Section):
     skypilot: SkypilotSection | None = field(None, "Clouds and clusters through SkyPilot.")
     dstack: DstackSection | None = field(None, "Machines through dstack.")
     kuberay: KuberaySection | None = field(None, "Pods of Kubernetes, through the KubeRay operator.")
+
+
+def _check_repo(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name):
+        raise ValueError(f"{name[:80]!r} is not the name of a repository; write OWNER/NAME")
+    return name
+
+
+def check_branch(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][\w./-]*", name) or ".." in name:
+        raise ValueError(f"{name[:80]!r} is not the name of a branch; use letters, digits and . _ - /")
+    return name
+
+
+def _check_size(text: str) -> str:
+    parse_size(text)
+    return text
+
+
+class UploadSection(Section):
+    repo: Annotated[str, AfterValidator(_check_repo)] = Field(
+        description="Model repository on the hub, `OWNER/NAME`; made if it does not exist."
+    )
+    private: bool = field(False, "Make it private, and refuse a repository that everyone can read.")
+    revision: Annotated[str, AfterValidator(check_branch)] | None = field(
+        None, "Branch to upload to; `null`: the main one."
+    )
+
+
+class FinishSection(Section):
+    dtype: Literal["keep", "bf16", "fp16", "fp32"] = field(
+        "keep", "Precision of the merged model; `keep`: as it was trained."
+    )
+    max_shard_size: Annotated[str, AfterValidator(_check_size)] = field(
+        "5GB", "Largest weight file, such as `5GB` or `512MiB`."
+    )
+    upload: UploadSection | None = field(
+        None, "Where the model goes when it is verified. The token is `HF_TOKEN`, or that of `hf auth login`."
+    )
 
 
 def describe_targets() -> dict[str, str]:

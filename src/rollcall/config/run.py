@@ -16,14 +16,12 @@ from pydantic import ValidationError, model_validator
 
 from rollcall.config.algorithms import Algorithm, GroupAlgorithm, Grpo
 from rollcall.config.base import Section, field
-from rollcall.config.checks import check_ruin
+from rollcall.config.checks import check_batches, check_ruin
 from rollcall.config.environments import EnvironmentSection
 from rollcall.config.errors import explain_all, shown
-from rollcall.config.finish import FinishSection
-from rollcall.config.launch import LaunchSection, PrepareSection
+from rollcall.config.launch import FinishSection, LaunchSection, PrepareSection
 from rollcall.config.lora import check_lora
 from rollcall.config.overrides import add_key, apply_override, refuse_secret, set_key
-from rollcall.config.parallel import check_batches
 from rollcall.config.rewards import ExactReward, Reward
 from rollcall.config.sections import (
     CheckpointSection,
