@@ -18,6 +18,11 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import huggingface_hub
+import pytest
+
+from rollcall.finish import upload as module
+
 TOKEN = "hf_" + "a1b2c3d4" * 4
 CUT = 0  # instead of a status: the connection breaks while the answer is due
 
@@ -233,3 +238,19 @@ class _Handler(BaseHTTPRequestHandler):
     def _file(self, path: str, sha: str) -> dict[str, Any]:
         size = len(self.hub.objects[sha])
         return {"type": "file", "path": path, "size": size, "oid": sha[:40]}
+
+
+REPO = "someone/a-model"
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with running_hub() as hub:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        monkeypatch.setattr(module, "WAITS_S", (0.0,) * 3)
+        # Waits of the client itself.
+        monkeypatch.setattr(huggingface_hub.utils._http.time, "sleep", lambda seconds: None)
+        yield hub

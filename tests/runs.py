@@ -222,3 +222,13 @@ def wait_for_steps(run_dir: Path, count: int, *, timeout_s: float) -> None:
     while sum("time/step_s" in row for row in read_rows(run_dir / "metrics.jsonl")) < count:
         assert time.monotonic() < deadline, f"{run_dir} did not get to step {count} within {timeout_s:g} s"
         time.sleep(0.2)
+
+
+CLUSTER = (
+    "cluster.num_nodes=2", "cluster.num_gpus_per_node=1", "cluster.accelerator=cpu",
+    "cluster.component_placement={'actor,rollout': all}", "actor.sharding=fsdp",
+)  # fmt: skip
+
+
+def sharded_run(folder: Path, *overrides: str, name: str = "sharded") -> Config:
+    return make_run(folder, *CLUSTER, *overrides, name=name)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tiny import make_tokenizer
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from tiny import make_model, make_tokenizer, save_model
 
 from rollcall.checkpoint.parts import PartWriter
 from rollcall.checkpoint.saving import join_written
@@ -60,3 +64,52 @@ def commit(store: CheckpointStore, step: int, source: Path, **about: Any) -> Pat
         return Written(files=manifest["files"], facts=facts)
 
     return store.save(step, write=write, state={"next_draw": 0}, score=None, **about)
+
+
+def write_manifest(folder: Path, *, step: int, **changes: dict[str, Any]) -> None:
+    files = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "manifest.json"):
+        name = path.relative_to(folder).as_posix()
+        digest = hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+        files[name] = {"size": path.stat().st_size, "blake2b": digest, "node": "node-1", **changes.get(name, {})}
+    manifest = {"step": step, "score": 0.5, "scores": {}, "files": files}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def save_dcp(state: Any, folder: Path) -> None:
+    with pytest.warns(UserWarning):  # that one process saves alone
+        dcp.save(state, checkpoint_id=folder, no_dist=True)
+
+
+def a_state(name: str = "qwen2-untied", *, dtype: torch.dtype = torch.float32, **shape: Any) -> dict[str, torch.Tensor]:
+    return {key: tensor.to(dtype) for key, tensor in make_model(name, **shape).state_dict().items()}
+
+
+def our_checkpoint(tmp_path: Path, *, parts: int = 3) -> Path:
+    """A sharded checkpoint of ours in a run directory, cut by rows."""
+    from safetensors.torch import save_file
+
+    step = tmp_path / "run" / "checkpoints" / "step-000007"
+    save_model(step / "model", "qwen2-untied")
+    (step / "model" / "model.safetensors").unlink()
+    for rank in range(parts):
+        own, about = {}, {}
+        for name, tensor in a_state().items():
+            rows = -(-tensor.shape[0] // parts)
+            block = tensor[rank * rows : (rank + 1) * rows]
+            if block.numel():
+                own[name] = block.clone()
+                about[name] = {
+                    "name": name,
+                    "start": [rank * rows, *(0 for _ in tensor.shape[1:])],
+                    "shape": list(tensor.shape),
+                }
+        path = step / "model" / f"part-{rank:05d}-of-{parts:05d}.safetensors"
+        save_file(own, path, metadata={"parts": json.dumps(about)})
+    (step / "critic").mkdir()
+    (step / "critic" / "part-00000-of-00001.safetensors").write_bytes(b"x")
+    (tmp_path / "run" / "run.yaml").write_text(
+        "model: {path: /secret/place/model}\nalgorithm: {name: grpo}\nlogging: {token: hf_x}\n"
+    )
+    write_manifest(step, step=7)
+    return step

@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
+from runs import make_run
+from tiny import make_model, make_tokenizer
+
+from rollcall.config import ClassEnvironment, Config, StepEnvironment
+from rollcall.engine.native.engine import NativeEngine
+from rollcall.engine.protocol import Sampling
+from rollcall.engine.ticker import Ticker
+from rollcall.environments.conversation import Conversations
+from rollcall.environments.episode import Player
 from rollcall.environments.protocol import Message, Opening, StepResult
+from rollcall.loop.rewards import Rewards
+from rollcall.loop.rollout import Rollouts
+from rollcall.model.decoder import fuse_parameters
+from rollcall.types import Completion, Prompt
 
 
 def says(text: str, *, role: str = "user", **fields: Any) -> StepResult:
@@ -74,3 +92,72 @@ class One:
 
     async def close(self, *, broken: bool) -> None:
         self._script.closed.append(broken)
+
+
+SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=40, stop_token_ids=(0,), stop_strings=())
+
+
+def a_model() -> Any:
+    model = make_model()
+    fuse_parameters(model)
+    return model
+
+
+def a_prompt(text: str = "3a=") -> Prompt:
+    ids = np.array(make_tokenizer()(text)["input_ids"], dtype=np.int32)
+    return Prompt(id="row", token_ids=ids, text=text, answer="a", metadata={"level": 2})
+
+
+def play(
+    environments: Any,
+    *,
+    prompt: Prompt | None = None,
+    sampling: Sampling = SAMPLING,
+    seed: int = 5,
+    model: Any = None,
+    max_prompt_tokens: int = 64,
+    **section: Any,
+) -> Completion:
+    """One episode on a tiny model."""
+    section = {"path": "x:X", "max_turn_tokens": 6, **section}
+    kind = StepEnvironment if section.get("type") == "step" else ClassEnvironment
+
+    player = Player(
+        section=kind(**section),
+        environments=environments,
+        conversations=Conversations(make_tokenizer()),
+        max_prompt_tokens=max_prompt_tokens,
+    )
+    core = NativeEngine(model or a_model(), make_tokenizer(), max_running=8, kv_tokens=None)
+    return asyncio.run(episode_of(core, player, prompt or a_prompt(), seed=seed, sampling=sampling))
+
+
+def rollouts_of(core: Any, player: Player, *, running: int = 8) -> Rollouts:
+    return Rollouts(engine=Ticker(core, max_running=running), rewards=Rewards(), player=player)
+
+
+async def episode_of(
+    core: Any,
+    player: Player,
+    prompt: Prompt,
+    *,
+    seed: int,
+    sampling: Sampling = SAMPLING,
+    rollouts: Rollouts | None = None,
+) -> Completion:
+    rollouts = rollouts or rollouts_of(core, player)
+    return await rollouts._play(prompt, seed=seed, sampling=sampling, order=(0, seed, 0), makers=Counter())
+
+
+def game(folder: Path, *overrides: str, name: str = "run", reward: Any = ({"type": "exact"},)) -> Config:
+    changes = ("rollout.max_response_tokens=12", "trainer.steps=3", "environment.type=class", "environment.path=x:Game")
+    return make_run(folder, *changes, "environment.max_turn_tokens=3", *overrides, name=name, reward=reward)
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Scripted], Scripted]:
+    def use(script: Scripted) -> Scripted:
+        monkeypatch.setattr("rollcall.roles.local.build_environments", lambda *_: script)
+        return script
+
+    return use

@@ -6,76 +6,24 @@ import asyncio
 import http.client
 import json
 import os
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import programs
 import pytest
-from endpoints import Writer, chat_tokenizer, plain_sampling
+from endpoints import chat_tokenizer
+from programs import TWO_TURNS, play
 
 from rollcall.config.environments import AgentEnvironment
-from rollcall.environments.agent import AgentEnvironments
 from rollcall.environments.make import make_environments
 from rollcall.errors import ConfigError
 from rollcall.process_table import Process, living, session_of
-from rollcall.types import Completion, EndReason, Prompt
-
-TWO_TURNS = """
-messages = [{"role": "user", "content": row["prompt"]}]
-for text in ("go on", "and on"):
-    status, answer = chat(messages)
-    messages += [answer, {"role": "user", "content": text}]
-print("working")
-print(json.dumps({"reward": 0.5, "metrics": {"steps": 2}}))
-"""
+from rollcall.types import Completion, EndReason
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     return chat_tokenizer()
-
-
-def prompt_of(text: str, tokenizer: Any, **columns: Any) -> Prompt:
-    ids = np.array(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
-    return Prompt(id="p", token_ids=ids, text=text, answer="42", metadata=columns)
-
-
-def play(
-    tokenizer: Any,
-    command: str,
-    *,
-    says: Callable[[str], str] = lambda prompt: f"{len(prompt)} read",
-    count: int = 1,
-    max_tokens: int = 500,
-    text: str = "hello",
-    **section: Any,
-) -> tuple[list[Completion], Writer]:
-    writer = Writer(tokenizer=tokenizer, says=says)
-    environments = make_environments(AgentEnvironment(run=command, **section), chat_template=tokenizer.chat_template)
-    assert isinstance(environments, AgentEnvironments)
-
-    async def work() -> list[Completion]:
-        player = environments.player(tokenizer=tokenizer, max_prompt_tokens=1000, max_response_tokens=max_tokens)
-        try:
-            return await asyncio.gather(
-                *(
-                    player.play(
-                        replace(prompt_of("hello", tokenizer, level=number), text=text),
-                        seed=number,
-                        sampling=plain_sampling(max_tokens),
-                        session=f"episode-{number}",
-                        sample=writer.sample,
-                    )
-                    for number in range(count)
-                )
-            )
-        finally:
-            await environments.aclose()
-
-    return asyncio.run(work()), writer
 
 
 def played(tokenizer: Any, command: str, **options: Any) -> Completion:

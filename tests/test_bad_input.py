@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from disks import small_disk, unmount
 from runs import (
     IN_UPDATE,
     Kill,
@@ -29,7 +30,6 @@ from runs import (
     write_rows,
 )
 from safetensors.numpy import load_file
-from test_journal import small_disk, unmount
 from tiny import make_model, make_tokenizer, save_model
 
 from rollcall.checkpoint.store import CheckpointStore

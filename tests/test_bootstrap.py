@@ -22,8 +22,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from cluster_nodes import make_node, make_record
 from sleeping import set_sleep
-from test_check import make_node, make_record
 
 from rollcall.cli.cluster import down
 from rollcall.durable.atomic import write_atomic

@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 import torch
 from branching import compacted_group, same_advantage
-from test_learner import (
+from learners import (
     WAYS,
     assert_same_gradient,
     cpu_way,
     gradients,
     make_learner,
     naive_gradients,
+    num_unique,
     section,
     trainable,
 )
-from test_packing import num_unique
 from tiny import make_model
 
 from rollcall.config import Dapo, Grpo, Gspo, Ppo

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from learners import assert_same_gradient, gradients, make_engine, make_learner, make_samples, section, trainable
 from runs import make_run
-from test_engine_native import make_engine
-from test_learner import assert_same_gradient, gradients, make_learner, make_samples, section, trainable
 from tiny import make_model, make_tokenizer
 
 from rollcall.config import Grpo, Gspo, Ppo, parse_config

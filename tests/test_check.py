@@ -3,59 +3,20 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from cluster_nodes import make_node, make_record
 
 from rollcall.errors import ClusterError
-from rollcall.nodes import check, ours
+from rollcall.nodes import check, which
 from rollcall.nodes.check import list_nodes, roster, wait_for_slots
 from rollcall.nodes.head import HeadAnswer, HeadUnreachable, NodeInfo
-from rollcall.nodes.ours import OurCluster
-from rollcall.nodes.processes import is_coming_up
-from rollcall.nodes.state import NodeRecord, forget, write_record
+from rollcall.nodes.state import coming_up, forget, is_coming_up, write_record
+from rollcall.nodes.which import OurCluster
 from rollcall.wait import speaking
-
-
-def make_node(rank: int | None, *, slots: int = 8, alive: bool = True, started_ms: int = 1, host: str = "") -> NodeInfo:
-    return NodeInfo(
-        rank=rank,
-        host=host or f"node{rank}",
-        address=f"10.0.0.{rank or 0}",
-        slots=slots,
-        accelerator="gpu",
-        memory_gib=100.0,
-        alive=alive,
-        is_head=rank == 0,
-        cluster="default",
-        cluster_id="id-1",
-        num_nodes=4,
-        node_id=f"{rank}-{started_ms}",
-        started_ms=started_ms,
-        temp_dir="/tmp/x",
-        ports={},
-    )
-
-
-def make_record(*, num_nodes: int = 4) -> NodeRecord:
-    return NodeRecord(
-        cluster="default",
-        cluster_id="id-1",
-        rank=0,
-        num_nodes=num_nodes,
-        node_ip="10.0.0.0",
-        slots=8,
-        accelerator="gpu",
-        head_address="10.0.0.0:6379",
-        dashboard_url=None,
-        temp_dir="/tmp/x",
-        rendezvous="/shared",
-        processes=(),
-    )
 
 
 @pytest.fixture
@@ -70,7 +31,7 @@ def head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[HeadAnswer | E
         return answer
 
     monkeypatch.setenv("ROLLCALL_STATE_DIR", str(tmp_path))
-    monkeypatch.setattr(ours, "ask_own_head", ask)
+    monkeypatch.setattr(which, "ask_own_head", ask)
     monkeypatch.setattr(check, "ASK_EVERY_S", 0.01)
     write_record(make_record())
     return answers
@@ -102,7 +63,7 @@ def test_a_node_that_is_coming_up_is_waited_for_by_name(head: list, monkeypatch:
             write_record(make_record())
         return True
 
-    monkeypatch.setattr(ours, "is_coming_up", come_up)
+    monkeypatch.setattr(which, "is_coming_up", come_up)
     head += [answer(make_node(0, slots=32))]
     _, said = wait(32)
     assert said[0] == "waiting for `rollcall node` to make this node part of cluster 'default'"
@@ -110,20 +71,20 @@ def test_a_node_that_is_coming_up_is_waited_for_by_name(head: list, monkeypatch:
 
 def test_a_node_that_nobody_brings_up_is_not_waited_for(head: list, monkeypatch: pytest.MonkeyPatch) -> None:
     forget("default")
-    monkeypatch.setattr(ours, "APPEAR_S", 0.0)
+    monkeypatch.setattr(which, "APPEAR_S", 0.0)
     with pytest.raises(ClusterError, match="not part of a cluster 'default'"):
         wait(32)
 
 
-def test_a_command_that_starts_a_node_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ROLLCALL_STATE_DIR", str(tmp_path))
-    (tmp_path / "rollcall").write_text("import time\nprint(flush=True)\ntime.sleep(60)\n")
-    command = [sys.executable, str(tmp_path / "rollcall"), "node", "--rank", "0", "--cluster", "mine"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as node:
-        assert node.stdout and node.stdout.readline()
-        seen = is_coming_up("mine"), is_coming_up("default")
-        node.kill()
-    assert seen == (True, False) and not is_coming_up("mine")
+def test_a_command_that_starts_a_node_is_seen_until_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLCALL_STATE_DIR", str(tmp_path / "state"))
+    with coming_up("mine"):
+        assert is_coming_up("mine") and not is_coming_up("default")
+    assert not is_coming_up("mine")
+    note = tmp_path / "state/mine/starting/4194303"  # of a process that was killed
+    note.parent.mkdir(parents=True)
+    note.write_text("1")
+    assert not is_coming_up("mine") and not note.exists()
 
 
 def test_a_deadline_names_the_missing_rank_and_how_to_start_it(head: list) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from disks import small_disk, unmount
 from safetensors.torch import load_file
-from test_journal import small_disk, unmount
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 from branching import compacted_group, same_advantage
+from learners import LONGEST, TEMPERATURE, make_samples, section, trainable
 from ranks import Ranks
 from saved import save
-from test_learner import LONGEST, TEMPERATURE, make_samples, section, trainable
 from tiny import make_model, needs_bfloat16, save_model
 
 from rollcall.checkpoint.training import read_learner

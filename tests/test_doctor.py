@@ -37,8 +37,7 @@ from rollcall.doctor.probe import Probe
 from rollcall.doctor.show import show
 from rollcall.nodes.check import Roster
 from rollcall.nodes.head import NodeInfo
-from rollcall.nodes.ours import OurCluster
-from rollcall.nodes.plain_ray import PlainRay
+from rollcall.nodes.which import OurCluster, PlainRay
 
 VERSIONS = {"rollcall-rl": "0.1.0", "torch": "2.13.0", "transformers": "5.19.0", "ray": "2.60.0"}
 

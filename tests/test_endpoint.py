@@ -233,10 +233,11 @@ def test_a_long_list_of_rubbish_is_one_mistake() -> None:
 
 
 def test_what_asks_for_nothing_is_accepted(stands: Standing) -> None:
-    chat(
+    answer = chat(
         stands.client(), frequency_penalty=0, presence_penalty=0.0, logit_bias={}, user="me", store=False,
         response_format={"type": "text"}, parallel_tool_calls=True, metadata={"a": "b"}, top_logprobs=None,
     )  # fmt: skip
+    assert answer.choices[0].finish_reason == "stop"
 
 
 def test_a_wrong_key_model_and_address_are_refused(stands: Standing) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from learners import make_engine
 
 pytest.register_assert_rewrite("engine_contract")
 
@@ -56,22 +57,6 @@ from rollcall.model.attention import Way, cpu_way
 from rollcall.model.decoder import Decoder, UnsupportedModel, fuse_parameters
 
 SMOLLM2 = os.environ.get("ROLLCALL_SMOLLM2")
-
-
-def make_engine(
-    model: Any,
-    tokenizer: Any,
-    *,
-    max_running: int = 16,
-    kv_tokens: int | None = None,
-    ahead_from: float | None = None,
-    **settings: Any,
-) -> NativeEngine:
-    fuse_parameters(model)
-    engine = NativeEngine(model, tokenizer, max_running=max_running, kv_tokens=kv_tokens, **settings)
-    if ahead_from is not None:
-        engine.runner.ahead_from = ahead_from  # type: ignore[misc]
-    return engine
 
 
 def native(device: str, tight: Tight, **settings: Any) -> EngineKind:

@@ -21,17 +21,19 @@ from rollcall.worker_env.declared import (
     NODE_OWN,
     SEALED,
     SUBMITTED,
+    SealError,
     declared,
     for_ray,
     job_env,
     passed,
     process_token,
+    seal,
     sealed_values,
     submitted_env,
+    unseal,
     worker_env,
 )
 from rollcall.worker_env.node_shell import UNDECLARED, hint, missed, nodes_own, origins
-from rollcall.worker_env.seal import SealError, seal, unseal
 
 TOKEN = "token-of-this-cluster"
 SECRET = "wandb-5e77a9-not-for-you"
@@ -153,7 +155,7 @@ def test_secrets_are_not_given_to_ray_without_a_token(monkeypatch: pytest.Monkey
     assert SECRET not in str(refused.value)
 
 
-@mock.patch("rollcall.worker_env.seal._ROUNDS", 10)  # making a key from a token takes long on purpose
+@mock.patch("rollcall.worker_env.declared._ROUNDS", 10)  # making a key from a token takes long on purpose
 @settings(max_examples=20, deadline=None)
 @given(
     st.dictionaries(st.text(min_size=1, max_size=8), st.text(max_size=40), max_size=4), st.text(min_size=1, max_size=20)

@@ -6,8 +6,6 @@ import asyncio
 import json
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,86 +13,42 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 from runs import IN_JOURNAL, IN_UPDATE, Kill, column, finish, groups, make_run, run_and_be_killed, write_rows
-from scripted import Scripted, ends, says
-from tiny import make_model, make_tokenizer, reference_logprobs
+from scripted import (
+    SAMPLING,
+    Scripted,
+    a_model,
+    a_prompt,
+    ends,
+    episode_of,
+    game,
+    play,
+    rollouts_of,
+    says,
+    scripted,
+)
+from tiny import make_tokenizer, reference_logprobs
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from rollcall.cli.main import app
-from rollcall.config import ClassEnvironment, Config, DataSection, StepEnvironment
+from rollcall.config import ClassEnvironment, Config, DataSection
 from rollcall.data.load import DataError, PromptSet
 from rollcall.durable.journal import Journal
 from rollcall.engine.native.engine import NativeEngine
-from rollcall.engine.protocol import Request, Sampling
-from rollcall.engine.ticker import Ticker
+from rollcall.engine.protocol import Request
 from rollcall.environments.conversation import MESSAGES, Conversations
 from rollcall.environments.episode import Player, TooLong, turn_seed, within
 from rollcall.environments.processes import kind_of
 from rollcall.environments.protocol import EnvironmentFailed, Message
 from rollcall.errors import ConfigError
 from rollcall.loop.attempts import RunError
-from rollcall.loop.rewards import Rewards
-from rollcall.loop.rollout import Rollouts
-from rollcall.model.decoder import fuse_parameters
 from rollcall.observe.transcript import transcript
 from rollcall.roles.build import build_environments
-from rollcall.types import Completion, EndReason, FinishReason, Prompt
+from rollcall.types import Completion, EndReason, FinishReason
 from rollcall.view.audit import audit
 
-SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=40, stop_token_ids=(0,), stop_strings=())
-
-
-def a_model() -> Any:
-    model = make_model()
-    fuse_parameters(model)
-    return model
-
-
-def a_prompt(text: str = "3a=") -> Prompt:
-    ids = np.array(make_tokenizer()(text)["input_ids"], dtype=np.int32)
-    return Prompt(id="row", token_ids=ids, text=text, answer="a", metadata={"level": 2})
-
-
-def play(
-    environments: Any,
-    *,
-    prompt: Prompt | None = None,
-    sampling: Sampling = SAMPLING,
-    seed: int = 5,
-    model: Any = None,
-    max_prompt_tokens: int = 64,
-    **section: Any,
-) -> Completion:
-    """One episode on a tiny model."""
-    section = {"path": "x:X", "max_turn_tokens": 6, **section}
-    kind = StepEnvironment if section.get("type") == "step" else ClassEnvironment
-
-    player = Player(
-        section=kind(**section),
-        environments=environments,
-        conversations=Conversations(make_tokenizer()),
-        max_prompt_tokens=max_prompt_tokens,
-    )
-    core = NativeEngine(model or a_model(), make_tokenizer(), max_running=8, kv_tokens=None)
-    return asyncio.run(episode_of(core, player, prompt or a_prompt(), seed=seed, sampling=sampling))
-
-
-def rollouts_of(core: Any, player: Player, *, running: int = 8) -> Rollouts:
-    return Rollouts(engine=Ticker(core, max_running=running), rewards=Rewards(), player=player)
-
-
-async def episode_of(
-    core: Any,
-    player: Player,
-    prompt: Prompt,
-    *,
-    seed: int,
-    sampling: Sampling = SAMPLING,
-    rollouts: Rollouts | None = None,
-) -> Completion:
-    rollouts = rollouts or rollouts_of(core, player)
-    return await rollouts._play(prompt, seed=seed, sampling=sampling, order=(0, seed, 0), makers=Counter())
+assert scripted  # a fixture of these tests too
 
 
 def three_turns(row: Any, texts: list[str]) -> Any:
@@ -453,20 +407,6 @@ def test_a_row_of_an_unknown_class_is_refused_before_the_run_begins() -> None:
         given = PromptSet(prompts=prompts, num_overlong=0, source="rows")
         with pytest.raises(ConfigError, match=refused):
             build_environments(ClassEnvironment(path={"shop": "x:X"}), None, given, make=lambda _: Named(letters_game))
-
-
-def game(folder: Path, *overrides: str, name: str = "run", reward: Any = ({"type": "exact"},)) -> Config:
-    changes = ("rollout.max_response_tokens=12", "trainer.steps=3", "environment.type=class", "environment.path=x:Game")
-    return make_run(folder, *changes, "environment.max_turn_tokens=3", *overrides, name=name, reward=reward)
-
-
-@pytest.fixture
-def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Scripted], Scripted]:
-    def use(script: Scripted) -> Scripted:
-        monkeypatch.setattr("rollcall.roles.local.build_environments", lambda *_: script)
-        return script
-
-    return use
 
 
 def test_a_run_trains_on_episodes_and_journals_them(tmp_path: Path, scripted: Any) -> None:

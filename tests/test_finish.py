@@ -2,87 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from hub_server import Fault, Hub
+from gathered import Trained
+from hub_server import REPO, Fault, Hub, hub  # noqa: F401 - a fixture
 from safetensors.torch import load_file, save_file
-from test_gather import RUN, Disk
-from test_training_checkpoint import learner_of, step
-from test_upload import REPO, hub  # noqa: F401 - a fixture
-from tiny import make_tokenizer
 from typer.testing import CliRunner
 
-from rollcall.checkpoint.store import CheckpointStore
-from rollcall.checkpoint.training import write_learner
 from rollcall.checkpoint.verify import VerifyError
 from rollcall.cli.main import app
-from rollcall.config import dump_config, load_config
 from rollcall.errors import ConfigError
 from rollcall.finish import finish as module
 from rollcall.finish.finish import FinishedRun, finish
 from rollcall.finish.upload import UploadError
-from rollcall.learner.gang import Gang
-from rollcall.learner.learner import Learner
 from rollcall.merge.merge import merge
 from rollcall.stored.tensors import StoredError
-
-
-class Trained:
-    """A run directory, and the learner that its checkpoints are of."""
-
-    def __init__(self, tmp_path: Path) -> None:
-        self.dir = tmp_path / "run"
-        self.disks = [Disk(tmp_path / f"disk-{rank}", f"node {rank}") for rank in range(2)]
-        self.learner: Learner = learner_of(Gang.alone())
-        self.dir.mkdir()
-        config = load_config(None, [f"run.dir={self.dir}", f"finish.upload.repo={REPO}"])
-        (self.dir / "run.yaml").write_text(dump_config(config))
-
-    def save(self, number: int, *, on_nodes: bool) -> Path:
-        step(self.learner, number)
-        store = CheckpointStore(self.dir / "checkpoints", keep_last=3, keep_best=0)
-
-        def write(folder: Path) -> None:
-            write_learner(self.learner, make_tokenizer(), folder)
-
-        path = store.save(number, write=write, state={}, score=None)
-        if on_nodes:
-            self._to_nodes(path)
-        return path
-
-    def _to_nodes(self, checkpoint: Path) -> None:
-        """The weights as parts on two disks, the way a run with checkpoint.place=local leaves them."""
-        (checkpoint.parent / "node-folder").write_text(RUN)
-        manifest = json.loads((checkpoint / "manifest.json").read_text())
-        whole = checkpoint / "model/model.safetensors"
-        tensors = load_file(whole)
-        whole.unlink()
-        del manifest["files"]["model/model.safetensors"]
-        for rank, disk in enumerate(self.disks):
-            name = f"model/part-{rank:05}-of-00002.safetensors"
-            place = disk.root / f"rollcall-{os.getuid()}/parts" / RUN / f"{checkpoint.name}-ab" / name
-            place.parent.mkdir(parents=True)
-            manifest["files"][name] = {**_write_half(place, tensors, rank), "node": str(rank), "host": f"host-{rank}"}
-        (checkpoint / "manifest.json").write_text(json.dumps(manifest))
-
-
-def _write_half(place: Path, tensors: dict[str, torch.Tensor], rank: int) -> dict[str, Any]:
-    own, parts = {}, {}
-    for name, tensor in tensors.items():
-        cut = len(tensor) // 2
-        own[name] = tensor[cut * rank : cut * (rank + 1)].contiguous()
-        start = [cut * rank, *[0] * (tensor.ndim - 1)]
-        parts[name] = {"name": name, "start": start, "shape": list(tensor.shape)}
-    save_file(own, place, metadata={"parts": json.dumps(parts)})
-    data = place.read_bytes()
-    digest = hashlib.blake2b(data, digest_size=16).hexdigest()
-    return {"size": len(data), "blake2b": digest, "place": str(place), "kind": "weights"}
 
 
 @pytest.fixture

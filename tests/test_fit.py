@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_learner import assert_same_gradient, gradients, make_learner, make_samples, section, trainable
+from learners import assert_same_gradient, gradients, make_learner, make_samples, section, trainable
 
 from rollcall.config import Gspo, Ppo
 from rollcall.errors import BatchTooLargeError, MemoryShortError, is_out_of_memory

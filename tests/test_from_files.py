@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from learners import LONGEST, TEMPERATURE, section
 from ranks import Ranks
 from safetensors.torch import load_file, save_file
-from test_learner import LONGEST, TEMPERATURE, section
 from tiny import make_model, make_tokenizer, save_model
 
 from rollcall.checkpoint.training import export_learner

@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from learners import make_learner, make_samples, trainable
 from ranks import Ranks
-from test_learner import make_learner, make_samples, trainable
 from tiny import make_model
 
 from rollcall.learner import gang as gang_module

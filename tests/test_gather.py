@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_ssh import make_hosts
+from gathered import RUN, Disk
 from own_path import own_path
 from typer.testing import CliRunner
 
@@ -19,10 +20,9 @@ from rollcall.finish import gather as module
 from rollcall.finish import nodes_of
 from rollcall.finish.gather import FOLDER, GatherError, gather
 from rollcall.finish.node_files import NodeFiles
-from rollcall.finish.nodes_of import Asked, Node, NodeError, RayNodeFiles, SshNode, ThisNode
+from rollcall.finish.nodes_of import Asked, Node, NodeError, RayNodeFiles, SshNode
 from rollcall.launch.ssh.shell import Login
 
-RUN = "a-run-0123456789ab"
 SIZE = 70_000
 
 
@@ -30,32 +30,6 @@ SIZE = 70_000
 def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "WAITS_S", (0.0,) * 3)
     monkeypatch.setattr("rollcall.finish.nodes_of.CHUNK_BYTES", 10_000)
-
-
-class Disk(ThisNode):
-    """A node whose disk is a folder here."""
-
-    def __init__(self, root: Path, where: str) -> None:
-        self.root, self.where = root, where
-        self.breaks: list[int] = []  # after so many chunks of a transfer the connection breaks
-        self.flips = 0  # transfers with a changed byte
-        self.sent = 0
-
-    def _mine(self, part: Asked) -> bool:
-        return Path(part["place"]).is_relative_to(self.root)
-
-    def present(self, parts: Sequence[Asked]) -> list[str]:
-        return super().present([part for part in parts if self._mine(part)])
-
-    def chunks(self, part: Asked, *, offset: int) -> Iterator[bytes]:
-        after = self.breaks.pop(0) if self.breaks else None
-        flip = self.flips > 0
-        self.flips -= flip
-        for number, data in enumerate(super().chunks(part, offset=offset)):
-            if number == after:
-                raise NodeError(f"{self.where}: the connection ended early")
-            self.sent += len(data)
-            yield bytes([data[0] ^ 1]) + data[1:] if flip and number == 0 else data
 
 
 def make_checkpoint(tmp_path: Path, *, num_nodes: int = 2, size: int = SIZE) -> tuple[Path, list[Disk]]:

@@ -15,8 +15,8 @@ from lab.cluster import LabCluster, rollcall
 from lab.command import Command
 from lab.lab import Host, Lab, missing_for_lab
 from lab.sshd import missing_for_ssh, serve_ssh
+from learners import make_learner, trainable
 from safetensors.torch import load_file, save_file
-from test_learner import make_learner, trainable
 from tiny import make_tokenizer
 
 from rollcall.checkpoint.store import CheckpointStore

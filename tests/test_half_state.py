@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_learner import make_learner, make_samples, trainable
+from learners import make_learner, make_samples, trainable
 
 from rollcall.config import OptimizerSection
 from rollcall.learner.half_state import HalfStateAdamW, by_chance

@@ -62,7 +62,9 @@ def test_without_room_for_the_block_nothing_is_asked_for(monkeypatch: pytest.Mon
 
 
 def test_another_c_library_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    keep(monkeypatch, SimpleNamespace())  # it has no mallopt
+    asked = Recorded()
+    keep(monkeypatch, SimpleNamespace(malloc=asked, free=asked, madvise=asked))  # it has no mallopt
+    assert asked.calls == []
 
 
 def test_the_c_library_of_this_machine_takes_what_it_is_asked_for() -> None:

@@ -19,9 +19,8 @@ from typing import Any
 
 import programs
 import pytest
-import test_agent
 from endpoints import Writer, chat_tokenizer, plain_sampling
-from test_agent import TWO_TURNS, prompt_of
+from programs import TWO_TURNS, prompt_of
 
 from rollcall.config import parse_config
 from rollcall.config.environments import AgentEnvironment
@@ -193,7 +192,7 @@ def variables() -> dict[str, str]:
 def test_a_program_on_a_host_plays_the_episode_that_it_plays_here(tmp_path: Path, tokenizer: Any, hosts: Hosts) -> None:
     command = programs.write(tmp_path, TWO_TURNS)
     completions, writer = play(tokenizer, hosted_at(hosts.start(command)), count=2)
-    here, writer_here = test_agent.play(tokenizer, command, count=2)
+    here, writer_here = programs.play(tokenizer, command, count=2)
     for completion, other in zip(completions, here, strict=True):
         episode = completion.episode
         assert episode and (episode.ended, episode.error, episode.reward) == (EndReason.DONE, "", 0.5), episode

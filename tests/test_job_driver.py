@@ -17,8 +17,7 @@ from rollcall.jobs.submit import ENTRYPOINT
 from rollcall.redact import REDACTED
 from rollcall.stop import STOPPED
 from rollcall.view.audit import audit
-from rollcall.worker_env.declared import SEALED
-from rollcall.worker_env.seal import seal
+from rollcall.worker_env.declared import SEALED, seal
 
 WAIT_S = 600.0
 TOKEN, SECRET = "the-clusters-own-token", "wandb-5e77a9-not-for-you"

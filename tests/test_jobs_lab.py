@@ -7,36 +7,15 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 from lab.cluster import ENV, LabCluster, bring_up, rollcall
 from lab.lab import Host
-from tiny import save_model
+from one_node import write_run
 
 WAIT_S = 600.0
 CLUSTER = "open"
 SECRET = "wandb-5e77a9-not-for-you"
-
-
-def write_run(shared: Path, name: str, **sections: Any) -> Path:
-    """A run file whose model, data and run directory are in the folder that all hosts share."""
-    folder = shared / name
-    save_model(folder / "model")
-    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
-    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run = {
-        "run": {"name": name, "dir": str(folder / "run")},
-        "model": {"path": str(folder / "model"), "device": "cpu"},
-        "data": {"train": str(folder / "sums.jsonl"), "val": None, "prompts_per_step": 4},
-        "rollout": {"samples_per_prompt": 2, "max_response_tokens": 4},
-        "trainer": {"steps": 2, "save_every": 1, "num_threads": 1, "loggers": []},
-        **sections,
-    }
-    path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump(run))
-    return path
 
 
 @pytest.fixture(scope="module")

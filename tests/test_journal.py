@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import gc
 import logging
-import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from disks import small_disk, unmount
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scored import make_group
 
 from rollcall.durable.group_record import MAGIC
 from rollcall.durable.journal import Journal, TrainedStep
@@ -33,44 +32,6 @@ from rollcall.types import (
     ToolCall,
     Turn,
 )
-
-
-def make_group(
-    draw: int, *, step: int = 1, num_completions: int = 2, num_tokens: int = 5, metadata: dict | None = None
-) -> Group:
-    rng = np.random.default_rng(draw)
-
-    def completion(index: int) -> Completion:
-        return Completion(
-            token_ids=rng.integers(0, 50_000, num_tokens, dtype=np.int32),
-            logprobs=-rng.random(num_tokens, dtype=np.float32),
-            mask=rng.random(num_tokens) < 0.8,
-            segments=(Segment(version=3, num_tokens=2), Segment(version=4, num_tokens=num_tokens - 2)),
-            finish=FinishReason.LENGTH if index else FinishReason.STOP,
-            seed=2**63 + draw * 100 + index,
-            text=f"answer {index} é\ud800\n",
-            episode=None,
-        )
-
-    return Group(
-        step=step,
-        draw=draw,
-        prompt=Prompt(
-            id=f"row-{draw}",
-            token_ids=np.arange(draw + 1, dtype=np.int32),
-            text="2+3=",
-            answer="5",
-            metadata={"level": 2, "tags": ["a"]} if metadata is None else metadata,
-        ),
-        completions=tuple(completion(index) for index in range(num_completions)),
-        scores=tuple(
-            Score(value=0.1 + index, parts={"exact": 1 / 3}, errors={"regex": "timed out"})
-            for index in range(num_completions)
-        ),
-        started_s=1700000000.123456789,
-        finished_s=1700000001.5,
-        worker="rollout-0",
-    )
 
 
 def assert_same(left: Group, right: Group) -> None:
@@ -225,7 +186,7 @@ def test_metadata_that_is_not_json_is_refused_with_the_prompt_named(tmp_path: Pa
 WRITER = """
 import sys; sys.path.insert(0, sys.argv[2])
 from pathlib import Path
-from test_journal import make_group
+from scored import make_group
 from rollcall.durable.journal import Journal
 journal = Journal(Path(sys.argv[1]))
 for draw in range(10**9):
@@ -246,26 +207,6 @@ def test_kill_minus_nine_loses_no_group_that_append_returned_for(tmp_path: Path)
     groups = Journal(tmp_path / "journal").read(1)
     assert [group.draw for group in groups][: last + 1] == list(range(last + 1))
     assert_same(groups[last], make_group(last, num_completions=16, num_tokens=400))
-
-
-def small_disk(path: Path, *, size: str) -> Path:
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small tmpfs needs root")
-    path.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)]
-    made = subprocess.run(command, capture_output=True, text=True, check=False)
-    if made.returncode:
-        pytest.skip(f"tmpfs cannot be mounted here: {made.stderr.strip()}")
-    return path
-
-
-def unmount(path: Path) -> None:
-    for _ in range(20):
-        gc.collect()  # what torch had open when a write failed is closed with the error
-        if subprocess.run(["umount", str(path)], capture_output=True, check=False).returncode == 0:
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"{path} stays mounted")
 
 
 def test_a_full_disk_is_named_and_leaves_no_half_record(

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from lab import CommandTimeout, Host, Lab, LabError, needs_lab
-from lab.lab import PREFIX, sweep
+from lab import CommandTimeout, Lab, LabError, needs_lab
+from lab.lab import PREFIX, lab_namespaces, sweep
 
 pytestmark = [needs_lab, pytest.mark.chaos, pytest.mark.slow]
 
@@ -246,19 +246,11 @@ def test_down_leaves_nothing(tmp_path: Path) -> None:
     assert "node0" not in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
 
 
-def lab_namespaces(hosts: list[Host]) -> set[tuple[str, int]]:
-    found = set()
-    for host in hosts:
-        listed = host.run(["stat", "-L", "-c", "%n %i", *(f"/proc/1/ns/{space}" for space in ("net", "pid", "mnt"))])
-        found |= {(Path(name).name, int(inode)) for name, inode in map(str.split, listed.stdout.splitlines())}
-    return found
-
-
 HOLD = """
 import json, sys, time
 from pathlib import Path
 from lab import Lab
-from test_lab import lab_namespaces
+from lab.lab import lab_namespaces
 lab = Lab(hosts=2, shared=Path(sys.argv[1]))
 for host in lab.hosts:
     host.run(["sh", "-c", "setsid sleep 1000 &"])

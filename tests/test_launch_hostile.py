@@ -88,7 +88,7 @@ def test_a_secret_in_a_command_is_not_rendered(target: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("target", ["skypilot", "dstack"])
 def test_secrets_are_named_and_never_written(target: str, tmp_path: Path) -> None:
     for text in ("HF_TOKEN=opensesame", "--env-file=x", "", "A B"):
-        with pytest.raises(ConfigError, match=r"secrets.*write names alone") as caught:
+        with pytest.raises(ConfigError, match=r"secrets.*write only names") as caught:
             rendered(target, tmp_path, secrets=[text])
         assert "sesame" not in str(caught.value)
 

@@ -19,7 +19,7 @@ from lab.cluster import leftovers, rollcall
 from lab.command import Command
 from lab.lab import CHECKOUT, Host, Lab, missing_for_lab
 from lab.sshd import missing_for_ssh, serve_ssh, start_sshd
-from test_jobs_lab import write_run
+from one_node import write_run
 
 pytestmark = pytest.mark.slow
 

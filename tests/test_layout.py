@@ -3,39 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from functools import cache
-from typing import Any
 
 import pytest
 import torch
-from tiny import make_model
+from learners import decoder_of, layout_of
 
-from rollcall.learner.layout import WeightSplit, fused_rows
-from rollcall.learner.tensor_parallel import cut_dim, split_order
-from rollcall.model.decoder import Decoder, fuse_parameters, module_names
+from rollcall.model.decoder import module_names
 from rollcall.plan.mesh import ModelSplit
 
 SPLITS = [*itertools.product((1,), (1, 3, 8), (1, 2, 4)), (2, 2, 1), (2, 2, 4)]
-
-
-@cache
-def decoder_of(architecture: str) -> Decoder:
-    model = make_model(architecture).requires_grad_(False)
-    fuse_parameters(model)
-    return Decoder.of(model)
-
-
-def layout_of(decoder: Decoder, name: str, split: ModelSplit) -> WeightSplit:
-    """As ``Sharded`` makes it."""
-    shape, field = decoder.named_tensors()[name].shape, name.rpartition(".")[2]
-    heads: dict[str, Any] = dict(heads=decoder.num_heads, kv_heads=decoder.num_kv_heads)
-    order = split_order(
-        field, **heads, dim=decoder.head_dim, intermediate=len(decoder.layers[0].gate_up) // 2, tensor=split.tensor
-    )
-    return WeightSplit(
-        name=name, shape=shape, rows=fused_rows(name, shape[0], **heads), split=split, dim=cut_dim(field), order=order,
-        is_root="." not in name,
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("architecture", ["qwen3-untied", "llama-bias"])

@@ -4,132 +4,43 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tiny import ARCHITECTURES, compiles, make_model, needs_bfloat16, needs_compiler, random_prompts, reference_logprobs
+from learners import (
+    TEMPERATURE,
+    WAYS,
+    assert_same_gradient,
+    cpu_way,
+    gradients,
+    make_learner,
+    make_samples,
+    naive_gradients,
+    naive_logprobs,
+    section,
+    trainable,
+)
+from tiny import ARCHITECTURES, compiles, make_model, needs_bfloat16, needs_compiler, reference_logprobs
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rollcall.algo.recipe import loss_weights, policy_loss
-from rollcall.config import Cispo, Dapo, DrGrpo, Grpo, Gspo, Intuitor, OptimizerSection, Ppo, ReinforcePlusPlus, Rloo
+from rollcall.config import Cispo, Dapo, DrGrpo, Grpo, Gspo, Intuitor, Ppo, ReinforcePlusPlus, Rloo
 from rollcall.errors import NonFiniteError
 from rollcall.learner import learner as learner_module
 from rollcall.learner.learner import Critic, Learner, split_by_draw
 from rollcall.learner.packing import pack
-from rollcall.model import attention
 from rollcall.model.decoder import fuse_parameters
-from rollcall.types import Sample, attempts_of
+from rollcall.types import Sample
 
-TEMPERATURE = 0.8
-LONGEST = 12
 ALGORITHMS = [
     Grpo(), Grpo(kl_coef=0.1, entropy_coef=0.05, dual_clip=3.0), DrGrpo(), Dapo(), Gspo(clip_low=0.1, clip_high=0.1), Cispo(),
     Rloo(kl_coef=0.1, kl_estimator="k2"), ReinforcePlusPlus(), Ppo(mismatch_mask=(0.8, 1.25)), Intuitor(kl_estimator="k1"),
     Grpo(old_logprobs="engine", tis_cap=None),
 ]  # fmt: skip
-
-
-def trainable(name: str = "qwen2-tied", **shape: Any) -> Any:
-    model = make_model(name, **shape)
-    fuse_parameters(model)
-    return model
-
-
-def section(**changes: Any) -> OptimizerSection:
-    return OptimizerSection(**{"lr": 1e-3, "grad_clip": 0.0, **changes})
-
-
-def make_learner(model: Any, algorithm: Any = None, *, total_updates: int = 10, **changes: Any) -> Learner:
-    return Learner(
-        model,
-        section(**changes),
-        algorithm=algorithm or Grpo(),
-        temperature=TEMPERATURE,
-        max_response_tokens=LONGEST,
-        total_updates=total_updates,
-    )
-
-
-def make_samples(
-    model: Any, *, num_prompts: int = 4, group_size: int = 3, seed: int = 0, masked: bool = True
-) -> list[Sample]:
-    """Random rows whose old, behaviour and reference log-probs lie around the policy's own."""
-    rng = np.random.default_rng(seed)
-    samples: list[Sample] = []
-    for draw, prompt in enumerate(random_prompts(num_prompts, seed=seed)):
-        for attempt in range(group_size):
-            # Without the pad token: transformers gives its embedding no gradient.
-            response = rng.integers(2, 40, size=rng.integers(1, LONGEST + 1)).astype(np.int32)
-
-            def noise(scale: float, length: int = len(response)) -> np.ndarray:
-                return (scale * rng.standard_normal(length)).astype(np.float32)
-
-            mask = rng.random(len(response)) < 0.8 if masked else np.ones(len(response), dtype=np.bool_)
-            samples.append(
-                Sample(
-                    draw=draw,
-                    attempt=attempt,
-                    prompt_ids=prompt,
-                    response_ids=response,
-                    mask=mask,
-                    behaviour_logprobs=noise(0.2),
-                    old_logprobs=noise(0.2),
-                    reference_logprobs=noise(0.3),
-                    advantages=rng.standard_normal(len(response)).astype(np.float32),
-                    returns=rng.standard_normal(len(response)).astype(np.float32),
-                    values=np.zeros(len(response), dtype=np.float32),
-                )
-            )
-    return [_near_the_policy(sample, own) for sample, own in zip(samples, _own_logprobs(model, samples), strict=True)]
-
-
-def _near_the_policy(sample: Sample, own: np.ndarray) -> Sample:
-    assert sample.old_logprobs is not None and sample.reference_logprobs is not None
-    return sample.with_(
-        behaviour_logprobs=own + sample.behaviour_logprobs,
-        old_logprobs=own + sample.old_logprobs,
-        reference_logprobs=own + sample.reference_logprobs,
-    )
-
-
-@torch.no_grad()
-def _own_logprobs(model: Any, samples: Sequence[Sample]) -> list[np.ndarray]:
-    """By transformers, all rows in one padded batch: what follows a token changes nothing for it."""
-    rows = [torch.from_numpy(np.concatenate((each.prompt_ids, each.response_ids)).astype(np.int64)) for each in samples]
-    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(model.device)
-    logprobs = torch.log_softmax(model(ids, use_cache=False).logits.float() / TEMPERATURE, dim=-1)
-    own = logprobs[:, :-1].gather(2, ids[:, 1:, None])[:, :, 0].cpu().numpy()
-    spans = ((len(each.prompt_ids) - 1, len(each.prompt_ids) + len(each.response_ids) - 1) for each in samples)
-    return [row[start:end] for row, (start, end) in zip(own, spans, strict=True)]
-
-
-def gradients(learner: Learner, samples: list[Sample]) -> dict[str, Tensor]:
-    """The gradient that one update hands to AdamW, under the names of the module's own parameters.
-
-    AdamW is replaced by a step that writes the gradient over the weight; the module shares those tensors.
-    """
-    optimizer = learner.optimizer
-
-    @torch.no_grad()
-    def write_gradient() -> None:
-        for target in optimizer.targets.values():
-            target.copy_(target.grad if target.grad is not None else torch.zeros_like(target))
-
-    optimizer.adamw.step = write_gradient  # type: ignore[method-assign, assignment]
-    learner.update(samples)
-    return {name: parameter.detach().clone() for name, parameter in learner.model.named_parameters()}
-
-
-def assert_same_gradient(one: dict[str, Tensor], other: dict[str, Tensor], *, tolerance: float = 2e-5) -> None:
-    scale = max(float(grad.abs().max()) for grad in other.values())
-    assert one.keys() == other.keys() and scale > 1e-4
-    for name in other:
-        assert float((one[name] - other[name]).abs().max()) <= tolerance * scale, name
 
 
 def as_one(gradients: dict[str, Tensor]) -> Tensor:
@@ -144,53 +55,7 @@ def budget_for(samples: list[Sample], num_batches: int) -> int:
     raise AssertionError(f"no budget gives {num_batches} micro-batches")
 
 
-def naive_logprobs(model: Any, samples: Sequence[Sample]) -> list[Tensor]:
-    """[T, V] of each row by transformers' own forward, with gradient; padded, as in `_own_logprobs`."""
-    rows = [torch.from_numpy(np.concatenate((each.prompt_ids, each.response_ids)).astype(np.int64)) for each in samples]
-    logits = model(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), use_cache=False).logits.float()
-    logprobs = torch.log_softmax(logits / TEMPERATURE, dim=-1)
-    spans = (slice(len(each.prompt_ids) - 1, len(row) - 1) for each, row in zip(samples, rows, strict=True))
-    return [row[span] for row, span in zip(logprobs, spans, strict=True)]
-
-
-def naive_gradients(model: Any, algorithm: Any, samples: list[Sample]) -> dict[str, Tensor]:
-    """Through transformers, one loss over all tokens, autograd."""
-    counts = np.array([int(sample.mask.sum()) for sample in samples])
-    attempts = attempts_of(samples)
-    weights = loss_weights(algorithm, num_loss_tokens=counts, attempts=attempts, max_response_tokens=LONGEST)
-    rows = naive_logprobs(model, samples)
-    masks = [torch.from_numpy(sample.mask) for sample in samples]
-
-    def flat(name: str) -> Tensor:
-        return torch.cat(
-            [torch.from_numpy(getattr(sample, name))[mask] for sample, mask in zip(samples, masks, strict=True)]
-        )
-
-    chosen = [
-        row.gather(1, torch.from_numpy(sample.response_ids.astype(np.int64))[:, None])[:, 0][mask]
-        for row, sample, mask in zip(rows, samples, masks, strict=True)
-    ]
-    entropy = [-(row.exp() * row).sum(-1)[mask] for row, mask in zip(rows, masks, strict=True)]
-    policy_loss(
-        algorithm,
-        logprobs=torch.cat(chosen),
-        old_logprobs=flat("old_logprobs"),
-        behaviour_logprobs=flat("behaviour_logprobs"),
-        reference_logprobs=flat("reference_logprobs"),
-        advantages=flat("advantages"),
-        weights=torch.from_numpy(np.repeat(weights, counts)),
-        attempt=torch.from_numpy(np.repeat(attempts, counts)),
-        num_attempts=int(attempts.max()) + 1,
-        entropy=torch.cat(entropy),
-    ).loss.backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
-
-
-@pytest.fixture(params=["products", "fused"])
-def cpu_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Each of a CPU's two ways to attend, whichever is this machine's own."""
-    monkeypatch.setattr("rollcall.model.attention.cpu_way", lambda: request.param)
-    return request.param
+assert cpu_way  # a fixture of these tests
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -207,12 +72,6 @@ def test_scores_equal_transformers(architecture: str, cpu_way: str) -> None:
         for got, expected in ((row.logprobs, chosen), (row.entropy, entropy), (row.certainty, certainty)):
             np.testing.assert_allclose(got[sample.mask], expected[sample.mask], atol=1e-4)
             assert (got[~sample.mask] == 0).all()
-
-
-# The scores of every architecture are compared in both ways, above.
-WAYS = [
-    pytest.param(way, marks=[] if way == attention.cpu_way() else pytest.mark.slow) for way in ("products", "fused")
-]
 
 
 @pytest.mark.parametrize("cpu_way", WAYS, indirect=True)

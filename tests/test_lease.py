@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_journal import small_disk, unmount
+from disks import small_disk, unmount
 
 from rollcall.durable import lease as module
 from rollcall.durable.lease import Holder, Lease, LeaseLostError, hold, read_holder

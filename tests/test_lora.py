@@ -17,11 +17,12 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from adapters import ALL, CPU, make_adapter, merged_of
 from engine_contract import finish, request, submit
+from learners import LONGEST, TEMPERATURE, make_samples, naive_gradients, naive_logprobs, section, trainable
 from ranks import Ranks
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save, save_file
-from test_learner import LONGEST, TEMPERATURE, make_samples, naive_gradients, naive_logprobs, section, trainable
 from tiny import (
     compiles,
     make_model,
@@ -66,21 +67,8 @@ from rollcall.serving import plan_serving
 from rollcall.stored.files import StoredError
 from rollcall.stored.find import PROBE
 
-CPU = torch.device("cpu")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 SOME = LoraSection(rank=4, alpha=6, targets=["q_proj", "v_proj", "up_proj"])
-ALL = LoraSection(rank=3, alpha=6)
-
-
-def make_adapter(model: Any, lora: LoraSection = ALL, *, seed: int = 0, full: bool = True) -> Adapter:
-    """``full``: its B is not zero, so that mistakes show."""
-    adapter = Adapter.make(Decoder.of(model), lora, seed=seed, device=model.device, base="base")
-    if full:
-        draws = torch.Generator().manual_seed(seed + 1)
-        for name, tensor in adapter.named_tensors().items():
-            if name.endswith("_B"):
-                tensor.copy_(0.3 * torch.randn(tensor.shape, generator=draws))
-    return adapter
 
 
 def make_learner(
@@ -899,12 +887,6 @@ def note(tensors: Any, sent: list[dict[str, Tensor]]) -> Iterator[tuple[str, Ten
     for name, tensor in tensors:
         sent[-1][name] = tensor
         yield name, tensor
-
-
-def merged_of(path: str, adapter: Adapter) -> Any:
-    model = load_causal_lm(path, device=CPU, dtype=torch.float32)
-    add_to_weights(model, adapter.named_tensors(), gain=adapter.section.gain)
-    return model
 
 
 def test_an_evaluation_of_a_run_that_has_not_begun_has_its_first_adapter(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from adapters import make_adapter, merged_of
 from engine_contract import finish, requests_for, submit
-from test_lora import make_adapter, merged_of
 from tiny import make_tokenizer, random_prompts, reference_logprobs, save_model
 
 from rollcall.config import VllmSection

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_stored import write_manifest
+from saved import a_state, our_checkpoint
 from tiny import make_model, reference_logprobs, save_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from typer.testing import CliRunner
@@ -35,10 +35,6 @@ from rollcall.stored.tensors import Stored, StoredError
 MANY_UNITS = 4 << 10
 
 
-def a_state(name: str = "qwen2-untied", *, dtype: torch.dtype = torch.float32, **shape: Any) -> dict[str, torch.Tensor]:
-    return {key: tensor.to(dtype) for key, tensor in make_model(name, **shape).state_dict().items()}
-
-
 def shards(folder: Path, *, name: str = "qwen2-untied", world_size: int = 4, **options: Any) -> Path:
     config = save_model(folder.parent / f"config-{name}", name)
     return write_verl(folder, a_state(name), mesh=(world_size,), config=config, **options)
@@ -49,36 +45,6 @@ def merged_tensors(out: Path) -> dict[str, torch.Tensor]:
     for path in out.glob("*.safetensors"):
         found |= load_file(path)
     return found
-
-
-def our_checkpoint(tmp_path: Path, *, parts: int = 3) -> Path:
-    """A sharded checkpoint of ours in a run directory, cut by rows."""
-    from safetensors.torch import save_file
-
-    step = tmp_path / "run" / "checkpoints" / "step-000007"
-    save_model(step / "model", "qwen2-untied")
-    (step / "model" / "model.safetensors").unlink()
-    for rank in range(parts):
-        own, about = {}, {}
-        for name, tensor in a_state().items():
-            rows = -(-tensor.shape[0] // parts)
-            block = tensor[rank * rows : (rank + 1) * rows]
-            if block.numel():
-                own[name] = block.clone()
-                about[name] = {
-                    "name": name,
-                    "start": [rank * rows, *(0 for _ in tensor.shape[1:])],
-                    "shape": list(tensor.shape),
-                }
-        path = step / "model" / f"part-{rank:05d}-of-{parts:05d}.safetensors"
-        save_file(own, path, metadata={"parts": json.dumps(about)})
-    (step / "critic").mkdir()
-    (step / "critic" / "part-00000-of-00001.safetensors").write_bytes(b"x")
-    (tmp_path / "run" / "run.yaml").write_text(
-        "model: {path: /secret/place/model}\nalgorithm: {name: grpo}\nlogging: {token: hf_x}\n"
-    )
-    write_manifest(step, step=7)
-    return step
 
 
 @pytest.mark.parametrize("name", ["qwen2-untied", "qwen3-tied"])

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_finish import Trained
-from test_learner import make_learner, trainable
+from gathered import Trained
+from learners import make_learner, trainable
 
 from rollcall.checkpoint.probe import read_probe
 from rollcall.checkpoint.verify import verify

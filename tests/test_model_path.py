@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from runs import make_run
-from test_merge import our_checkpoint
-from test_stored_others import save_dcp
+from saved import our_checkpoint, save_dcp
 from tiny import make_model, save_model
 from verl_shards import write_verl
 

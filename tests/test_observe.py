@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_journal import make_group
+from scored import make_group
 
 from rollcall.config import Config, parse_config
 from rollcall.errors import ConfigError

@@ -389,6 +389,10 @@ def test_a_first_momentum_begins_on_resume() -> None:
     resumed = Optimizer(weights(), section(optimizer=kwargs), total_updates=10)
     resumed.load_state_dict(saved(before))
     run(resumed, seeds=range(2))
+    fresh = Optimizer(weights(), section(optimizer=kwargs), total_updates=10)
+    run(fresh, seeds=range(2))
+    assert str(resumed.state_dict().keys()) == str(fresh.state_dict().keys())
+    assert "momentum_buffer" in str(saved(resumed))
 
 
 def test_a_gradient_of_zero_moves_neither_weights_nor_momentum_nor_schedule() -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
+from peers import peer
 
 from rollcall.config.environments import ClassEnvironment, StepEnvironment
 from rollcall.environments.make import make_environments
@@ -25,14 +24,6 @@ from rollcall.errors import ConfigError
 
 USERS = "tests.environments_of_users"
 PACKAGES = "rollcall.environments.packages"
-PEERS = Path(os.environ.get("ROLLCALL_PEERS") or Path(__file__).parents[1] / ".peers")
-
-
-def peer(name: str) -> str:
-    python = PEERS / name / "bin/python"
-    if not python.exists():
-        pytest.skip(f"needs {python}; scripts/setup_peers.sh {PEERS} {name}")
-    return str(python)
 
 
 async def play(section: StepEnvironment, moves: list[str], **row: Any) -> tuple[str | None, list[StepResult]]:

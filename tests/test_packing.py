@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from learners import num_unique
 
 from rollcall.learner import packing
 from rollcall.learner.packing import pack
@@ -55,12 +56,6 @@ def sample_lists(draw: st.DrawFn) -> list[Sample]:
             extra = {name: (floats + shift).astype(np.float32) for shift, name in enumerate(OPTIONAL)}
             samples.append(make_sample(group, prompt, response, mask, **extra))
     return draw(st.permutations(samples))
-
-
-def num_unique(rows: list[Sample]) -> int:
-    """Different beginnings of what the rows feed, draw by draw."""
-    fed = [(row.draw, [*row.prompt_ids.tolist(), *row.response_ids[:-1].tolist()]) for row in rows]
-    return len({(draw, *ids[: end + 1]) for draw, ids in fed for end in range(len(ids))})
 
 
 def keys_of_each_token(batch: MicroBatch) -> list[list[int]]:

@@ -18,9 +18,9 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from learners import critic_of, learner_of, step
 from safetensors import safe_open
 from saved import commit, write_parts
-from test_training_checkpoint import critic_of, learner_of, step
 
 from rollcall.checkpoint import local
 from rollcall.checkpoint.parts import File, PartTensor, PartWriter, write_image

@@ -16,8 +16,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from disks import small_disk, unmount
 from runs import finish, make_run, num_records, weights
-from test_journal import make_group, small_disk, unmount
+from scored import make_group
 
 from rollcall.checkpoint.store import CheckpointStore
 from rollcall.config import Config

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from test_reward import a_prompt, completions_of, in_a_directory_with
+from scored import a_prompt, completions_of, in_a_directory_with
 
 from rollcall.config import FunctionReward
 from rollcall.observe import prints

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from learners import learner_of, step
 from ranks import Ranks
-from test_training_checkpoint import learner_of, step
 from tiny import make_tokenizer, reference_logprobs
 from transformers import AutoModelForCausalLM
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_learner import gradients, make_learner, make_samples, trainable
+from learners import gradients, make_learner, make_samples, trainable
 from tiny import make_model
 
 from rollcall.learner.measure import Rows

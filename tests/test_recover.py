@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from runs import IN_JOURNAL, IN_SAVE_WRITE, Kill, finish, make_run, num_records, run_and_be_killed
-from test_journal import make_group
+from scored import make_group
 from typer.testing import CliRunner
 
 from rollcall.cli.main import app

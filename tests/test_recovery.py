@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+from routed import add, make_group
 from runs import column, make_run, num_records, weights
-from test_router import add, make_group
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the benchmarks' stand-ins
 

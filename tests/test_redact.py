@@ -21,7 +21,7 @@ from commands import ROOT, rollcall
 from hypothesis import given
 from hypothesis import strategies as st
 from runs import finish, make_run, metric_rows
-from test_reward import a_prompt, completions_of
+from scored import a_prompt, completions_of
 
 from rollcall import redact as module
 from rollcall.config import FunctionReward, dump_config, load_config, parse_config

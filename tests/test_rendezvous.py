@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 
 import pytest
-from test_check import make_node
+from cluster_nodes import make_node
 
 from rollcall.errors import ClusterError
 from rollcall.nodes import rendezvous as module

@@ -12,10 +12,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scored import a_prompt, completions_of, in_a_directory_with
 
 import rollcall
 from rollcall.config import (
@@ -32,7 +32,7 @@ from rollcall.reward.math_answer import last_boxed
 from rollcall.reward.pool import RewardPool
 from rollcall.reward.scorer import Scorer, reward_names
 from rollcall.reward.worker import Item, RewardResult
-from rollcall.types import Completion, FinishReason, Prompt, Score, Segment
+from rollcall.types import Completion, Prompt, Score
 
 USER_MODULE = """
 import os, re, sys, time
@@ -69,32 +69,6 @@ def slow(prompt, completion, answer, metadata):
 
 constant = 3
 """
-
-
-def a_prompt(*, answer: str = "46", text: str = "12+34=", metadata: dict[str, Any] | None = None) -> Prompt:
-    ids = np.array([1, 2, 3], dtype=np.int32)
-    return Prompt(id="sums:7", token_ids=ids, text=text, answer=answer, metadata=metadata or {})
-
-
-def completions_of(*texts: str) -> tuple[Completion, ...]:
-    return tuple(
-        Completion(
-            token_ids=np.array([5], dtype=np.int32),
-            logprobs=np.array([-0.5], dtype=np.float32),
-            mask=np.array([True]),
-            segments=(Segment(version=0, num_tokens=1),),
-            finish=FinishReason.STOP,
-            seed=0,
-            text=text,
-            episode=None,
-        )
-        for text in texts
-    )
-
-
-def in_a_directory_with(module: str, *, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (path / "my_rewards.py").write_text(module)
-    monkeypatch.chdir(path)
 
 
 def is_running(pid: int) -> bool:
@@ -160,7 +134,7 @@ def test_number_compares_last_numbers_and_gives_zero_without_one() -> None:
 
 @given(st.text())
 def test_last_number_reads_any_text(text: str) -> None:
-    last_number(text)
+    assert last_number(text) is None or any(map(str.isdigit, text))
 
 
 def test_number_round_trips_any_integer_with_separators() -> None:
@@ -409,7 +383,7 @@ def test_countdown_wants_each_number_once_and_the_target(completion: str, expect
 
 @given(st.text(alphabet="0123456789+-*/()= \n.<answer>/"))
 def test_countdown_extraction_survives_any_text(text: str) -> None:
-    extract_expression(text)
+    assert (extract_expression(text) or "") in text
 
 
 def test_countdown_on_a_row_without_numbers_says_so() -> None:

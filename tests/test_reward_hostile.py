@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_reward import a_prompt, completions_of
+from scored import a_prompt, completions_of
 
 from rollcall.config import (
     CountdownReward,

@@ -9,24 +9,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from learners import make_sample
 
 from rollcall.groups.dispatch import leaders, routes, split_arguments, split_rows
 from rollcall.groups.sharding import NamedSharding
 from rollcall.on_ray.sizes import INLINE_BYTES, is_large
-from rollcall.types import Sample
 
 
 def grid(*shape: int, names: str = "batch model") -> NamedSharding:
     return NamedSharding(np.arange(np.prod(shape)).reshape(shape), names=names.split())
-
-
-def make_sample(draw: int) -> Sample:
-    row = np.zeros(3, dtype=np.float32)
-    return Sample(
-        draw=draw, attempt=0, prompt_ids=np.arange(2, dtype=np.int32), response_ids=np.arange(3, dtype=np.int32),
-        mask=np.ones(3, dtype=bool), behaviour_logprobs=row, old_logprobs=None, reference_logprobs=None, advantages=row,
-        returns=None, values=None,
-    )  # fmt: skip
 
 
 def called(

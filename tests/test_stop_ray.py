@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
+from one_node import WAIT_S, OneNode, rollcall, start_arguments
 from runs import wait_for_steps
-from test_jobs import WAIT_S, OneNode, rollcall, start_arguments
 
 from rollcall.observe.sinks import read_rows
 from rollcall.view.audit import audit

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from saved import write_manifest
 from tiny import ARCHITECTURES, SHAPE
 
 from rollcall.checkpoint.store import CheckpointStore
@@ -69,16 +69,6 @@ def a_sharded_checkpoint(folder: Path, *, step: int = 3) -> Path:
     (folder / "state.json").write_text("{}")
     write_manifest(folder, step=step)
     return folder
-
-
-def write_manifest(folder: Path, *, step: int, **changes: dict[str, Any]) -> None:
-    files = {}
-    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "manifest.json"):
-        name = path.relative_to(folder).as_posix()
-        digest = hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
-        files[name] = {"size": path.stat().st_size, "blake2b": digest, "node": "node-1", **changes.get(name, {})}
-    manifest = {"step": step, "score": 0.5, "scores": {}, "files": files}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
 @pytest.mark.parametrize("files", [1, 3])

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from saved import save_dcp
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from verl_shards import write_verl
 
@@ -160,11 +160,6 @@ def test_a_pickle_that_wants_more_than_tensors_is_refused_and_not_run(
     with pytest.raises(StoredError, match="metadata wants posix.mkdir.*nothing was run"):
         open_stored(tmp_path / "b")
     assert not (tmp_path / "harm-was-done").exists()
-
-
-def save_dcp(state: Any, folder: Path) -> None:
-    with pytest.warns(UserWarning):  # that one process saves alone
-        dcp.save(state, checkpoint_id=folder, no_dist=True)
 
 
 @pytest.mark.parametrize("key", [None, "model", "state_dict"])

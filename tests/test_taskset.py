@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from endpoints import Writer, chat_tokenizer, plain_sampling
-from test_packages import peer
+from peers import peer
 
 from rollcall.config.environments import VerifiersEnvironment
 from rollcall.environments.agent import AgentEnvironments

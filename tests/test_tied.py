@@ -11,14 +11,13 @@ from pathlib import Path
 import pytest
 
 from rollcall.errors import ClusterError
-from rollcall.nodes.here import Here, look_here
-from rollcall.nodes.tied import tied_to_stdin
+from rollcall.nodes.here import Here, look_here, tied_to_stdin
 from rollcall.version import __version__
 
 WAIT_S = 60.0
 TIED = """
 import subprocess, sys
-from rollcall.nodes.tied import tied_to_stdin
+from rollcall.nodes.here import tied_to_stdin
 try:
     with tied_to_stdin():
         print("working", flush=True)
@@ -75,6 +74,6 @@ def test_a_closed_stdin_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(errno.EBADF, "Bad file descriptor")
 
     with monkeypatch.context() as patch, pytest.raises(ClusterError, match="stdin is closed"):
-        patch.setattr("rollcall.nodes.tied.os.fstat", closed)
+        patch.setattr("rollcall.nodes.here.os.fstat", closed)
         with tied_to_stdin():
             pass

@@ -8,48 +8,22 @@ from typing import Any
 
 import pytest
 import torch
+from learners import critic_of, learner_of, step
 from ranks import Ranks
 from safetensors.torch import load_file, save_file
 from saved import save
-from test_learner import LONGEST, TEMPERATURE, section
-from tiny import make_model, make_tokenizer
+from tiny import make_tokenizer
 
 from rollcall.checkpoint.in_parts import open_role
 from rollcall.checkpoint.training import export_learner, read_critic, read_learner
-from rollcall.config import Grpo, Ppo
 from rollcall.errors import NonFiniteError
 from rollcall.learner.gang import Gang
-from rollcall.learner.learner import Critic, Learner
-from rollcall.model.decoder import fuse_parameters, module_names
+from rollcall.model.decoder import module_names
 from rollcall.model.load import ModelError
 
 FLOAT: dict[str, Any] = dict(dtype=torch.float32)
 MASTERS: dict[str, Any] = dict(dtype=torch.bfloat16)
 PLAIN: dict[str, Any] = dict(dtype=torch.bfloat16, master_weights=False)
-
-
-def learner_of(gang: Gang, *, dtype: torch.dtype = torch.float32, **changes: Any) -> Learner:
-    model = make_model().to(dtype).requires_grad_(False)
-    fuse_parameters(model)
-    return Learner(
-        model, section(lr=0.1, **changes), algorithm=Grpo(), temperature=TEMPERATURE, max_response_tokens=LONGEST,
-        total_updates=10, gang=gang,
-    )  # fmt: skip
-
-
-def critic_of(gang: Gang, *, dtype: torch.dtype = torch.float32, **changes: Any) -> Critic:
-    model = make_model().to(dtype).requires_grad_(False)
-    fuse_parameters(model)
-    return Critic(model, section(lr=0.1, **changes), algorithm=Ppo(), total_updates=10, gang=gang)
-
-
-def step(trained: Learner | Critic, seed: int) -> None:
-    """Along a made-up gradient: a CPU need not compute in bfloat16 for it."""
-    body: Any = trained.body
-    generator = torch.Generator().manual_seed(seed)
-    whole = {name: torch.randn(shape, generator=generator) for name, shape in body.shapes.items()}
-    trained.optimizer.accumulate([body.cut(name, whole[name]) if body.in_parts else whole[name] for name in whole])
-    trained.optimizer.step()
 
 
 def write(gang: Gang, changes: dict[str, Any], directory: Path) -> dict[str, torch.Tensor]:

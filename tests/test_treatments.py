@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from branching import make_branch, make_episode, make_group, make_turn
 from runs import column, finish
-from scripted import Scripted, ends, says
-from test_episodes import game, play, scripted
+from scripted import Scripted, ends, game, play, says, scripted
 
 from rollcall.algo.shaping import compared, group_advantages, has_signal, shaped_rewards, trained
 from rollcall.config import Dapo, DrGrpo, Grpo, ReinforcePlusPlus, StepEnvironment, parse_config

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import huggingface_hub
 import pytest
-from hub_server import CUT, TOKEN, Fault, Hub, running_hub
+from hub_server import CUT, REPO, TOKEN, Fault, Hub, hub
+from learners import learner_of, step
 from safetensors.torch import load_file, save_file
-from test_training_checkpoint import learner_of, step
 from tiny import make_tokenizer, save_model
 from typer.testing import CliRunner
 
@@ -23,20 +22,7 @@ from rollcall.finish.upload import UploadError, upload
 from rollcall.learner.gang import Gang
 from rollcall.stored.find import PROBE
 
-REPO = "someone/a-model"
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    with running_hub() as hub:
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        monkeypatch.setattr(module, "WAITS_S", (0.0,) * 3)
-        # Waits of the client itself.
-        monkeypatch.setattr(huggingface_hub.utils._http.time, "sleep", lambda seconds: None)
-        yield hub
+assert hub  # a fixture of these tests too
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from learners import learner_of, step
 from safetensors.torch import load_file, save_file
-from test_training_checkpoint import learner_of, step
 from tiny import make_tokenizer, save_model
 
 from rollcall.checkpoint.export import export_model

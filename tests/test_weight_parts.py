@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from learners import decoder_of, layout_of, make_samples, section
 from ranks import Ranks
-from test_layout import decoder_of, layout_of
-from test_learner import make_samples, section
 from tiny import make_model, save_model
 from torch import Tensor
 

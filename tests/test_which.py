@@ -8,19 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_check import make_node, make_record
+from cluster_nodes import make_node, make_record
 from typer.testing import CliRunner
 
 from rollcall import api
 from rollcall.cli.main import app
 from rollcall.errors import ClusterError
-from rollcall.nodes import bootstrap, head, plain_ray, which
+from rollcall.nodes import bootstrap, head, which
 from rollcall.nodes.head import HeadAnswer, HeadRefuses, HeadUnreachable
-from rollcall.nodes.ours import OurCluster
-from rollcall.nodes.plain_ray import PlainRay
 from rollcall.nodes.rank import rank_by_address
 from rollcall.nodes.state import write_record
-from rollcall.nodes.which import find_cluster, is_same_address, wished_cluster, wished_dashboard
+from rollcall.nodes.which import OurCluster, PlainRay, find_cluster, is_same_address, wished_cluster, wished_dashboard
 from rollcall.wait import speaking
 
 
@@ -208,8 +206,8 @@ def asked(monkeypatch: pytest.MonkeyPatch, found: HeadAnswer | Exception) -> Pla
             raise found
         return found
 
-    monkeypatch.setattr(plain_ray, "ask_head", ask)
-    monkeypatch.setattr(plain_ray, "listens", lambda address, timeout_s: True)
+    monkeypatch.setattr(which, "ask_head", ask)
+    monkeypatch.setattr(which, "listens", lambda address, timeout_s: True)
     return PlainRay("10.0.0.9:6379")
 
 
@@ -249,7 +247,7 @@ def test_a_machine_that_is_no_node_of_it_is_told_what_to_do() -> None:
 
 
 def test_a_node_is_known_by_its_process_where_its_address_is_not_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain_ray, "raylets_here", lambda: {"192.0.2.8": "192.0.2.7:6379"})
+    monkeypatch.setattr(which, "raylets_here", lambda: {"192.0.2.8": "192.0.2.7:6379"})
     assert PlainRay("192.0.2.7:6379").own_node(answer("192.0.2.7", "192.0.2.8")).address == "192.0.2.8"
 
 

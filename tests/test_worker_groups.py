@@ -18,7 +18,7 @@ import group_workers
 import numpy as np
 import pytest
 import torch
-from test_sharding import make_sample
+from learners import make_sample
 
 from rollcall.cluster import (
     ClusterError,

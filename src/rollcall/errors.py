@@ -1,4 +1,4 @@
-"""The errors that more than one room knows. An error of one room alone stands beside the code that raises it.
+"""Errors that more than one room knows. An error of a single room is next to the code that raises it.
 
 Each message says what was given, what was needed and what to do.
 """
@@ -92,7 +92,7 @@ def in_one_line(error: BaseException) -> str:
 
 @contextmanager
 def short_of_memory(sentence: Callable[[str], str]) -> Iterator[None]:
-    """If an allocation fails in the block, raise this sentence, which gets what torch said, instead of its traceback."""
+    """If an allocation fails in the block, raise this sentence, which gets torch's message, instead of its traceback."""
     try:
         yield
     except Exception as error:

@@ -1,7 +1,7 @@
 """One type per stage of the flow: Prompt -> Completion -> Group -> Sample -> MicroBatch.
 
 Every field is required; where a stage may lack something, the field allows ``None``. Lengths are checked once,
-when the object is made, so no later stage checks them again. Arrays are numpy on the host; the learner alone turns
+when the object is made, so no later stage checks them again. Arrays are numpy on the host; only the learner turns
 a MicroBatch into tensors.
 
 Axes in the comments: T tokens of one completion, R rows (completions) of a micro-batch, N packed tokens of a
@@ -57,7 +57,7 @@ class Segment:
 class EndReason(StrEnum):
     """Why an episode ended."""
 
-    DONE = "done"  # the environment said so, or the model made no further call
+    DONE = "done"  # the environment ended it, or the model made no further call
     TURNS = "turns"  # the limit of turns
     TOKENS = "tokens"  # the limit of tokens
     TIMEOUT = "timeout"  # the episode, or one call of its environment, took too long
@@ -66,7 +66,7 @@ class EndReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """What the model asked a tool for, for people to read."""
+    """A call of a tool as people read it."""
 
     name: str
     arguments: dict[str, Any]
@@ -83,7 +83,7 @@ class Turn:
     text: str  # what the model wrote
     observation: str  # what the environment answered; empty in the last turn
     calls: tuple[ToolCall, ...]
-    reward: float | None  # for this turn alone; None: the environment gives none along the way
+    reward: float | None  # for this turn; `None` if the environment gives none along the way
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,10 +104,10 @@ class Branch:
 class Episode:
     """How an attempt with an environment went. Its tokens are those of its Completion."""
 
-    prompt_ids: Ints | None  # what the model read first, where the environment added to it; None: the group's prompt
+    prompt_ids: Ints | None  # tokens that the model read first; `None` if they are the group's prompt
     turns: tuple[Turn, ...]
     branches: tuple[Branch, ...]
-    reward: float | None  # the environment's own, of the whole episode; None: it gives none
+    reward: float | None  # the environment's own for the whole episode; `None` if it gives none
     metrics: dict[str, float]
     ended: EndReason
     error: str  # why the environment failed; empty: it did not
@@ -130,13 +130,13 @@ class Completion:
     finish: FinishReason
     seed: int
     text: str
-    episode: Episode | None  # None: one turn without an environment
+    episode: Episode | None  # `None` for one turn without an environment
 
     def __post_init__(self) -> None:
         _check_row(self)
 
     def prompt_ids(self, group_prompt: Ints) -> Ints:
-        """What the model read first."""
+        """The tokens that the model read first."""
         own = self.episode.prompt_ids if self.episode is not None else None
         return group_prompt if own is None else own
 
@@ -179,12 +179,12 @@ def rows_of(completion: Completion) -> tuple[Completion | Branch, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """What the rewards said about one completion."""
+    """The scores of one completion."""
 
     value: float  # the weighted sum; what the algorithm sees
     parts: dict[str, float]  # reward name -> unweighted score
     errors: dict[str, str]  # reward name -> why it could not score (raised, hung, NaN); its part is then 0
-    notes: dict[str, str] = field(default_factory=dict)  # reward name -> what its service said; journals may lack it
+    notes: dict[str, str] = field(default_factory=dict)  # reward name -> its service's note; journals may lack it
     is_given: bool = (
         True  # False: every reward declined to score it, so it is neither compared nor trained on; journals may lack it
     )
@@ -236,10 +236,10 @@ class Sample:
     response_ids: Ints  # [T]
     mask: Bools  # [T]
     behaviour_logprobs: Floats  # [T] from the engine
-    old_logprobs: Floats | None  # [T] from the learner before the step; None: taken from the first forward
-    reference_logprobs: Floats | None  # [T] from the frozen reference; None: no KL term
+    old_logprobs: Floats | None  # [T] from the learner before the step; `None`: from the first forward
+    reference_logprobs: Floats | None  # [T] from the frozen reference; `None` without a KL term
     advantages: Floats  # [T]
-    returns: Floats | None  # [T] for the critic; None: no critic
+    returns: Floats | None  # [T] for the critic; `None` without one
     values: Floats | None  # [T] the critic's values when the advantages were made
 
     def __post_init__(self) -> None:

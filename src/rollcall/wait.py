@@ -104,7 +104,7 @@ class Wait:
         self._next += seconds
 
     def note(self, text: str) -> None:
-        """What is waited for. It counts while it is noted again and again, and while this object lives."""
+        """Note the current wait. It counts while it is noted again and again, and while this object lives."""
         self.what, self._noted = text, time.monotonic()
         with _lock:
             _waits.add(self)
@@ -139,7 +139,7 @@ _lock = threading.Lock()
 
 
 def waiting() -> tuple[str, float] | None:
-    """What this process has waited for longest, and since when (unix time); None: for nothing."""
+    """The longest current wait of this process, and since when (unix time); `None` if there is none."""
     with _lock:
         found = [wait for wait in _waits if wait.is_noted]
     oldest = max(found, key=lambda wait: wait.waited_s, default=None)

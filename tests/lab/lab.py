@@ -443,3 +443,11 @@ def _inode(pid: int, space: str) -> int | None:
 
 def _pids() -> Iterator[int]:
     return (int(name) for name in os.listdir("/proc") if name.isdigit())
+
+
+def lab_namespaces(hosts: list[Host]) -> set[tuple[str, int]]:
+    found = set()
+    for host in hosts:
+        listed = host.run(["stat", "-L", "-c", "%n %i", *(f"/proc/1/ns/{space}" for space in ("net", "pid", "mnt"))])
+        found |= {(Path(name).name, int(inode)) for name, inode in map(str.split, listed.stdout.splitlines())}
+    return found

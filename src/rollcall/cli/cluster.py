@@ -94,9 +94,9 @@ def node(
     """
     from rollcall.nodes.bootstrap import NodeRequest, start_node
     from rollcall.nodes.foreground import hold
+    from rollcall.nodes.here import tied_to_stdin
     from rollcall.nodes.rank import find_identity
     from rollcall.nodes.state import current_cluster
-    from rollcall.nodes.tied import tied_to_stdin
     from rollcall.stop import heed
 
     whole = None

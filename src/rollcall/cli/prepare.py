@@ -30,7 +30,7 @@ def prepare(
     """
     from rollcall.config import load_config
     from rollcall.jobs.prepare import prepare_node
-    from rollcall.nodes.tied import tied_to_stdin
+    from rollcall.nodes.here import tied_to_stdin
 
     with tied_to_stdin() if tied else nullcontext():
         prepare_node(load_config(file, overrides or []), once=once)

@@ -21,7 +21,7 @@ from rollcall.config.environments import (
     EnvironmentSection,
     StepEnvironment,
 )
-from rollcall.config.finish import FinishSection, UploadSection
+from rollcall.config.launch import FinishSection, UploadSection
 from rollcall.config.rewards import (
     CountdownReward,
     EnvironmentReward,

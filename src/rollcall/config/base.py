@@ -1,7 +1,7 @@
-"""The base of every section of the run file: known keys, values that do not change, a meaning beside each default.
+"""The base of every section of the run file: known keys, values that do not change, a meaning with each default.
 
-Every number is finite and small enough to be written and read back exactly, and every text can be written to a file. This
-is checked here, so that no section has to.
+Every number is finite and small enough to be written and read back exactly, and every text can be written to a file: checked here
+for all sections.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 LARGEST_INT = 2**53  # above it, JSON readers that use floats lose digits
-SMALLEST_FLOAT, LARGEST_FLOAT = 1e-30, 1e9  # beside 0: what is computed from them stays finite in float32
+SMALLEST_FLOAT, LARGEST_FLOAT = 1e-30, 1e9  # or 0: what is computed from them stays finite in float32
 LONGEST_S = 1e9  # seconds; the operating system still accepts a wait of this length
 NOT_FOR_FILES = re.compile("[\0\ud800-\udfff]")  # NUL, and halves of surrogate pairs, which UTF-8 has no bytes for
 
@@ -34,7 +34,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _no_yes_for_a_number(cls, data: Any) -> Any:
-        """YAML reads `on` and `yes` as true, and true passes for 1; and it reads 1e3 as a text."""
+        """Refuse true where a number is needed (YAML reads `on` and `yes` as true, which passes for 1), and read 1e3, a text in YAML."""
         if not isinstance(data, dict):
             return data
         numbers = [
@@ -44,7 +44,7 @@ class Section(BaseModel):
             value = data[key]
             given = value if isinstance(value, list) else [value]
             if any(isinstance(each, bool) for each in given):
-                raise KeyProblem(key, f"={str(value).lower()} is yes or no, and a number is needed")
+                raise KeyProblem(key, f"={str(value).lower()} is yes or no; give a number")
         return {**data, **{key: read_number(data[key]) for key in numbers}}
 
     @model_validator(mode="after")
@@ -78,7 +78,7 @@ def _scalars(annotation: Any) -> Iterator[Any]:
 
 
 def _leaves(value: Any, where: str) -> Iterator[tuple[str, Any]]:
-    """The single values of a field, with their place; those of an inner section are that section's own."""
+    """The single values of a field, with their places. An inner section checks its own."""
     if isinstance(value, dict):
         for key, each in value.items():
             yield where, key

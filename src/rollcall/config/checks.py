@@ -1,10 +1,7 @@
-"""Values that a run file may hold and that would ruin a run: refused before anything starts, with what to use instead.
+"""Refuses values that would ruin a run before anything starts, and says what to use instead.
 
-What one key decides alone is checked where the key stands (``check_stops`` and the like); ``check_ruin`` looks at keys that
-ruin a run together.
-
-A key that can never act with the rest of the file ruins nothing, and a run file shared between modes has such keys:
-``unused`` names them for the user who starts the run.
+A single key is checked at its field (``check_stops`` and the like); ``check_ruin`` checks keys that ruin a run together. A key that
+has no effect with the rest of the file ruins nothing, and run files shared between modes have such keys: ``unused`` names them.
 """
 
 from __future__ import annotations
@@ -14,6 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from rollcall.config.base import read_number
 from rollcall.errors import ConfigError
 from rollcall.wait import say
 
@@ -29,17 +27,17 @@ def check_stops(stops: list[str]) -> list[str]:
 
 
 def check_home(path: str) -> str:
-    """``~name`` of a user that this machine does not know leads nowhere."""
+    """Refuse ``~name`` of a user that this machine does not know."""
     if path.startswith("~") and os.path.expanduser(path) == path:
         raise ValueError(f"{path!r} begins with the home of a user that is not known here; write the path in full")
     return path
 
 
 def check_directory(path: Path) -> Path:
-    """``~`` is the shell's word; in a file it would become a folder of that name."""
+    """Expand ``~``, which would otherwise become a folder of that name."""
     expanded = Path(check_home(str(path))).expanduser() if str(path).startswith("~") else path
     if not expanded.name:
-        raise ValueError(f"{str(path)!r} is a directory of many things; name one of the run's own, such as runs/first")
+        raise ValueError(f"{str(path)!r} holds other things too; name a directory for this run, such as runs/first")
     return expanded
 
 
@@ -51,14 +49,16 @@ def check_variables(variables: dict[str, str]) -> dict[str, str]:
 
 
 def check_variable_names(names: list[str]) -> list[str]:
-    """Of variables whose values stay where they are: one that is written here would be in files and arguments."""
+    """Refuse values: a secret that is written here would end up in files and arguments."""
     if any(not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) for name in names):
-        raise ValueError("has what is not the name of a variable; write names alone, such as HF_TOKEN, without values")
+        raise ValueError(
+            "has an entry that is not the name of a variable; write only names, such as HF_TOKEN, without values"
+        )
     return names
 
 
 def check_word(text: str) -> str:
-    """What a tool gets as a word of its own: never an option, and nothing that a terminal acts on."""
+    """Refuse text that a tool would take for an option or a terminal would act on."""
     if not text.isprintable() or text.startswith("-") or not text.strip():
         raise ValueError(
             f"{text[:80]!r} is empty, begins with '-' or has characters that cannot be printed; write it without"
@@ -67,7 +67,7 @@ def check_word(text: str) -> str:
 
 
 def check_ruin(config: Any) -> None:
-    """Of a new run."""
+    """Check the run file of a new run."""
     _check_group_size(config)
     _check_evaluation(config.eval)
     _check_decay(config)
@@ -76,8 +76,8 @@ def check_ruin(config: Any) -> None:
 
 
 def unused(config: Any, *, in_folder: bool = False) -> list[str]:
-    """A sentence for each reason why keys that differ from their defaults do nothing. ``in_folder``: nodes share a folder
-    (`--master`), so the run file's cluster does not decide where roles run."""
+    """A sentence for each reason why keys that differ from their defaults do nothing. ``in_folder`` means that nodes
+    share a folder (`--master`), so the run file's cluster does not decide where roles run."""
     algorithm, one_process = config.algorithm, config.cluster is None or config.cluster.num_slots == 1
     ppo, native = algorithm.name == "ppo", config.rollout.engine == "native"
     data = config.data
@@ -181,3 +181,105 @@ def _check_decay(config: Any) -> None:
                 f"{name}.lr={section.lr:g} x {name}.weight_decay={section.weight_decay:g} is 1 or more, so each update would "
                 f"take all of a weight away; lower one of them (0.01 is a usual {name}.weight_decay)"
             )
+
+
+# Training in parallel, under the names that people know from other systems
+
+OWN_KEYS = ("lr", "betas", "eps", "weight_decay")  # keys of the section that an optimizer's kwargs may also carry
+
+
+def lift_kwargs(data: Any) -> Any:
+    """``optimizer.kwargs`` with lr, betas, eps or weight_decay set the section's own keys of those names."""
+    optimizer = data.get("optimizer") if isinstance(data, dict) else None
+    if not isinstance(optimizer, dict) or not isinstance(kwargs := optimizer.get("kwargs"), dict):
+        return data
+    own = {key: kwargs[key] for key in OWN_KEYS if key in kwargs}
+    for key, value in own.items():
+        if key in data and read_number(data[key]) != read_number(value):
+            raise ValueError(f"optimizer.kwargs.{key}={value} contradicts {key}={data[key]}; leave one of them out")
+    rest = {key: value for key, value in kwargs.items() if key not in own}
+    return {**data, **own, "optimizer": {**optimizer, "kwargs": rest}}
+
+
+def check_section(section: Any) -> Any:
+    """Refuse contradictions within one section."""
+    if section.sequence_parallel and section.tensor_parallel_size == 1:
+        raise ValueError(
+            "sequence_parallel=true divides the tokens between the ranks of a tensor group, and tensor_parallel_size=1 has "
+            "one; raise tensor_parallel_size, or leave sequence_parallel out"
+        )
+    if section.sharding_group_size is not None and section.sharding != "hsdp":
+        raise ValueError(
+            f"sharding_group_size={section.sharding_group_size} is the size of a group of sharding=hsdp, and sharding is "
+            f"{section.sharding}; write sharding=hsdp, or leave it out"
+        )
+    if section.cpu_offload and section.sharding == "replicate":
+        raise ValueError(
+            "cpu_offload=true keeps a sharded learner's state in host memory, and sharding is replicate; write "
+            "sharding=fsdp (one process may have it too)"
+        )
+    _check_kwargs(section.optimizer.kwargs)
+    _check_state(section)
+    return section
+
+
+def _check_state(section: Any) -> None:
+    """Check that ``optimizer.state: bfloat16`` goes with the rest."""
+    choice = section.optimizer
+    if choice.state == "float32":
+        return
+    if choice.name != "torch.optim.AdamW":
+        raise ValueError(
+            f"optimizer.state={choice.state} is for torch.optim.AdamW, and optimizer.name is {choice.name}; leave one of them out"
+        )
+    if choice.kwargs:
+        raise ValueError(
+            f"optimizer.kwargs.{next(iter(choice.kwargs))} does not go with optimizer.state={choice.state}; leave one of them out"
+        )
+    if not section.master_weights:
+        raise ValueError(
+            f"optimizer.state={choice.state} goes with float32 weights, and master_weights=false keeps none for a bfloat16 model, whose "
+            "state is bfloat16 already; leave one of them out"
+        )
+    if section.cpu_offload:
+        raise ValueError(
+            f"optimizer.state={choice.state} saves memory of the card, and cpu_offload=true keeps the state in host memory; leave one "
+            "of them out"
+        )
+
+
+def _check_kwargs(kwargs: dict[str, Any]) -> None:
+    if kwargs.get("foreach") and kwargs.get("fused"):
+        raise ValueError("optimizer.kwargs has foreach and fused both true, and torch takes one of them; drop one")
+    for key in ("capturable", "differentiable", "maximize"):
+        if kwargs.get(key):
+            raise ValueError(f"optimizer.kwargs.{key}={kwargs[key]} does not fit a training step here; leave it out")
+
+
+def check_batches(config: Any, *, name: str) -> None:
+    """Compare sizes that follow from other keys with those given under the names of other systems."""
+    section, data, rollout = getattr(config, name), config.data, config.rollout
+    rows = config.completions_per_step // section.minibatches
+    given = section.train_global_batch_size
+    if given is not None and given != rows:
+        fits = (
+            config.completions_per_step % given == 0
+            and data.prompts_per_step % (config.completions_per_step // given) == 0
+        )
+        hint = (
+            f"{name}.minibatches={config.completions_per_step // given}"
+            if fits
+            else f"{name}.train_global_batch_size={rows}"
+        )
+        raise ValueError(
+            f"{name}.train_global_batch_size={given}, but an update has data.prompts_per_step x rollout.samples_per_prompt / "
+            f"{name}.minibatches = {data.prompts_per_step} x {rollout.samples_per_prompt} / {section.minibatches} = {rows} "
+            f"completions; write {hint}, or change one of those"
+        )
+    longest = data.max_prompt_tokens + rollout.max_response_tokens
+    if section.max_total_sequence_length is not None and longest > section.max_total_sequence_length:
+        raise ValueError(
+            f"{name}.max_total_sequence_length={section.max_total_sequence_length}, but data.max_prompt_tokens + "
+            f"rollout.max_response_tokens = {data.max_prompt_tokens} + {rollout.max_response_tokens} = {longest}; lower one of "
+            "them (longer prompts are left out), or raise it"
+        )

@@ -17,7 +17,7 @@ _TREATMENTS = (
 
 
 class EnvironmentBase(Section):
-    """Runs in processes of its own, one for each episode that goes on."""
+    """Runs in separate processes, one for each running episode."""
 
     max_turns: int = field(8, "Most turns of an episode.", ge=1)
     max_turn_tokens: int | None = field(
@@ -32,19 +32,19 @@ class EnvironmentBase(Section):
     episode_timeout_s: float = field(
         3600.0, "Time limit for one episode, in seconds, with its waits for the engine.", ge=0.001, le=LONGEST_S
     )
-    max_running: int = field(256, "Most episodes that go on at the same time.", ge=1)
+    max_running: int = field(256, "Most episodes that run at the same time.", ge=1)
     truncated: Treatment = field("keep", f"Episodes that a limit of turns or tokens ended. {_TREATMENTS}")
     timed_out: Treatment = field("mask", "The same for episodes that took too long.")
     failed: Treatment = field("mask", "The same for episodes whose environment raised, died or returned rubbish.")
     env: list[VariableName] = field(
-        [], "Names of environment variables that it gets, beside `PATH`, `HOME`, the language and the like."
+        [], "Names of environment variables that it gets, besides `PATH`, `HOME`, the language and the like."
     )
     memory_mb: int = field(4096, "Memory limit for each of its processes, in MB.", ge=64, le=1_000_000_000)
 
 
 _KWARGS = "Arguments of the class; with several classes a map from their names to the arguments of each."
 _PYTHON = (
-    "The Python that runs it, where a package needs an environment of its own (3.11 or newer; Rollcall need not be installed in it); "
+    "The Python that runs it, where a package needs a separate environment (3.11 or newer; Rollcall need not be installed in it); "
     "`null`: this one."
 )
 
@@ -80,7 +80,7 @@ class ClassEnvironment(EnvironmentBase):
     call_format: Literal["auto", "hermes", "llama", "text"] = field(
         "auto",
         "How the model writes tool calls: `hermes` (`<tool_call>` JSON, as Qwen does), `llama` (JSON), `text` (`name(argument=1)` "
-        "on a line of its own). `auto`: as its chat template does.",
+        "on a separate line). `auto`: as its chat template does.",
     )
 
     @model_validator(mode="after")

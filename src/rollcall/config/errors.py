@@ -1,4 +1,4 @@
-"""What is wrong with a run file, in its own words: where, what was given, what to write instead."""
+"""Explains what is wrong with a run file: where, what was given, what to write instead."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WORDS_ALIKE = 0.75  # two words this similar are one, misspelt
 ONE_LETTER = 0.9  # likeness of two names that differ in a letter
 LIKELY = 0.5  # a name less alike than this is not worth suggesting
 LONGEST_NAME = 60  # characters; a longer key is not a misspelling
-MOST_ERRORS = 10  # told at once
+MOST_ERRORS = 10  # shown at once
 MOST_SHOWN = 300  # characters of what was given
 
 
@@ -28,7 +28,7 @@ def explain_all(error: ValidationError, root: type[BaseModel]) -> str:
 
 
 def _or_auto(items: list[Any]) -> list[Any]:
-    """A value that is neither what a key takes nor `auto` is one mistake, which pydantic tells as two."""
+    """A value that is neither what a key takes nor `auto` is one mistake, which pydantic reports as two."""
     autos = {item["loc"][:-1] for item in items if item["loc"] and item["loc"][-1] == "literal['auto']"}
     return [
         {**item, "loc": item["loc"][:-1], "msg": f"{item['msg']}, or auto"} if item["loc"][:-1] in autos else item

@@ -1,10 +1,11 @@
-"""`launch:` and `prepare:` of a run file: where the nodes come from, and what each needs before the run.
+"""`launch:`, `prepare:` and `finish:` of a run file: where the nodes come from, what each needs before the run, and what follows it.
 
-One section for each target of `rollcall launch`; a run file may have several. What all targets share stands beside them.
+One section for each target of `rollcall launch`; a run file may have several. Keys that all targets share are in ``launch`` itself.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
@@ -12,6 +13,7 @@ from pydantic import AfterValidator, Field, JsonValue
 
 from rollcall.config.base import Section, field
 from rollcall.config.checks import check_variable_names, check_variables, check_word
+from rollcall.words import parse_size
 
 Names = Annotated[list[str], AfterValidator(check_variable_names)]
 Word = Annotated[str, AfterValidator(check_word)]
@@ -51,7 +53,7 @@ class TargetSection(Section):
 
 
 class _OnNodes(TargetSection):
-    """What a target that runs our command on plain machines can be told about them."""
+    """Keys of the targets that run our command on plain machines."""
 
     activate: Path | None = field(None, "Activate script of the Python environment on the nodes.")
     env: Variables = field({}, "Environment variables of `rollcall node`. Those of workers are in `cluster.env`.")
@@ -138,7 +140,7 @@ class KuberaySection(TargetSection):
 class LaunchSection(Section):
     rendezvous: Path | None = field(
         None,
-        "Shared folder in which nodes find the head (ssh and slurm). `null`: with ssh they are told the head's address, with "
+        "Shared folder in which nodes find the head (ssh and slurm). `null`: with ssh they get the head's address, with "
         "slurm they meet in the launch's folder.",
     )
     gpu: Literal["cuda", "rocm"] = field("cuda", "Make of the GPUs: which variables and devices a node needs.")
@@ -153,6 +155,45 @@ class LaunchSection(Section):
     kuberay: KuberaySection | None = field(None, "Pods of Kubernetes, through the KubeRay operator.")
 
 
+def _check_repo(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name):
+        raise ValueError(f"{name[:80]!r} is not the name of a repository; write OWNER/NAME")
+    return name
+
+
+def check_branch(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][\w./-]*", name) or ".." in name:
+        raise ValueError(f"{name[:80]!r} is not the name of a branch; use letters, digits and . _ - /")
+    return name
+
+
+def _check_size(text: str) -> str:
+    parse_size(text)
+    return text
+
+
+class UploadSection(Section):
+    repo: Annotated[str, AfterValidator(_check_repo)] = Field(
+        description="Model repository on the hub, `OWNER/NAME`; made if it does not exist."
+    )
+    private: bool = field(False, "Make it private, and refuse a repository that everyone can read.")
+    revision: Annotated[str, AfterValidator(check_branch)] | None = field(
+        None, "Branch to upload to; `null`: the main one."
+    )
+
+
+class FinishSection(Section):
+    dtype: Literal["keep", "bf16", "fp16", "fp32"] = field(
+        "keep", "Precision of the merged model; `keep`: as it was trained."
+    )
+    max_shard_size: Annotated[str, AfterValidator(_check_size)] = field(
+        "5GB", "Largest weight file, such as `5GB` or `512MiB`."
+    )
+    upload: UploadSection | None = field(
+        None, "Where the model goes when it is verified. The token is `HF_TOKEN`, or that of `hf auth login`."
+    )
+
+
 def describe_targets() -> dict[str, str]:
     """The targets, each with where it gets nodes from, as a part of a sentence.
 
@@ -160,10 +201,7 @@ def describe_targets() -> dict[str, str]:
     'machines that ssh reaches'
     """
     fields = LaunchSection.model_fields.items()
-    targets = {name: info for name, info in fields if any(_is_target(kind) for kind in get_args(info.annotation))}
+    kinds = {name: [kind for kind in get_args(info.annotation) if isinstance(kind, type)] for name, info in fields}
+    targets = {name: info for name, info in fields if any(issubclass(kind, TargetSection) for kind in kinds[name])}
     texts = {name: str(info.description).removesuffix(".") for name, info in targets.items()}
     return {name: text[0].lower() + text[1:] for name, text in texts.items()}
-
-
-def _is_target(kind: object) -> bool:
-    return isinstance(kind, type) and issubclass(kind, TargetSection)

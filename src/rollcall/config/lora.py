@@ -18,7 +18,7 @@ MOST_RANK_OF_VLLM = 512  # of vLLM 0.32
 
 
 def _targets(given: Any) -> Any:
-    """Names that PEFT's users write for all of them mean the same here. A union has an error for each of its kinds; this has one."""
+    """Accept PEFT's name for all modules, and raise one error, where a union would raise one for each of its kinds."""
     if given in ("all-linear", ALL_LINEAR):
         return ALL_LINEAR
     if isinstance(given, str):
@@ -66,7 +66,7 @@ class LoraSection(Section):
     )
     export: Literal["adapter", "merged"] = field(
         "adapter",
-        "What the run leaves in `model/`. `adapter`: the adapter alone, in PEFT's format. `merged`: a whole model directory with the adapter added to the weights.",
+        "What the run leaves in `model/`. `adapter`: only the adapter, in PEFT's format. `merged`: a whole model directory with the adapter added to the weights.",
     )
 
     @property
@@ -84,7 +84,7 @@ def modules_of(targets: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def check_lora(config: Any) -> None:
-    """What does not go together with an adapter, by name."""
+    """Refuse keys that do not work with an adapter."""
     if config.model.lora is None:
         return
     if config.algorithm.name == "ppo":
@@ -98,7 +98,7 @@ def check_lora(config: Any) -> None:
         )
     if config.rollout.engine == "vllm" and config.rollout.vllm.sleep:
         raise ValueError(
-            "rollout.vllm.sleep=true gives vLLM's memory back between rollouts, which does not go together with model.lora; leave "
+            "rollout.vllm.sleep=true gives vLLM's memory back between rollouts, which does not work with model.lora; leave "
             "rollout.vllm.sleep out"
         )
     if config.checkpoint.place == "local":

@@ -1,4 +1,4 @@
-"""A run file as a debugger wants it: everything in one process, line by line."""
+"""Turns a run file into one for a debugger: everything in one process."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _WHOLE = {
 
 
 def in_one_process(config: Config) -> Config:
-    """The same run without its cluster: nothing is divided over processes, nothing compiled, and the native engine samples. One
-    episode of an environment goes on at a time, so that one stops. Model, data, rewards, algorithm and sizes are the run file's."""
+    """The same run without its cluster: nothing is divided over processes or compiled, and the native engine samples. Episodes run one at
+    a time, so that a breakpoint stops in one. Model, data, rewards, algorithm and sizes stay."""
     environment = config.environment
     sections = {
         "cluster": None,

@@ -121,7 +121,7 @@ class FunctionReward(RewardBase):
     path: str = Field(description="`module:function`, importable from the working directory.")
     env: list[VariableName] = field(
         [],
-        "Names of environment variables that the function gets, such as `OPENAI_API_KEY`, beside `PATH`, `HOME`, the language "
+        "Names of environment variables that the function gets, such as `OPENAI_API_KEY`, besides `PATH`, `HOME`, the language "
         "and the like. On a cluster their values come from the shell that submits the run.",
     )
     network: bool = field(True, "Whether the function may use the network.")
@@ -153,7 +153,7 @@ class ModelReward(RewardBase):
 
 
 class EnvironmentReward(RewardBase):
-    """What the environment itself gives: its reward for the episode, or the sum of those along the way."""
+    """The environment's own reward: for the episode, or the sum of those along the way."""
 
     type: Literal["environment"] = "environment"
 

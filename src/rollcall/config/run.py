@@ -16,14 +16,12 @@ from pydantic import ValidationError, model_validator
 
 from rollcall.config.algorithms import Algorithm, GroupAlgorithm, Grpo
 from rollcall.config.base import Section, field
-from rollcall.config.checks import check_ruin
+from rollcall.config.checks import check_batches, check_ruin
 from rollcall.config.environments import EnvironmentSection
 from rollcall.config.errors import explain_all, shown
-from rollcall.config.finish import FinishSection
-from rollcall.config.launch import LaunchSection, PrepareSection
+from rollcall.config.launch import FinishSection, LaunchSection, PrepareSection
 from rollcall.config.lora import check_lora
 from rollcall.config.overrides import add_key, apply_override, refuse_secret, set_key
-from rollcall.config.parallel import check_batches
 from rollcall.config.rewards import ExactReward, Reward
 from rollcall.config.sections import (
     CheckpointSection,
@@ -94,7 +92,7 @@ class Config(Section):
                 )
         if self.algorithm.name == "intuitor" and [reward.type for reward in self.reward] != ["self_certainty"]:
             raise ValueError(
-                "algorithm intuitor learns from self-certainty alone; write reward: [{type: self_certainty}] "
+                "algorithm intuitor learns only from self-certainty; write reward: [{type: self_certainty}] "
                 "(and eval accuracy is then measured by `data.answer_key` with the `exact` reward)"
             )
         truncated = self.rollout.top_p < 1 or self.rollout.top_k > 0
@@ -115,9 +113,7 @@ class Config(Section):
                 "reward {type: environment} needs an environment; add that section, or choose another reward"
             )
         if self.environment is None and "builtin:environment" in (self.data.train, self.data.val):
-            raise ValueError(
-                "data builtin:environment has no prompts of its own and needs an environment; add that section"
-            )
+            raise ValueError("data builtin:environment has no prompts and needs an environment; add that section")
         self._check_algorithm()
         self._check_cluster()
         check_lora(self)
@@ -181,8 +177,8 @@ def load_config(
 ) -> Config:
     """Run file (or its sections, or the embedded default) plus ``a.b=value`` overrides, validated.
 
-    ``defaults``, ``changes`` and ``values`` are by dotted key, as they are, not as text: the overrides stand above the first and
-    below the others. Of ``changes``, which Python code gives, a map adds to the section that is there.
+    ``defaults``, ``changes`` and ``values`` map dotted keys to values, not to text. Overrides win over ``defaults`` and lose to the
+    others. ``changes`` come from Python code, and a map there adds to the section.
     """
     refuse_deep([path, changes])
     if path is None:
@@ -210,7 +206,7 @@ def load_config(
 
 
 def load_saved_run(path: Path) -> Config:
-    """The run file that a run directory keeps: what the run was last started with."""
+    """Load the run file that a run directory keeps, with which the run was last started."""
     return parse_config(_read_sections(path, what="saved run file"))
 
 

@@ -1,4 +1,4 @@
-"""The sections of a run file: every default beside its field, with its meaning and unit."""
+"""The sections of a run file: every field with its default, meaning and unit."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from rollcall.config.base import LONGEST_S, KeyProblem, Section, field
-from rollcall.config.checks import check_directory, check_home, check_stops, check_variables
+from rollcall.config.checks import check_directory, check_home, check_section, check_stops, check_variables, lift_kwargs
 from rollcall.config.lora import LoraSection
-from rollcall.config.parallel import check_section, lift_kwargs
 from rollcall.words import counted
 
 SLOT_SYNTAX = "write all, a slot (5), a range (0-3), a list (0-3,8), or slots with process ranks (0-7:0-3)"
@@ -31,7 +30,7 @@ class RunSection(Section):
 
 
 def _slots(value: Any) -> Any:
-    """What stands for slots is read by plan/placement.py; here, that it is text or a number, and that YAML meant it."""
+    """Check only that slots are text or a number and that YAML read them as meant; plan/placement.py reads them."""
     if isinstance(value, bool) or not isinstance(value, str | int):
         given = str(value).lower() if isinstance(value, bool) else repr(value)
         raise ValueError(f"{given} is not a set of slots; {SLOT_SYNTAX}")
@@ -56,7 +55,7 @@ class ClusterSection(Section):
     component_placement: dict[str, Annotated[str | int, BeforeValidator(_slots)]] = field(
         {"actor,rollout": "all"},
         "Which roles sit on which slots, such as `{'actor,rollout': all}`. The slots of `environment` name the nodes on which environments "
-        "and programs run, beside the other roles; without any they run on the controller's node.",
+        "and programs run, along with the other roles; without it they run on the controller's node.",
     )
     ray_address: str | None = field(
         None,
@@ -220,7 +219,7 @@ class RolloutSection(Section):
         "token.",
     )
     stop_token_ids: list[int] = field(
-        [], "Ids of more tokens that end a completion, beside the model's own. The exported model stops at them too."
+        [], "Ids of more tokens that end a completion, besides the model's own. The exported model stops at them too."
     )
     max_running: int = field(512, "Most completions that an engine decodes at once.", ge=1)
     kv_tokens: int | None = field(
@@ -255,7 +254,7 @@ class RolloutSection(Section):
 class OptimizerChoice(Section):
     name: str = field("torch.optim.AdamW", "Import path of the optimizer's class.")
     kwargs: dict[str, Any] = field(
-        {}, "Its arguments, such as `{foreach: false}`. lr, betas, eps and weight_decay may stand here too."
+        {}, "Its arguments, such as `{foreach: false}`. lr, betas, eps and weight_decay may be given here too."
     )
     state: Literal["float32", "bfloat16"] = field(
         "float32",
@@ -279,7 +278,7 @@ class OptimizerSection(Section):
     grad_clip: float = field(1.0, "Largest global gradient norm; 0: no clipping.", ge=0)
     tokens_per_microbatch: Annotated[int, Field(ge=1)] | Auto = field(
         "auto",
-        "Packed tokens of one process in one forward pass, 1 or more. `auto`: as many as fit the card beside the rest, measured at the start; 16384 on a "
+        "Packed tokens of one process in one forward pass, 1 or more. `auto`: as many as fit on the card with the rest, measured at the start; 16384 on a "
         "CPU. If a micro-batch does not fit all the same, it is split, and the smaller size is kept.",
     )
     train_micro_batch_size: int | None = field(
@@ -353,7 +352,7 @@ class TrainerSection(Section):
     keep_last: int = field(2, "Number of newest checkpoints to keep.", ge=1)
     keep_best: int = field(
         1,
-        "Number of best checkpoints to keep beside them: by held-out accuracy, or by held-out reward where rewards are not 0 or 1.",
+        "Number of best checkpoints to keep in addition: by held-out accuracy, or by held-out reward where rewards are not 0 or 1.",
         ge=0,
     )
     staleness: int = field(

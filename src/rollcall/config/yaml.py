@@ -1,4 +1,4 @@
-"""Reads YAML from people and from damaged files: bounded in size, depth and aliases, each key once.
+"""Reads YAML that people wrote or a crash damaged: bounded in size, depth and aliases, and with each key once.
 
 Every refusal is a ``ConfigError`` that names the file and the line. Nothing that the text holds makes reading it slow: aliases
 count as what they stand for, so a small file cannot grow into a large one.
@@ -25,7 +25,7 @@ _OPEN_ALREADY = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")  # as a shell passe
 
 
 def read_yaml(path: Path | str, *, what: str) -> Any:
-    """What a YAML file holds. ``what`` it is, for messages: "run file"."""
+    """Read a YAML file. ``what`` names it in messages, such as "run file"."""
     try:
         data = read_small(path, most=MAX_BYTES)
         text = data.decode()
@@ -57,7 +57,7 @@ def read_small(path: Path | str, *, most: int = 1 << 28) -> bytes:
 
 
 def refuse_deep(value: Any) -> None:
-    """The same bound for what Python code gives; it may even contain itself."""
+    """Apply the same bound to values from Python code, which may even contain themselves."""
     level = {id(value): value}
     for _ in range(MAX_DEPTH):
         inner = (
@@ -101,7 +101,7 @@ class _Loader(yaml.SafeLoader):
         node: Any = super().compose_node(parent, index)
         self._depth -= 1
         if alias and id(node) not in self._num_values:
-            raise ConfigError(f"line {line}: an alias is inside the value that it stands for")
+            raise ConfigError(f"line {line}: an alias is inside the value that it refers to")
         if not alias:
             self._count(node, line)
         return node
@@ -115,7 +115,7 @@ class _Loader(yaml.SafeLoader):
         total = 1 + sum(self._num_values[id(each)] for each in below)
         if total > MAX_VALUES:
             raise ConfigError(
-                f"line {line}: more than {MAX_VALUES:,} values, counting each alias as what it stands for"
+                f"line {line}: more than {MAX_VALUES:,} values, counting each alias as the value that it refers to"
             )
         self._num_values[id(node)] = total
 
@@ -127,7 +127,7 @@ class _Loader(yaml.SafeLoader):
                 if key.value in seen:
                     line = node.start_mark.line + 1
                     raise ConfigError(
-                        f"{key.value[:60]} stands twice in the mapping that begins in line {line}; write its keys in one place"
+                        f"{key.value[:60]} appears twice in the mapping that begins on line {line}; write it once"
                     )
                 seen.add(key.value)
         return node

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rollcall.checkpoint.verify import mark_of, verify, why_not_verified
-from rollcall.config.finish import check_branch
+from rollcall.config.launch import check_branch
 from rollcall.merge.card import not_of_a_model
 from rollcall.redact import redact, remember
 from rollcall.stored.find import PROBE

@@ -29,10 +29,10 @@ from rollcall.launch.ready import JOIN_S, look_first
 from rollcall.nodes.bootstrap import NodeRequest, require_meeting
 from rollcall.nodes.check import wait_for_slots
 from rollcall.nodes.foreground import hold
-from rollcall.nodes.ours import OurCluster
 from rollcall.nodes.ray_start import find_slots
 from rollcall.nodes.rendezvous import Rendezvous
 from rollcall.nodes.state import NodeRecord
+from rollcall.nodes.which import OurCluster
 from rollcall.on_ray.connect import connect, disconnect
 from rollcall.on_ray.each_node import answers_of, run_on
 from rollcall.stop import INTERRUPTED, SIGNALS, STOPPED

@@ -1,7 +1,7 @@
-"""A listening socket that lets in those who know a secret, and tells the others nothing.
+"""A listening socket that admits callers who know a secret and reveals nothing to others.
 
 listener -> caller     a challenge, 32 random bytes
-caller   -> listener   a challenge of its own, and the proof that it knows the secret: HMAC-SHA256 over both challenges
+caller   -> listener   its own challenge, and the proof that it knows the secret: HMAC-SHA256 over both challenges
 listener -> caller     its own proof
 
 The secret itself never travels, and a proof is good for one connection. Before the proof a caller gets 32 random bytes, has
@@ -20,13 +20,13 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 CHALLENGE = 32  # bytes, of a proof too
 PROOF_S = 5.0  # from connecting to the proof
 MOST_WAITING = 128  # callers without a proof; one more, and one of the host with the most of them is dropped
 BACKLOG = 1024
-PROBE_S = 2  # between two questions to the peer's kernel, while nothing is said
+PROBE_S = 2  # between two questions to an idle peer's kernel
 SILENT_S = 8  # after this long without an answer the peer is gone
 
 
@@ -35,13 +35,13 @@ def new_secret() -> str:
 
 
 def answer(challenge: bytes, *, secret: str) -> tuple[bytes, bytes]:
-    """What a caller says to a challenge, and the proof that it must get in return."""
+    """A caller's reply to a challenge, and the proof that it must get in return."""
     both = challenge + secrets.token_bytes(CHALLENGE)
     return both[CHALLENGE:] + _proof(secret, b"caller", both), _proof(secret, b"listener", both)
 
 
 def prove(read: Callable[[int], bytes], write: Callable[[bytes], object], *, secret: str) -> bool:
-    """A caller's part of the exchange. Whether the listener knows the secret too."""
+    """Do a caller's part of the exchange. Returns whether the listener knows the secret too."""
     reply, proof = answer(read(CHALLENGE), secret=secret)
     write(reply)
     return hmac.compare_digest(read(CHALLENGE), proof)
@@ -61,7 +61,7 @@ def listen_at(host: str, *, port: int = 0) -> socket.socket:
 
 
 def watch_peer(connection: socket.socket) -> None:
-    """Small messages leave at once, and the kernel finds out whether the peer's host is there."""
+    """Send small messages at once, and have the kernel notice when the peer's host is gone."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     times = {"TCP_KEEPIDLE": PROBE_S, "TCP_KEEPINTVL": PROBE_S, "TCP_USER_TIMEOUT": SILENT_S * 1000}
@@ -75,7 +75,7 @@ class _Caller:
     host: str
     challenge: bytes
     until: float
-    said: bytes = field(default=b"")
+    reply: bytes = b""
 
 
 class Door:
@@ -94,7 +94,7 @@ class Door:
         return self._selector.fileno()
 
     def accept(self, timeout_s: float) -> socket.socket | None:
-        """The next caller that knows the secret; None: nobody came in that time."""
+        """Returns the next caller that knows the secret, or `None` if there is none in time."""
         ends = time.monotonic() + timeout_s
         while True:
             until = min([ends, *(caller.until for caller in self._callers.values())])
@@ -104,7 +104,7 @@ class Door:
                 elif isinstance(key.fileobj, socket.socket) and self._hear(key.fileobj):
                     return key.fileobj
             now = time.monotonic()
-            # After what was said is heard: this process itself may have stood still.
+            # After reading, since this process itself may have been frozen.
             for late in [one for one, caller in self._callers.items() if caller.until <= now]:
                 self._dismiss(late)
             if now >= ends:
@@ -135,29 +135,29 @@ class Door:
         self._send(connection, caller.challenge)
 
     def _least_missed(self) -> socket.socket:
-        """Of the host with the most waiting callers, the one that waited longest: a stranger pushes out its own callers first."""
+        """The longest waiting caller of the host with the most of them, so that a stranger pushes out its own callers first."""
         counts = Counter(caller.host for caller in self._callers.values())
         host = max(counts, key=lambda one: counts[one])
         return next(one for one, caller in self._callers.items() if caller.host == host)
 
     def _hear(self, connection: socket.socket) -> bool:
-        """Whether this caller has proved that it knows the secret; one that failed to is dismissed."""
+        """Read from a caller. Returns whether it has proved that it knows the secret; one that failed is dismissed."""
         caller = self._callers.get(connection)
         if caller is None:  # it has just made way for another one
             return False
         try:
-            data = connection.recv(2 * CHALLENGE - len(caller.said))
+            data = connection.recv(2 * CHALLENGE - len(caller.reply))
         except BlockingIOError:
             return False
         except OSError:
             data = b""
-        caller.said += data
+        caller.reply += data
         if not data:
             self._dismiss(connection)
-        if len(caller.said) < 2 * CHALLENGE:
+        if len(caller.reply) < 2 * CHALLENGE:
             return False
-        both = caller.challenge + caller.said[:CHALLENGE]
-        known = hmac.compare_digest(caller.said[CHALLENGE:], _proof(self._secret, b"caller", both))
+        both = caller.challenge + caller.reply[:CHALLENGE]
+        known = hmac.compare_digest(caller.reply[CHALLENGE:], _proof(self._secret, b"caller", both))
         if not known or not self._send(connection, _proof(self._secret, b"listener", both)):
             self._dismiss(connection)
             return False

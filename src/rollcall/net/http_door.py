@@ -1,4 +1,4 @@
-"""HTTP servers that no client can hold: uvicorn, with a limit on everything that a connection may wait for.
+"""HTTP servers that no client can block: uvicorn, with a limit on everything that a connection may wait for.
 
 uvicorn waits without end for the head of a request and for a client that does not read its answer. Until the head has come nobody
 knows whether a client has a key, so a stranger could hold all connections.
@@ -38,7 +38,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def http_server(app: Any, *, lifespan: Literal["on", "off"]) -> uvicorn.Server:
-    """To be run with a socket of ``listen``."""
+    """A server to run on a socket from ``listen``."""
     import uvicorn
 
     most = min(MAX_CONNECTIONS, allow_files(MAX_CONNECTIONS))
@@ -47,7 +47,7 @@ def http_server(app: Any, *, lifespan: Literal["on", "off"]) -> uvicorn.Server:
         uvicorn.Config(
             app, lifespan=lifespan, ws="none", log_level="error", access_log=False, server_header=False, date_header=False,
             proxy_headers=False, timeout_keep_alive=int(KEEP_ALIVE_S), timeout_graceful_shutdown=1, limit_concurrency=most,
-            # So many are accepted at once, before the oldest can make way for them.
+            # This many are accepted at once, before the oldest can make way for them.
             backlog=min(2048, most // 16 + 16), http=_protocol(most_silent=most // 2),
         )
     )  # fmt: skip

@@ -38,7 +38,7 @@ ACCEPT_S = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a group meets, and what its members know."""
+    """The address at which a group meets, and the secret of its members."""
 
     address: str
     port: int
@@ -111,7 +111,7 @@ class MeetingServer:
 
 
 class MeetingStore(dist.Store):
-    """A member's view of the keys. torch calls it from threads of its own too.
+    """A member's view of the keys. torch calls it from its own threads too.
 
     torch keeps no Python reference to it: the code that makes a group of it must keep it while the group lives.
     """
@@ -198,24 +198,24 @@ def greet(group: Any, store: MeetingStore, *, name: str, rank: int, members: Seq
         return
     challenge = secrets.token_bytes(CHALLENGE)
     store.set(f"greet/{name}/{rank}", challenge)
-    said: dict[int, torch.Tensor] = {}
+    greetings: dict[int, torch.Tensor] = {}
     works: list[tuple[int, Any, torch.Tensor]] = []  # a tensor must live until it has left
     for place, other in enumerate(members):
         if other == rank:
             continue
         theirs = store.get(f"greet/{name}/{other}")
         proof = torch.frombuffer(bytearray(_greeting(secret, name, rank, other, theirs)), dtype=torch.uint8)
-        said[other] = torch.zeros(CHALLENGE, dtype=torch.uint8)
+        greetings[other] = torch.zeros(CHALLENGE, dtype=torch.uint8)
         works.append((other, group.send([proof], place, 0), proof))
-        works.append((other, group.recv([said[other]], place, 0), said[other]))
+        works.append((other, group.recv([greetings[other]], place, 0), greetings[other]))
     silent: dict[int, str] = {}
     ends = time.monotonic() + GREET_S
-    for other, work, _ in works:  # to the end: who gave up at the first stranger would leave members without a greeting
+    for other, work, _ in works:  # all of them: giving up at the first stranger would leave members without a greeting
         try:
             work.wait(timedelta(seconds=max(ends - time.monotonic(), 0.001)))
         except RuntimeError as error:
             silent.setdefault(other, str(error).splitlines()[0])
-    for other, words in said.items():
+    for other, words in greetings.items():
         if other in silent:
             raise _stranger(name, rank, other, f"it did not greet ({silent[other]})")
         if not hmac.compare_digest(bytes(words.tolist()), _greeting(secret, name, other, rank, challenge)):
@@ -234,7 +234,7 @@ def _stranger(name: str, rank: int, other: int, why: str) -> dist.DistNetworkErr
 
 
 def _enter(place: Place, *, timeout_s: float) -> socket.socket:
-    """Through the door, once it is open: the first process may be a moment behind."""
+    """Connect through the door once it is open; the first process may be a moment behind."""
     ends = time.monotonic() + timeout_s
     while True:
         left_s = max(ends - time.monotonic(), 0.1)
@@ -263,7 +263,7 @@ def _prove(connection: socket.socket, place: Place) -> socket.socket:
 
 
 def _hang_up(connection: socket.socket) -> None:
-    """Closing alone does not wake a thread that reads from it."""
+    """Shut down first: closing does not wake a thread that reads from the socket."""
     try:
         connection.shutdown(socket.SHUT_RDWR)
     except OSError:  # the other side was first

@@ -1,4 +1,4 @@
-"""Addresses: which of a node's own the others can reach, how one is written, and which ports are free.
+"""Addresses of this node that others can reach, how addresses are written, and which ports are free.
 
 Nothing is sent: a UDP socket that is connected asks the kernel for the route and learns the address it would use.
 """
@@ -35,7 +35,7 @@ def join_address(host: str, port: int) -> str:
 
 
 def resolve(host: str) -> str:
-    """The address of a host name; an address stays as it is."""
+    """Look up a host name; an address stays as it is."""
     try:
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except socket.gaierror as error:
@@ -148,7 +148,7 @@ def _of_interface(name: str, *, toward: str | None) -> str:
     if name not in known:
         raise ClusterError(f"--interface {name} does not exist on this node; it has {', '.join(known)}")
     addresses = interface_addresses(name)
-    if toward is not None:  # of a node with both, the kind the head has
+    if toward is not None:  # on a node with both kinds, the kind of the head
         family = _family(resolve(toward))
         addresses = [address for address in addresses if _family(address) == family]
     if not addresses:

@@ -1,7 +1,7 @@
 """A node's life in a cluster: find or found it, start Ray, remember what was started, stop exactly that.
 
 Rank 0 starts the head, then publishes it. Every other rank waits for the published head, asks it who it is, and joins.
-`ray start` runs in a session of its own and returns; Ray's processes live on, and are found again by `processes.py`.
+`ray start` runs in its own session and returns; Ray's processes keep running, and `processes.py` finds them again.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from rollcall.nodes.rendezvous import Found, Head, Rendezvous, look, wait_at, wa
 from rollcall.nodes.state import (
     NodeRecord,
     check_token,
+    coming_up,
     forget,
     read_record,
     sole_owner,
@@ -61,13 +62,18 @@ TAKEN_S = 15.0  # a head notices a killed node in 5 s; only then is its rank fre
 def require_meeting(request: NodeRequest) -> None:
     if (request.rendezvous is None) == (request.head_address is None):
         raise ClusterError(
-            "give the way in which nodes find each other: --rendezvous DIR (a shared folder) or --head-address HOST:PORT"
+            "say how the nodes find each other: --rendezvous DIR (a shared folder) or --head-address HOST:PORT"
         )
 
 
 def start_node(request: NodeRequest) -> tuple[NodeRecord, bool]:
-    """Make this node part of the cluster, or find that it is: its record, and whether it was running."""
+    """Make this node part of the cluster. Returns its record, and whether it already was part of it."""
     require_meeting(request)
+    with coming_up(request.cluster):
+        return _start(request)
+
+
+def _start(request: NodeRequest) -> tuple[NodeRecord, bool]:
     slots, accelerator = find_slots(request.slots)
     known = partial(
         NodeRecord,
@@ -105,16 +111,16 @@ def start_node(request: NodeRequest) -> tuple[NodeRecord, bool]:
 
 
 def stop_node(cluster: str, *, keep_logs: bool = False) -> int:
-    """Stop what this cluster runs on this node, and remove what it wrote; returns how many processes there were.
+    """Stop what this cluster runs on this node and remove what it wrote. Returns the number of processes stopped.
 
-    ``keep_logs``: something has failed, and Ray's folder stays until the next start or stop.
+    ``keep_logs`` leaves Ray's folder until the next start or stop.
     """
     with sole_owner(cluster):
         record = read_record(cluster)
         count = _stop(cluster)
         if keep_logs:
             return count
-        if record is not None:  # a folder of the user's own may hold more than this session
+        if record is not None:  # a folder that the user chose may hold more than this session
             shutil.rmtree(Path(record.temp_dir, "session_latest").resolve(), ignore_errors=True)
         shutil.rmtree(own_temp_dir(cluster), ignore_errors=True)
         (state_dir(cluster) / "start.log").unlink(missing_ok=True)
@@ -122,13 +128,13 @@ def stop_node(cluster: str, *, keep_logs: bool = False) -> int:
 
 
 def is_running(record: NodeRecord) -> bool:
-    """Whether what makes a node (on rank 0: and a head) is alive here."""
+    """Whether the raylet is alive here, and on rank 0 the head too."""
     needed = {RAYLET, GCS} if record.rank == 0 else {RAYLET}
     return needed <= command_names(record.processes)
 
 
 def _find(request: NodeRequest, *, token: str | None) -> Found:
-    """The head to join, once it is up; what this node was told must fit what the head knows."""
+    """Wait for the head to join, and refuse options that contradict what the head knows."""
     if request.head_address is not None:
         assert token is not None
         found = wait_at(request.head_address, token=token, tls=request.tls, timeout_s=request.timeout_s)
@@ -154,7 +160,8 @@ def _find(request: NodeRequest, *, token: str | None) -> Found:
 
 
 def _wait_for_rank(request: NodeRequest, found: Found) -> Found:
-    """A node that died stays listed as alive for some seconds. One that accepts connections, or is still listed later, is alive."""
+    """Refuse a rank that another node holds. A node that died stays listed for some seconds, so wait until it is gone, unless it
+    accepts connections."""
     give_up = time.monotonic() + TAKEN_S
     answer = found.answer
     while holder := next((node for node in answer.alive if node.rank == request.rank), None):
@@ -179,7 +186,7 @@ def _taken(holder: NodeInfo) -> str:
 
 
 def _running(request: NodeRequest) -> NodeRecord | None:
-    """The record of this node if it is part of the cluster now; the remains of an earlier one do not count."""
+    """Returns this node's record if it is part of the cluster now; a record left by an earlier start does not count."""
     record = read_record(request.cluster)
     if record is None or not is_running(record):
         return None
@@ -204,7 +211,7 @@ def _running(request: NodeRequest) -> NodeRecord | None:
 
 
 def _launch(request: NodeRequest, start: Start) -> NodeRecord:
-    """Start Ray, see that the head lists this node, remember it; or leave nothing behind."""
+    """Start Ray, check that the head lists this node, and record it. A failure leaves nothing behind."""
     deadline = time.monotonic() + START_S
     folder, temp_dir = state_dir(request.cluster), Path(start.record.temp_dir)
     if request.temp_dir is None:
@@ -229,7 +236,7 @@ def _launch(request: NodeRequest, start: Start) -> NodeRecord:
 
 
 def _joined(start: Start, *, deadline: float) -> NodeRecord:
-    """This node as its head lists it, with the rank as its own: two hosts of one rank may come at the same moment."""
+    """Wait until the head lists this node under its rank, and refuse if another host took the rank at the same moment."""
     record = start.record
     while True:
         answer = ask_head(record.head_address, token=start.token, tls=start.tls, claim=(record.rank, start.mark))
@@ -283,7 +290,7 @@ def _publish(request: NodeRequest, start: Start, record: NodeRecord, *, deadline
 
 
 def _refuse_second_head(request: NodeRequest, *, token: str | None) -> None:
-    """A published head that answers with its own id is alive. One that does not is replaced."""
+    """Refuse if the published head is alive, that is if it answers with its own id."""
     if request.rendezvous is None:
         return
     rendezvous = Rendezvous(request.rendezvous, request.cluster)

@@ -1,4 +1,4 @@
-"""Which nodes have joined: waiting for N accelerators, and the list of nodes. Every answer comes from the head."""
+"""Lists the nodes that have joined, and waits for N accelerators. Every answer comes from the head."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Roster:
 
     cluster: str
     title: str
-    cluster_id: str | None  # None: `rollcall node` did not start it
+    cluster_id: str | None  # `None` if `rollcall node` did not start it
     has_token: bool
     head_address: str
     dashboard_url: str | None
@@ -44,7 +44,7 @@ class Roster:
 
 
 def list_nodes(cluster: Cluster) -> Roster:
-    """As the head of the cluster knows them now."""
+    """Ask the head for its nodes."""
     return roster(cluster, cluster.ask())
 
 
@@ -66,7 +66,7 @@ def roster(cluster: Cluster, answer: HeadAnswer) -> Roster:
 
 
 def wait_for_slots(cluster: Cluster, *, num_slots: int, timeout_s: float) -> Roster:
-    """Return once exactly ``num_slots`` have joined. More is an error at once, fewer when the time is over."""
+    """Return once exactly ``num_slots`` have joined. More is an error at once, fewer is one after ``timeout_s``."""
     wait = Wait(timeout_s, first_s=0, every_s=4)
     cluster.wait_until_known(wait)
     while True:
@@ -87,7 +87,7 @@ def wait_for_slots(cluster: Cluster, *, num_slots: int, timeout_s: float) -> Ros
 
 
 def describe(found: Roster, *, num_slots: int) -> str:
-    """One line: how many there are, whose, and which ranks are missing."""
+    """Say in one line how many slots have joined, from which nodes, and which ranks are missing."""
     parts = [f"{found.num_slots} of {num_slots} accelerators have joined: {who(found.alive) or 'nobody'}"]
     if found.missing:
         parts.append(f"missing: {missing_ranks(found.missing, {node.rank: node for node in found.nodes})}")
@@ -95,7 +95,7 @@ def describe(found: Roster, *, num_slots: int) -> str:
 
 
 def missing_ranks(ranks: Sequence[int], lost: Mapping[int | None, NodeInfo]) -> str:
-    """Those that were there by address, with the time of their loss; the others in spans, so that a hundred fit on a line."""
+    """Name lost ranks by address and time, and group ranks that never joined into ranges, so that a hundred fit on a line."""
     parts = [
         f"{rank} ({lost[rank].address}, lost at {time.strftime('%H:%M:%S', time.localtime(lost[rank].ended_ms / 1000))})"
         for rank in ranks
@@ -106,7 +106,7 @@ def missing_ranks(ranks: Sequence[int], lost: Mapping[int | None, NodeInfo]) -> 
 
 
 def start_there(cluster: Cluster, ranks: Sequence[int]) -> str:
-    """The command that brings these ranks in."""
+    """Say which command starts these ranks."""
     if len(ranks) == 1:
         return f"there run `{cluster.join_command(ranks[0])}`"
     return f"on each of those run `{cluster.join_command('R')}`"

@@ -1,8 +1,8 @@
-"""`rollcall node --block`: stay while Ray runs on this node, and stop Ray when told to end.
+"""`rollcall node --block`: stay while Ray runs on this node, and stop Ray on a signal.
 
-A supervisor that ends a job (Slurm, Kubernetes) often tells only this command. So it passes the signal on to the drivers
-of the runs here, and keeps Ray up until no run is left on this node, for ``save_s`` seconds at most: a run
-saves through the processes that Ray has. A second signal stops Ray at once. SIGUSR1, which Slurm's `--signal` sends ahead,
+A supervisor that ends a job (Slurm, Kubernetes) often signals only this command. It passes the signal on to the drivers of the
+runs here and keeps Ray up until no run is left on this node, for at most ``save_s`` seconds, since a run saves through Ray's
+processes. A second signal stops Ray at once. SIGUSR1, which Slurm's `--signal` sends ahead,
 goes to the drivers, and Ray stays.
 """
 
@@ -30,8 +30,8 @@ DRIVER = "rollcall.jobs.driver"
 FOR_NOBODY = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
 
 
-class Told:
-    """What signals have asked for."""
+class Signals:
+    """Remembers which signals have come."""
 
     def __init__(self) -> None:
         self.end = threading.Event()
@@ -56,23 +56,23 @@ def hold(
     until: Callable[[], int | None] | None = None,
     too_early: int | None = None,
 ) -> int | None:
-    """Return when a signal has stopped the node, or `rollcall down` has; an error if Ray died by itself.
+    """Return when a signal or `rollcall down` has stopped the node; raise if Ray died by itself.
 
-    ``until``: asked every second for the exit status of the run. When it gives one, this stops the node and returns it.
-    ``too_early``: the same for a SIGUSR1 that comes before there is a run to hear it.
+    ``until`` is asked every second for the exit status of the run. When it gives one, the node is stopped and the status returned.
+    ``too_early`` is the status to return when SIGUSR1 comes before there is a run.
     """
-    told = Told()
-    before = {number: signal.signal(number, told.hear) for number in (*heeded_signals(), signal.SIGINT)}
+    signals = Signals()
+    before = {number: signal.signal(number, signals.hear) for number in (*heeded_signals(), signal.SIGINT)}
     try:
-        while not told.end.wait(LOOK_EVERY_S):
+        while not signals.end.wait(LOOK_EVERY_S):
             if os.getpid() == 1:
                 _reap()
-            if told.ahead.is_set():
-                told.ahead.clear()
+            if signals.ahead.is_set():
+                signals.ahead.clear()
                 found = drivers(record)
                 signal_processes(found, signal.SIGUSR1)
                 if not found and too_early is not None:
-                    say("told to stop before the run has begun; stopping Ray on this node")
+                    say("asked to stop before the run began; stopping Ray on this node")
                     stop_node(record.cluster)
                     return too_early
             if until is not None and (status := until()) is not None:
@@ -90,7 +90,7 @@ def hold(
                 f"Ray on this node ({record.node_ip}, rank {record.rank} of cluster {record.cluster!r}) has ended by itself; "
                 f"its logs are in {record.temp_dir}/session_latest/logs; start it again with `rollcall node`"
             )
-        status = _let_save(record, told, save_s=save_s, until=until)
+        status = _let_save(record, signals, save_s=save_s, until=until)
         how = "" if status is None else f"the run {status_words(status)}; "
         say(f"{how}stopping Ray on this node (rank {record.rank} of cluster {record.cluster!r})")
         stop_node(record.cluster)
@@ -101,27 +101,29 @@ def hold(
 
 
 def drivers(record: NodeRecord) -> list[Process]:
-    """Of the runs of this cluster that are driven from this node: submitted ones, and those that a person started."""
+    """Drivers on this node of runs on this cluster: submitted ones, and those that a person started."""
     found = find_processes(state_dir(record.cluster), recorded=record.processes)
     submitted = [process for process in found if DRIVER in command_of(process.pid)]
     return [*submitted, *noted_drivers(record.cluster)]
 
 
 def has_run(record: NodeRecord) -> bool:
-    """Whether a process of Ray's works for a run here."""
+    """Whether any Ray process here works for a run."""
     found = find_processes(state_dir(record.cluster), recorded=record.processes)
     titles = (command_of(process.pid) for process in found)
     return any(title.startswith("ray::") and not title.startswith(FOR_NOBODY) for title in titles)
 
 
-def _let_save(record: NodeRecord, told: Told, *, save_s: float, until: Callable[[], int | None] | None) -> int | None:
-    """Returns the exit status of the run, where ``until`` has given it in time: its last lines are printed by then."""
+def _let_save(
+    record: NodeRecord, signals: Signals, *, save_s: float, until: Callable[[], int | None] | None
+) -> int | None:
+    """Give the run time to save. Returns its exit status if ``until`` gives one in time; its last lines are printed by then."""
     signal_processes(drivers(record), signal.SIGTERM)
     wait, status = Wait(save_s), None
     if not has_run(record):
         return None
     say(f"waiting at most {save_s:g} s for the run on this node to save; a second signal stops Ray at once")
-    while not wait.is_over and not told.hurry.wait(0.3):
+    while not wait.is_over and not signals.hurry.wait(0.3):
         status = until() if until is not None else None
         if status is not None or (until is None and not has_run(record)):
             break

@@ -1,4 +1,4 @@
-"""Asking a head who it is and which nodes it has. Every answer comes from the head itself, never from a file."""
+"""Asks a head who it is and which nodes it has. Every answer comes from the head itself, never from a file."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class HeadRefuses(ClusterError):
 class NodeInfo:
     """A node as its head knows it."""
 
-    rank: int | None  # None: not started by `rollcall node`
+    rank: int | None  # `None` if `rollcall node` did not start it
     host: str
     address: str
     slots: int
@@ -85,15 +85,13 @@ class NodeInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadAnswer:
-    """What a head said."""
+    """A head's answer."""
 
     nodes: tuple[NodeInfo, ...]  # alive ones and those that died, by rank
     dashboard: str | None  # HOST:PORT, as the head binds it
     is_open: bool = False  # it answers those who have no token
     versions: Mapping[str, str] = field(default_factory=dict)  # of Ray and Python, at the head
-    holder: str | None = (
-        None  # the mark of the node that has the rank which was claimed; None: the claimer is not listed
-    )
+    holder: str | None = None  # mark of the node that has the claimed rank; `None` if the claimer is not listed
 
     @property
     def head(self) -> NodeInfo | None:
@@ -112,7 +110,7 @@ class HeadAnswer:
 class JobServer:
     """Where a cluster takes jobs, and what is known of its nodes there."""
 
-    url: str | None  # of its dashboard, as this machine reaches it; None: only the head's own node does
+    url: str | None  # of its dashboard, as this machine reaches it; `None` if only the head's own node can
     token: str | None
     num_nodes: int
     is_node: bool  # whether this machine is one of them
@@ -126,9 +124,9 @@ def ask_head(
     timeout_s: float = ASK_S,
     claim: tuple[int, str] | None = None,
 ) -> HeadAnswer:
-    """``claim``: a rank, and the mark of the node that is to have it.
+    """``claim`` is a rank and the mark of the node that wants it.
 
-    ``token`` None: it is asked without; if it refuses, with what Ray's own variables give.
+    Without a ``token`` the head is asked without one, and if it refuses, with the one that Ray's own variables name.
     """
     if not listens(address, timeout_s=min(CONNECT_S, timeout_s)):
         raise HeadUnreachable(f"nobody answers at the head's address {address}")
@@ -200,7 +198,7 @@ def _refusal(address: str, *, ours: bool, tried: str) -> str:
 
 
 def dashboard_url(bound: str | None, *, node_ip: str | None, head_address: str) -> str | None:
-    """As a node with that address reaches it; None: it does not."""
+    """The URL by which a node with that address reaches the dashboard; `None` if it cannot."""
     if not bound:
         return None
     host, port = split_address(bound)
@@ -211,7 +209,7 @@ def dashboard_url(bound: str | None, *, node_ip: str | None, head_address: str) 
 
 
 def ask_own_head(cluster: str, *, head_address: str, timeout_s: float = ASK_S) -> HeadAnswer:
-    """With the token that this node keeps for the cluster."""
+    """Ask the head with the token that this node keeps for the cluster."""
     try:
         tls = tls_dir(cluster).is_dir()
         return ask_head(head_address, token=read_token(cluster), tls=tls, timeout_s=timeout_s)

@@ -1,11 +1,15 @@
-"""What a launcher asks a machine before it starts a node there: which Rollcall, Python, Ray and torch it has, where it could
-be the head, and whether it is a node of that cluster already."""
+"""Used by launchers on a machine: describe it before a node starts there, and tie commands to the launcher's connection."""
 
 from __future__ import annotations
 
 import json
+import os
 import platform
+import signal
 import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import ClassVar
 
@@ -14,8 +18,8 @@ from pydantic import ConfigDict, TypeAdapter
 from rollcall.errors import ClusterError
 from rollcall.nodes.address import free_ports, is_loopback, join_address, own_address, split_address
 from rollcall.nodes.bootstrap import is_running
-from rollcall.nodes.plain_ray import for_ray
 from rollcall.nodes.state import read_record, sole_owner
+from rollcall.nodes.which import for_ray
 from rollcall.version import __version__, installed
 
 
@@ -25,14 +29,14 @@ class Here:
 
     version: str  # of Rollcall
     host: str  # as it calls itself
-    address: str  # HOST:PORT at which a head could listen; of rank 0 that runs already: where it listens
-    is_alone: bool  # whether other machines cannot reach that address
-    rank: int | None  # None: it is not a node of the cluster
-    versions: dict[str, str] = field(default_factory=dict)  # that all nodes need to have in common
+    address: str  # HOST:PORT where a head could listen, or where it listens if rank 0 runs here already
+    is_alone: bool  # other machines cannot reach that address
+    rank: int | None  # `None` if it is not a node of the cluster
+    versions: dict[str, str] = field(default_factory=dict)  # these must be the same on all nodes
 
     @classmethod
     def of(cls, text: str) -> Here | None:
-        """From the last line that holds one; a login shell may print before it."""
+        """Parse the last line that holds one; a login shell may print before it."""
         for line in reversed(text.splitlines()):
             if line.startswith("{"):
                 try:
@@ -66,3 +70,29 @@ def look_here(cluster: str, *, interface: str | None) -> Here:
             "torch": installed("torch"),
         },
     )
+
+
+@contextmanager
+def tied_to_stdin() -> Iterator[None]:
+    """Interrupt this command and what it runs, as a terminal does on Ctrl-C, when its stdin ends: the launcher is gone then, or has
+    changed its mind, and the command removes what it began."""
+    try:
+        os.fstat(0)
+    except OSError:  # another file could get its number
+        raise ClusterError("--tied ends the command with its stdin, and stdin is closed; give it one") from None
+    done = threading.Event()
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            continue
+        if not done.is_set():
+            os.killpg(0, signal.SIGINT)
+
+    # A shell starts a command in the background with SIGINT ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Thread(target=watch, name="stdin", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
+        signal.signal(signal.SIGINT, before or signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""Which processes on this node belong to a cluster, and stopping exactly those.
+"""Finds the processes of a cluster on this node, and stops exactly those.
 
 A cluster's processes carry its folder in their environment (``MARK``). Ray's workers overwrite theirs when they set
 their title, so everything in the session of a marked or recorded process counts too, and every descendant of those.
@@ -9,14 +9,13 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 from rollcall.errors import ClusterError
-from rollcall.nodes.state import CLUSTER, DEFAULT_CLUSTER, STATE_DIR
 from rollcall.process_table import Process, command_of, environment_of, living, session_of
 
 MARK = "ROLLCALL_NODE_DIR"
@@ -26,7 +25,7 @@ KILL_S = 10.0
 
 
 def find_processes(folder: Path, *, recorded: Iterable[Process] = ()) -> list[Process]:
-    """All living processes of the cluster with that folder, without this one."""
+    """All living processes of the cluster with that folder, except this one."""
     table = {process.pid: process for process in living() if process.info["uids"].real == os.getuid()}
     ours = {process.pid for process in recorded if process.is_alive()} & table.keys()
     ours |= {pid for pid in table if (environment_of(pid) or {}).get(MARK) == str(folder)}
@@ -39,9 +38,9 @@ def find_processes(folder: Path, *, recorded: Iterable[Process] = ()) -> list[Pr
 
 
 def stop_processes(folder: Path, *, recorded: Iterable[Process] = ()) -> int:
-    """Stop them all and return how many there were. The raylet first, so that its head learns of it at once."""
+    """Stop them all and return their number. The raylet goes first, so that its head learns of it at once."""
     recorded = tuple(recorded)
-    known: dict[int, Process] = {}  # a process once seen stays known: an orphan loses the parent that shows whose it is
+    known: dict[int, Process] = {}  # an orphan loses the parent that shows where it belongs, so keep all that were seen
 
     def remaining() -> list[Process]:
         known.update({process.pid: process for process in find_processes(folder, recorded=known.values() or recorded)})
@@ -63,7 +62,7 @@ def stop_processes(folder: Path, *, recorded: Iterable[Process] = ()) -> int:
 
 
 def command_names(processes: Iterable[Process]) -> set[str]:
-    """The names of those that are alive."""
+    """Names of the processes that are alive."""
     names: set[str] = set()
     for process in processes:
         with suppress(psutil.NoSuchProcess):  # ended meanwhile
@@ -73,7 +72,7 @@ def command_names(processes: Iterable[Process]) -> set[str]:
 
 
 def raylets_here() -> dict[str, str]:
-    """All nodes of Ray on this machine, also those that other people started: node id to its head (HOST:PORT)."""
+    """All Ray nodes on this machine, even those that other people started: node id to its head (HOST:PORT)."""
     found: dict[str, str] = {}
     for process in psutil.process_iter(["cmdline"]):
         name, *words = process.info["cmdline"] or [""]
@@ -83,40 +82,8 @@ def raylets_here() -> dict[str, str]:
     return found
 
 
-def is_coming_up(cluster: str) -> bool:
-    """Whether a `rollcall node` of this user, for this cluster, is running on this node."""
-    root = os.environ.get(STATE_DIR, "")
-    for pid in set(psutil.pids()) - {os.getpid()}:
-        variables = environment_of(pid)
-        if variables is not None and _node_cluster(command_of(pid).split(), variables) == cluster:
-            if variables.get(STATE_DIR, "") == root:
-                return True
-    return False
-
-
-def _node_cluster(words: Sequence[str], variables: Mapping[str, str]) -> str | None:
-    """Which cluster this command starts a node of; None: it is another command.
-
-    >>> _node_cluster(["python", "-m", "rollcall", "node", "--cluster=mine"], {})
-    'mine'
-    >>> _node_cluster(["python", "/bin/rollcall", "node", "--rank", "1"], {})
-    'default'
-    >>> _node_cluster(["python", "-m", "rollcall", "check", "8"], {}) is None
-    True
-    """
-    names = [os.path.basename(word) for word in words[:4]]
-    if "rollcall" not in names or words[names.index("rollcall") + 1 :][:1] != ["node"]:
-        return None
-    for option, value in zip(words, [*words[1:], ""], strict=True):
-        if option == "--cluster":
-            return value
-        if option.startswith("--cluster="):
-            return option.removeprefix("--cluster=")
-    return variables.get(CLUSTER) or DEFAULT_CLUSTER
-
-
 def signal_processes(processes: Iterable[Process], number: int) -> None:
-    """Those of them that are alive."""
+    """Send the signal to those that are alive."""
     for process in processes:
         try:
             if process.is_alive():

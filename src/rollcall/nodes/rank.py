@@ -1,4 +1,4 @@
-"""Which node this is: from the options, else from what a launcher puts into the environment; else, by address."""
+"""The rank of a node: from the options, else from the launcher's environment variables, else by address."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from itertools import count
 
 from rollcall.errors import ClusterError
 
-RANK_RESOURCE = "rollcall_node_"  # and the rank: what each node offers to Ray, so that a process can be pinned to it
-# The variable of the node's rank, and those that hold the number of nodes beside it, in the order they are looked at.
+RANK_RESOURCE = (
+    "rollcall_node_"  # and the rank: a resource that each node offers to Ray, so that a process can be pinned to it
+)
+# The variable with the node's rank, and those with the number of nodes that go with it, in the order in which they are read.
 LAUNCHERS = (
     ("RANK", ("WORLD_SIZE",)),
     ("NODE_RANK", ("NNODES", "NUM_NODES")),
@@ -31,10 +33,9 @@ def find_identity(
     environ: Mapping[str, str],
     of_run: int | None = None,
 ) -> tuple[int, int | None]:
-    """The node's rank and the number of nodes; None: as the head says.
+    """Returns the node's rank and the number of nodes, which is `None` if only the head knows it.
 
-    Options first, then the launchers' variables; an empty variable counts as absent. Then the number of the run file,
-    ``of_run``.
+    Options come first, then the launchers' variables (an empty one counts as absent), then the run file's number, ``of_run``.
     """
     asked = {"--rank": rank, "--master": 0 if master else None, "--worker": worker}
     given = {option: value for option, value in asked.items() if value is not None}
@@ -83,10 +84,10 @@ def _integer(name: str, environ: Mapping[str, str]) -> int | None:
 def rank_by_address(
     nodes: Mapping[str, tuple[int | None, str, bool]], *, known: Mapping[str, int] | None = None
 ) -> dict[str, int]:
-    """The rank of each node, by its name. ``nodes`` has the rank that it carries, if any, its address, and whether it has slots.
+    """Give each node a rank. ``nodes`` maps a name to the rank that the node carries (if any), its address, and whether it has slots.
 
-    Nodes that carry none follow those that do: by address, as a number, those with slots before those without. ``known`` are ranks
-    of earlier, by name: such a node keeps its rank, and one that is new takes the lowest that no living node has.
+    Nodes that carry no rank follow those that do, ordered by address as a number, those with slots first. A node in ``known`` keeps its
+    earlier rank; a new one takes the lowest that is free.
 
     >>> rank_by_address({"a": (None, "10.0.0.10", True), "b": (None, "10.0.0.9", True)})
     {'b': 0, 'a': 1}
@@ -111,7 +112,7 @@ def _by_number(address: str) -> tuple[int, int, str]:
 
 
 def rank_offered(resources: Mapping[str, float]) -> int | None:
-    """The rank of a node with these resources of Ray; None: `rollcall node` has not started it."""
+    """Read a node's rank from its Ray resources; `None` if `rollcall node` did not start it."""
     for name in resources:
         if name.startswith(RANK_RESOURCE):
             return int(name.removeprefix(RANK_RESOURCE))

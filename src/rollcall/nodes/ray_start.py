@@ -1,6 +1,6 @@
 """One `ray start`: its arguments, its environment, and what it prints when it fails.
 
-It runs in a session of its own and returns; Ray's processes live on.
+It runs in its own session and returns; Ray's processes keep running.
 """
 
 from __future__ import annotations
@@ -73,20 +73,20 @@ UNWANTED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRequest:
-    """What `rollcall node` was asked for."""
+    """The options of `rollcall node`."""
 
     cluster: str
     rank: int
-    num_nodes: int | None  # None: as the head says
+    num_nodes: int | None  # default: as the head says
     rendezvous: Path | None = None
     head_address: str | None = None  # HOST:PORT
     node_ip: str | None = None
     interface: str | None = None
-    slots: int | None = None  # None: the GPUs that are found
-    temp_dir: Path | None = None  # None: in the cluster's folder
+    slots: int | None = None  # default: the GPUs that are found
+    temp_dir: Path | None = None  # default: in the cluster's folder
     dashboard_host: str = "127.0.0.1"
-    object_store_gib: float | None = None  # None: Ray's choice, a third of the memory
-    tls: bool = False  # what Ray says between nodes; without it: as the published head says
+    object_store_gib: float | None = None  # default: Ray's choice, a third of the memory
+    tls: bool = False  # encrypt Ray's traffic; default: as the published head does
     timeout_s: float = 300.0
 
 
@@ -100,11 +100,11 @@ class Start:
     token: str
     publish_token: bool
     tls: bool
-    mark: str = field(default_factory=lambda: secrets.token_hex(8))  # this node's own among those that the head lists
+    mark: str = field(default_factory=lambda: secrets.token_hex(8))  # tells this start from others in the head's list
 
 
 def find_slots(asked: int | None) -> tuple[int, Accelerator]:
-    """How many slots this node offers, and what they are."""
+    """Returns how many slots this node offers and what they are."""
     num_gpus = _count_gpus()
     if asked is None:
         if num_gpus == 0:
@@ -119,7 +119,7 @@ def find_slots(asked: int | None) -> tuple[int, Accelerator]:
 
 
 def own_temp_dir(cluster: str) -> Path:
-    """In the cluster's folder, or beside it where its name is too long for Ray's sockets. No cluster's name begins with a dot."""
+    """Ray's folder: in the cluster's folder, or next to it if that path is too long for sockets. No cluster's name begins with a dot."""
     folder = state_dir(cluster)
     short = folder.parent / f".ray-{hashlib.sha256(cluster.encode()).hexdigest()[:8]}"
     return folder / "ray" if len(os.fsencode(folder / "ray")) <= SOCKET_ROOM else short
@@ -134,7 +134,7 @@ def choose_temp_dir(request: NodeRequest) -> Path:
         )
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if (free := shutil.disk_usage(there).free) < LEAST_BYTES:
-        # Ray would end without a word: there is no room for one.
+        # Ray would end without a message, because there is no room for one.
         raise ClusterError(
             f"the disk of {folder} has {size(free)} of free space, and Ray needs at least {size(LEAST_BYTES)} there for its logs "
             "and sockets; free some, or give a --temp-dir on another disk"
@@ -143,7 +143,7 @@ def choose_temp_dir(request: NodeRequest) -> Path:
 
 
 def plan_head(request: NodeRequest, *, known: partial[NodeRecord], token: str | None) -> Start:
-    """``known`` is this node's record without what its place in the cluster decides."""
+    """``known`` is this node's record, without the fields that depend on its place in the cluster."""
     assert request.num_nodes is not None
     host, port = split_address(request.head_address) if request.head_address else (None, None)
     node_ip = _head_ip(host, request)
@@ -245,7 +245,7 @@ def ray_start(request: NodeRequest, start: Start, *, log: Path, deadline: float)
 
 
 def _head_ip(host: str | None, request: NodeRequest) -> str:
-    """Where the head listens: at the host of --head-address, if that is this node."""
+    """The address on which the head listens: the host of --head-address, if that is this node."""
     chosen = own_address(toward=None, node_ip=request.node_ip, interface=request.interface)
     if host is None or request.node_ip is not None or request.interface is not None or is_wildcard(host):
         return chosen
@@ -267,7 +267,7 @@ def _logical_ids(count: int) -> dict[str, str]:
 
 
 def _count_gpus() -> int:
-    """Ray's own count, by a process of its own: importing Ray here would leave its threads in a node that is to stay."""
+    """Count GPUs as Ray does, in a child process: importing Ray here would leave its threads in a process that stays."""
     command = [sys.executable, "-m", "rollcall.on_ray.count_gpus"]
     try:
         found = subprocess.run(

@@ -1,7 +1,7 @@
-"""The shared folder through which nodes find their head: ``DIR/CLUSTER/head.json``, and the token beside it.
+"""The shared folder through which nodes find their head: ``DIR/CLUSTER/head.json``, and next to it the token.
 
-Rank 0 publishes once its head answers; the others read, ask the head who it is, and join only if it is the one that
-wrote the file. A file whose head is gone, or is another, is ignored until rank 0 replaces it.
+Rank 0 publishes once its head answers. The others read the file, ask that head who it is, and join only if it is the one that wrote
+the file. A file whose head is gone, or is another one now, is ignored until rank 0 replaces it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ASK_EVERY_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """What rank 0 publishes."""
+    """The head as rank 0 publishes it."""
 
     cluster: str
     cluster_id: str
@@ -72,7 +72,8 @@ class Rendezvous:
         return self.folder / "reached"
 
     def publish(self, head: Head, *, token: str | None) -> None:
-        """The token first, so that a node that sees the new address also sees its token. None: every node has it from its environment."""
+        """Write the token first, so that a node that sees the new address also sees its token. Without a token, every node has it from its
+        environment."""
         self.prepare()
         if token is None:
             self.token_file.unlink(missing_ok=True)
@@ -87,7 +88,7 @@ class Rendezvous:
         write_atomic(self.head_file, json.dumps(asdict(head), indent=1), private=True)
 
     def read(self) -> Head | None:
-        """None when nothing readable is published. A file of another user is an error."""
+        """Returns `None` if nothing readable is published. A file of another user is an error."""
         try:
             os.listdir(self.folder)  # an NFS client that remembers the file as absent looks again
             owner = self.head_file.stat().st_uid
@@ -100,7 +101,7 @@ class Rendezvous:
             )
         try:
             return Head(**json.loads(text))
-        except (TypeError, ValueError):  # of another version; rank 0 replaces it
+        except (TypeError, ValueError):  # torn, or of another version; rank 0 replaces it
             return None
 
     def read_token(self) -> str | None:
@@ -110,7 +111,7 @@ class Rendezvous:
             return None
 
     def withdraw(self, cluster_id: str) -> bool:
-        """Remove what that bring-up published; what another one published stays."""
+        """Remove the head of that bring-up; one that another bring-up published stays."""
         head = self.read()
         if head is None or head.cluster_id != cluster_id:
             return False
@@ -133,24 +134,24 @@ class Rendezvous:
 
 
 def look(rendezvous: Rendezvous, *, token: str | None) -> Found | str:
-    """The published head if it is alive and itself; otherwise, in words, what is waited for."""
+    """Returns the published head if it is alive, or else a sentence that says what to wait for."""
     head = rendezvous.read()
     if head is None:
         exists = "" if rendezvous.root.is_dir() else f" ({rendezvous.root} does not exist on this node)"
         return f"rank 0 to publish {rendezvous.head_file}{exists}"
-    said = f"{rendezvous.head_file} names a head at {head.address} (host {head.host}, started {head.started_at})"
+    names = f"{rendezvous.head_file} names a head at {head.address} (host {head.host}, started {head.started_at})"
     held = token or rendezvous.read_token()
     if held is None:
-        return f"a token: {said}, and that folder has none; if rank 0 has it from {TOKEN}, set it here too"
+        return f"a token: {names}, and that folder has none; if rank 0 has it from {TOKEN}, set it here too"
     try:
         answer = ask_head(head.address, token=held, tls=head.tls)
     except HeadUnreachable:
-        return f"rank 0 to publish a fresh address: {said}, and nobody answers there"
+        return f"rank 0 to publish a fresh address: {names}, and nobody answers there"
     except HeadRefuses:
         whose = f"{TOKEN} of this node" if token else f"token in {rendezvous.folder}"
-        return f"rank 0 to publish a fresh address: {said}, which refuses the {whose}"
+        return f"rank 0 to publish a fresh address: {names}, which refuses the {whose}"
     if answer.cluster_id != head.cluster_id:
-        return f"rank 0 to publish a fresh address: {said}, where another cluster answers now"
+        return f"rank 0 to publish a fresh address: {names}, where another cluster answers now"
     return Found(address=head.address, token=held, tls=head.tls, answer=answer)
 
 
@@ -159,7 +160,7 @@ def wait_for_head(rendezvous: Rendezvous, *, token: str | None, timeout_s: float
 
 
 def wait_at(address: str, *, token: str, tls: bool, timeout_s: float) -> Found:
-    """The head at an address that the user gave, once it is up."""
+    """Wait for the head at an address that the user gave."""
 
     def ask() -> Found | str:
         try:

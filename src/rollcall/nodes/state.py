@@ -1,4 +1,4 @@
-"""What a node remembers of the clusters it is part of: one record and one token per cluster, readable only by its owner.
+"""A node's records of the clusters that it is part of: for each a record and a token that only their owner can read.
 
 The folder is local to the node (``/tmp/rollcall-UID/CLUSTER``, or ``$ROLLCALL_STATE_DIR/CLUSTER``): a home folder is often
 shared by all nodes. ``rollcall node`` writes the record; every other verb reads it to find head, token and processes.
@@ -46,7 +46,7 @@ class NodeRecord:
     slots: int
     accelerator: Accelerator
     head_address: str  # HOST:PORT of Ray's GCS
-    dashboard_url: str | None = None  # as this node reaches it; None: it listens on the head's loopback only
+    dashboard_url: str | None = None  # as this node reaches it; `None` if it listens on the head's loopback only
     temp_dir: str  # Ray's session folder
     rendezvous: str | None
     processes: tuple[Process, ...] = ()  # what `rollcall node` started here
@@ -104,7 +104,7 @@ def check_token(token: str) -> None:
 
 
 def auth_env(cluster: str) -> dict[str, str]:
-    """What Ray needs in the environment to speak with this cluster; names the token's file, never the token."""
+    """Environment variables with which Ray reaches this cluster. They name the token's file and never hold the token."""
     folder = tls_dir(cluster)
     certificates = tls_env(folder) if folder.is_dir() else {}
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_path(cluster)), **certificates}
@@ -116,7 +116,7 @@ def tls_dir(cluster: str) -> Path:
 
 
 def tls_env(folder: Path) -> dict[str, str]:
-    """What makes Ray use the certificates there (``tls.py``)."""
+    """Environment variables that make Ray use the certificates in ``folder`` (``tls.py``)."""
     files = {"SERVER_CERT": "node.pem", "SERVER_KEY": "node.key", "CA_CERT": "authority.pem"}
     return {"RAY_USE_TLS": "1", **{f"RAY_TLS_{name}": str(folder / file) for name, file in files.items()}}
 
@@ -126,7 +126,7 @@ def write_record(record: NodeRecord) -> None:
 
 
 def read_record(cluster: str) -> NodeRecord | None:
-    """None when this node is not part of a cluster of that name."""
+    """Returns `None` if this node is not part of a cluster of that name."""
     try:
         fields = json.loads((state_dir(cluster) / "node.json").read_text())
     except FileNotFoundError:
@@ -178,7 +178,7 @@ def sole_owner(cluster: str) -> Iterator[None]:
 
 
 def _lock(cluster: str) -> IO[bytes] | None:
-    """The locked file; None: another command has it, or has just removed the folder."""
+    """Returns the locked file, or `None` if another command has it or has just removed the folder."""
     with suppress(FileNotFoundError):
         return take_lock(state_dir(cluster) / "lock")
     return None
@@ -190,7 +190,8 @@ def _leave_nothing(cluster: str) -> None:
     if (folder / "node.json").exists():
         return
     (folder / "lock").unlink(missing_ok=True)
-    for path in (folder, folder.parent):
+    is_coming_up(cluster)  # forgets those that were killed
+    for path in (folder / "starting", folder, folder.parent):
         with suppress(OSError):  # there is something else in it, or another command has just put it there
             path.rmdir()
 
@@ -199,29 +200,54 @@ def forget(cluster: str) -> None:
     """Remove record, token, certificates and the notes of drivers."""
     for name in ("node.json", "token"):
         (state_dir(cluster) / name).unlink(missing_ok=True)
-    for folder in (tls_dir(cluster), _drivers_dir(cluster)):
+    for folder in (tls_dir(cluster), state_dir(cluster) / "drivers"):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def note_driver(cluster: str) -> None:
     """Note that this process drives a run from this node, so that `rollcall node --block` can tell it to save."""
-    own = Process.of(os.getpid())
-    assert own is not None
-    _drivers_dir(cluster).mkdir(mode=0o700, exist_ok=True)
-    write_atomic(_drivers_dir(cluster) / str(own.pid), str(own.started), private=True)
+    _note(cluster, "drivers")
 
 
 def noted_drivers(cluster: str) -> list[Process]:
-    """Those that are alive; the notes of others are removed."""
+    return _noted(cluster, "drivers")
+
+
+@contextmanager
+def coming_up(cluster: str) -> Iterator[None]:
+    """Note meanwhile that this process makes the node part of the cluster, so that `rollcall check` waits for it."""
+    note = _note(cluster, "starting")
+    try:
+        yield
+    finally:
+        note.unlink(missing_ok=True)
+        for path in (note.parent, note.parent.parent, note.parent.parent.parent):
+            with suppress(OSError):  # there is something in it
+                path.rmdir()
+
+
+def is_coming_up(cluster: str) -> bool:
+    """Whether a `rollcall node` for this cluster is running on this node."""
+    return bool(_noted(cluster, "starting"))
+
+
+def _note(cluster: str, kind: str) -> Path:
+    own = Process.of(os.getpid())
+    assert own is not None
+    note = state_dir(cluster) / kind / str(own.pid)
+    note.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_atomic(note, str(own.started), private=True)
+    return note
+
+
+def _noted(cluster: str, kind: str) -> list[Process]:
+    """Returns the noted processes that are alive, and removes the notes of others."""
     living: list[Process] = []
-    for note in sorted(_drivers_dir(cluster).glob("[0-9]*")):
-        process = Process(pid=int(note.name), started=int(note.read_text()))
-        if process.is_alive():
-            living.append(process)
-        else:
-            note.unlink(missing_ok=True)
+    for note in sorted((state_dir(cluster) / kind).glob("[0-9]*")):
+        with suppress(FileNotFoundError):  # it has just ended, and removed its note
+            process = Process(pid=int(note.name), started=int(note.read_text()))
+            if process.is_alive():
+                living.append(process)
+            else:
+                note.unlink()
     return living
-
-
-def _drivers_dir(cluster: str) -> Path:
-    return state_dir(cluster) / "drivers"

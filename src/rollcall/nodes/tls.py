@@ -1,7 +1,7 @@
 """TLS between the nodes of a cluster: every node that has the token can make its certificates.
 
 The token yields the private key of a certificate authority, the same on every node; it is computed when needed and never
-written. Each node signs a certificate of its own with it, and trusts what that authority has signed. Ray then speaks gRPC
+written. Each node signs its certificate with it, and trusts what that authority has signed. Ray then speaks gRPC
 only over TLS, and both sides show a certificate: someone without the token cannot send a first request.
 
 The key is PBKDF2 of the token: a stranger can try tokens against a certificate, so each try must take time.

@@ -1,7 +1,7 @@
 """Which cluster a command talks to: one of ours, or a Ray that someone else has started.
 
-Everything that differs between the two is behind ``Cluster``; no other file asks which kind it has. ``find_cluster`` chooses,
-the most explicit wish first:
+Everything that differs between the two is in ``OurCluster`` and ``PlainRay``; no other file asks which kind it has. ``find_cluster``
+takes the most explicit wish:
 
 1. ``--cluster NAME``
 2. inside a Ray job, the Ray that runs the job
@@ -10,114 +10,281 @@ the most explicit wish first:
 5. ``RAY_ADDRESS``
 6. the cluster that this node is part of
 
-Where more than one is there, one line says which was taken and why.
+Where there is more than one, a line says which was taken and why.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
-from typing import Protocol
+import platform
+import time
+from dataclasses import dataclass, replace
 
 from rollcall.errors import ClusterError
-from rollcall.nodes.address import is_own, join_address, resolve, split_address
-from rollcall.nodes.head import ASK_S, HeadAnswer, JobServer, NodeInfo
-from rollcall.nodes.ours import OurCluster
-from rollcall.nodes.plain_ray import PlainRay
+from rollcall.nodes.address import is_own, join_address, listens, resolve, split_address
+from rollcall.nodes.head import (
+    ASK_S,
+    CONNECT_S,
+    HeadAnswer,
+    HeadUnreachable,
+    JobServer,
+    NodeInfo,
+    ask_head,
+    ask_own_head,
+    dashboard_url,
+)
 from rollcall.nodes.processes import raylets_here
-from rollcall.nodes.state import CLUSTER, DEFAULT_CLUSTER, NodeRecord, read_record
+from rollcall.nodes.rank import rank_by_address
+from rollcall.nodes.state import (
+    CLUSTER,
+    DEFAULT_CLUSTER,
+    NodeRecord,
+    auth_env,
+    is_coming_up,
+    note_driver,
+    read_record,
+    read_token,
+    require_record,
+    tls_dir,
+)
+from rollcall.version import installed
 from rollcall.wait import Wait, say
+from rollcall.worker_env.declared import process_token
 
 RAY_ADDRESS = "RAY_ADDRESS"
-RUN_FILE_KEY = "cluster.ray_address"
-IN_A_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray for the drivers of submitted jobs, together with RAY_ADDRESS
+IN_A_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray sets it for the drivers of submitted jobs, together with RAY_ADDRESS
+MODE = "RAY_AUTH_MODE"
+APPEAR_S = 5.0  # for a `rollcall node` that was started just before
 _said: set[str] = set()
 
 
-class Cluster(Protocol):
-    """The cluster that this process talks to."""
+@dataclass(frozen=True, slots=True)
+class OurCluster:
+    """A cluster that `rollcall node` has made this node part of, known by the record, token and certificates that it left here.
 
-    @property
-    def name(self) -> str:
-        """For programs: its name, or its address."""
-        ...
+    The record is read each time, since `rollcall node` may write a new one meanwhile.
+    """
+
+    name: str
+    is_ours = True
+    leave_command = "rollcall down"
 
     @property
     def title(self) -> str:
-        """For messages."""
-        ...
+        return f"cluster {self.name!r}"
 
     @property
-    def is_ours(self) -> bool:
-        """Whether `rollcall node` started it, so that `rollcall down` stops it."""
-        ...
+    def record(self) -> NodeRecord:
+        return require_record(self.name)
 
     @property
     def head_address(self) -> str:
-        """HOST:PORT of Ray's GCS."""
-        ...
+        return self.record.head_address
 
     @property
     def rendezvous(self) -> str | None:
-        """A folder that all nodes see at the same place; None: none is known."""
-        ...
+        return self.record.rendezvous
 
     @property
     def token(self) -> str | None:
-        """None: it has none, or none is known here."""
-        ...
+        return read_token(self.name)
 
     @property
-    def has_tls(self) -> bool: ...
-
-    def ask(self, *, timeout_s: float = ASK_S) -> HeadAnswer:
-        """What its head says now."""
-        ...
+    def has_tls(self) -> bool:
+        return tls_dir(self.name).is_dir()
 
     def knock(self) -> None:
-        """Raise if nobody listens at its head's address. It takes moments, where ``ask`` takes seconds."""
-        ...
+        if not listens(self.head_address, timeout_s=CONNECT_S):
+            raise HeadUnreachable(
+                f"nobody answers at the head's address {self.head_address}: rank 0 of {self.title} is down, or cut off from this node"
+            )
+
+    def ask(self, *, timeout_s: float = ASK_S) -> HeadAnswer:
+        record = self.record
+        answer = ask_own_head(self.name, head_address=record.head_address, timeout_s=timeout_s)
+        if answer.head is not None and answer.cluster_id != record.cluster_id:
+            raise ClusterError(
+                f"the head at {record.head_address} was started again since this node joined; run `rollcall node` here again"
+            )
+        return answer
 
     def wait_until_known(self, wait: Wait) -> None:
-        """Return once this node knows the cluster; raise if it will not."""
-        ...
+        """Wait for this node's record while a `rollcall node` that is about to write it runs."""
+        seen = time.monotonic()
+        while read_record(self.name) is None:
+            now = time.monotonic()
+            seen = now if is_coming_up(self.name) else seen
+            what = f"waiting for `rollcall node` to make this node part of {self.title}"
+            if now - seen >= APPEAR_S or not wait.again(what, after_s=0.2):
+                require_record(self.name)  # refuses, unless it has come just now
+                return
 
     def num_nodes(self, answer: HeadAnswer) -> int:
-        """How many belong to it, those that are not there too."""
-        ...
+        return self.record.num_nodes
 
     def own_node(self, answer: HeadAnswer) -> NodeInfo:
-        """This machine as a node of the cluster; raises if it is not one."""
-        ...
+        record = self.record
+        for node in answer.alive:
+            if (node.rank, node.address) == (record.rank, record.node_ip):
+                return node
+        raise ClusterError(
+            f"the head of {self.title} at {record.head_address} takes this node ({record.node_ip}, rank {record.rank}) for dead; "
+            "run `rollcall node` here again"
+        )
 
     def dashboard_url(self, answer: HeadAnswer) -> str | None:
-        """As this machine reaches it; None: only its own node does."""
-        ...
+        return self.record.dashboard_url
 
     def job_server(self) -> JobServer:
-        """Where it takes jobs."""
-        ...
+        record = self.record
+        return JobServer(url=record.dashboard_url, token=self.token, num_nodes=record.num_nodes, is_node=True)
 
     def environment(self, answer: HeadAnswer) -> dict[str, str | None]:
-        """What Ray needs in the environment to speak with it; None: that variable must not be there."""
-        ...
+        return {"RAY_AUTH_TOKEN": None, **auth_env(self.name)}  # the token itself would win over its file
 
     def note_driver(self) -> None:
-        """This process drives a run on it."""
-        ...
+        note_driver(self.name)
 
     def join_command(self, rank: int | str) -> str:
-        """What makes a machine a node of it."""
-        ...
+        record = self.record
+        where = f"--rendezvous {record.rendezvous}" if record.rendezvous else f"--head-address {record.head_address}"
+        slots = f" --slots {record.slots}" if record.accelerator == "cpu" else ""
+        name = f" --cluster {self.name}" if self.name != DEFAULT_CLUSTER else ""
+        return f"rollcall node --rank {rank} --num-nodes {record.num_nodes} {where}{slots}{name}"
 
     def more_slots(self, num_slots: int | str) -> str:
-        """What starts a node with that many slots."""
-        ...
+        return f"rollcall node ... --slots {num_slots}"
+
+
+@dataclass(frozen=True, slots=True)
+class PlainRay:
+    """A Ray that is known only by its address: started by hand, by KubeRay, by a company; or the one that runs this job.
+
+    Rollcall starts and stops nothing there. Token and certificates are those that Ray's own variables name; a cluster that wants no
+    token is used without one. Nodes that carry no rank get one by address.
+    """
+
+    head_address: str
+    where: str = "RAY_ADDRESS"  # where the address was found
+    rendezvous = None
+    is_ours = False
+    leave_command = "ray stop"
 
     @property
-    def leave_command(self) -> str:
-        """What stops a node of it."""
-        ...
+    def name(self) -> str:
+        return self.head_address
+
+    @property
+    def title(self) -> str:
+        return f"the Ray at {self.head_address}"
+
+    @property
+    def token(self) -> str | None:
+        return process_token({**os.environ, MODE: _mode()})
+
+    @property
+    def has_tls(self) -> bool:
+        return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
+
+    def knock(self) -> None:
+        if not listens(self.head_address, timeout_s=CONNECT_S):
+            raise HeadUnreachable(
+                f"nobody answers at {self.head_address}, which {self.where} names; is that Ray up, and is this the address that "
+                "`ray start --head` printed (usually with port 6379)?"
+            )
+
+    def ask(self, *, timeout_s: float = ASK_S) -> HeadAnswer:
+        self.knock()
+        answer = ask_head(self.head_address, token=None, timeout_s=timeout_s)
+        return replace(answer, nodes=_ranked(answer.nodes))
+
+    def wait_until_known(self, wait: Wait) -> None:
+        return
+
+    def num_nodes(self, answer: HeadAnswer) -> int:
+        """Counts the nodes with slots, or all nodes if none has any. The head is often a node without slots."""
+        return sum(node.slots > 0 for node in answer.alive) or len(answer.alive)
+
+    def own_node(self, answer: HeadAnswer) -> NodeInfo:
+        self._refuse_other_versions(answer)
+        if (own := _own(answer)) is not None:
+            return own
+        nodes = ", ".join(node.address for node in answer.alive) or "none"
+        raise ClusterError(
+            f"this machine is not a node of {self.title} (its nodes: {nodes}), and a run is driven from one; run the command "
+            f"there, or `ray start --address={self.head_address}` here first, or use `rollcall submit --address http://HEAD:8265`"
+        )
+
+    def _refuse_other_versions(self, answer: HeadAnswer) -> None:
+        """Refuse in one line what Ray would refuse in many."""
+        mine = {"Ray": installed("ray"), "Python": platform.python_version()}
+        for what, theirs in answer.versions.items():
+            is_same = theirs == mine[what] if what == "Ray" else for_ray(theirs) == for_ray(mine[what])
+            if not is_same:
+                raise ClusterError(
+                    f"{self.title} runs {what} {theirs}, and this is {what} {mine[what]}: Ray joins only processes of the same "
+                    f"version; use an environment with {what} {theirs} here, or start that Ray with {mine[what]}"
+                )
+
+    def dashboard_url(self, answer: HeadAnswer) -> str | None:
+        own, (head, _) = _own(answer), split_address(self.head_address)
+        at_head = own is not None and own.is_head
+        return dashboard_url(answer.dashboard, node_ip=head if at_head else None, head_address=self.head_address)
+
+    def job_server(self) -> JobServer:
+        answer = self.ask()
+        return JobServer(
+            url=self.dashboard_url(answer),
+            token=None if answer.is_open else self.token,
+            num_nodes=self.num_nodes(answer),
+            is_node=_own(answer) is not None,
+        )
+
+    def environment(self, answer: HeadAnswer) -> dict[str, str | None]:
+        return {MODE: "disabled" if answer.is_open else _mode()}
+
+    def note_driver(self) -> None:
+        """Do nothing: the person who started this Ray does not ask for its drivers."""
+
+    def join_command(self, rank: int | str) -> str:
+        return f"ray start --address={self.head_address}"
+
+    def more_slots(self, num_slots: int | str) -> str:
+        return f"ray start ... --num-gpus {num_slots}"
+
+
+Cluster = OurCluster | PlainRay
+
+
+def for_ray(version: str) -> str:
+    """The part of a Python version that Ray compares, which the user may shorten."""
+    level = os.environ.get("RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL")
+    return ".".join(version.split(".")[: 2 if level == "minor" else 3])
+
+
+def _mode() -> str:
+    """The authentication mode for a Ray that wants a token: `token`, unless the user names another."""
+    wished = os.environ.get(MODE)
+    return wished if wished and wished != "disabled" else "token"
+
+
+def _own(answer: HeadAnswer) -> NodeInfo | None:
+    """Find this machine among the nodes, by its raylet if possible: others may reach it by an address that it does not have itself."""
+    here = raylets_here()
+    found = [node for node in answer.alive if node.node_id in here]
+    return next(iter([*found, *(node for node in answer.alive if is_own(node.address))]), None)
+
+
+def _ranked(nodes: tuple[NodeInfo, ...]) -> tuple[NodeInfo, ...]:
+    """All living nodes with ranks, then for each address without a living node the last one that died there."""
+    living = [node for node in nodes if node.alive]
+    ranks = rank_by_address({node.node_id: (node.rank, node.address, node.slots > 0) for node in living})
+    lost = {node.address: node for node in sorted(nodes, key=lambda node: node.started_ms) if not node.alive}
+    gone = [
+        replace(node, rank=None) for address, node in lost.items() if address not in {one.address for one in living}
+    ]
+    found = [replace(node, rank=ranks[node.node_id]) for node in living]
+    return (*sorted(found, key=lambda node: node.rank or 0), *gone)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,12 +299,12 @@ class _Wish:
 
 
 def find_cluster(name: str | None = None, *, ray_address: str | None = None) -> Cluster:
-    """``name``: of ``--cluster``; ``ray_address``: of the run file. With no wish at all, the default cluster of this node."""
+    """``name`` is that of ``--cluster``, ``ray_address`` that of the run file. Without any, it is this node's default cluster."""
     return wished_cluster(name, ray_address=ray_address) or OurCluster(DEFAULT_CLUSTER)
 
 
 def wished_cluster(name: str | None = None, *, ray_address: str | None = None) -> Cluster | None:
-    """None: nothing says which, and this node is part of no default cluster."""
+    """Returns `None` if nothing names a cluster and this node is part of no default cluster."""
     wish = _wish(ray_address)
     if name is not None:
         return _ours(name, why="--cluster names it", instead_of=wish)
@@ -157,13 +324,13 @@ def wished_cluster(name: str | None = None, *, ray_address: str | None = None) -
     if own is not None:
         say_once(
             f"note: {plain.title} is used, because {wish.where} names it; cluster {own.cluster!r} of this node is not used "
-            f"(give --cluster {own.cluster} where you mean that one, or take {wish.where} away)"
+            f"(give --cluster {own.cluster} if you mean that one, or unset {wish.where})"
         )
     return plain
 
 
 def wished_dashboard(name: str | None = None, *, ray_address: str | None = None) -> str | None:
-    """The address of a dashboard, where that is what ``RAY_ADDRESS`` or the run file has: enough for jobs."""
+    """The address in ``RAY_ADDRESS`` or the run file, if it is that of a dashboard, which is enough for jobs."""
     wish = _wish(ray_address)
     taken = name is not None or (os.environ.get(CLUSTER) and wish is not None and wish.where == RAY_ADDRESS)
     return wish.text if wish is not None and not taken and wish.text.startswith(("http://", "https://")) else None
@@ -174,7 +341,7 @@ def is_in_a_job() -> bool:
 
 
 def is_same_address(one: str, other: str) -> bool:
-    """A host has several addresses, and Ray itself replaces loopback by another of them."""
+    """Whether two addresses are the same place: a host has several, and Ray replaces loopback by another of them."""
     if one == other:
         return True
     (host, port), (other_host, other_port) = split_address(one), split_address(other)
@@ -183,14 +350,14 @@ def is_same_address(one: str, other: str) -> bool:
 
 def _wish(ray_address: str | None) -> _Wish | None:
     if ray_address:
-        return _Wish(text=ray_address.strip(), where=RUN_FILE_KEY)
+        return _Wish(text=ray_address.strip(), where="cluster.ray_address")
     text = os.environ.get(RAY_ADDRESS, "").strip()
     # `local` asks Ray for one of its own: that names no cluster.
     return _Wish(text=text, where=RAY_ADDRESS) if text and text != "local" else None
 
 
 def _names(wish: _Wish, own: NodeRecord) -> bool:
-    """By its head, or by its dashboard as for Ray's own job commands."""
+    """Whether it names this cluster, by its head or (as for Ray's own job commands) by its dashboard."""
     return wish.text in (own.head_address, own.dashboard_url)
 
 
@@ -238,7 +405,7 @@ def _only_ray_here(wish: _Wish) -> str:
 
 
 def say_once(text: str) -> None:
-    """Every attempt of a run looks for its cluster."""
+    """Print a note once, though every attempt of a run looks for its cluster."""
     if text not in _said:
         _said.add(text)
         say(text)

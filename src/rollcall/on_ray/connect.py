@@ -15,8 +15,16 @@ from rollcall.errors import ClusterError
 from rollcall.groups.cluster import use_by_default
 from rollcall.nodes.address import is_loopback, resolve, split_address
 from rollcall.nodes.head import HeadUnreachable
-from rollcall.nodes.plain_ray import MODE, PlainRay
-from rollcall.nodes.which import Cluster, find_cluster, is_in_a_job, is_same_address, say_once, wished_cluster
+from rollcall.nodes.which import (
+    MODE,
+    Cluster,
+    PlainRay,
+    find_cluster,
+    is_in_a_job,
+    is_same_address,
+    say_once,
+    wished_cluster,
+)
 from rollcall.on_ray.loopback import keep_loopback
 from rollcall.on_ray.members import forget_members
 from rollcall.on_ray.raylet_lines import hide_stacks

@@ -1,4 +1,4 @@
-"""What one micro-batch of the learner needs beside weights, optimizer state and summed gradients: by arithmetic, read off the code
+"""Memory of one micro-batch in the learner, besides weights, optimizer state and summed gradients: arithmetic that follows the code
 that runs it. Pure: no torch.
 
 A backward has three moments at which memory is largest, and ``Passes.peak`` is the largest of them:
@@ -22,7 +22,7 @@ ON_CARD = 3  # inputs of layers there at once, where they wait in host memory: t
 
 
 class Recompute(IntEnum):
-    """What layers keep for the backward, from the most memory to the least. Anything but NO runs them again."""
+    """The activations that layers keep for the backward, from the most memory to the least. All but NO run the layers again."""
 
     NO = 0  # everything
     YES = 1  # their inputs
@@ -30,24 +30,24 @@ class Recompute(IntEnum):
 
     @classmethod
     def of(cls, setting: bool | Literal["auto", "offload"]) -> Recompute:
-        """What ``activation_checkpointing`` says; `auto` begins with the most."""
+        """From ``activation_checkpointing``; `auto` begins with NO."""
         return cls.ON_HOST if setting == "offload" else cls.YES if setting is True else cls.NO
 
     @property
     def setting(self) -> str:
-        """As the run file has it."""
+        """The value of ``activation_checkpointing`` in a run file."""
         return ("false", "true", "offload")[self]
 
     @property
     def sentence(self) -> str:
-        """What to say behind the size of a micro-batch."""
+        """The words that follow the size of a micro-batch."""
         kept = ", their inputs wait in host memory" if self is Recompute.ON_HOST else ""
         return f", layers run again in the backward{kept}" if self else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSizes:
-    """What the activations of a decoder depend on."""
+    """The sizes of a decoder on which its activations depend."""
 
     hidden: int
     intermediate: int
@@ -80,7 +80,7 @@ class Passes:
         return max(self.at_head(tokens), self.at_layers(tokens), self.at_end(tokens))
 
     def tokens_in(self, room: int) -> int:
-        """The most tokens whose peak is at most ``room``; 0: not even one."""
+        """The largest number of tokens whose peak is at most ``room``."""
         low, high = 0, 1
         while self.peak(high) <= room and high < 1 << 40:
             low, high = high, 2 * high

@@ -1,5 +1,5 @@
-"""What ``auto`` means on a card: the tokens of a micro-batch, whether layers run again, the room for KV. Pure arithmetic, which
-``rollcall plan`` does with the estimate of a pass and a run with the measured one."""
+"""Chooses what ``auto`` means on a card: tokens of a micro-batch, whether layers run again, room for KV. Pure arithmetic:
+``rollcall plan`` gives it the estimate of a pass, a run the measured one."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class KvNeed:
     most: int  # that ``max_running`` sequences can use
 
     def first(self, room: int) -> int:
-        """What is set aside before micro-batches are sized."""
+        """Bytes set aside before micro-batches are sized."""
         return min(self.most, max(self.least, int(room * KV_SHARE)))
 
     def of(self, room: int) -> int:
@@ -78,16 +78,16 @@ def choose(
     """Within ``room`` bytes. ``passes`` gives the needs of a pass; ``longest`` is a row, which is never split."""
     given, wanted = section.tokens_per_microbatch, section.activation_checkpointing
     enough = max(ENOUGH_TOKENS, longest) if given == "auto" else given
-    beside = room - kv.first(room)
+    left = room - kv.first(room)
     recompute = Recompute.of(wanted)
-    if wanted == "auto" and passes(recompute).tokens_in(beside) < enough:
+    if wanted == "auto" and passes(recompute).tokens_in(left) < enough:
         recompute = Recompute.YES
-        # Host memory only where there is no other way: it needs a bus that keeps up.
+        # Host memory is the last resort, since it needs a bus that keeps up.
         if passes(recompute).tokens_in(room - kv.least) < (longest if given == "auto" else given):
             recompute = Recompute.ON_HOST
     if given != "auto":
         return Choice(tokens=given, recompute=recompute)
-    fits = passes(recompute).tokens_in(beside)
+    fits = passes(recompute).tokens_in(left)
     if fits < longest:  # KV has to do with less
         fits = passes(recompute).tokens_in(room - kv.least)
     return Choice(tokens=max(longest, min(MOST_TOKENS, fits)), recompute=recompute)

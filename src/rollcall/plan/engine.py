@@ -1,5 +1,5 @@
-"""What an engine needs on a card beside its weights: KV, and memory to work in. Pure arithmetic, which ``rollcall plan`` does with the
-sizes in config.json and a run with those of the model that it has loaded."""
+"""Memory of an engine on a card besides its weights: KV and working memory. Pure arithmetic: ``rollcall plan`` gives it the sizes in
+config.json, a run those of the model that it has loaded."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class EngineNeeds:
         return kv_need(self.config.rollout, per_token=self.kv_per_token, longest=longest)
 
     def fixed_kv(self, card: int) -> int:
-        """What the run file says, of a card of this many bytes."""
+        """Bytes that the run file sets, on a card of ``card`` bytes."""
         rollout = self.config.rollout
         if rollout.kv_tokens is not None:
             return rollout.kv_tokens * self.kv_per_token

@@ -43,7 +43,7 @@ class RunPlan:
     sizes: ModelSizes | None
     memory: tuple[SlotMemory, ...]  # by group of the plan; empty: it cannot be estimated
     card: int | None  # bytes
-    host: dict[int, int]  # bytes of host memory by node, beside the processes themselves; empty: not estimated
+    host: dict[int, int]  # bytes of host memory for tensors, by node; empty: not estimated
     notes: tuple[str, ...]
     problems: tuple[str, ...]  # why it cannot work; none: it can
 
@@ -67,7 +67,15 @@ class RunPlan:
             "meshes": {role: asdict(mesh) for role, mesh in self.plan.meshes.items()},
             "parameters": self.sizes.num_parameters if self.sizes else None,
             "card_bytes": self.card,
-            "memory": [_memory_json(entry) for entry in self.memory],
+            "memory": [
+                {
+                    "slots": entry.slots,
+                    "roles": {role.role: {part: getattr(role, part) for part in PARTS} for role in entry.roles},
+                    "runtime": entry.runtime,
+                    "total": entry.total,
+                }
+                for entry in self.memory
+            ],
             "host_bytes": {str(node): size for node, size in self.host.items()},
         }
 
@@ -83,7 +91,8 @@ def plan_run(config: Config, *, card_gib: float | None = None, model_config: Pat
     cluster = config.cluster or ClusterSection(component_placement={together: "all"})
     plan = plan_for(config, cluster)
     notes += plan.notes
-    card = _card(cluster, card_gib)
+    has_card = card_gib is not None or cluster.accelerator == "gpu"
+    card = int((DEFAULT_CARD_GIB if card_gib is None else card_gib) * GIB) if has_card else None
     sizes, memory = None, ()
     host: dict[int, int] = {}
     try:
@@ -121,12 +130,6 @@ def plan_run(config: Config, *, card_gib: float | None = None, model_config: Pat
     )
 
 
-def _card(cluster: ClusterSection, card_gib: float | None) -> int | None:
-    if card_gib is None and cluster.accelerator == "cpu":
-        return None
-    return int((card_gib if card_gib is not None else DEFAULT_CARD_GIB) * GIB)
-
-
 def _reward_sizes(config: Config, plan: Plan, notes: list[str]) -> ModelSizes | None:
     """The sizes of the largest reward model."""
     found: list[ModelSizes] = []
@@ -148,7 +151,7 @@ def workable_plan(config: Config, cluster: ClusterSection) -> Plan:
 
 
 def role_problems(config: Config, cluster: ClusterSection | None, plan: Plan) -> list[str]:
-    """Why a role cannot use the processes and slots that it gets. ``cluster`` is None for a run in one process."""
+    """Reasons why a role cannot use its processes and slots. ``cluster`` is None for a run in one process."""
     trained = [role for role in TRAINED if role in plan.processes]
     nodes = {role.value: [process.node_rank for process in plan.processes[role]] for role in trained}
     problems = split_problems({"actor": config.actor, "critic": config.critic}, nodes)
@@ -167,7 +170,7 @@ def role_problems(config: Config, cluster: ClusterSection | None, plan: Plan) ->
 
 
 def _apart(config: Config, plan: Plan) -> Iterator[str]:
-    """An inference process with an actor scores with the actor's weights, so it cannot do without the actor's other processes."""
+    """Refuse actor and inference on overlapping slots: inference there uses the actor's weights and needs all of the actor's processes."""
     actor, inference = (
         set(plan.role_slots(role)) if role in plan.processes else set() for role in (Role.ACTOR, Role.INFERENCE)
     )
@@ -179,7 +182,7 @@ def _apart(config: Config, plan: Plan) -> Iterator[str]:
 
 
 def _width_problems(role: Role, width: int, rollout: RolloutSection) -> list[str]:
-    """For a role that samples or scores, with ``width`` GPUs in each process. Logical slots have no such limit."""
+    """Check a role that samples or scores with ``width`` GPUs in each process. Logical slots have no such limit."""
     has = f"{role} has processes of {counted(width, 'slot')}"
     if role is Role.ROLLOUT and rollout.engine == "vllm":
         size = rollout.vllm.tensor_parallel_size
@@ -226,7 +229,7 @@ def _weightless(weights: list[float] | None, plan: Plan) -> list[str]:
 
 
 def _too_long(config: Config, sizes: ModelSizes) -> list[str]:
-    """Completions that no prompt leaves room for; whether the longest prompt does, the data shows."""
+    """Refuse completions so long that no prompt fits. Whether the longest prompt fits, only the data shows."""
     most = config.rollout.max_response_tokens
     if config.environment is not None or most < sizes.positions:
         return []
@@ -273,7 +276,7 @@ def _judge_memory(memory: tuple[SlotMemory, ...], card: int | None, *, notes: li
 
 
 def _on_sizes(config: Config, plan: Plan, memory: tuple[SlotMemory, ...], card: int | None) -> Iterator[str]:
-    """What ``auto`` comes to, and costs; the run measures a pass first, and may choose a little differently."""
+    """Notes on what ``auto`` chooses and what that costs. The run measures a pass first, and may choose a little differently."""
     for role in (role for entry in memory for role in entry.roles if role.tokens and card is not None):
         section = config.critic if role.role is Role.CRITIC else config.actor
         chosen = section.activation_checkpointing == "auto" and role.recompute
@@ -292,7 +295,7 @@ def _on_sizes(config: Config, plan: Plan, memory: tuple[SlotMemory, ...], card: 
 def _on_host(host: dict[int, int]) -> Iterator[str]:
     if host and (most := max(host.values())) >= WORTH_SAYING:
         node = next(node for node, size in host.items() if size == most)
-        yield f"the tensors of the processes on node {node} take at most {gib(most)} of host memory, beside the processes themselves"
+        yield f"the tensors of the processes on node {node} take at most {gib(most)} of host memory, in addition to the processes themselves"
 
 
 def _on_batch(config: Config, plan: Plan) -> Iterator[str]:
@@ -313,7 +316,7 @@ def _on_overlap(config: Config, plan: Plan) -> Iterator[str]:
     if staleness and all(shared):
         yield (
             f"trainer.staleness={staleness}, but every rollout process also trains, so it samples or trains, never both at once; give "
-            "rollout slots of its own, or leave staleness at 0"
+            "rollout its own slots, or leave staleness at 0"
         )
     if not staleness and not any(shared):
         yield (
@@ -365,7 +368,7 @@ def _on_elastic(config: Config, plan: Plan) -> Iterator[str]:
     for role, processes in plan.processes.items():
         nodes = {process.node_rank for process in processes}
         if len(nodes) == 1:
-            yield f"trainer.elastic cannot go on without node {min(nodes)}, the only one with {role}; place {role} on several nodes"
+            yield f"trainer.elastic cannot continue without node {min(nodes)}, the only one with {role}; place {role} on several nodes"
 
 
 def gib(count: int) -> str:
@@ -394,12 +397,3 @@ def _processes_json(processes: Sequence[PlannedProcess]) -> list[dict[str, Any]]
         rows.append({"rank": rank, "slots": list(process.slots), "node": node, "local_rank": on_node[node]})
         on_node[node] += 1
     return rows
-
-
-def _memory_json(entry: SlotMemory) -> dict[str, Any]:
-    return {
-        "slots": entry.slots,
-        "roles": {role.role: {part: getattr(role, part) for part in PARTS} for role in entry.roles},
-        "runtime": entry.runtime,
-        "total": entry.total,
-    }

@@ -183,7 +183,7 @@ def _in_hub_cache(name: str) -> Path | None:
 def slot_memory(
     plan: Plan, config: Config, sizes: ModelSizes, *, card: int | None, reward_sizes: ModelSizes | None
 ) -> tuple[SlotMemory, ...]:
-    """One entry per group of the plan. ``card``: bytes of an accelerator; None: slots are logical seats on a CPU."""
+    """One entry per group of the plan. ``card`` is the bytes of an accelerator; without it, slots are logical seats on a CPU."""
     on_gpu = config.cluster is None or config.cluster.accelerator == "gpu"
     job = _Job(
         config=config,
@@ -201,8 +201,8 @@ def slot_memory(
 
 
 def host_memory(plan: Plan, config: Config, sizes: ModelSizes, memory: Sequence[SlotMemory]) -> dict[int, int]:
-    """Bytes of host memory that the tensors of a run on GPUs take on each node, beside the processes themselves. ``memory`` is that of the
-    plan's groups on their slots."""
+    """Bytes of host memory that the tensors of a run on GPUs take on each node, in addition to the processes themselves. ``memory`` is that of
+    the plan's groups on their slots."""
     in_parts = roles_in_parts(config, plan)
     job = _Job(config=config, sizes=sizes, width=element_size(config), card=None, reward_sizes=None, in_parts=in_parts)
     found: dict[int, int] = {}
@@ -277,7 +277,7 @@ class _Job:
         choices: Mapping[Role, Choice],
         room: int | None,
     ) -> RoleMemory:
-        """``room`` is what KV may take at most, where that is open; NO_ROOM: leave it out; None: there is no card."""
+        """``room`` is what KV may take at most, where that is open; NO_ROOM leaves it out; without a card it is `None`."""
         mesh = meshes.get(role) or Mesh(data=1, tensor=1, context=1)
         match role:
             case Role.ACTOR | Role.CRITIC:
@@ -315,7 +315,7 @@ class _Job:
         return READ_AT_ONCE + (trained * self.width + state + kept) // shards
 
     def _state_width(self, section: OptimizerSection) -> int:
-        """Bytes of the optimizer for each number that is trained: AdamW has two beside it, and a master where there are any."""
+        """Bytes of optimizer state for each trained number: AdamW keeps two more, and a master where there are masters."""
         masters = self.width == 2 and section.master_weights
         moment = 2 if section.optimizer.state == "bfloat16" else 4 if masters else self.width
         return (4 if masters else 0) + 2 * moment
@@ -387,7 +387,7 @@ class _Job:
         return section.compile if section.compile is not None else self.sizes.num_parameters >= COMPILE_FROM
 
     def _tokens(self, choice: Choice, mesh: Mesh) -> int:
-        """Of one process in one forward pass. A longer row is a micro-batch of its own, and a context group divides it."""
+        """Of one process in one forward pass. A longer row has a micro-batch to itself, and a context group divides it."""
         return max(choice.tokens, -(-self._longest // mesh.context))
 
     def _frozen(self, role: Role, mesh: Mesh, *, shards: int, choices: Mapping[Role, Choice]) -> RoleMemory:
@@ -396,7 +396,8 @@ class _Job:
         if shards > mesh.tensor:
             weights += self._gathered(mesh)
         working = tokens * self.sizes.working_elements(mesh.tensor) * self.width
-        return RoleMemory(role=role, weights=weights, activations=working + self._logits(tokens, mesh))
+        logits = min(tokens * self.sizes.vocab, LOGITS_AT_ONCE) * (4 + self.width) // mesh.tensor
+        return RoleMemory(role=role, weights=weights, activations=working + logits)
 
     def _rollout(self, mesh: Mesh, *, shares_weights: bool, room: int | None) -> RoleMemory:
         rollout, sizes = self.config.rollout, self.sizes
@@ -452,12 +453,9 @@ class _Job:
         embeddings = (1 if self.sizes.tied else 2) * self.sizes.vocab * self.sizes.hidden
         return (2 * self.sizes.layer_parameters + embeddings) * self.width // mesh.tensor
 
-    def _logits(self, tokens: int, mesh: Mesh) -> int:
-        return min(tokens * self.sizes.vocab, LOGITS_AT_ONCE) * (4 + self.width) // mesh.tensor
-
 
 def lever(role: RoleMemory) -> str:
-    """What to change if this role does not fit."""
+    """Advice on what to change if this role does not fit."""
     name = "critic" if role.role is Role.CRITIC else "actor"
     match max(PARTS, key=lambda part: getattr(role, part)):
         case "kv":

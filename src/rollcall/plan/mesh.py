@@ -93,8 +93,8 @@ def product_of(name: str, *, tensor: int, context: int) -> str:
     'actor.tensor_parallel_size=2 x actor.context_parallel_size=3 = 6'
     """
     sizes = {f"{name}.tensor_parallel_size": tensor, f"{name}.context_parallel_size": context}
-    told = " x ".join(f"{key}={size}" for key, size in sizes.items() if size > 1)
-    return f"{told} = {tensor * context}" if tensor > 1 and context > 1 else told
+    product = " x ".join(f"{key}={size}" for key, size in sizes.items() if size > 1)
+    return f"{product} = {tensor * context}" if tensor > 1 and context > 1 else product
 
 
 def indivisible_heads(*, heads: int, kv_heads: int, tensor: int, context: int, name: str) -> str | None:

@@ -7,7 +7,7 @@ operating-system process with both roles, or no slot in common. With ``rollout: 
 0-3 hold one process each with both roles (rollout ranks 0-3 are actor ranks 0-3) and slots 4-7 a rollout process each.
 
 The environment needs CPUs, which all slots of a node share. So its slots say on which nodes it runs: it has one process on each
-of them, beside those of the other roles.
+of them, in addition to those of the other roles.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ def plan_placement(
     if needed is not None:
         placed = _meet_needs(placed, needed, notes)
     _check_all_used(placed, nodes, notes)
-    beside = _environments(placed, nodes)
+    environments = _environments(placed, nodes)
     spans = {role: placed[role] for role in Role if role in placed and role is not Role.ENVIRONMENT}
     context = context_parallel or {}
     _check_gangs(spans, in_gangs=[role for role in Role if role in TRAINED or context.get(role, 1) > 1])
@@ -225,8 +225,8 @@ def plan_placement(
             meshes[role] = _mesh_of(role, own, wanted=sizes.get(role), context=context.get(role, 1), notes=notes)
     return Plan(
         slots_per_node=nodes.sizes,
-        slots=_slots(nodes, [*at.values(), *beside]),
-        processes=processes | ({Role.ENVIRONMENT: beside} if beside else {}),
+        slots=_slots(nodes, [*at.values(), *environments]),
+        processes=processes | ({Role.ENVIRONMENT: environments} if environments else {}),
         groups=_groups_of(at.values()),
         meshes=meshes,
         notes=tuple(notes),
@@ -263,7 +263,7 @@ def _read(cluster: ClusterSection, nodes: Nodes) -> _Spans:
         if Role.ENVIRONMENT in roles and ":" in str(value):
             raise PlacementError(
                 f"{WHERE}: {key}: {value} names process ranks, and environment has one process on each node of its slots; give it a "
-                "key of its own with slots alone, such as environment: all"
+                "key of its own and only slots, such as environment: all"
             )
         for role in roles:
             if role in placed:
@@ -310,7 +310,7 @@ def _meet_needs(placed: _Spans, needed: frozenset[Role], notes: list[str]) -> _S
     if Role.CRITIC in needed and Role.CRITIC not in placed:
         raise PlacementError(
             f"{WHERE} places {' and '.join(dict.fromkeys(placed))}, and algorithm.name=ppo needs a critic too, which is "
-            "trained like the actor and is as large; give it slots of its own (critic: 4-7), or the actor's ('actor,critic': ...)"
+            "trained like the actor and is as large; give it its own slots (critic: 4-7), or the actor's ('actor,critic': ...)"
         )
     kept: _Spans = {}
     for role, spans in placed.items():
@@ -324,7 +324,7 @@ def _meet_needs(placed: _Spans, needed: frozenset[Role], notes: list[str]) -> _S
         if role in needed and role not in kept:
             kept[role] = kept[Role.ACTOR]
             notes.append(
-                f"{role} is not placed, so it lives in the actor's processes; {WHERE}.{role} gives it slots of its own"
+                f"{role} is not placed, so it lives in the actor's processes; {WHERE}.{role} gives it its own slots"
             )
     return kept
 

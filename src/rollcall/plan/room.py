@@ -1,4 +1,4 @@
-"""What little memory costs: sentences for `rollcall plan` and for a run that has to do with it. Pure arithmetic."""
+"""Sentences on what too little memory costs, for `rollcall plan` and for a run that has to cope with it. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SMALL = ENOUGH_TOKENS // 4  # tokens; a card waits for its memory in smaller mic
 
 
 def on_kv(config: Config, *, tokens: int, longest: int, per_token: int, num_engines: int) -> str | None:
-    """On a KV cache that ``auto`` chose; None: it is large enough. ``longest``: tokens of prompt and completion."""
+    """Warn of a small KV cache that ``auto`` chose. ``longest`` counts the tokens of prompt and completion."""
     at_once = min(config.rollout.max_running, -(-config.completions_per_step // num_engines))
     rows = max(1, tokens // longest)
     if rows * FEW >= at_once:
@@ -29,8 +29,8 @@ def on_kv(config: Config, *, tokens: int, longest: int, per_token: int, num_engi
 def on_microbatch(
     config: Config, name: str, *, tokens: int, longest: int, num_ranks: int, needed: int = 0, room: int = 0
 ) -> str | None:
-    """On a micro-batch that ``auto`` chose for the learner ``name``; None: it is large enough. ``needed`` and ``room``: bytes of a
-    pass, and those that it can have."""
+    """Warn of a small micro-batch that ``auto`` chose for the learner ``name``. ``needed`` is the bytes of a pass, ``room`` those that
+    are free."""
     section = config.critic if name == "critic" else config.actor
     rows = -(-config.completions_per_step // (section.minibatches * num_ranks))
     passes = -(-rows * longest // tokens)

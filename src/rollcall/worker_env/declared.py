@@ -1,27 +1,34 @@
-"""What reaches the environment of a worker, and from where.
+"""The environment variables that a run file gives to workers.
 
-A run file declares it: ``cluster.env`` (values), ``cluster.env_pass`` (names copied from the submitter) and
+A run file declares them: ``cluster.env`` (values), ``cluster.env_pass`` (names copied from the submitter) and
 ``cluster.node_env`` (one node's own). Where a name has several values, the node's wins, then the run file's, then the
 submitter's. Nothing else travels: all other variables of a worker are its node's own (node_shell.py), Rollcall's or Ray's.
 
-A value goes to Ray as a variable of the job or of a worker, where its logs show it; secrets go in one sealed variable
-(seal.py), which is opened where it is needed: by jobs/driver.py for a job's controller, in Ray's workers by ``SETUP_HOOK``.
+Ray writes the variables of jobs and workers to its logs and shows them to anyone who asks its API (2.60: ``runtime_env_agent.log``,
+``ray job list``). So secrets travel in one sealed variable: a salt, new each time, and a Fernet message whose key is PBKDF2 of the
+cluster's token and the salt. It is opened where it is needed: by jobs/driver.py for a job's controller, in Ray's workers by
+``SETUP_HOOK``.
 """
 
 from __future__ import annotations
 
+import base64
 import fnmatch
+import hashlib
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from secrets import token_hex
 from typing import TYPE_CHECKING
+
+from cryptography.fernet import Fernet, InvalidToken
 
 from rollcall.errors import ClusterError
 from rollcall.redact import REDACTED, guard_streams, hides, redact_env, remember
 from rollcall.worker_env.node_shell import TOKEN, origins
-from rollcall.worker_env.seal import SealError, seal, unseal
 
 if TYPE_CHECKING:  # every worker process imports this module, and most need none of the run file's models
     from rollcall.config import ClusterSection
@@ -37,6 +44,8 @@ SEALED = "ROLLCALL_SEALED"  # the secrets, for those who have the token
 SUBMITTED = "ROLLCALL_SUBMITTED"  # names of the variables that came with the job
 # runtime_env["worker_process_setup_hook"], for ray.init or a job
 SETUP_HOOK = "rollcall.worker_env.declared.open_sealed"
+_SALT = 16  # bytes
+_ROUNDS = 20_000  # a token that Rollcall made needs none, one that a person chose does
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +57,7 @@ class Variable:
 
 
 def check_environment(section: ClusterSection) -> None:
-    """Refuse what a run file may not set."""
+    """Refuse variables that a run file may not set."""
     for where, names in (
         ("cluster.env", section.env),
         ("cluster.env_pass", section.env_pass),
@@ -65,14 +74,15 @@ def check_environment(section: ClusterSection) -> None:
 
 
 def declared(section: ClusterSection | None, *, submitted: Mapping[str, str], node_rank: int) -> dict[str, Variable]:
-    """The variables of the workers on a node, by name; ``submitted`` is what ``submitted_env`` or a job gives."""
+    """The variables of a node's workers, by name. ``submitted`` comes from ``submitted_env`` or from a job."""
     if section is None:
         return {}
     check_environment(section)
     found: dict[str, Variable] = {}
     for name, value in submitted.items():
         if name not in section.env:  # a secret of cluster.env travels with the passed ones
-            found[name] = Variable(value=value, source=f"cluster.env_pass {_passed_by(section, name)}".rstrip())
+            by = next((one for one in section.env_pass if _is_pattern(one) and fnmatch.fnmatchcase(name, one)), "")
+            found[name] = Variable(value=value, source=f"cluster.env_pass {by}".rstrip())
     for name, value in section.env.items():
         if value == REDACTED and name not in submitted:
             raise ClusterError(
@@ -154,7 +164,7 @@ def _value(name: str, environ: Mapping[str, str], *, where: str) -> str:
 def for_ray(values: Mapping[str, str], *, token: str | None = None) -> dict[str, str]:
     """The same variables as Ray may log them, for ``runtime_env["env_vars"]``: secrets in one sealed variable.
 
-    ``token`` is the cluster's; None: the one that this process uses.
+    ``token`` is the cluster's; by default the one that this process uses.
     """
     secrets = {name: value for name, value in values.items() if hides(name, value)}
     if not secrets:
@@ -242,9 +252,27 @@ def _check_name(name: str, where: str) -> None:
         raise ClusterError(f"{where} has {name!r}, which is not the name of a variable")
 
 
-def _passed_by(section: ClusterSection, name: str) -> str:
-    return next((p for p in section.env_pass if _is_pattern(p) and fnmatch.fnmatchcase(name, p)), "")
-
-
 def _is_pattern(text: str) -> bool:
     return any(character in text for character in "*?[")
+
+
+class SealError(ValueError):
+    """The envelope was sealed with another token, or is damaged."""
+
+
+def seal(values: Mapping[str, str], token: str) -> str:
+    salt = token_hex(_SALT)
+    return f"{salt}.{_cipher(token, salt).encrypt(json.dumps(dict(values)).encode()).decode()}"
+
+
+def unseal(envelope: str, token: str) -> dict[str, str]:
+    salt, _, message = envelope.partition(".")
+    try:
+        return json.loads(_cipher(token, salt).decrypt(message))
+    except (InvalidToken, ValueError):
+        raise SealError("it was sealed with another token, or is damaged") from None
+
+
+def _cipher(token: str, salt: str) -> Fernet:
+    key = hashlib.pbkdf2_hmac("sha256", token.encode(), salt.encode(), _ROUNDS, dklen=32)
+    return Fernet(base64.urlsafe_b64encode(key))

@@ -1,4 +1,4 @@
-"""What the workers of a node keep of the environment in which `rollcall node` was started.
+"""The variables of the shell that started `rollcall node` which its workers keep.
 
 Where programs, libraries and folders are, and how the machine's devices, threads and network are used: that is the node's
 own, and may differ from node to node. Nothing else of that shell reaches a worker, and no secret; what a run needs beyond it,
@@ -21,38 +21,16 @@ NAMES = frozenset({
     "ROLLCALL_STATE_DIR", "ROLLCALL_CLUSTER", "ROLLCALL_VLLM_PYTHON",
 })  # fmt: skip
 PATTERNS = (
-    *("LC_*", "PYTHON*", "MALLOC_*"),
-    *("RAY_*", "GRPC_*"),
-    *(
-        "CUDA_*",
-        "NVIDIA_*",
-        "HIP_*",
-        "ROCR_*",
-        "ROCM_*",
-        "HSA_*",
-        "TORCH_*",
-        "TORCHINDUCTOR_*",
-        "PYTORCH_*",
-        "TRITON_*",
-    ),
-    *("OMP_*", "MKL_*", "KMP_*", "GOMP_*", "OPENBLAS_*", "DNNL_*", "ONEDNN_*", "ATEN_*"),
-    *("NCCL_*", "RCCL_*", "GLOO_*", "UCX_*", "FI_*", "IBV_*", "RDMAV_*", "MLX4_*", "MLX5_*"),
-)
-# What a user is likely to miss: places of models, accounts, proxies.
+    "LC_*", "PYTHON*", "MALLOC_*", "RAY_*", "GRPC_*",
+    "CUDA_*", "NVIDIA_*", "HIP_*", "ROCR_*", "ROCM_*", "HSA_*", "TORCH_*", "TORCHINDUCTOR_*", "PYTORCH_*", "TRITON_*",
+    "OMP_*", "MKL_*", "KMP_*", "GOMP_*", "OPENBLAS_*", "DNNL_*", "ONEDNN_*", "ATEN_*",
+    "NCCL_*", "RCCL_*", "GLOO_*", "UCX_*", "FI_*", "IBV_*", "RDMAV_*", "MLX4_*", "MLX5_*",
+)  # fmt: skip
+# Variables that a user is likely to miss: places of models, accounts, proxies.
 MATTERS = (
-    *(
-        "HF_*",
-        "HUGGING_FACE_*",
-        "TRANSFORMERS_*",
-        "TOKENIZERS_*",
-        "VLLM_*",
-        "WANDB_*",
-        "MLFLOW_*",
-        "COMET_*",
-        "TENSORBOARD_*",
-    ),
-    *("OPENAI_*", "ANTHROPIC_*", "AZURE_*", "AWS_*", "GOOGLE_*", "*_API_KEY", "*_TOKEN", "*_proxy", "*_PROXY"),
-)
+    "HF_*", "HUGGING_FACE_*", "TRANSFORMERS_*", "TOKENIZERS_*", "VLLM_*", "WANDB_*", "MLFLOW_*", "COMET_*", "TENSORBOARD_*",
+    "OPENAI_*", "ANTHROPIC_*", "AZURE_*", "AWS_*", "GOOGLE_*", "*_API_KEY", "*_TOKEN", "*_proxy", "*_PROXY",
+)  # fmt: skip
 UNDECLARED = "not declared"  # set by `ray start` itself, or where Ray was started without `rollcall node`
 OF_ROLLCALL = ("ROLLCALL_*", "RAY_AUTH_*", "RAY_TLS_*", "RAY_USE_TLS")
 
@@ -66,7 +44,7 @@ def is_nodes_own(name: str) -> bool:
 
 
 def nodes_own(environ: Mapping[str, str]) -> dict[str, str]:
-    """What of these variables the workers of a node started here see."""
+    """The variables that workers of a node started here would see."""
     return {name: value for name, value in environ.items() if is_nodes_own(name) and not hides(name, value)}
 
 
@@ -89,7 +67,7 @@ def hint(names: Collection[str]) -> str:
 
 
 def origins(environ: Mapping[str, str]) -> dict[str, str]:
-    """Of this worker's variables: where each comes from, if no run file declares it."""
+    """Where each variable of this worker comes from, if no run file declares it."""
     inherited = environment_of(int(environ.get("RAY_RAYLET_PID", 0)))
     found = {}
     for name in environ:

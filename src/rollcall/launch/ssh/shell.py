@@ -2,7 +2,7 @@
 
 The script goes to `bash -s` over stdin: nothing of it, and no secret, is in an argument that others could read, and the login
 shell there has nothing to quote. stdin stays open until the script has ended, so a command that is tied to its stdin
-(``nodes/tied.py``) ends when this machine lets go. `ssh` decides by its own configuration how a host is reached and which
+(``nodes/here.py``) ends when this machine lets go. `ssh` decides by its own configuration how a host is reached and which
 host keys are known; it is only told to ask nobody.
 
 Each host has an `ssh` and a thread that reads it; the caller's thread waits for all, and Ctrl-C reaches it there.
