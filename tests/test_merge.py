@@ -254,7 +254,7 @@ def test_a_checkpoint_without_its_tokenizer_or_a_config_is_refused(tmp_path: Pat
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("how", ["missing", "cut off", "a shard of another size", "a world size that is not"])
+@pytest.mark.parametrize("how", ["missing", "cut off", "a shard of another size"])
 def test_a_wrong_set_of_shards_leaves_no_directory(tmp_path: Path, how: str) -> None:
     folder = shards(tmp_path / "actor")
     third = folder / "model_world_size_4_rank_2.pt"
@@ -262,11 +262,9 @@ def test_a_wrong_set_of_shards_leaves_no_directory(tmp_path: Path, how: str) -> 
         third.unlink()
     elif how == "cut off":
         third.write_bytes(third.read_bytes()[:-100])
-    elif how == "a shard of another size":
+    else:
         write_verl(tmp_path / "other", a_state(intermediate_size=64), mesh=(4,))
         shutil.copy(tmp_path / "other" / third.name, third)
-    else:
-        (folder / "fsdp_config.json").write_text('{"world_size": 2}')
     with pytest.raises(StoredError):
         merge(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".merging-*"))
@@ -281,9 +279,6 @@ def test_weights_of_another_model_than_the_config_describes_are_refused(tmp_path
         merge(folder, tmp_path / "out")
     (folder / "huggingface" / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
     with pytest.raises(StoredError, match="ties lm_head.weight to .* different numbers"):
-        merge(folder, tmp_path / "out")
-    (folder / "huggingface" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
-    with pytest.raises(StoredError, match="config.json does not describe a model"):
         merge(folder, tmp_path / "out")
     shutil.rmtree(folder / "huggingface")
     with pytest.raises(StoredError, match="no config.json.*--base"):

@@ -24,7 +24,7 @@ from rollcall.errors import CheckpointError
 from rollcall.model.stop_tokens import special_ids, stop_token_ids
 from rollcall.stored.dtypes import OF_SAFETENSORS
 from rollcall.stored.find import PROBE
-from rollcall.stored.safetensors_header import write_header
+from rollcall.stored.safetensors import write_header
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,7 +33,7 @@ from rollcall.durable.atomic import fsync
 from rollcall.durable.patience import NodeDiskError, plain_disk_errors
 from rollcall.learner.layout import Block
 from rollcall.stored.files import new_checksum
-from rollcall.stored.safetensors_header import write_header
+from rollcall.stored.safetensors import write_header
 from rollcall.wait import warn
 
 CHUNK_BYTES = 16 << 20  # written and added to the checksum at once

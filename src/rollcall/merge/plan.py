@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rollcall.stored.dtypes import DType
 from rollcall.stored.files import CheckedRange, StoredError, StoredFile
-from rollcall.stored.safetensors_header import write_header
+from rollcall.stored.safetensors import write_header
 from rollcall.stored.tensors import Piece, Stored, StoredTensor
 
 UNIT_BYTES = 256 << 20

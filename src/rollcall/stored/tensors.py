@@ -70,10 +70,8 @@ class Stored:
         tensor = self.tensors[name]
         start = (0,) * len(tensor.shape) if start is None else tuple(start)
         shape = tensor.shape if shape is None else tuple(shape)
-        if len(start) != len(tensor.shape) or len(shape) != len(tensor.shape):
-            raise ValueError(f"{name} has {len(tensor.shape)} dimensions; start={start}, shape={shape} do not fit it")
-        if any(a < 0 or n < 0 or a + n > whole for a, n, whole in zip(start, shape, tensor.shape, strict=True)):
-            raise ValueError(f"{name} is {list(tensor.shape)}: it has no block of {list(shape)} at {list(start)}")
+        bounds = zip(start, shape, tensor.shape, strict=True)
+        assert all(a >= 0 and n >= 0 and a + n <= whole for a, n, whole in bounds), f"{name} has no such block"
         import torch
 
         block = torch.empty(shape, dtype=tensor.dtype.torch)

@@ -26,7 +26,8 @@ from torch import Tensor
 from rollcall.durable.atomic import TEMPORARY, replacing
 from rollcall.errors import MissingPeerError
 from rollcall.model.checksum import checksum
-from rollcall.stored.safetensors_header import read_metadata, write_header
+from rollcall.stored.files import StoredError
+from rollcall.stored.safetensors import read_header, write_header
 from rollcall.wait import Wait
 from rollcall.weights.layout import BucketSize, Entry, Layout, Views, fit, view
 from rollcall.weights.protocol import (
@@ -131,16 +132,17 @@ class FolderReceiver(WeightReceiver):
     def _read_part(self, version: int, number: int, deadline: Wait) -> tuple[list[int], list[int]]:
         """Copy one file into the tensors; returns the checksums that it names, and those of what arrived."""
         path = self._find(version, number, deadline)
+        try:
+            entries, about = read_header(path)
+            found, layout, sums = int(about["version"]), about["layout"], json.loads(about["sums"])
+        except (StoredError, ValueError, KeyError, TypeError) as error:
+            raise TornUpdateError(f"{path} is not a file of weights ({type(error).__name__}: {error})") from None
+        if found != version:
+            raise TornUpdateError(f"{path} holds version {found}, and version {version} is due")
+        self._views = fit(layout, self._tensors, kept=self._views)
+        _, buckets = _parts_of(self._views)[number]
         with path.open("rb", buffering=0) as file:
-            try:
-                about = read_metadata(file)  # type: ignore[arg-type]
-                found, layout, sums = int(about["version"]), about["layout"], json.loads(about["sums"])
-            except (ValueError, KeyError, TypeError, MemoryError, OverflowError) as error:
-                raise TornUpdateError(f"{path} is not a file of weights ({type(error).__name__}: {error})") from None
-            if found != version:
-                raise TornUpdateError(f"{path} holds version {found}, and version {version} is due")
-            self._views = fit(layout, self._tensors, kept=self._views)
-            _, buckets = _parts_of(self._views)[number]
+            file.seek(min(entry.offset for entry in entries.values()))
             return sums, [_fill(bucket, file, path=path) for bucket in buckets]
 
     def _find(self, version: int, number: int, deadline: Wait) -> Path:
