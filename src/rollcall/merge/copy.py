@@ -1,4 +1,4 @@
-"""Copy one unit: read its range once in order, check it, write each element to its place.
+"""Copies one unit: reads its range once in order, checks it, writes each element to its place.
 
 Memory is one buffer of ``CHUNK`` bytes for each thread, whatever the size of the tensors; it is small, so that what was read is
 still in the processor's cache when it is checked and written.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from math import prod
 
 from rollcall.merge.plan import Copy, Unit
@@ -19,17 +18,8 @@ CHUNK = 512 << 10  # a multiple of every element's size
 ELEMENT = 16  # bytes of the largest
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Span:
-    """A range of the file; every one of ``copies`` takes all of it."""
-
-    begin: int
-    end: int
-    copies: tuple[Copy, ...]
-
-
 def copy_unit(unit: Unit, outs: Sequence[int], *, advance: Callable[[int], None]) -> None:
-    """``outs`` are the descriptors of the written files; ``advance`` is told the number of copied bytes."""
+    """``outs`` are the descriptors of the written files; ``advance`` gets the number of copied bytes."""
     checks = _Checks(unit)
     fd = os.open(unit.file.path, os.O_RDONLY)
     try:
@@ -37,12 +27,11 @@ def copy_unit(unit: Unit, outs: Sequence[int], *, advance: Callable[[int], None]
             raise StoredError(f"{unit.file} has {size:,} bytes instead of {unit.file.size:,}; restore the file")
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         reader = _Reader(fd, unit.file)
-        for span in _spans(unit):
-            at = span.begin
-            while at < span.end:
-                data = reader.some(at, span.end)
+        for at, end, copies in _spans(unit):
+            while at < end:
+                data = reader.some(at, end)
                 checks.take(data, at)
-                for copy in span.copies:
+                for copy in copies:
                     _write(copy, data, at, outs)
                     advance(len(data))
                 at += len(data)
@@ -52,25 +41,22 @@ def copy_unit(unit: Unit, outs: Sequence[int], *, advance: Callable[[int], None]
         os.close(fd)
 
 
-def _spans(unit: Unit) -> Iterator[_Span]:
-    """The ranges to read, in order: what is copied, and what a checksum covers."""
+def _spans(unit: Unit) -> Iterator[tuple[int, int, list[Copy]]]:
+    """The ranges to read, in order: what is copied, and what a checksum covers. Every copy takes all of a range, or nothing."""
+    covered = [(one.offset, one.offset + one.size) for one in unit.records]
     if unit.file.blake2b is not None:
         covered = [(0, unit.file.size)]
-    else:
-        covered = [(record.offset, record.offset + record.size) for record in unit.records]
-    edges = sorted(
-        {*(edge for pair in covered for edge in pair), *(e for one in unit.copies for e in (one.begin, one.end))}
-    )
-    checked, waiting, active = iter([*covered, (unit.file.size + 1, unit.file.size + 1)]), list(unit.copies)[::-1], []
-    check = next(checked)
+    ranges = [*covered, *((one.begin, one.end) for one in unit.copies)]
+    edges = sorted({edge for pair in ranges for edge in pair})
+    covered, waiting, active = covered[::-1], list(unit.copies)[::-1], []
     for begin, end in zip(edges, edges[1:], strict=False):
         while waiting and waiting[-1].begin <= begin:
             active.append(waiting.pop())
         active = [copy for copy in active if copy.end > begin]
-        while check[1] <= begin:
-            check = next(checked)
-        if active or check[0] <= begin:
-            yield _Span(begin=begin, end=end, copies=tuple(active))
+        while covered and covered[-1][1] <= begin:
+            covered.pop()
+        if active or (covered and covered[-1][0] <= begin):
+            yield begin, end, active
 
 
 class _Reader:
@@ -116,19 +102,18 @@ class _Checks:
             if ends > offset + len(data):
                 return
             if self._crc != record.crc32:
-                raise self._changed(f"its bytes {record.offset:,} to {ends:,}")
+                raise self._changed(f"its bytes {record.offset:,} to {ends:,} are")
             self._records.pop()
             self._crc = 0
 
     def end(self) -> None:
         if self._whole is not None and self._whole.hexdigest() != self._file.blake2b:
-            raise self._changed("it")
+            raise self._changed("it is")
         assert not self._records, "a record was not read to its end"
 
     def _changed(self, what: str) -> StoredError:
-        are = "is" if what == "it" else "are"
         return StoredError(
-            f"{self._file}: {what} {are} not as written (the checksum differs); copy the file from where it was written again, or use "
+            f"{self._file}: {what} not as written (the checksum differs); copy the file from where it was written again, or use "
             "another checkpoint"
         )
 
