@@ -26,7 +26,7 @@ from verl_shards import write_verl
 
 from rollcall.cli.main import app
 from rollcall.cli.merge import progress_bar
-from rollcall.merge import copy, plan, staging
+from rollcall.merge import plan, staging
 from rollcall.merge.merge import merge
 from rollcall.merge.select import select
 from rollcall.model.load import load_causal_lm
@@ -410,7 +410,7 @@ def test_a_disk_that_fills_up_leaves_no_model_and_the_next_start_goes_on(
     monkeypatch.setattr(plan, "UNIT_BYTES", MANY_UNITS)
     folder, out = shards(tmp_path / "actor"), tmp_path / "out"
     written = 0
-    write = copy._pwrite
+    write = plan._pwrite
 
     def full(fd: int, data: memoryview, offset: int) -> None:
         nonlocal written
@@ -420,7 +420,7 @@ def test_a_disk_that_fills_up_leaves_no_model_and_the_next_start_goes_on(
         write(fd, data, offset)
 
     with monkeypatch.context() as patch:
-        patch.setattr(copy, "_pwrite", full)
+        patch.setattr(plan, "_pwrite", full)
         with pytest.raises(StoredError, match="No space left on device; free space"):
             merge(folder, out)
     assert not out.exists()
@@ -471,7 +471,7 @@ def test_the_command_answers_people_and_programs(tmp_path: Path) -> None:
     assert refused.exit_code == 1 and "is not a directory; give a checkpoint" in refused.output
     (tmp_path / "checkpoints" / "step-000002").mkdir(parents=True)
     refused = CliRunner().invoke(app, ["merge", str(tmp_path / "checkpoints" / "step-000001"), "--out", str(out)])
-    assert refused.exit_code == 1 and "there are step-000002 beside it" in " ".join(refused.output.split())
+    assert refused.exit_code == 1 and "its folder has step-000002" in " ".join(refused.output.split())
 
 
 def test_what_cannot_be_verified_is_refused_before_it_is_merged(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def not_of_a_model(folder: Path) -> Path | None:
 def copy_config_files(stored: Stored, folder: Path, out: Path, *, dtype: DType | None) -> None:
     """Copy the files of ``folder`` that belong to a model; config.json says in which type the weights are.
 
-    What the model computed is known from the folder of its own weights: the probe of another model would refuse it.
+    The probe comes only from the folder of the weights: that of another model would refuse this one.
     """
     own = () if stored.folder is None else stored.folder.glob(PROBE)
     others = (path for path in (*folder.iterdir(), *folder.glob(TEMPLATES)) if path.name != PROBE)
@@ -128,7 +128,9 @@ def _run_file(origin: Path) -> dict[str, Any]:
     path = origin.absolute()
     if (checkpoint := checkpoint_of(path)) is not None:
         path = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint
-    elif path.name == "model" and (path.parent / "metrics.jsonl").is_file():  # else a run file may be beside any model
+    elif (
+        path.name == "model" and (path.parent / "metrics.jsonl").is_file()
+    ):  # otherwise the run file may be of something else
         path = path.parent
     try:
         fields = read_yaml(path / "run.yaml", what="run file")

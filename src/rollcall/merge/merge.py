@@ -19,8 +19,7 @@ from typing import Any
 
 from rollcall.merge.adapter import ADAPTED, whole_model
 from rollcall.merge.card import card, copy_config_files, not_of_a_model, run_facts
-from rollcall.merge.copy import copy_unit
-from rollcall.merge.plan import MergePlan, plan_merge, written_dtype
+from rollcall.merge.plan import MergePlan, copy_unit, plan_merge, written_dtype
 from rollcall.merge.select import select
 from rollcall.merge.staging import Staging, begin
 from rollcall.stored.dtypes import DTYPES as KINDS
@@ -38,7 +37,7 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merged:
-    """What a merge has written."""
+    """The result of a merge."""
 
     out: Path
     origin: str
@@ -75,7 +74,7 @@ def merge(
     base: Path | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Merged:
-    """``base``: a model directory with config and tokenizer, for weights that have none beside them. ``progress`` gets the
+    """``base``: a model directory with config and tokenizer, for weights that come without them. ``progress`` gets the
     bytes that are copied and those that are to be."""
     out = Path(os.path.abspath(out))
     if isinstance(source, Path):

@@ -73,9 +73,9 @@ def _refuse_others(stored: Stored, outline: Outline, names: Sequence[str], *, fo
         _fault("not part of the model", [name for name in there if name not in wanted]),
         _fault("of another shape", misshaped),
     ]
-    if told := [fault for fault in faults if fault]:
+    if found := [fault for fault in faults if fault]:
         raise StoredError(
-            f"{stored.origin} does not hold the model of {folder / 'config.json'}: {'; '.join(told)}. Give the files that belong "
+            f"{stored.origin} does not hold the model of {folder / 'config.json'}: {'; '.join(found)}. Give the files that belong "
             "together"
         )
 

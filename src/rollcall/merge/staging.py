@@ -1,4 +1,4 @@
-"""The folder in which a merge is made, beside its target: it survives an interruption, and becomes the target in one rename.
+"""The folder in which a merge is made, next to its target: it survives an interruption, and becomes the target in one rename.
 
 ``.merging-NAME/`` holds the written files in ``model/``, the plan's fingerprint, one line for each unit that is on the disk, and a
 lock. The same command finds it and continues; a merge of other files, or to other files, begins again.

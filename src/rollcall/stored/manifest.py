@@ -62,7 +62,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """The manifest alone; whether its files are there is another question (``missing_file``)."""
+    """Reads the manifest; ``missing_file`` tells whether its files are there."""
     path = checkpoint / MANIFEST
     if not path.exists():
         raise StoredError(f"{path} does not exist, so {checkpoint} is not a whole checkpoint; use another")

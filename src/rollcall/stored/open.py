@@ -44,9 +44,7 @@ def open_stored(path: Path) -> Stored:
     """The tensors stored at ``path``. Of a run directory or a ``checkpoints/`` folder: the newest whole checkpoint."""
     if not path.is_dir():
         there = ", ".join(one.name for one in checkpoints_of(path.parent))
-        raise StoredError(
-            f"{path} is not a directory; " + (f"there are {there} beside it" if there else f"give {KNOWN}")
-        )
+        raise StoredError(f"{path} is not a directory; " + (f"its folder has {there}" if there else f"give {KNOWN}"))
     if not is_model_dir(path):
         if (checkpoint := checkpoint_of(path)) is not None:
             return open_checkpoint(checkpoint)

@@ -28,7 +28,7 @@ class Outline:
 
 
 def outline_of(folder: Path) -> Outline | None:
-    """The outline as transformers has it, or None if it does not know this kind of model. Nothing of the folder is run, even if it brings code of its own."""
+    """The outline as transformers has it, or None if it does not know this kind of model. Code that comes with the folder is not run."""
     import torch
     import transformers
     from transformers.core_model_loading import revert_weight_conversion
@@ -72,7 +72,7 @@ _FAMILIES: dict[Any, tuple[str, bool | str, bool | str, bool | str]] = {
 
 def known_outline(fields: Mapping[str, Any]) -> Outline | None:
     """The outline of a Llama, Mistral, Qwen2 or Qwen3 from nothing but its config.json, since transformers takes seconds to import (a test
-    compares the two). None: the config leaves something open, so ask ``outline_of``. ``fields`` are those of a config.json
+    compares the two). None if the config leaves something open: then ask ``outline_of``. ``fields`` are those of a config.json
     whose sizes are possible (``read_model_config``)."""
     family = str(fields.get("model_type"))
     if (

@@ -51,7 +51,7 @@ class Stored:
     origin: str  # what it was opened from, for messages
     tensors: Mapping[str, StoredTensor]
     files: Mapping[Path, StoredFile]
-    folder: Path | None  # with config.json and tokenizer; None: there is none beside the weights
+    folder: Path | None  # with config.json and tokenizer, if the weights came with one
     kind: str = "model directory"  # what it is, for messages
     facts: Mapping[str, Any] = field(default_factory=dict)  # what its writer noted of the run: step, score, ...
 

@@ -1,7 +1,7 @@
 """Checkpoints of verl's FSDP trainer: ``model_world_size_W_rank_R.pt`` for each process, config and tokenizer in ``huggingface/``.
 
 Each file is a state dict whose tensors are DTensors: the process's block of each, with the mesh. A mesh has one or more dimensions (ddp,
-fsdp, tp); a placement for each says whether the tensor is cut along one of its own dimensions there, or the same in all processes. A
+fsdp, tp); a placement for each says whether the tensor is cut along one of its dimensions there, or the same in all processes. A
 tensor that is not a DTensor is whole in each process: a buffer, or any tensor of a run that shards nothing. Where several processes hold
 the same block, the first is read; the others must have the same checksum.
 """
@@ -27,7 +27,7 @@ class _Cut:
     """How a tensor is cut over a mesh, and which block one process holds."""
 
     mesh: Mesh
-    # For each dimension of the mesh, the tensor's dimension and the split factor (1: none); None: the same in all.
+    # For each dimension of the mesh, the tensor's dimension and the split factor (1: none), or None if all have the same.
     cuts: tuple[tuple[int, int] | None, ...]
     shape: tuple[int, ...]  # of the whole tensor
 
