@@ -2,10 +2,10 @@
 
 An update is a few files in safetensors format, so that receivers read one while the sender writes the next. Each file is
 renamed into place when it is complete, with the update's version, layout and the file's checksums in its metadata. Its name
-has the sender's secret and the version, so nobody takes the files of another sender. The files stay until the next update
+has the sender's secret and the version, so no receiver takes the files of another sender. The files stay until the next update
 is complete, so a receiver that comes later finds them.
 
-Who waits for whom: ``send`` waits for nobody; ``receive`` waits for the files of its version. The caller of both knows by
+Who waits for whom: ``send`` does not wait; ``receive`` waits for the files of its version. The caller of both knows by
 their answers that all have it.
 """
 
@@ -36,7 +36,6 @@ from rollcall.weights.protocol import (
     Sent,
     StaleUpdateError,
     TornUpdateError,
-    WeightReceiver,
 )
 
 # Spans follow each other as in the files, and each is summed while it is in the cache.
@@ -93,8 +92,18 @@ class FolderSender:
                 path.unlink(missing_ok=True)
 
 
-class FolderReceiver(WeightReceiver):
-    _views: Views | None = None
+class FolderReceiver:
+    def __init__(self, *, invitation: Invitation, name: str, tensors: Mapping[str, Tensor]) -> None:
+        self.name = name
+        self._invitation = invitation
+        self._tensors = dict(tensors)
+        self._views: Views | None = None
+        self._held: int | None = None
+        self._newest: int | None = None
+
+    @property
+    def version(self) -> int | None:
+        return self._held
 
     def receive(self, *, version: int) -> None:
         if self._newest is not None and version <= self._newest:
