@@ -187,7 +187,7 @@ def _joined(name: str, locals_: list[_Local]) -> StoredTensor:
 
 def _mesh_of(mesh: dict[str, Any], *, rank: int, file: TorchFile) -> Mesh:
     """The mesh with these fields, as ``rank`` sees it. Any error: it cannot be read."""
-    ranks = mesh.get("mesh", mesh.get("_rank_map", mesh.get("_flatten_rank_map")))
+    ranks: Any = mesh.get("mesh", mesh.get("_rank_map", mesh.get("_flatten_rank_map")))
     if tensor := file.tensor(ranks, name="a mesh"):
         ranks = tensor.numbers()
     if tensor and "mesh" in mesh:  # torch before 2.10: a tensor of ranks, and no layout
