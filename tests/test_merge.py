@@ -26,7 +26,7 @@ from verl_shards import write_verl
 
 from rollcall.cli.main import app
 from rollcall.cli.merge import progress_bar
-from rollcall.merge import copy, plan, staging
+from rollcall.merge import plan, staging
 from rollcall.merge.merge import merge
 from rollcall.merge.select import select
 from rollcall.model.load import load_causal_lm
@@ -220,7 +220,7 @@ def test_a_checkpoint_without_its_tokenizer_or_a_config_is_refused(tmp_path: Pat
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("how", ["missing", "cut off", "a shard of another size", "a world size that is not"])
+@pytest.mark.parametrize("how", ["missing", "cut off", "a shard of another size"])
 def test_a_wrong_set_of_shards_leaves_no_directory(tmp_path: Path, how: str) -> None:
     folder = shards(tmp_path / "actor")
     third = folder / "model_world_size_4_rank_2.pt"
@@ -228,11 +228,9 @@ def test_a_wrong_set_of_shards_leaves_no_directory(tmp_path: Path, how: str) -> 
         third.unlink()
     elif how == "cut off":
         third.write_bytes(third.read_bytes()[:-100])
-    elif how == "a shard of another size":
+    else:
         write_verl(tmp_path / "other", a_state(intermediate_size=64), mesh=(4,))
         shutil.copy(tmp_path / "other" / third.name, third)
-    else:
-        (folder / "fsdp_config.json").write_text('{"world_size": 2}')
     with pytest.raises(StoredError):
         merge(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".merging-*"))
@@ -247,9 +245,6 @@ def test_weights_of_another_model_than_the_config_describes_are_refused(tmp_path
         merge(folder, tmp_path / "out")
     (folder / "huggingface" / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
     with pytest.raises(StoredError, match="ties lm_head.weight to .* different numbers"):
-        merge(folder, tmp_path / "out")
-    (folder / "huggingface" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
-    with pytest.raises(StoredError, match="config.json does not describe a model"):
         merge(folder, tmp_path / "out")
     shutil.rmtree(folder / "huggingface")
     with pytest.raises(StoredError, match="no config.json.*--base"):
@@ -381,7 +376,7 @@ def test_a_disk_that_fills_up_leaves_no_model_and_the_next_start_goes_on(
     monkeypatch.setattr(plan, "UNIT_BYTES", MANY_UNITS)
     folder, out = shards(tmp_path / "actor"), tmp_path / "out"
     written = 0
-    write = copy._pwrite
+    write = plan._pwrite
 
     def full(fd: int, data: memoryview, offset: int) -> None:
         nonlocal written
@@ -391,7 +386,7 @@ def test_a_disk_that_fills_up_leaves_no_model_and_the_next_start_goes_on(
         write(fd, data, offset)
 
     with monkeypatch.context() as patch:
-        patch.setattr(copy, "_pwrite", full)
+        patch.setattr(plan, "_pwrite", full)
         with pytest.raises(StoredError, match="No space left on device; free space"):
             merge(folder, out)
     assert not out.exists()
@@ -442,7 +437,7 @@ def test_the_command_answers_people_and_programs(tmp_path: Path) -> None:
     assert refused.exit_code == 1 and "is not a directory; give a checkpoint" in refused.output
     (tmp_path / "checkpoints" / "step-000002").mkdir(parents=True)
     refused = CliRunner().invoke(app, ["merge", str(tmp_path / "checkpoints" / "step-000001"), "--out", str(out)])
-    assert refused.exit_code == 1 and "there are step-000002 beside it" in " ".join(refused.output.split())
+    assert refused.exit_code == 1 and "its folder has step-000002" in " ".join(refused.output.split())
 
 
 def test_what_cannot_be_verified_is_refused_before_it_is_merged(tmp_path: Path) -> None:

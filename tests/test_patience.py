@@ -179,7 +179,7 @@ def test_a_journal_waits_in_one_thread_and_others_wait_for_themselves(
                 thread.start()
             for thread in threads:
                 thread.join()
-        assert len(rescue.said) == 1 and caplog.text.count("going on") == 1, caplog.text
+        assert len(rescue.said) == 1 and caplog.text.count("continuing") == 1, caplog.text
         journal.sync()
         assert [group.draw for group in journal.read(1)] == [0, 1, 2, 3]
     assert not (disk / "journal" / "torn").exists()

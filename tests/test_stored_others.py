@@ -19,7 +19,7 @@ from verl_shards import write_verl
 
 from rollcall.stored.open import open_stored
 from rollcall.stored.tensors import StoredError
-from rollcall.stored.unpickle import Thing, unpickle
+from rollcall.stored.torch_file import Stub, unpickle
 
 WHOLE = {
     "embed.weight": torch.randn(13, 6, generator=torch.Generator().manual_seed(0)),
@@ -61,7 +61,7 @@ def test_shards_of_verl_make_the_whole_tensors_on_every_mesh(
 
 
 def test_shards_of_verl_are_found_from_the_folders_above_them(tmp_path: Path) -> None:
-    folder = write_verl(tmp_path / "global_step_20" / "actor", WHOLE, mesh=(2,), plain=PLAIN, fsdp_config=False)
+    folder = write_verl(tmp_path / "global_step_20" / "actor", WHOLE, mesh=(2,), plain=PLAIN)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("20")
     for path in (folder, folder.parent, tmp_path):
         assert assert_whole(path).facts["step"] == 20
@@ -106,9 +106,6 @@ def _damage(folder: Path, how: str) -> str:
         at = data.index(b"embed.weight")
         data[at : at + 5] = b"EMBED"
         third.write_bytes(data)
-    elif how == "fsdp_config of another":
-        (folder / "fsdp_config.json").write_text('{"world_size": 8}')
-        return "fsdp_config.json"
     elif how == "other sizes":
         write_verl(folder / "other", {**WHOLE, "embed.weight": torch.zeros(9, 6)}, mesh=(4,), plain=PLAIN)
         shutil.copy(folder / "other" / third.name, third)
@@ -128,7 +125,7 @@ def _damage(folder: Path, how: str) -> str:
 
 @pytest.mark.parametrize(
     "how",
-    ["missing", "cut off", "empty", "not of torch", "pickle changed", "fsdp_config of another", "other sizes", "other tensors",
+    ["missing", "cut off", "empty", "not of torch", "pickle changed", "other sizes", "other tensors",
      "another run", "another rank", "two world sizes"],
 )  # fmt: skip
 def test_a_wrong_set_of_shards_is_refused_by_the_name_of_the_file(tmp_path: Path, how: str) -> None:
@@ -201,26 +198,11 @@ def test_what_is_not_weights_is_refused(tmp_path: Path) -> None:
         open_stored(tmp_path)
 
 
-def text(word: str) -> bytes:
-    return b"X" + len(word.encode()).to_bytes(4, "little") + word.encode()
-
-
 HOSTILE = {
-    "a memo that takes all memory": b"\x80\x02Nr\xff\xff\xff\x0f\x82\x01.",
-    "a key that is hashed without an end": b"\x80\x02})" + b"2\x86" * 60 + b"K\x01s.",
-    "a set with such a member": b"\x80\x02cbuiltins\nset\n])" + b"2\x86" * 60 + b"a\x85R.",
-    "a set of this protocol with such a member": b"\x80\x04\x8f()" + b"2\x86" * 60 + b"\x90.",
-    "a set that gets such pairs": b"\x80\x04\x8f(K\x01)" + b"2\x86" * 60 + b"u.",
     "an array that is longer than the file": b"\x80\x05\x96\0\0\0\0\x40\0\0\0.",
-    "a name that is written out without an end": b"\x80\x02ctorch\ndevice\n)" + b"2\x86" * 60 + b"\x85R.",
-    "a state for one of our functions": b"\x80\x02ctorch\nSize\nN}" + text("__defaults__") + b")s\x86b.",
-    "a state for what all files share": b"\x80\x02ctorch.storage\nUntypedStorage\n]" + text("k") + b"aNab.",
-    "a size that is copied again and again": b"\x80\x02ctorch\nSize\n](" + b"K\x01" * 2000 + b"e\x85R.",
-    "arguments that are copied again and again": b"\x80\x02ctorch.distributed.tensor\nDTensor\n("
-    + b"K\x01" * 2000
-    + b"t\x81.",
-    "a path without an end": b"\x80\x02cpathlib\nPosixPath\n" + text("x" * 5000) + b"\x85R.",
-    "a set without an end": b"\x80\x02cbuiltins\nset\n](" + b"K\x01" * 2000 + b"e\x85R.",
+    "a state for one of our functions": b"\x80\x02ctorch\nSize\nN}X\x01\0\0\0a)s\x86b.",
+    "a state for a shared class": b"\x80\x02ctorch.storage\nUntypedStorage\n]X\x01\0\0\0kaNab.",
+    "a set of the same size again and again": b"\x80\x02ctorch\nSize\n](" + b"K\x01" * 2000 + b"e\x85R.",
     "text that is longer than the file": b"\x80\x02X\xff\xff\xff\x7fabc.",
     "a protocol of the future": b"\x80\x09N.",
     "items for what is no dict": b"\x80\x02]K\x01K\x02s.",
@@ -233,33 +215,9 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE.keys())
-def test_a_pickle_that_would_hang_or_fill_the_memory_is_refused(tmp_path: Path, data: bytes) -> None:
+def test_a_pickle_that_is_not_one_of_tensors_is_refused(tmp_path: Path, data: bytes) -> None:
     (tmp_path / ".metadata").write_bytes(data)
     with pytest.raises(StoredError, match=r"/\.metadata (cannot be read|is not the metadata of a checkpoint) \("):
-        open_stored(tmp_path)
-
-
-@pytest.mark.parametrize("word", ["__0_0.distcp", "model.embed.weight", "embed.weight", "fqn"])
-def test_tuples_in_tuples_without_an_end_are_no_names(tmp_path: Path, word: str) -> None:
-    """2 to the power of 60 values, if anybody looked at all of them."""
-    save_dcp({"model": WHOLE}, tmp_path / "c")
-    path = tmp_path / "c" / ".metadata"
-    data = pickle.dumps(pickle.loads(path.read_bytes()), protocol=2)
-    assert text(word) in data
-    path.write_bytes(data)
-    assert_whole(tmp_path / "c")
-    path.write_bytes(data.replace(text(word), b")" + b"2\x86" * 60))
-    with pytest.raises(StoredError, match="metadata"):
-        open_stored(tmp_path / "c")
-
-
-def test_a_tensor_with_more_dimensions_than_torch_has_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "model_world_size_1_rank_0.pt"
-    torch.save({"w": torch.zeros((1,) * 64)}, path)
-    assert open_stored(tmp_path).tensors["w"].shape == (1,) * 64
-    torch.save({"w": torch.zeros(1)}, path)
-    rewrite_pickle(path, lambda data: data.replace(b"K\x01\x85", b"(" + b"K\x01" * 65 + b"t"))
-    with pytest.raises(StoredError, match="rank_0.pt: the layout of w cannot be read .*65 dimensions"):
         open_stored(tmp_path)
 
 
@@ -285,7 +243,7 @@ def test_names_of_shards_are_not_believed(tmp_path: Path) -> None:
     with pytest.raises(StoredError, match="it has 1 of the 99999999999 shards"):
         open_stored(tmp_path)
     (tmp_path / "model_world_size_99999999999_rank_0.pt").rename(tmp_path / "model_world_size_a_rank_b.pt")
-    with pytest.raises(StoredError, match="rename them"):
+    with pytest.raises(StoredError, match="named model_world_size_W_rank_R"):
         open_stored(tmp_path)
 
 
@@ -336,7 +294,7 @@ class Attribute:
 )
 def test_an_attribute_is_kept_by_its_name_and_never_looked_up(owner: Any) -> None:
     found = unpickle(pickle.dumps(Attribute(owner, "__class__")), what="a.pt")
-    assert isinstance(found, Thing) and found.name == "getattr" and found.args[1] == "__class__"
+    assert isinstance(found, Stub) and type(found).__name__ == "getattr" and found.args[1] == "__class__"
 
 
 def test_a_checkpoint_whose_enums_are_written_as_attributes_is_read(

@@ -83,7 +83,6 @@ def saved_critic(directory: Path) -> dict[str, torch.Tensor]:
         masters = torch.load(directory / "critic.pt", weights_only=True)["masters"]
         return {**load_file(directory / "critic.safetensors"), **masters}
     stored = open_role(directory, "critic")
-    assert stored is not None
     prefix = "master/" if "master/score.weight" in stored.tensors else ""
     names = critic_of(Gang.alone()).body.named
     return {name: torch.cat([stored.read(prefix + part) for part in module_names(name)]) for name in names}

@@ -215,7 +215,9 @@ def test_handles_of_gpu_tensors_travel_once_and_open_on_the_receivers_own_device
     source, target = torch.arange(100, dtype=torch.uint8), torch.zeros(100, dtype=torch.uint8)
     found: list[list[int]] = []
     for _ in range(2):
-        thread = threading.Thread(target=lambda: found.append(inlet.take([[target[:60]], [target[60:]]], deadline)))
+        thread = threading.Thread(
+            target=lambda: found.append(list(inlet.each([[target[:60]], [target[60:]]], deadline)))
+        )
         thread.start()
         assert outlet.put([[source[:60]], [source[60:]]], deadline) == [
             checksum([source[:60]]),
@@ -412,7 +414,7 @@ def test_tensors_in_a_file_that_do_not_fit_are_refused_by_name(tmp_path: Path, p
 
 @pytest.mark.parametrize(
     ("spoilt", "reason"),
-    [(lambda data: data[:-100], "cut short"), (lambda data: b"{}", "not a file of weights")],
+    [(lambda data: data[:-100], "cut off"), (lambda data: b"{}", "not a file of weights")],
     ids=["short", "other"],
 )
 def test_a_file_that_is_not_whole_is_read_again_and_then_refused(

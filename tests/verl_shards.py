@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,7 +35,6 @@ def write_verl(
     plain: Sequence[str] = (),
     dims: Mapping[str, int] | None = None,
     config: Path | None = None,
-    fsdp_config: bool = True,
 ) -> Path:
     """``plain``: tensors that are whole in each process. ``dims``: along which dimension tensor parallel cuts one (else none)."""
     world_size = int(torch.tensor(mesh).prod())
@@ -50,8 +48,6 @@ def write_verl(
                 for name, tensor in tensors.items()
             }
             torch.save(state, folder / f"model_world_size_{world_size}_rank_{rank}.pt")
-    if fsdp_config:
-        (folder / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": world_size}))
     if config is not None:
         keep = [path for path in config.iterdir() if path.suffix != ".safetensors"]
         (folder / "huggingface").mkdir(exist_ok=True)

@@ -130,17 +130,18 @@ def bits(tensor: Tensor) -> Tensor:
 
 def damage(receiver: Any, *, times: int) -> None:
     """Flip a bit of what arrives, so many times."""
-    take, left = receiver._inlet.take, [times]
+    ((_, inlet),) = receiver._ends
+    each, left = inlet.each, [times]
 
     def damaged(buckets: Any, deadline: Any) -> list[int]:
-        sums = take(buckets, deadline)
+        sums = list(each(buckets, deadline))
         if not left[0]:
             return sums
         left[0] -= 1
         buckets[-1][-1][-1] ^= 1
         return [checksum(bucket) for bucket in buckets]
 
-    receiver._inlet.take = damaged
+    inlet.each = damaged
 
 
 # All transports
@@ -271,7 +272,7 @@ def test_a_receiver_that_goes_away_is_named_at_once_and_the_rest_meets_anew(kind
         raise KeyError("a failure of its own")
 
     gone: Any = meeting.receivers["rollout 1"]
-    gone._inlet.take = leave
+    gone._ends[0][1].each = leave
     with pytest.raises(MissingPeerError, match="rollout 1 is gone"):
         meeting.update(1)
     with pytest.raises(WeightUpdateError, match="closed"):

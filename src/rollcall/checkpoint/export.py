@@ -17,27 +17,21 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
-from rollcall.checkpoint.config_files import ENDS, describe_config_files
-from rollcall.checkpoint.probe import TrainedProbe
+from rollcall.checkpoint.probe import ENDS, TrainedProbe, describe_config_files
 from rollcall.durable.atomic import fsync_tree, staging, swap_in
 from rollcall.errors import CheckpointError
 from rollcall.model.stop_tokens import special_ids, stop_token_ids
 from rollcall.stored.dtypes import OF_SAFETENSORS
 from rollcall.stored.find import PROBE
-from rollcall.stored.safetensors_header import write_header
+from rollcall.stored.safetensors import write_header
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """What a weight file holds. The values come one by one, in the order of ``kinds``."""
+    """The content of a weight file. The values come one by one, in the order of ``kinds``."""
 
     kinds: Mapping[str, tuple[torch.dtype, torch.Size]]
     values: Iterable[tuple[str, torch.Tensor]]
-
-    @classmethod
-    def of(cls, tensors: Mapping[str, torch.Tensor]) -> Weights:
-        kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-        return cls(kinds=kinds, values=tensors.items())
 
 
 def export_model(
@@ -54,12 +48,12 @@ def export_model(
 
     ``dtype`` is a torch name such as ``bfloat16``; None keeps the model's own. A model directory already at ``dir`` is
     replaced. ``stops`` are the tokens at which generation ends; empty: those that a rollout of this model stops at. ``probe``
-    is written beside the weights. ``weights``: those to write, if ``model`` is only an outline.
+    is written next to the weights. ``weights``: those to write, if ``model`` is only an outline.
     """
     target = model.dtype if dtype is None else _torch_dtype(dtype)
 
     def write(tmp: Path) -> None:
-        _write_safetensors(weights or Weights.of(_named_tensors(model)), tmp / "model.safetensors", dtype=target)
+        _write_safetensors(weights or _weights_of(model), tmp / "model.safetensors", dtype=target)
 
     return export_files(model, tokenizer, dir, write=write, dtype=target, stops=stops, probe=probe)
 
@@ -74,7 +68,7 @@ def export_files(
     stops: Sequence[int] = (),
     probe: TrainedProbe | None = None,
 ) -> Path:
-    """As ``export_model``, with the weights (or an adapter) that ``write`` puts into the folder it gets; ``model`` needs none."""
+    """As ``export_model``, with ``write`` to put the weights (or an adapter) into the folder; ``model`` needs none."""
     dir = Path(dir)
     ours = any((dir / name).exists() for name in ("config.json", PROBE))  # either may be lost
     if dir.exists() and (not dir.is_dir() or (any(dir.iterdir()) and not ours)):
@@ -137,13 +131,14 @@ def _write_configs(
     generation.to_json_file(dir / "generation_config.json")
 
 
-def _named_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def _weights_of(model: PreTrainedModel) -> Weights:
     """The state dict under the names a loader expects, without tensors that loading ties to another."""
     tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     for name, source in getattr(model, "all_tied_weights_keys", {}).items():
         if name in tensors and source in tensors and tensors[name].data_ptr() == tensors[source].data_ptr():
             del tensors[name]
-    return revert_weight_conversion(model, tensors)
+    tensors = revert_weight_conversion(model, tensors)
+    return Weights(kinds={name: (one.dtype, one.shape) for name, one in tensors.items()}, values=tensors.items())
 
 
 def _write_safetensors(weights: Weights, path: Path, *, dtype: torch.dtype) -> None:

@@ -17,7 +17,7 @@ from rollcall.wait import warn
 
 
 def exported_model(run_dir: Path, *, last: Checkpoint | None) -> Path | None:
-    """The model that the run has left; None: there is none, or it is of fewer steps than the newest checkpoint."""
+    """The model that the run has left; None if there is none, or if it has fewer steps than the newest checkpoint."""
     model = run_dir / "model"
     if not (model / "config.json").exists():
         return None
@@ -36,11 +36,9 @@ def exported_model(run_dir: Path, *, last: Checkpoint | None) -> Path | None:
 
 
 def _refuse_damaged(model: Path) -> None:
-    """Beside the weights: a file that is gone, or no whole JSON. What somebody has changed on purpose is not damaged."""
-    names = {"config.json"}
-    if (model / ADAPTER_WEIGHTS).exists():
-        names.add(ADAPTER_CONFIG)
-    if (model / PROBE).exists():  # earlier versions wrote none
+    """Refuses a model in which a file other than the weights is gone or no whole JSON. A file that the user has changed is not damaged."""
+    names = {"config.json", *([ADAPTER_CONFIG] if (model / ADAPTER_WEIGHTS).exists() else [])}
+    if (model / PROBE).exists():
         beside = _read_json(model / PROBE).get("beside", {})
         names |= set(beside) if isinstance(beside, dict) else set()
     for name in sorted(names):
@@ -61,7 +59,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def finished_summary(run_dir: Path, *, last: Checkpoint | None, num_steps: int) -> dict[str, Any] | None:
-    """The summary of a run that has trained all its steps and left its model; None: there is something to do."""
+    """The summary of a run that has trained all its steps and left its model; None if there is something left to do."""
     if last is None or last.step != num_steps or exported_model(run_dir, last=last) is None:
         return None
     summary = read_summary(run_dir)

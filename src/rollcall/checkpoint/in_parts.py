@@ -1,8 +1,8 @@
 """Trained models in the parts of a checkpoint: what each process of a gang writes of them, and how any other gang reads it.
 
 ``model/part-*`` hold the weights, ``actor/part-*`` the optimizer's moments and masters, ``critic/part-*`` all of a critic. The
-names are those of transformers, with the kind of a moment before them (``exp_avg/model.norm.weight``). What is one number for a
-weight (step counts, say) stands in ``optimizer.json`` beside them.
+names are those of transformers, with the kind of a moment before them (``exp_avg/model.norm.weight``). Values that are one number for a
+weight (step counts, say) are in ``optimizer.json``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from rollcall.checkpoint.parts import File, PartTensor
-from rollcall.errors import CheckpointError
 from rollcall.learner.from_files import read_part
 from rollcall.learner.learner import Body, Critic, Learner
 from rollcall.learner.optimizer import Optimizer
@@ -24,7 +23,7 @@ from rollcall.model.decoder import module_names
 from rollcall.model.load import refuse_other_tensors
 from rollcall.stored.manifest import read_manifest
 from rollcall.stored.safetensors import open_parts, read_header
-from rollcall.stored.tensors import Stored, StoredFile
+from rollcall.stored.tensors import Stored
 
 OPTIMIZER = "optimizer.json"
 MASTER = "master"
@@ -44,7 +43,7 @@ def learner_files(learner: Learner, *, config_files: Mapping[str, bytes]) -> Ite
 
 
 def critic_files(critic: Critic) -> Iterator[File]:
-    """What this rank writes of the critic, which nothing but a resume needs."""
+    """The file that this rank writes of the critic, which only a resume needs."""
     body = critic.body
     if critic.gang.rank >= num_parts(body):
         return
@@ -59,16 +58,14 @@ def part_name(number: int, *, of: int) -> str:
 
 
 def num_parts(body: Body) -> int:
-    """The ranks that write; those that only hold copies do not."""
+    """How many ranks write; those that only hold copies do not."""
     split = body.layout(next(iter(body.named))).split
     return split.shard * split.tensor
 
 
 def mesh_of(body: Body) -> dict[str, int]:
-    split = body.layout(next(iter(body.named))).split
-    return {
-        "processes": body.gang.size, "replicate": body.gang.size // num_parts(body), "shard": split.shard, "tensor": split.tensor
-    }  # fmt: skip
+    size, split = body.gang.size, body.layout(next(iter(body.named))).split
+    return {"processes": size, "replicate": size // num_parts(body), "shard": split.shard, "tensor": split.tensor}
 
 
 def _weights(body: Body) -> Iterator[PartTensor]:
@@ -164,61 +161,33 @@ def load_weights(body: Body, stored: Stored) -> None:
         read_part(local, body.layout(name), stored)
 
 
-def open_role(directory: Path, role: str) -> Stored | None:
-    """The tensors in the parts of ``role``; None if the optimizer keeps none."""
-    manifest = read_manifest(directory)
-    files = {name: file for name, file in manifest.files.items() if Path(name).match(f"{role}/part-*.safetensors")}
-    _refuse_incomplete(directory, role, files)
-    read = list(files.values())
-    if not any(read_header(file.path)[0] for file in read):
-        return None
-    return open_parts(read, origin=str(directory / role))
-
-
-def _refuse_incomplete(directory: Path, role: str, files: Mapping[str, StoredFile]) -> None:
-    count = len(files)
-    wanted = [f"{role}/{part_name(number, of=count)}" for number in range(count)]
-    if not files or sorted(files) != wanted:
-        raise CheckpointError(
-            f"{directory} holds {', '.join(sorted(files)) or 'no parts'} of {role}, and not all parts of one save; move it away "
-            "to go on from an earlier checkpoint"
-        )
+def open_role(directory: Path, role: str) -> Stored:
+    """The tensors in the parts of ``role``; an optimizer may have none."""
+    everything, origin = read_manifest(directory).files, str(directory / role)
+    files = [file for name, file in everything.items() if Path(name).match(f"{role}/part-*.safetensors")]
+    if not any(read_header(file.path)[0] for file in files):
+        return Stored(origin=origin, tensors={}, files={}, folder=None)
+    return open_parts(files, origin=origin)
 
 
 def read_optimizer(model: Learner | Critic, directory: Path, role: str, *, weights: Stored) -> None:
     """``weights`` are the checkpoint's, at their precision there."""
     body, optimizer = model.body, model.optimizer
-    numbers = _read_numbers(directory / role / OPTIMIZER)
+    numbers = json.loads((directory / role / OPTIMIZER).read_bytes())
     stored = weights if role == "critic" else open_role(directory, role)
     states: dict[int, dict[str, Any]] = {}
     for index, name in enumerate(optimizer.names):
         if entry := numbers["state"].get(name):
             states[index] = {
-                key: _read(value) if value is not None else PartsOf(body, _there(stored), prefix=f"{key}/")[name]
+                key: _read(value) if value is not None else PartsOf(body, stored, prefix=f"{key}/")[name]
                 for key, value in entry.items()
             }
     masters: Mapping[str, Tensor] = {}
     if numbers["has_masters"]:
-        masters = PartsOf(body, _there(stored), prefix=f"{MASTER}/")
+        masters = PartsOf(body, stored, prefix=f"{MASTER}/")
     elif optimizer.uses_masters:  # saved by a run that trained the weights themselves
         masters = PartsOf(body, weights)
     groups = [{**group, "betas": tuple(group["betas"])} if "betas" in group else group
               for group in numbers["param_groups"]]  # fmt: skip
     adamw = {"state": states, "param_groups": groups}
     optimizer.load_state_dict({**numbers, "adamw": adamw, "masters": masters})
-
-
-def _there(stored: Stored | None) -> Stored:
-    assert stored is not None, "optimizer.json says that the parts hold tensors"
-    return stored
-
-
-def _read_numbers(path: Path) -> dict[str, Any]:
-    try:
-        numbers = json.loads(path.read_bytes())
-        return {key: numbers[key] for key in ("optimizer", "num_updates", "param_groups", "has_masters", "state")}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path} is not the state of an optimizer ({type(error).__name__}: {error}); move the checkpoint away to go on from an "
-            "earlier one"
-        ) from error

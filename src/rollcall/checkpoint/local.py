@@ -1,7 +1,7 @@
 """Parts of checkpoints on the nodes' own disks (``checkpoint.place: local``).
 
 All of a run's are below one folder of the node's temporary folder, whose name the run's ``checkpoints`` folder keeps: it moves
-with the run; a copy of the run gets one of its own. The process that saves knows from its manifests which files are still of use
+with the run; a copy of the run gets another one. The process that saves knows from its manifests which files are still of use
 (``tidy``). Before a resume each node brings what others need to the run's own folder, checksums compared (``bring``).
 
 A crash may tear the file with that name, so it is checked before anything below it is removed.
@@ -23,7 +23,7 @@ from rollcall.durable.atomic import replacing
 from rollcall.durable.patience import plain_disk_errors
 from rollcall.errors import CheckpointError
 from rollcall.stored.files import file_checksum, new_checksum
-from rollcall.stored.manifest import Manifest, read_manifest
+from rollcall.stored.manifest import read_manifest
 from rollcall.wait import warn
 
 FOLDER_NAME = "node-folder"  # in the run's checkpoints folder
@@ -40,7 +40,7 @@ def name_of_run(checkpoints: Path, *, run: str) -> str:
         return names[0]
     if names:
         warn(
-            f"{checkpoints} is a copy of another run's, so its next parts go to a folder of their own on each node; those it came "
+            f"{checkpoints} is a copy of another run's, so its next parts go to another folder on each node; those it came "
             "with are read where they are, and are not removed with it"
         )
     word = re.sub(r"[^A-Za-z0-9_-]+", "-", run).strip("-")[:60]  # run.name is any text, and this is one folder's name
@@ -63,7 +63,7 @@ def names_of_run(checkpoints: Path) -> tuple[list[str], int | None]:
     if not lines or not all(_NAME.fullmatch(line[0]) for line in lines):
         raise CheckpointError(
             f"{path} holds {text[:100]!r}, which is not the name of a folder; restore the file from a copy of the run, or remove it "
-            "to go on without the parts on the nodes' disks"
+            "to continue without the parts on the nodes' disks"
         )
     inode = lines[0][1] if len(lines[0]) > 1 else ""
     return [line[0] for line in lines], int(inode) if inode.isdecimal() else None
@@ -94,8 +94,7 @@ def tidy(name: str, *, keep: Collection[str]) -> None:
 
 def elsewhere(directory: Path) -> dict[str, dict[str, Any]]:
     """The files of a checkpoint that are on nodes' own disks and were not brought to it, as its manifest describes them."""
-    manifest: Manifest = read_manifest(directory)
-    files: Mapping[str, dict[str, Any]] = manifest.fields["files"]
+    files: Mapping[str, dict[str, Any]] = read_manifest(directory).fields["files"]
     return {
         name: facts
         for name, facts in files.items()
@@ -119,7 +118,7 @@ def bring(directory: Path, files: Mapping[str, Mapping[str, Any]], *, copy: bool
                 target.unlink()
             raise CheckpointError(
                 f"{source} on node {facts['node']} ({facts['host']}) is not as it was written: its checksum differs; remove "
-                f"{directory} to go on from an earlier checkpoint"
+                f"{directory} to continue from an earlier checkpoint"
             )
 
 

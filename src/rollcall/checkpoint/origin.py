@@ -1,5 +1,5 @@
 """The inputs of a run, noted in its directory: its rows, its model, the user's code. A resume with other rows or another model is
-refused; other code is told, because a reward that failed is corrected and the run goes on."""
+refused; other code is only reported, because a user corrects a reward that failed and continues the run."""
 
 from __future__ import annotations
 
@@ -55,16 +55,16 @@ def refuse_changed_rows(run_dir: Path, split: str, prompts: PromptSet, *, limit:
     (before, limit_before), now = noted, _identities(prompts)
     shared = min(len(before), len(now))
     differ = np.flatnonzero(before[:shared] != now[:shared])
-    told = []
+    changes = []
     if len(before) != len(now) and limit == limit_before:
-        told.append(f"it had {counted(len(before), 'row')} and has {len(now):,} now")
+        changes.append(f"it had {counted(len(before), 'row')} and has {len(now):,} now")
     if len(differ):
-        told.append(
+        changes.append(
             f"{counted(len(differ), 'row')} {are(len(differ))} different, the first is {prompts.prompts[differ[0]].id!r}"
         )
-    if told:
+    if changes:
         raise DataError(
-            f"data.{split}={prompts.source} is not as it was when the run in {run_dir} began: {'; '.join(told)}. The rows of a run must "
+            f"data.{split}={prompts.source} is not as it was when the run in {run_dir} began: {'; '.join(changes)}. The rows of a run must "
             f"stay the same in all their columns and in their tokens: restore the file (or the tokenizer and the chat template), or begin "
             f"a run with these rows: {ANOTHER_RUN}"
         )
@@ -126,13 +126,13 @@ def refuse_changed_base(run_dir: Path, now: Mapping[str, Any], *, path: str) -> 
     if before is None:
         return
     weights = {} if is_adapter(path) else before["base"]
-    told = ["other weights"] if any(now["base"].get(kind, one) != one for kind, one in weights.items()) else []
-    told += [f"another {part}" for part in ("tokenizer", "chat template") if before[part] != now[part]]
+    changes = ["other weights"] if any(now["base"].get(kind, one) != one for kind, one in weights.items()) else []
+    changes += [f"another {part}" for part in ("tokenizer", "chat template") if before[part] != now[part]]
     config = now["config"]
-    told += [f"{key}: {one} -> {config.get(key)}" for key, one in before["config"].items() if config.get(key) != one]
-    if told:
+    changes += [f"{key}: {one} -> {config.get(key)}" for key, one in before["config"].items() if config.get(key) != one]
+    if changes:
         raise ModelFilesError(
-            f"model.path={path} is not the model that the run in {run_dir} began with ({'; '.join(told)}): put it back there as it was, or "
+            f"model.path={path} is not the model that the run in {run_dir} began with ({'; '.join(changes)}): put it back there as it was, or "
             f"begin a run with this one: {ANOTHER_RUN}"
         )
 
@@ -157,21 +157,21 @@ def code_of(config: Config) -> dict[str, dict[str, str]]:
 
 
 def changed_code(run_dir: Path, now: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """What changed since the run last ran, and what that means: a line for the rewards, one for the environment."""
+    """Describes the code that changed since the run last ran, and what that means: a line for the rewards, one for the environment."""
     before = _noted(
         run_dir, CODE, lambda found: {part: dict(found[part]) for part in _KEPT}, what="which code the run had"
     )
     if before is None:
         return []
-    told = []
+    changes = []
     for part, kept in _KEPT.items():
         names = sorted({name for name, _ in {*before[part].items()} ^ {*now[part].items()}})
         if names:
-            told.append(
+            changes.append(
                 f"the code of {part} has changed since the run in {run_dir} last ran ({', '.join(names)}): {kept}. If you "
                 f"did not mean that, stop, and restore it or {ANOTHER_RUN}"
             )
-    return told
+    return changes
 
 
 def note_code(run_dir: Path, found: Mapping[str, Any]) -> None:
@@ -234,7 +234,7 @@ def _write(path: Path, facts: Mapping[str, Any], *, what: str) -> None:
 
 
 def _noted(run_dir: Path, name: str, read: Callable[[Any], T], *, what: str) -> T | None:
-    """None: the run has not begun."""
+    """Reads what was noted; None if the run has not begun."""
     path = run_dir / name
     if not has_begun(run_dir):
         return None

@@ -1,4 +1,4 @@
-"""One process's parts of a checkpoint: copied to host memory while the run waits, written while it goes on.
+"""One process's parts of a checkpoint: copied to host memory while the run waits, written while it continues.
 
 ``PartWriter.copy`` puts the image of each file together in host memory, straight from the process's own shards, and returns.
 ``start`` writes the images in a thread: bytes, checksum, fsync. ``written`` says what is on the disk, once all of it is. A write
@@ -33,7 +33,7 @@ from rollcall.durable.atomic import fsync
 from rollcall.durable.patience import NodeDiskError, plain_disk_errors
 from rollcall.learner.layout import Block
 from rollcall.stored.files import new_checksum
-from rollcall.stored.safetensors_header import write_header
+from rollcall.stored.safetensors import write_header
 from rollcall.wait import warn
 
 CHUNK_BYTES = 16 << 20  # written and added to the checksum at once
@@ -97,12 +97,12 @@ class PartWriter:
         threading.Thread(target=work, name="write the checkpoint", daemon=True).start()
 
     def written(self) -> Written | None:
-        """None: it still writes. Raises what the write raised."""
+        """The result of the write, or None while it runs. Raises what the write raised."""
         assert self._done is not None, "start comes first"
         return self._done.result() if self._done.done() else None
 
     def _wait(self) -> None:
-        """Until an earlier write has ended: nobody asks for its result any more."""
+        """Waits until an earlier write has ended; its result is no longer needed."""
         if self._done is not None:
             self._done.exception()
 

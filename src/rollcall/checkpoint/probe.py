@@ -1,6 +1,8 @@
-"""What the trained model computes when it is saved: the log-probs of a few fixed rows of tokens.
+"""The log-probs that the trained model computes for a few fixed rows of tokens when it is saved, and checksums of its config files.
 
-A model directory that is made of the checkpoint later must compute the same.
+A model directory that is made of the checkpoint later must compute the same. Config files, tokenizer and chat template must stay as saved
+whatever the log-probs are: a wrong tokenizer or stop token changes no log-prob of given tokens, and a config that is a little wrong may
+change them by less than rounding does.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,9 @@ from rollcall.types import Completion, Sample
 from rollcall.version import __version__
 
 ROW_LENGTHS = (8, 16, 32, 48)  # tokens; enough for rotary positions and sliding windows to matter
+ENDS = (".json", ".txt", ".model", ".jinja", ".tiktoken")
+# A merge or another precision may change these fields of config.json.
+_FREE = ("dtype", "torch_dtype", "_name_or_path", "transformers_version")
 _STRIDE = 0.6180339887498949  # the golden ratio's fraction: its multiples spread evenly over the vocabulary
 
 
@@ -30,11 +36,11 @@ class TrainedProbe:
     """``logprobs[r][t]`` is the log-prob of ``rows[r][t + 1]`` after the tokens before it, at temperature 1."""
 
     rows: Sequence[Sequence[int]]
-    logprobs: Sequence[Sequence[float | None]]  # None: it was not finite
+    logprobs: Sequence[Sequence[float | None]]  # None where it was not finite
     dtype: str  # of the weights, in which the learner computes
     rollcall: str
     torch: str
-    beside: Mapping[str, str] = field(default_factory=dict)  # checksums of the config files (``config_files.py``)
+    beside: Mapping[str, str] = field(default_factory=dict)  # checksums of the config files
     # Of the weights that an adapter is added to, an identity for each type (``model/base.py``); empty: there is no adapter.
     base: Mapping[str, str] = field(default_factory=dict)
 
@@ -43,21 +49,23 @@ class TrainedProbe:
 
 
 def probe_of(learner: Learner) -> TrainedProbe | None:
-    """On the gang's first rank; None on the others, which take part where no rank can score alone."""
+    """On the gang's first rank; None on the others, which take part if the model is divided over them."""
     body = learner.body
     if not body.together and learner.gang.rank != 0:
         return None
     config = learner.model.config
     rows = probe_rows(config.vocab_size, longest=getattr(config, "max_position_embeddings", None) or ROW_LENGTHS[-1])
-    scores = score_samples(
-        body, [_sample(row, draw=draw) for draw, row in enumerate(rows)], learner.section, temperature=1.0
-    )
+    ids = [np.array(row, dtype=np.int32) for row in rows]
+    samples = [
+        Sample.of(Completion.given(row[1:]), draw=draw, attempt=0, prompt_ids=row[:1]) for draw, row in enumerate(ids)
+    ]
+    scores = score_samples(body, samples, learner.section, temperature=1.0)
     base = learner.base_identities
     if learner.gang.rank != 0:
         return None
     return TrainedProbe(
         rows=rows,
-        logprobs=[[_finite(value) for value in score.logprobs.tolist()] for score in scores],
+        logprobs=[[one if math.isfinite(one) else None for one in score.logprobs.tolist()] for score in scores],
         dtype=str(learner.model.dtype).removeprefix("torch."),
         rollcall=__version__,
         torch=torch.__version__,
@@ -77,17 +85,8 @@ def probe_rows(vocabulary: int, *, longest: int) -> list[list[int]]:
     return [ids[end - length : end] for length, end in zip(lengths, ends.tolist(), strict=True)]
 
 
-def _sample(row: Sequence[int], *, draw: int) -> Sample:
-    ids = np.array(row, dtype=np.int32)
-    return Sample.of(Completion.given(ids[1:]), draw=draw, attempt=0, prompt_ids=ids[:1])
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
 def read_probe(path: Path) -> TrainedProbe:
-    """What ``TrainedProbe.dump`` wrote; anything else is refused."""
+    """Reads what ``TrainedProbe.dump`` wrote; refuses anything else."""
     try:
         found: Any = json.loads(read_small(path))
         found.setdefault("beside", {})  # earlier versions noted none
@@ -112,3 +111,35 @@ def read_probe(path: Path) -> TrainedProbe:
     if not sound:
         raise CheckpointError(f"{path} is not a probe of a saved model: its rows and log-probs do not fit together")
     return probe
+
+
+def describe_config_files(files: Mapping[str, bytes]) -> dict[str, str]:
+    """A checksum of each file by its name; of configs only what a conversion or a user may not change."""
+    return {
+        name: blake2b(_meaning(name, data), digest_size=16).hexdigest()
+        for name, data in sorted(files.items())
+        if name.endswith(ENDS)
+    }
+
+
+def changed_config_files(folder: Path, described: Mapping[str, str]) -> list[str]:
+    """The files that are not as ``describe_config_files`` found them; a new template is one of them."""
+    names = {*described, *(path.name for path in folder.glob("*.jinja"))} if described else set()
+    there = {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+    now = describe_config_files(there)
+    return sorted(name for name in names if now.get(name) != described.get(name))
+
+
+def _meaning(name: str, data: bytes) -> bytes:
+    if name not in ("config.json", "generation_config.json"):
+        return data
+    try:
+        fields = json.loads(data)
+        kept = {
+            key: value
+            for key, value in fields.items()
+            if (key not in _FREE if name == "config.json" else key.endswith("_token_id"))
+        }
+    except (ValueError, AttributeError, RecursionError):
+        return data
+    return json.dumps(kept, sort_keys=True).encode()

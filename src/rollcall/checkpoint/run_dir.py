@@ -1,4 +1,4 @@
-"""What a run directory is to the next start: new, begun or finished."""
+"""Tells a new run directory from one that has begun, and clears what a killed start left."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run_file_of(path: Path, *, what: str = "a run file or a run directory") -> t
 
 
 def read_summary(run_dir: Path) -> dict[str, Any] | None:
-    """``summary.json``; None: the run has not come to an end yet, or the file is damaged, which is as good as none."""
+    """The content of ``summary.json``; None if the run has not ended yet or the file is damaged."""
     try:
         summary = json.loads((run_dir / "summary.json").read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -59,7 +59,7 @@ def has_begun(run_dir: Path) -> bool:
 
 
 def newest_step(run_dir: Path) -> int | None:
-    """The step of the newest checkpoint, by its name alone; None if there is none."""
+    """The step of the newest checkpoint, by its name; None if there is none."""
     found = checkpoints_of(run_dir / "checkpoints")
     return int(found[0].name.removeprefix("step-")) if found else None
 

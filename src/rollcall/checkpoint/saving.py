@@ -1,4 +1,4 @@
-"""How the controller saves what processes train, and gives it back to them: in this process, or through a team."""
+"""Saves what processes train, and gives it back to them: in this process, or through calls to others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rollcall.config import Config
 from rollcall.errors import CheckpointError, ConfigError
 
 SHORTEST_LOOK_S, LONGEST_LOOK_S = 0.05, 1.0  # between two questions whether the parts are written
-Call = Callable[..., list[Any]]  # a method of these processes with these arguments; what each of them answers
+Call = Callable[..., list[Any]]  # calls a method of these processes with these arguments; returns their answers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class Saving:
         return join_written(self._wait())
 
     def _wait(self) -> list[Written]:
-        """Asks again and again: a process that waited for its disk could not train meanwhile."""
+        """Polls: a process that waited for its disk could not train meanwhile."""
         written: dict[int, Written] = {}
         pause_s = SHORTEST_LOOK_S
         while len(written) < len(self.processes):
@@ -66,19 +66,13 @@ class Saving:
             self.call(self.processes, "tidy_parts", run, list(keep))
 
     def missing(self, directory: Path) -> str:
-        """Which part of a checkpoint no node has; empty: none is missing."""
+        """Names a part of a checkpoint that no node has; empty if none is missing."""
         files = local.elsewhere(directory)
-        if not files:
-            return ""
-        found = {name for names in self.call(self.processes, "parts_here", files) for name in names}
-        return next(
-            (
-                f"{facts['place']} of node {facts['node']} ({facts['host']}) does not exist on any node of this run"
-                for name, facts in files.items()
-                if name not in found
-            ),
-            "",
-        )
+        here = self.call(self.processes, "parts_here", files) if files else []
+        for name in files.keys() - {name for names in here for name in names}:
+            facts = files[name]
+            return f"{facts['place']} of node {facts['node']} ({facts['host']}) does not exist on any node of this run"
+        return ""
 
     def read(self, directory: Path) -> None:
         directory = directory.resolve()
@@ -86,7 +80,7 @@ class Saving:
         self.call(self.processes, "read_checkpoint", directory)
 
     def base(self) -> Mapping[str, Any]:
-        """What the run begins with, of those that hold the policy (``origin.base_of``)."""
+        """The identity of the model that the run begins with (``origin.base_of``), from a process that holds the policy."""
         return next(filter(None, self.call(self.processes, "base")))
 
     def _bring(self, directory: Path) -> None:
@@ -96,7 +90,7 @@ class Saving:
         if not files:
             return
         if why := self.missing(directory):
-            raise CheckpointError(f"checkpoint {directory} is not complete: {why}; go on from an earlier one")
+            raise CheckpointError(f"checkpoint {directory} is not complete: {why}; continue from an earlier one")
         here = self.call(self.processes, "parts_here", files)
         copy = any(len(names) < len(files) for names in here)
         shares: dict[int, dict[str, Mapping[str, Any]]] = {process: {} for process in self.processes}

@@ -1,11 +1,11 @@
-"""How much disk space a run directory will take, computed before the first step."""
+"""Computes the disk space that a run directory will take, before the first step."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollcall.config import Config, OptimizerSection, TrainerSection
+from rollcall.config import Config, OptimizerSection
 from rollcall.durable.patience import free_bytes
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -32,7 +32,7 @@ class RunSize:
         return max(0 if self.on_nodes else self.most_checkpoints * self.checkpoint, self.end)
 
     def words(self, run_dir: Path) -> str | None:
-        """What to tell the user; None where it is little and fits."""
+        """A message for the user; None if the run is small and fits."""
         fits = self.peak <= self.free
         if fits and self.num_checkpoints * self.checkpoint + self.model < LARGE:
             return None
@@ -69,8 +69,9 @@ def run_size(
     checkpoint = _trained(trained, config.actor, width=width)
     if critic_parameters:
         checkpoint += _trained(critic_parameters, config.critic, width=width)
-    saves = _num_saves(config.trainer)
-    kept = config.trainer.keep_last + (config.trainer.keep_best if config.data.val is not None else 0)
+    trainer = config.trainer
+    saves = -(-trainer.steps // trainer.save_every) if trainer.save_every else 1  # one of them after the last step
+    kept = trainer.keep_last + (trainer.keep_best if config.data.val is not None else 0)
     return RunSize(
         checkpoint=checkpoint,
         num_checkpoints=min(saves, kept),
@@ -85,12 +86,6 @@ def _trained(num_parameters: int, section: OptimizerSection, *, width: int) -> i
     """Weights, two moments, and float32 masters where the weights are narrower. Other optimizers than Adam's keep less."""
     masters = width < 4 and section.master_weights
     return num_parameters * (width + (4 + 8 if masters else 2 * width))
-
-
-def _num_saves(trainer: TrainerSection) -> int:
-    """Every ``save_every`` steps, and after the last."""
-    every = trainer.save_every
-    return -(-trainer.steps // every) if every else 1
 
 
 def _held(folder: Path) -> int:

@@ -7,7 +7,7 @@ before. One process saves; any number may read. On a full or read-only disk a sa
 begins again (``durable/patience.py``).
 
 Files that other processes have written and described (``Written``) are not read again. Some may lie on those processes'
-nodes, outside the folder: the manifest says on which node and where. A reader here checks those that it finds here.
+nodes, outside the folder: the manifest says on which node and where. A reader checks those that it finds on its own node.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ STATE = "state.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """What one process has written of a checkpoint, and what it tells of the whole of it."""
+    """The files of a checkpoint that one process has written, and its facts for the manifest."""
 
     files: dict[str, dict[str, Any]] = field(default_factory=dict)  # by name: size, blake2b, kind, node, host, place
     facts: dict[str, Any] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class CheckpointEntry:
 
     path: Path
     step: int
-    manifest: dict[str, Any] | None  # None: it is torn
+    manifest: dict[str, Any] | None  # None if it is torn
     reason: str  # why it is torn; empty: it is whole
     files: Sequence[StoredFile] = ()  # those that must be on this node
 
@@ -65,15 +65,11 @@ class CheckpointStore:
     """``guard`` is called before a checkpoint is put in place; it raises if this process may no longer write."""
 
     def __init__(self, dir: Path, *, keep_last: int, keep_best: int, guard: Callable[[], None] = unguarded) -> None:
-        if keep_last < 1 or keep_best < 0:
-            raise ValueError(
-                f"keep_last={keep_last}, keep_best={keep_best}: keep at least the last one, and 0 or more best"
-            )
         self.dir = Path(dir)
         self.keep_last = keep_last
         self.keep_best = keep_best
         self._guard = guard
-        self._told: set[Path] = set()  # torn ones; each attempt of a run looks for the newest
+        self._warned: set[Path] = set()  # of torn ones; each attempt of a run looks for the newest
 
     def save(
         self,
@@ -140,14 +136,13 @@ class CheckpointStore:
             if before is not None and entry.step >= before:
                 continue
             reason = entry.reason or _changed_file(entry) or missing(entry.path)
-            if reason:
-                if entry.path not in self._told:
-                    warn(f"checkpoint {entry.path} is torn ({reason}) and is skipped")
-                self._told.add(entry.path)
-                continue
-            assert entry.manifest is not None
-            state = read_state(entry.path)
-            return Checkpoint(path=entry.path, step=entry.step, state=state, score=entry.manifest["score"])
+            if not reason:
+                assert entry.manifest is not None
+                state = read_state(entry.path)
+                return Checkpoint(path=entry.path, step=entry.step, state=state, score=entry.manifest["score"])
+            if entry.path not in self._warned:
+                warn(f"checkpoint {entry.path} is torn ({reason}) and is skipped")
+            self._warned.add(entry.path)
         return None
 
     def inspect(self, *, checksums: bool = True) -> list[CheckpointEntry]:
@@ -157,10 +152,8 @@ class CheckpointStore:
 
     def places(self) -> list[str]:
         """The files of all checkpoints that are on nodes' own disks: what is not among them is of no use."""
-        manifests = [entry.manifest for entry in self._entries() if entry.manifest is not None]
-        return sorted(
-            facts["place"] for one in manifests for facts in one["files"].values() if facts.get("place") is not None
-        )
+        files = [facts for entry in self._entries() if entry.manifest for facts in entry.manifest["files"].values()]
+        return sorted(facts["place"] for facts in files if facts.get("place") is not None)
 
     def clean(self) -> None:
         """Remove what a killed or failed save left behind. Only the process that saves calls this."""
@@ -194,7 +187,7 @@ class CheckpointStore:
     def _prune(self, *, just_saved: Path, best_by: str | None) -> None:
         entries = self._entries()
         valid = [entry for entry in entries if entry.manifest is not None]
-        scored = [(_score(entry.manifest, best_by), entry.step, entry.path) for entry in valid if entry.manifest]
+        scored = [(_score(entry.manifest or {}, best_by), entry.step, entry.path) for entry in valid]
         best = sorted(item for item in scored if item[0] is not None)[::-1][: self.keep_best]
         keep = {just_saved, *(entry.path for entry in valid[-self.keep_last :]), *(path for _, _, path in best)}
         step = next(entry.step for entry in entries if entry.path == just_saved)
@@ -219,14 +212,14 @@ def _score(manifest: dict[str, Any], best_by: str | None) -> float | None:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """What a whole checkpoint says of the run's state."""
+    """The run's state in a whole checkpoint."""
     try:
         state = json.loads((path / STATE).read_bytes())
     except (ValueError, RecursionError):
         state = None
     if not isinstance(state, dict):
         raise CheckpointError(
-            f"{path / STATE} is not a run's state, although its checksum is right; move {path} away to go on from an earlier "
+            f"{path / STATE} is not a run's state, although its checksum is right; move {path} away to continue from an earlier "
             "checkpoint"
         )
     return state
@@ -257,11 +250,7 @@ def _all_files(root: Path, *, written: Written) -> dict[str, dict[str, Any]]:
 
 
 def _kind_of(name: str) -> str:
-    """What a file of a whole checkpoint is for.
-
-    >>> _kind_of("model/model.safetensors"), _kind_of("model/config.json"), _kind_of("actor.pt"), _kind_of("state.json")
-    ('weights', 'model', 'optimizer', 'state')
-    """
+    """The purpose of a file of a whole checkpoint."""
     if name.startswith("model/"):
         return "weights" if name.endswith(".safetensors") else "model"
     return "state" if name == "state.json" else "optimizer"

@@ -1,6 +1,6 @@
 """The trained models in a checkpoint.
 
-Where every rank has the whole model, the first one writes weights as a model directory, and optimizer states beside it. Where
+Where every rank has the whole model, the first one writes weights as a model directory, and optimizer states next to it. Where
 ranks have parts, each writes its own (``in_parts.py``). Any number of ranks reads either. All ranks of a gang call these
 functions.
 """
@@ -17,7 +17,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rollcall.checkpoint.config_files import describe_config_files
 from rollcall.checkpoint.export import Weights, config_files, export_files, export_model
 from rollcall.checkpoint.in_parts import (
     PartsOf,
@@ -31,7 +30,7 @@ from rollcall.checkpoint.in_parts import (
     refuse_others,
 )
 from rollcall.checkpoint.parts import File
-from rollcall.checkpoint.probe import probe_of
+from rollcall.checkpoint.probe import describe_config_files, probe_of
 from rollcall.durable.patience import plain_disk_errors
 from rollcall.errors import NonFiniteError
 from rollcall.learner.layout import module_shapes
@@ -48,24 +47,20 @@ from rollcall.stored.tensors import Stored
 from rollcall.words import ANOTHER_RUN
 
 
-class OneByOne(Mapping[str, Tensor]):
-    """Stored tensors, each read when it is asked for and kept by nobody else."""
+class _OneByOne(Mapping[str, Tensor]):
+    """Stored tensors, each read when it is asked for."""
 
     def __init__(self, stored: Stored) -> None:
-        self._stored = stored
-
-    @property
-    def shapes(self) -> dict[str, torch.Size]:
-        return {name: torch.Size(tensor.shape) for name, tensor in self._stored.tensors.items()}
+        self.stored = stored
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._stored.read(name)
+        return self.stored.read(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._stored.tensors)
+        return iter(self.stored.tensors)
 
     def __len__(self) -> int:
-        return len(self._stored.tensors)
+        return len(self.stored.tensors)
 
 
 class ConfigFiles:
@@ -88,30 +83,26 @@ class ConfigFiles:
 def files_in_parts(
     learner: Learner | None, critic: Critic | None, *, config_files: Mapping[str, bytes]
 ) -> tuple[list[File], dict[str, Any]]:
-    """What this rank writes of a checkpoint in parts, and what the first rank tells of it in the manifest."""
+    """The files that this rank writes of a checkpoint in parts, and the first rank's facts for the manifest."""
     files: list[File] = []
     facts: dict[str, Any] = {}
     if learner is not None:
         refuse_non_finite(learner, name="actor")
         files += learner_files(learner, config_files=config_files)
         if learner.gang.rank == 0:
-            facts |= {"mesh": mesh_of(learner.body), "model": model_facts(learner)}
+            facts["mesh"] = mesh_of(learner.body)
+            facts["model"] = {
+                "architecture": type(learner.model).__name__,
+                "model_type": learner.model.config.model_type,
+                "dtype": str(learner.body.dtype).removeprefix("torch."),
+                "tie_word_embeddings": "lm_head" not in learner.body.named,
+            }
     if critic is not None:
         refuse_non_finite(critic, name="critic")
         files += critic_files(critic)
         if critic.gang.rank == 0:
-            facts |= {"critic_mesh": mesh_of(critic.body)}
+            facts["critic_mesh"] = mesh_of(critic.body)
     return files, facts
-
-
-def model_facts(learner: Learner) -> dict[str, Any]:
-    config = learner.model.config
-    return {
-        "architecture": type(learner.model).__name__,
-        "model_type": config.model_type,
-        "dtype": str(learner.body.dtype).removeprefix("torch."),
-        "tie_word_embeddings": "lm_head" not in learner.body.named,
-    }
 
 
 def write_learner(learner: Learner, tokenizer: Any, directory: Path, *, stops: Sequence[int] = ()) -> None:
@@ -125,8 +116,8 @@ def write_learner(learner: Learner, tokenizer: Any, directory: Path, *, stops: S
 def export_learner(
     learner: Learner, tokenizer: Any, directory: Path, *, stops: Sequence[int] = (), merged: bool = False
 ) -> None:
-    """The model directory alone, from the gang's first rank; ``stops`` as in ``write_learner``. Of an adapter: the adapter alone, unless
-    it is to be ``merged`` with the weights."""
+    """Write the model directory, from the gang's first rank; ``stops`` as in ``write_learner``. Of an adapter, only the adapter is written,
+    unless it is to be ``merged`` with the weights."""
     refuse_non_finite(learner, name="actor")
     probe, body, adapter = probe_of(learner), learner.body, learner.adapter
     if adapter is not None and not merged:
@@ -162,7 +153,7 @@ def in_modules(body: Body) -> Weights:
 
 
 def refuse_non_finite(model: Learner | Critic, *, name: str) -> None:
-    """Raise, on all ranks, if the weights have diverged: a run must be able to go on from a checkpoint."""
+    """Raise, on all ranks, if the weights have diverged: a run must be able to continue from a checkpoint."""
     if bad := model.body.non_finite():
         first = module_names(bad[0])[0] if name == "actor" else bad[0]
         others = f" and {len(bad) - 1} more of its {len(model.body.named)} tensors" if len(bad) > 1 else ""
@@ -171,13 +162,12 @@ def refuse_non_finite(model: Learner | Critic, *, name: str) -> None:
 
 def read_learner(learner: Learner, directory: Path) -> None:
     """Read into the existing tensors: engine and graphs keep reading the same addresses. (If the learner is in parts, the
-    engine beside it gets the weights with the next version.)"""
+    engine in the same process gets the weights with the next version.)"""
     if learner.adapter is not None:
         _read_adapter(learner, directory)
         return
     in_parts = is_in_parts(directory, "actor")
     weights = open_role(directory, "model") if in_parts else open_model_dir(directory / "model")
-    assert weights is not None
     refuse_others(learner.body, weights)
     load_weights(learner.body, weights)
     if in_parts:
@@ -217,15 +207,13 @@ def write_critic(critic: Critic, directory: Path) -> None:
 def read_critic(critic: Critic, directory: Path) -> None:
     if is_in_parts(directory, "critic"):
         stored = open_role(directory, "critic")
-        assert stored is not None
         refuse_others(critic.body, stored)
         load_weights(critic.body, stored)
         read_optimizer(critic, directory, "critic", weights=stored)
         return
     path = directory / "critic.safetensors"
-    wanted = critic.body.shapes
-    weights = OneByOne(open_parts([StoredFile(path=path, size=path.stat().st_size)], origin=str(path)))
-    found = weights.shapes
+    weights = _OneByOne(open_parts([StoredFile(path=path, size=path.stat().st_size)], origin=str(path)))
+    wanted, found = critic.body.shapes, {name: torch.Size(one.shape) for name, one in weights.stored.tensors.items()}
     refuse_other_tensors(
         f"checkpoint {path}",
         missing=wanted.keys() - found.keys(),

@@ -1,8 +1,8 @@
-"""Whether a model directory computes what the trained model computed when it was saved.
+"""Compares what a model directory computes with what the trained model computed when it was saved.
 
 ``verify`` loads the directory with plain transformers and compares the log-probs of the probe's rows (``probe.py``). Rounding
-alone makes the two differ a little, by an amount that follows from the precisions of both sides; a wrong weight makes them
-differ more. What was found is left in the directory (``verified.json``), with a checksum of every file: a directory that has
+makes the two differ a little, by an amount that follows from the precisions of both sides; a wrong weight makes them
+differ more. The result is left in the directory (``verified.json``), with a checksum of every file: a directory that has
 changed since then is not verified, and neither is one that took its place.
 """
 
@@ -19,8 +19,7 @@ import numpy as np
 import psutil
 import torch
 
-from rollcall.checkpoint.config_files import changed_config_files
-from rollcall.checkpoint.probe import TrainedProbe, read_probe
+from rollcall.checkpoint.probe import TrainedProbe, changed_config_files, read_probe
 from rollcall.checkpoint.store import describe_files
 from rollcall.config.yaml import read_small
 from rollcall.durable.atomic import write_atomic
@@ -65,7 +64,7 @@ class Verified:
 def verify(model_dir: Path, probe: Path | None = None, *, dtype: str | None = None) -> Verified:
     """Compare ``model_dir`` with the probe of a save; without one, with the probe that is in the directory.
 
-    ``dtype``: the torch name of the precision that the weights were converted to on purpose; None: they were not.
+    ``dtype``: the torch name of the precision that the weights were converted to on purpose, if they were.
     """
     recorded = read_probe(model_dir / PROBE if probe is None else probe)
     values = [value for row in recorded.logprobs for value in row]
@@ -106,7 +105,7 @@ def verify(model_dir: Path, probe: Path | None = None, *, dtype: str | None = No
 
 
 def why_not_verified(model_dir: Path) -> str:
-    """Why the directory does not count as verified; empty if it does: every file is as it was when it was verified."""
+    """The reason why the directory does not count as verified; empty if every file is as it was when it was verified."""
     mark = mark_of(model_dir)
     if mark is None:
         return "it was not verified"
@@ -118,7 +117,7 @@ def why_not_verified(model_dir: Path) -> str:
 
 
 def mark_of(model_dir: Path) -> dict[str, Any] | None:
-    """What an earlier ``verify`` left in the directory; None: nothing that can be read."""
+    """The result that an earlier ``verify`` left in the directory, if it can be read."""
     try:
         found: Any = json.loads(read_small(model_dir / VERIFIED))
         sound = found["format"] == 1 and isinstance(found["files"], dict) and isinstance(found["dtype"], str)

@@ -95,7 +95,7 @@ class AppendFile:
         return flush
 
     def forget_unsynced(self) -> None:
-        """For files that nobody syncs."""
+        """For files that are never synced."""
         self._unsynced.clear()
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """Writes that are whole or not there: a reader sees the old content or the new, never a part.
 
-Each goes to a name of its own beside the target, which begins with ``TEMPORARY``, and is renamed when it is finished. A
+Each goes to a temporary name next to the target, which begins with ``TEMPORARY``, and is renamed when it is finished. A
 failed write removes what it began; only a writer that was killed leaves it behind.
 """
 
@@ -30,7 +30,7 @@ def write_atomic(path: Path, data: str | bytes, *, durable: bool = True, private
 @contextmanager
 def replacing(path: Path, *, durable: bool = True, private: bool = False) -> Iterator[BinaryIO]:
     """A file to write to. It takes the place of ``path`` when the block ends well."""
-    tmp = _beside(path)
+    tmp = _temporary(path)
     try:
         with open(os.open(tmp, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666), "wb") as file:
             yield file
@@ -46,7 +46,7 @@ def replacing(path: Path, *, durable: bool = True, private: bool = False) -> Ite
 
 def create_atomic(path: Path, data: bytes) -> bool:
     """Write a file that does not exist yet, with all of its content; False if it exists already."""
-    tmp = _beside(path)
+    tmp = _temporary(path)
     try:
         tmp.write_bytes(data)
         try:
@@ -69,8 +69,8 @@ def create_atomic(path: Path, data: bytes) -> bool:
 
 @contextmanager
 def staging(final: Path) -> Iterator[Path]:
-    """A new folder beside ``final`` to fill and to ``swap_in``; what is left of it at the end is removed."""
-    tmp = _beside(final)
+    """A new folder next to ``final`` to fill and to ``swap_in``; what is left of it at the end is removed."""
+    tmp = _temporary(final)
     try:
         tmp.mkdir(parents=True)
         with plain_disk_errors(tmp):  # asked before the folder is removed, which frees space
@@ -111,5 +111,5 @@ def fsync(path: Path) -> None:
         os.close(fd)
 
 
-def _beside(path: Path) -> Path:
+def _temporary(path: Path) -> Path:
     return path.with_name(f"{TEMPORARY}{path.name}-{uuid.uuid4().hex[:8]}")

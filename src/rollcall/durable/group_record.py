@@ -11,6 +11,7 @@ All numbers are little-endian and arrays are raw, so a reader gets bit for bit w
 
 from __future__ import annotations
 
+import io
 import json
 import struct
 import zlib
@@ -64,10 +65,10 @@ def encode(group: Group, *, again: bool = False, attempt: int | None = None) -> 
     completion is there, which has this place in it."""
     completions = group.completions
     header = {
-        "step": int(group.step),
-        "draw": int(group.draw),
-        "started_s": float(group.started_s),
-        "finished_s": float(group.finished_s),
+        "step": group.step,
+        "draw": group.draw,
+        "started_s": group.started_s,
+        "finished_s": group.finished_s,
         "worker": group.worker,
         "prompt": {
             "id": group.prompt.id,
@@ -81,23 +82,14 @@ def encode(group: Group, *, again: bool = False, attempt: int | None = None) -> 
                 "num_tokens": len(completion.token_ids),
                 "segments": _segments(completion),
                 "finish": completion.finish.value,
-                "seed": int(completion.seed),
+                "seed": completion.seed,
                 "text": completion.text,
-                **({"episode": _told(completion.episode)} if completion.episode is not None else {}),
+                **({"episode": _episode_header(completion.episode)} if completion.episode is not None else {}),
             }
             for completion in completions
         ],
         # repr of a float64 reads back as the same float64, so JSON keeps scores exact.
-        "scores": [
-            {
-                "value": float(score.value),
-                "parts": {name: float(part) for name, part in score.parts.items()},
-                "errors": score.errors,
-                **({"notes": score.notes} if score.notes else {}),
-                **({} if score.is_given else {"is_given": False}),
-            }
-            for score in group.scores
-        ],
+        "scores": [asdict(score) for score in group.scores],
         **({"scored_again": True} if again else {}),
         **({"attempt": attempt} if attempt is not None else {}),
     }
@@ -124,11 +116,11 @@ def encode(group: Group, *, again: bool = False, attempt: int | None = None) -> 
 
 
 def _segments(row: Completion | Branch) -> list[list[int]]:
-    return [[int(segment.version), int(segment.num_tokens)] for segment in row.segments]
+    return [[segment.version, segment.num_tokens] for segment in row.segments]
 
 
-def _told(episode: Episode) -> dict[str, Any]:
-    """All of it but the arrays."""
+def _episode_header(episode: Episode) -> dict[str, Any]:
+    """Everything but the arrays."""
     return {
         "num_prompt_tokens": None if episode.prompt_ids is None else len(episode.prompt_ids),
         "turns": [asdict(turn) for turn in episode.turns],
@@ -237,13 +229,13 @@ def _read_segments(row: dict[str, Any]) -> tuple[Segment, ...]:
     return tuple(Segment(version=version, num_tokens=count) for version, count in row["segments"])
 
 
-def _episodes(told: Sequence[dict[str, Any] | None], arrays: _Arrays) -> list[Episode | None]:
+def _episodes(headers: Sequence[dict[str, Any] | None], arrays: _Arrays) -> list[Episode | None]:
     counts: list[int] = []
-    for one in filter(None, told):
+    for one in filter(None, headers):
         counts += [] if one["num_prompt_tokens"] is None else [one["num_prompt_tokens"]]
         counts += [row["num_prompt_tokens"] for row in one["branches"]]
     prompts = iter(arrays.take(counts, np.int32, "<i4"))
-    rows = arrays.rows([row["num_tokens"] for one in filter(None, told) for row in one["branches"]])
+    rows = arrays.rows([row["num_tokens"] for one in filter(None, headers) for row in one["branches"]])
 
     def branch(row: dict[str, Any]) -> Branch:
         ids, logprobs, mask = next(rows)
@@ -266,20 +258,12 @@ def _episodes(told: Sequence[dict[str, Any] | None], arrays: _Arrays) -> list[Ep
             attributes=one["attributes"],
         )
 
-    return [None if one is None else episode(one) for one in told]
+    return [None if one is None else episode(one) for one in headers]
 
 
 def records(data: bytes) -> Iterator[tuple[int, memoryview]]:
-    """Where each valid record begins, and its payload. Other bytes are passed over."""
-    view, start = memoryview(data), 0
-    while 0 <= start <= len(data) - HEAD_BYTES:
-        magic, length, crc = _HEAD.unpack_from(data, start)
-        payload = view[start + HEAD_BYTES : start + HEAD_BYTES + length]
-        if magic == MAGIC and len(payload) == length and zlib.crc32(payload) == crc:
-            yield start, payload
-            start += HEAD_BYTES + length
-        else:
-            start = data.find(MAGIC, start + 1)
+    """Where each valid record begins, and its payload. Other bytes are skipped."""
+    return stream_records(io.BytesIO(data), end=len(data))
 
 
 def stream_records(file: BinaryIO, *, start: int = 0, end: int) -> Iterator[tuple[int, memoryview]]:
@@ -313,7 +297,7 @@ def _next_magic(file: BinaryIO, *, start: int, end: int) -> int | None:
 
 
 def draw_of(payload: memoryview) -> int | None:
-    """None: the record is not a group, although its checksum is right."""
+    """The draw of a record, or None if it is not a group although its checksum is right."""
     try:
         draw = header_of(payload)["draw"]
     except NOT_A_GROUP:

@@ -1,11 +1,10 @@
-"""Finished groups on disk, before anything trains on them: what resume, the rollout and update phases and the viewer
-read.
+"""Finished groups on disk, before anything trains on them. Resume, the rollout and update phases and the viewer read them.
 
 One file per step, ``<step:06d>.groups``, of records (``group_record.py``) in the order in which groups finished.
 ``append`` hands the record to the operating system before it returns, so killing the process loses no appended group;
 ``sync`` makes it safe against power loss too. ``trained.jsonl`` says which draws each step was trained on.
 
-``<step:06d>.attempts`` has attempts of groups whose other attempts were still going on (episodes take their own time). Only a
+``<step:06d>.attempts`` has attempts of groups whose other attempts were still running (episodes vary in length). Only a
 resume reads it: it makes what is missing, and the whole group gets its record in ``.groups``.
 
 One process writes; any number may read. Nothing here is ever deleted: a half-written tail is moved to ``torn/``.
@@ -34,13 +33,12 @@ from rollcall.types import Group
 from rollcall.wait import warn
 
 GROUPS, ATTEMPTS = "groups", "attempts"
-_STEP_FILE = re.compile(r"(\d{6,})\.groups")
 _MAX_OPEN = 16  # of the steps that rollout fills at the same time; older files are closed and reopened on need
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedStep:
-    """The fact that a step was trained, and on what."""
+    """A step that was trained, and its groups."""
 
     step: int
     draws: tuple[int, ...]  # ascending
@@ -109,10 +107,12 @@ class Journal(AbstractContextManager["Journal"]):
         """Write a finished group; when this returns, the group outlives the process. ``again``: it has a record
         already and only its scores are new; from now on this record counts."""
         what = f"the group of draw {group.draw}, step {group.step}"
-        self._append(lambda: self._file(group.step), encode(group, again=again), path=self._path(group.step), what=what)
+        self._append(
+            partial(self._file, group.step), encode(group, again=again), path=self._path(group.step), what=what
+        )
 
     def append_attempts(self, attempts: Iterable[tuple[int, Group]]) -> None:
-        """Write attempts of groups that are not finished, those of a step in one write: each group has this completion alone, and
+        """Write attempts of groups that are not finished, those of a step in one write: each group has only this completion, and
         comes with its place in the whole group."""
         records: dict[int, list[bytes]] = {}
         for place, group in attempts:
@@ -194,8 +194,7 @@ class Journal(AbstractContextManager["Journal"]):
 
     def steps(self) -> list[int]:
         """Steps that have a file, ascending."""
-        matches = (_STEP_FILE.fullmatch(entry.name) for entry in self.dir.iterdir())
-        return sorted(int(match.group(1)) for match in matches if match)
+        return [step for step, _ in _step_files(self.dir)]
 
     def mark_trained(self, step: int, *, draws: Iterable[int], version: int) -> None:
         """Record durably that ``step`` was trained on ``draws``. A replay may say the same again, nothing else."""
@@ -237,9 +236,8 @@ class Journal(AbstractContextManager["Journal"]):
     def close(self) -> None:
         with self._lock:
             self._closed = True  # a write that still waits for the disk in another thread must not open files again
-            for file in (*self._files.values(), self._trained_file):
-                if file is not None:
-                    file.close()
+            for file in (*self._files.values(), *filter(None, [self._trained_file])):
+                file.close()
             self._files.clear()
             self._trained_file = None
 
@@ -289,23 +287,19 @@ class StepFile:
 def inspect(dir: Path) -> list[StepFile]:
     """The journal's files in order of step; for reports and repairs."""
     found = []
-    for path in sorted(dir.iterdir()) if dir.is_dir() else []:
-        match = _STEP_FILE.fullmatch(path.name)
-        if match:
-            data = _read_bytes(path)
-            read = [(start, payload, draw_of(payload)) for start, payload in records(data)]
-            groups = [(start, payload, draw) for start, payload, draw in read if draw is not None]
-            whole = b"".join(data[start : start + HEAD_BYTES + len(payload)] for start, payload, _ in groups)
-            found.append(
-                StepFile(
-                    path=path,
-                    step=int(match.group(1)),
-                    draws=tuple(draw for _, payload, draw in groups if not header_of(payload).get("scored_again")),
-                    whole=whole,
-                    num_bad_bytes=len(data) - len(whole),
-                )
-            )
-    return sorted(found, key=lambda file: file.step)
+    for step, path in _step_files(dir):
+        data = _read_bytes(path)
+        read = [(start, payload, draw_of(payload)) for start, payload in records(data)]
+        groups = [(start, payload, draw) for start, payload, draw in read if draw is not None]
+        whole = b"".join(data[start : start + HEAD_BYTES + len(payload)] for start, payload, _ in groups)
+        draws = tuple(draw for _, payload, draw in groups if not header_of(payload).get("scored_again"))
+        found.append(StepFile(path=path, step=step, draws=draws, whole=whole, num_bad_bytes=len(data) - len(whole)))
+    return found
+
+
+def _step_files(dir: Path) -> list[tuple[int, Path]]:
+    """The files with whole groups, by their steps."""
+    return sorted((int(path.stem), path) for path in dir.glob(f"*.{GROUPS}") if re.fullmatch(r"\d{6,}", path.stem))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,14 +324,9 @@ def inspect_attempts(dir: Path) -> list[AttemptsFile]:
 
 
 def is_trained_row(row: dict[str, Any]) -> bool:
-    """Whether a line of ``trained.jsonl`` says what it has to."""
+    """Whether a line of ``trained.jsonl`` is complete."""
     draws = row.get("draws")
-    return (
-        is_count(row.get("step"))
-        and is_count(row.get("version"))
-        and isinstance(draws, list)
-        and all(map(is_count, draws))
-    )
+    return isinstance(draws, list) and all(map(is_count, [row.get("step"), row.get("version"), *draws]))
 
 
 def _read_bytes(path: Path) -> bytes:

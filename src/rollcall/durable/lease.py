@@ -1,6 +1,6 @@
 """Who may write a run directory: one controller at a time, on any host.
 
-The lease is a file beside the run directory (so that ``--fresh`` can move the directory), ``.<name>.lease-<number>``, with
+The lease is a file next to the run directory (so that ``--fresh`` can move the directory), ``.<name>.lease-<number>``, with
 who holds it and a counter that its holder advances every ``BEAT_S``. The highest number counts. A controller takes the
 lease by making the file of the next number with ``link``: if several try, one succeeds, on NFS too. Numbers never go back,
 because a lease that is given up stays, marked as free. No clock of another host and no file time is ever compared.
@@ -41,16 +41,14 @@ from rollcall.wait import waiting, warn
 BEAT_S = 2.0
 WATCH_S = 20.0
 LOOK_S = 0.5  # between two looks at another's counter
-AGAIN_S = 0.02  # between two lists of files that are all gone when they are read
-SURE_S = WATCH_S / 2  # nobody else can have taken over this soon after a beat
+SURE_S = WATCH_S / 2  # no other can have taken over this soon after a beat
 _LENGTH, _LONGEST_WAIT = 4096, 250  # bytes of a lease file; characters in it that say what is waited for
-_MOST_BYTES = 1 << 16  # of a lease file that are read
 _KINDS = {"owner": str, "host": str, "pid": int, "place": str, "process_start": int, "since": str, "released": bool,
           "waits": str, "waits_since": int}  # fmt: skip
 
 
 def unguarded() -> None:
-    """The check of a store that nobody else can write."""
+    """The check of a store that has no other writer."""
 
 
 class LeaseLostError(RuntimeError, ValueError):
@@ -59,7 +57,7 @@ class LeaseLostError(RuntimeError, ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """What a lease file says."""
+    """The content of a lease file."""
 
     owner: str
     host: str
@@ -102,7 +100,7 @@ class Lease:
         self._thread.start()
 
     def check(self) -> None:
-        """Raises if another has the lease. Costs nothing while the last beat is recent."""
+        """Raises if another controller has the lease. Costs nothing while the last beat is recent."""
         if self._lost is None and _now() - self._beaten > SURE_S:
             self._look()
         if self._lost is not None:
@@ -189,7 +187,7 @@ def _take(run_dir: Path) -> Lease:
             warn(f"run.dir={run_dir}: {holder} is gone; taking over")
         me = _myself(number=holder.number + 1 if holder else 1)
         path, data = _path(run_dir, me.number), _encode(me, counter=0, released=False)
-        # A folder that cannot be written is refused at once for a new run, and waited for where a run goes on.
+        # A folder that cannot be written is refused at once for a new run, and waited for where a run is resumed.
         if holder is None:
             with refusing(run_dir, folder=run_dir.parent, refuse=ConfigError):
                 made = create_atomic(path, data)
@@ -226,21 +224,19 @@ def _refuse(run_dir: Path, holder: Holder) -> None:
 
 
 def read_holder(run_dir: Path) -> Holder | None:
-    """Who had the lease last; ``released`` if nobody has it."""
+    """The last holder of the lease; it is ``released`` if nobody has it now."""
     while files := sorted(_files(run_dir), key=lambda item: -item[1]):
         for path, number in files:
             try:
                 return _read(path, number)
             except FileNotFoundError:
                 continue  # replaced by a newer one since the folder was listed
-        time.sleep(AGAIN_S)  # only an empty list means that nobody has it
+        time.sleep(0.02)  # only an empty list means that nobody has it
     return None
 
 
 def _read(path: Path, number: int) -> Holder:
-    # A pipe would wait for a writer, and a link may lead to anything.
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        text = file.read(_MOST_BYTES)
+    text = path.read_bytes()
     try:
         fields = json.loads(text)
         if not all(isinstance(fields[name], kind) for name, kind in _KINDS.items()):
@@ -288,7 +284,7 @@ def _myself(*, number: int) -> Holder:
 
 
 def _now() -> float:
-    """Goes on while the machine sleeps, where there is such a clock."""
+    """On a clock that also counts while the machine sleeps, where there is one."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 

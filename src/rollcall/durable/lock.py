@@ -9,9 +9,9 @@ from typing import IO
 
 
 def take_lock(path: Path) -> IO[bytes] | None:
-    """The locked file, which is held until it is closed; None: another process holds it. A link is not followed."""
+    """The locked file, which is held until it is closed; None if another process holds it."""
     while True:
-        file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), "wb")
+        file = path.open("ab")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Its last holder may have removed it between these two: then another process can lock a new one.

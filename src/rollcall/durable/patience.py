@@ -1,8 +1,8 @@
 """Writes that outlive a full or unwritable disk.
 
-``persist`` does a write; while the disk refuses it, it says so (at once, then every ``SAY_EVERY_S``; one line for all writes that
-wait for the disk), tries again every ``RETRY_S``, and gives up with an error that says what to do: after ``DEADLINE_S``, after Ctrl-C, or when a process that was
-told to stop has no time left. The calling thread waits; an event loop calls it in another thread. A write is a function that
+``persist`` does a write. While the disk refuses it, it says so (at once, then every ``SAY_EVERY_S``; one line for all writes that
+wait for the disk) and tries again every ``RETRY_S``. It gives up with an error that says what to do: after ``DEADLINE_S``, after
+Ctrl-C, or when a process that is to stop has no time left. The calling thread waits; an event loop calls it in another thread. A write is a function that
 can be repeated: it leaves nothing half-done behind when it raises.
 
 A fault of the disk is recognised however it arrives: as an OSError, as the cause of a worker's error, or in a serialiser's
@@ -35,7 +35,6 @@ SAY_EVERY_S = 10.0
 PASSING = frozenset(
     (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE)
 )  # what a person can put right while the write waits
-_RUST_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 class DiskError(RuntimeError, ValueError):
@@ -47,7 +46,7 @@ class NodeDiskError(OSError):
 
 
 def persist(action: Callable[[], T], *, path: Path, what: str, refuse: Callable[[str], Exception] = DiskError) -> T:
-    """What ``action`` returns, once the disk lets it. ``path`` and ``what`` are for the messages: "the group of draw 3"."""
+    """Returns what ``action`` returns, once the disk lets it. ``path`` and ``what`` are for the messages: "the group of draw 3"."""
     outage: _Outage | None = None
     started, wait = time.monotonic(), Wait()
     try:
@@ -71,12 +70,13 @@ def persist(action: Callable[[], T], *, path: Path, what: str, refuse: Callable[
                 wait.note(why)
                 outage = outage or _Outage.join(fault, path)
                 if outage.is_word_due():
-                    left = "" if on_node else f"; {_free(path)} left"
+                    free = None if on_node else free_bytes(path)
+                    left = "" if free is None else f"; {free:,} bytes are left"
                     warn(f"{why}{left}; waiting until it can: {_advice(fault)}")
                 time.sleep(RETRY_S)
             else:
                 if outage is not None and outage.leave():
-                    warn(f"{path}: {what} was written after {time.monotonic() - outage.began:.0f} s; going on")
+                    warn(f"{path}: {what} was written after {time.monotonic() - outage.began:.0f} s; continuing")
                 return result
     except BaseException:
         if outage is not None:
@@ -131,19 +131,14 @@ def disk_fault(error: BaseException, *, near: Path) -> OSError | None:
             if isinstance(link, NodeDiskError):
                 return NodeDiskError(number, os.strerror(number), link.filename)
             return OSError(number, os.strerror(number), str(near))
-        if not _is_a_report(link):
-            number = _number_in(str(link))
-            if number in PASSING:
-                return OSError(number, os.strerror(number), str(near))
+        found = None if _is_a_report(link) else re.search(r"\(os error (\d+)\)|(No space left)", str(link))
+        if found and (number := int(found[1] or errno.ENOSPC)) in PASSING:
+            return OSError(number, os.strerror(number), str(near))
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
-    # A serialiser may not name the reason. A worker's error is not looked at: a dead worker is not brought back by free space.
-    if (
-        not isinstance(error, OSError)
-        and not _is_a_report(error)
-        and isinstance(error, RuntimeError)
-        and _is_full(near)
-    ):
-        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(near))
+    # A serialiser may not name the reason. A worker's error does not count: a dead worker is not brought back by free space.
+    if isinstance(error, RuntimeError) and not isinstance(error, OSError) and not _is_a_report(error):
+        if (free := free_bytes(near)) is not None and free < 4096:
+            return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(near))
     return None
 
 
@@ -180,20 +175,8 @@ def _is_a_report(error: BaseException) -> bool:
     return type(error).__module__.startswith(("rollcall.", "ray."))
 
 
-def _number_in(text: str) -> int | None:
-    found = _RUST_ERROR.search(text)
-    if found:
-        return int(found.group(1))
-    return errno.ENOSPC if "No space left" in text else None
-
-
-def _is_full(near: Path) -> bool:
-    space = free_bytes(near)
-    return space is not None and space < 4096
-
-
 def free_bytes(path: Path) -> int | None:
-    """What is free on the disk of a path that need not exist yet; None: the system does not say."""
+    """The bytes free on the disk of a path that need not exist yet; None if the system does not say."""
     for folder in (path, *path.parents):
         try:
             return shutil.disk_usage(folder).free
@@ -202,11 +185,6 @@ def free_bytes(path: Path) -> int | None:
         except OSError:
             return None
     return None
-
-
-def _free(path: Path) -> str:
-    space = free_bytes(path)
-    return "an unknown number of bytes is" if space is None else f"{space:,} bytes are"
 
 
 def _advice(fault: OSError) -> str:

@@ -23,8 +23,8 @@ ADAPTED = "adapter and its model"
 
 @contextmanager
 def whole_model(source: Path, *, out: Path) -> Iterator[Stored | None]:
-    """The tensors of the model with the adapter at ``source``, in a file beside the target that goes with the block; None: there is no
-    adapter at ``source``."""
+    """The tensors of the model with the adapter at ``source``, in a file next to the target that is removed when the block ends; None if
+    there is no adapter at ``source``."""
     folder = adapter_folder(source) if source.is_dir() else None
     if folder is None:
         yield None

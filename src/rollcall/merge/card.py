@@ -28,7 +28,7 @@ _HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 
 
 def not_of_a_model(folder: Path) -> Path | None:
-    """A file or folder in a model directory that no model has: somebody's own, or a link to elsewhere; None: there is none."""
+    """Finds a file or folder in a model directory that is not part of any model: somebody's own, or a link to elsewhere."""
     suffixes, words = (*CONFIG_ENDS, ".safetensors", ".bin", ".md"), ("LICENSE", "NOTICE")
 
     def belongs(path: Path) -> bool:
@@ -44,7 +44,7 @@ def not_of_a_model(folder: Path) -> Path | None:
 def copy_config_files(stored: Stored, folder: Path, out: Path, *, dtype: DType | None) -> None:
     """Copy the files of ``folder`` that belong to a model; config.json says in which type the weights are.
 
-    What the model computed is known from the folder of its own weights: the probe of another model would refuse it.
+    The probe comes only from the folder of the weights: that of another model would refuse this one.
     """
     own = () if stored.folder is None else stored.folder.glob(PROBE)
     others = (path for path in (*folder.iterdir(), *folder.glob(TEMPLATES)) if path.name != PROBE)
@@ -68,7 +68,7 @@ def copy_config_files(stored: Stored, folder: Path, out: Path, *, dtype: DType |
 
 
 def _free_config_files(data: bytes) -> bytes:
-    """The probe without what it says of config files, for those that were chosen on purpose: only the log-probs must be the trained model's."""
+    """The probe without the checksums of config files, for config files that were chosen on purpose: only the log-probs must match."""
     try:
         return json.dumps({**json.loads(data), "beside": {}}, indent=1).encode()
     except (ValueError, TypeError, RecursionError):
@@ -99,36 +99,38 @@ def is_hub_name(name: str) -> bool:
 
 
 def run_facts(stored: Stored) -> dict[str, str]:
-    """What is known of the run, for people: no paths and nothing else of the run file."""
+    """Facts of the run, for people: no paths and nothing else of the run file."""
     facts = stored.facts
-    told: dict[str, str] = {}
+    found: dict[str, str] = {}
     run = _run_file(Path(stored.origin))
     base = run.get("model", {}).get("path")
     if isinstance(base, str):
-        told["base model"] = base if is_hub_name(base) or base.startswith("builtin:") else "a local model"
+        found["base model"] = base if is_hub_name(base) or base.startswith("builtin:") else "a local model"
     algorithm = run.get("algorithm", {}).get("name")
     if isinstance(algorithm, str):
-        told["algorithm"] = algorithm
+        found["algorithm"] = algorithm
     for key, label in (("step", "step"), ("weight_version", "weight version")):
         if isinstance(facts.get(key), int):
-            told[label] = str(facts[key])
+            found[label] = str(facts[key])
     scores = facts.get("scores") or ({"score": facts["score"]} if facts.get("score") is not None else {})
     if isinstance(scores, Mapping):
-        told |= {
+        found |= {
             str(key): f"{value:.4g}"
             for key, value in scores.items()
             if isinstance(value, float)
             or (isinstance(value, int) and abs(value) < 10**15)  # others cannot be written so
         }
-    return told
+    return found
 
 
 def _run_file(origin: Path) -> dict[str, Any]:
-    """Of the run that a checkpoint or an exported ``model/`` is of; empty: the weights are not of a run."""
+    """The run file of the run that wrote a checkpoint or an exported ``model/``; empty if the weights are of no run."""
     path = origin.absolute()
     if (checkpoint := checkpoint_of(path)) is not None:
         path = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint
-    elif path.name == "model" and (path.parent / "metrics.jsonl").is_file():  # else a run file may be beside any model
+    elif (
+        path.name == "model" and (path.parent / "metrics.jsonl").is_file()
+    ):  # otherwise the run file may be of something else
         path = path.parent
     try:
         fields = read_yaml(path / "run.yaml", what="run file")
@@ -146,38 +148,34 @@ def card(
     facts: Mapping[str, str],
     notes: Sequence[str],
 ) -> str:
-    versions = {name: _version(name) for name in ("torch", "transformers")}
+    ours = "algorithm" in facts or stored.kind in ("checkpoint", "sharded checkpoint")
+    versions = {"rollcall": __version__, **{name: metadata.version(name) for name in ("torch", "transformers")}}
     rows = {
         **facts,
         "parameters": f"{num_parameters:,}",
         "type of the weights": ", ".join(sorted(one.name for one in dtypes)),
         "merged from": f"{'an' if stored.kind[0] in 'aeio' else 'a'} {stored.kind}",
-        "versions": f"rollcall {__version__}, " + ", ".join(f"{name} {version}" for name, version in versions.items()),
+        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
     }
-    head = [
+    base = facts.get("base model", "")
+    lines = [
         "---",
         "library_name: transformers",
         "pipeline_tag: text-generation",
         "tags:",
         "- rollcall",
         "- reinforcement-learning",
-    ]
-    if is_hub_name(facts.get("base model", "")):
-        head.append(f"base_model: {json.dumps(facts['base model'])}")
-    lines = [
-        *head,
+        *([f"base_model: {json.dumps(base)}"] if is_hub_name(base) else []),
         "---",
         "",
         "# Model card",
         "",
-        "Trained by reinforcement learning with Rollcall.",
+        "Trained by reinforcement learning with Rollcall." if ours else "Merged by Rollcall.",
         "",
         "| fact | value |",
         "|---|---|",
+        *(f"| {_cell(key)} | {_cell(value)} |" for key, value in rows.items()),
     ]
-    if "algorithm" not in facts and stored.kind != "checkpoint" and stored.kind != "sharded checkpoint":
-        lines[lines.index("Trained by reinforcement learning with Rollcall.")] = "Merged by Rollcall."
-    lines += [f"| {_cell(key)} | {_cell(value)} |" for key, value in rows.items()]
     # Without the paths of this machine.
     lines += ["", *(f"- {_cell(note.replace(stored.origin, 'the checkpoint'))}" for note in notes)] if notes else []
     return "\n".join(lines) + "\n"
@@ -191,10 +189,3 @@ def _cell(text: str) -> str:
     """
     shown = visible(" ".join(text.replace("|", "/").split()))[:300]
     return re.sub(r"([\\`\[])", r"\\\1", shown).replace("&", "&amp;").replace("<", "&lt;")
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "unknown"

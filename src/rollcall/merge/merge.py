@@ -1,8 +1,7 @@
 """One directory from a checkpoint: a plan of copies, threads that carry it out, one rename at the end.
 
-One thread compares names and shapes with the model that config.json describes. Threads take units from the plan; each reads its
-range of a stored file, checks it and writes it. One thread brings what is written to the disk. Nobody waits for anybody but
-``merge`` for all of them. The first error, or Ctrl-C, ends the others at once. What is written stays for the next start.
+Threads take units from the plan; each reads its range of a stored file, checks it and writes it. The calling thread brings what they
+have written to the disk and notes it. The first error, or Ctrl-C, ends the others at once. What is written stays for the next start.
 """
 
 from __future__ import annotations
@@ -11,22 +10,19 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, CancelledError, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 from rollcall.merge.adapter import ADAPTED, whole_model
 from rollcall.merge.card import card, copy_config_files, not_of_a_model, run_facts
-from rollcall.merge.copy import copy_unit
-from rollcall.merge.plan import MergePlan, Unit, plan_merge, written_dtype
-from rollcall.merge.select import Selection, guess, select
+from rollcall.merge.plan import MergePlan, copy_unit, plan_merge, written_dtype
+from rollcall.merge.select import select
 from rollcall.merge.staging import Staging, begin
 from rollcall.stored.dtypes import DTYPES as KINDS
-from rollcall.stored.dtypes import DType
 from rollcall.stored.files import StoredError
 from rollcall.stored.open import open_stored
 from rollcall.stored.safetensors import INDEX
@@ -41,7 +37,7 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merged:
-    """What a merge has written."""
+    """The result of a merge."""
 
     out: Path
     origin: str
@@ -78,7 +74,7 @@ def merge(
     base: Path | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Merged:
-    """``base``: a model directory with config and tokenizer, for weights that have none beside them. ``progress`` gets the
+    """``base``: a model directory with config and tokenizer, for weights that come without them. ``progress`` gets the
     bytes that are copied and those that are to be."""
     out = Path(os.path.abspath(out))
     if isinstance(source, Path):
@@ -88,7 +84,11 @@ def merge(
     started = time.monotonic()
     if dtype != "keep" and dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype} is unknown; use keep, bf16, fp16 or fp32")
-    target, most = DTYPES.get(dtype), _size(max_shard_size)
+    target = DTYPES.get(dtype)
+    try:
+        most = parse_size(max_shard_size)
+    except ValueError as error:
+        raise ValueError(f"--max-shard-size {error}") from None
     stored = source if isinstance(source, Stored) else open_stored(source)
     folder = base or stored.folder
     if folder is None or not (folder / "config.json").is_file():
@@ -97,17 +97,36 @@ def merge(
             "config and tokenizer: --base DIR"
         )
     _refuse_target(out, stored, folder)
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="compare") as aside:
-        comparison = aside.submit(select, stored, folder)
-        job = _Job(
-            stored=stored, folder=folder, out=out, dtype=target, most=most, comparison=comparison, progress=progress
-        )
-        names = guess(stored, folder)
-        with _disk_in_words(out):
-            if (done := job.copy(names)) is None:  # the guess was wrong, so begin again
-                done = job.copy(comparison.result().names)
-    assert done is not None
-    return replace(done, duration_s=time.monotonic() - started)
+    selection = select(stored, folder)
+    plan = plan_merge(stored, selection.names, dtype=target, max_shard_size=most)
+    with _disk_in_words(out), begin(out, plan) as staging:
+        staging.prepare()
+        continued = sum(unit.num_bytes for unit in plan.units if unit.name in staging.done)
+        _copy_all(plan, staging, continued=continued, progress=progress)
+        facts, notes = run_facts(stored), (*selection.notes, *_notes(stored, plan))
+        tensors = [stored.tensors[name] for name in selection.names]
+        dtypes = {written_dtype(one, target) for one in tensors}
+        floats = [one for one in dtypes if one.is_floating_point]
+        # A loader takes the type of the weights from config.json, which may name another than the shards are in.
+        copy_config_files(stored, folder, staging.model, dtype=floats[0] if len(floats) == 1 else target)
+        if (index := plan.index()) is not None:
+            (staging.model / INDEX).write_text(index)
+        num_parameters = sum(prod(one.shape) for one in tensors)
+        text = card(stored, num_parameters=num_parameters, dtypes=sorted(dtypes, key=str), facts=facts, notes=notes)
+        (staging.model / "README.md").write_text(text)
+        staging.finish(out)
+    return Merged(
+        out=out,
+        origin=stored.origin,
+        kind=stored.kind,
+        num_tensors=len(selection.names),
+        num_bytes=plan.num_bytes,
+        num_files=len(plan.files),
+        continued_bytes=continued,
+        duration_s=time.monotonic() - started,
+        facts=facts,
+        notes=notes,
+    )
 
 
 @contextmanager
@@ -116,114 +135,36 @@ def _disk_in_words(out: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise StoredError(
-            f"{out} cannot be written: {error.strerror or error}; free space or make the folder writable, and give the same "
-            "command again: it goes on where it stopped"
+            f"{out} cannot be written: {error.strerror or error}; free space or make the folder writable, and run the same "
+            "command again: it continues where it stopped"
         ) from error
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Job:
-    """``comparison`` says, when it is done, which tensors are the model's; its error ends the copying."""
+def _copy_all(plan: MergePlan, staging: Staging, *, continued: int, progress: Callable[[int, int], None]) -> None:
+    total, copied = sum(unit.num_bytes for unit in plan.units), continued
+    counting, stop = threading.Lock(), threading.Event()
+    progress(copied, total)
 
-    stored: Stored
-    folder: Path
-    out: Path
-    dtype: DType | None
-    most: int
-    comparison: Future[Selection]
-    progress: Callable[[int, int], None]
+    def advance(num: int) -> None:
+        nonlocal copied
+        if stop.is_set():
+            raise CancelledError
+        with counting:
+            copied += num
+            progress(copied, total)
 
-    def copy(self, names: tuple[str, ...]) -> Merged | None:
-        """None: ``names`` are not those of the model, and nothing is at the target."""
-        plan = plan_merge(self.stored, names, dtype=self.dtype, max_shard_size=self.most)
-        with begin(self.out, plan) as staging:
-            staging.prepare()
-            continued = sum(unit.num_bytes for unit in plan.units if unit.name in staging.done)
-            self._copy_all(plan, staging)
-            selection = self.comparison.result()
-            if selection.names != names:
-                return None
-            facts, notes = run_facts(self.stored), (*selection.notes, *_notes(self.stored, plan))
-            self._write_rest(names, staging.model, plan, facts=facts, notes=notes)
-            staging.finish(self.out)
-        return Merged(
-            out=self.out,
-            origin=self.stored.origin,
-            kind=self.stored.kind,
-            num_tensors=len(names),
-            num_bytes=plan.num_bytes,
-            num_files=len(plan.files),
-            continued_bytes=continued,
-            duration_s=0.0,
-            facts=facts,
-            notes=notes,
-        )
-
-    def _copy_all(self, plan: MergePlan, staging: Staging) -> None:
-        total = sum(unit.num_bytes for unit in plan.units)
-        copied = sum(unit.num_bytes for unit in plan.units if unit.name in staging.done)
-        counting, stop = threading.Lock(), threading.Event()
-        self.progress(copied, total)
-
-        def advance(num: int) -> None:
-            nonlocal copied
-            if stop.is_set():
-                raise CancelledError
-            with counting:
-                copied += num
-                self.progress(copied, total)
-
+    with staging.outs() as outs, ThreadPoolExecutor(max_workers=4) as pool:
         waiting = [unit for unit in plan.units if unit.name not in staging.done]
-        written: SimpleQueue[Unit | None] = SimpleQueue()  # None: all are
-        num_left = len(waiting)
-
-        def work(unit: Unit, outs: list[int]) -> None:
-            nonlocal num_left
-            if stop.is_set():
-                return
-            copy_unit(unit, outs, advance=advance)
-            written.put(unit)
-            with counting:
-                num_left -= 1
-                if not num_left:
-                    written.put(None)
-
-        # Four that copy, and one that brings what they wrote to the disk.
-        with staging.outs() as outs, ThreadPoolExecutor(max_workers=5) as pool:
-            every: list[Future[Any]] = [self.comparison]
-            if waiting:
-                every.append(pool.submit(staging.flush, written, outs))
-            every += [pool.submit(work, unit, outs) for unit in waiting]
-            try:
-                ended, _ = wait(every, return_when=FIRST_EXCEPTION)
-            finally:
-                stop.set()
-                written.put(None)
-            for future in ended:
-                future.result()
-
-    def _write_rest(
-        self, names: tuple[str, ...], model: Path, plan: MergePlan, *, facts: dict[str, str], notes: tuple[str, ...]
-    ) -> None:
-        tensors = [self.stored.tensors[name] for name in names]
-        dtypes = {written_dtype(one, self.dtype) for one in tensors}
-        floats = [one for one in dtypes if one.is_floating_point]
-        # A loader takes the type of the weights from config.json, which may name another than the shards are in.
-        copy_config_files(self.stored, self.folder, model, dtype=floats[0] if len(floats) == 1 else self.dtype)
-        if (index := plan.index()) is not None:
-            (model / INDEX).write_text(index)
-        num_parameters = sum(prod(one.shape) for one in tensors)
-        text = card(
-            self.stored, num_parameters=num_parameters, dtypes=sorted(dtypes, key=str), facts=facts, notes=notes
-        )
-        (model / "README.md").write_text(text)
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise ValueError(f"--max-shard-size {error}") from None
+        running = {pool.submit(copy_unit, unit, outs, advance=advance): unit for unit in waiting}
+        try:
+            while running:
+                ended, _ = wait(running, return_when=FIRST_COMPLETED)
+                for future in ended:
+                    future.result()
+                staging.note([running.pop(future) for future in ended], outs)
+        finally:
+            stop.set()
+            pool.shutdown(cancel_futures=True)
 
 
 def _refuse_target(out: Path, stored: Stored, folder: Path) -> None:

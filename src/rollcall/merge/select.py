@@ -1,26 +1,16 @@
-"""Which of the stored tensors belong to the model: compared with what its config.json describes.
-
-To know what it describes may take seconds, since transformers must be imported unless ``known_outline`` knows the model. So a merge begins
-with a guess from names alone, and compares while it copies.
-"""
+"""Chooses the stored tensors that belong to the model, by comparing them with what its config.json describes."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from rollcall.config.yaml import read_small
 from rollcall.errors import ModelFilesError
 from rollcall.model.files import read_model_config
 from rollcall.stored.files import StoredError
 from rollcall.stored.outline import ROTARY, Outline, known_outline, outline_of
 from rollcall.stored.tensors import Stored, refuse_whole_numbers
-
-if TYPE_CHECKING:
-    import torch
 
 BLOCK_BYTES = 16 << 20
 VALUE_HEADS = ("v_head.", "value_head.", "score.", "classifier.")
@@ -33,32 +23,13 @@ class Selection:
     notes: tuple[str, ...]  # what was left out, and what could not be checked
 
 
-def guess(stored: Stored, folder: Path) -> tuple[str, ...]:
-    """The names that ``select`` will most probably give."""
-    refuse_adapters(stored)
-    try:
-        is_tied = json.loads(read_small(folder / "config.json")).get("tie_word_embeddings") is True
-    except (OSError, ValueError, AttributeError, RecursionError):
-        is_tied = False  # ``select`` says what is wrong with it
-    embeddings = any(name.endswith("embed_tokens.weight") for name in stored.tensors)
-    left_out = {"lm_head.weight"} if is_tied and embeddings else set()
-    return tuple(
-        name
-        for name in stored.tensors
-        if name not in left_out and not name.startswith(VALUE_HEADS) and not name.endswith(ROTARY)
-    )
-
-
-def refuse_adapters(stored: Stored) -> None:
+def select(stored: Stored, folder: Path) -> Selection:
+    """``folder`` has the model's config.json."""
     if adapter := next((name for name in stored.tensors if any(part in name for part in ADAPTERS)), None):
         raise StoredError(
             f"{stored.origin} holds an adapter ({adapter}), not only a model; merge the adapter into its model first, with peft's "
             "merge_and_unload"
         )
-
-
-def select(stored: Stored, folder: Path) -> Selection:
-    """``folder`` has the model's config.json."""
     try:
         fields = read_model_config(folder / "config.json")  # transformers builds any number of layers, one by one
     except ModelFilesError as error:
@@ -102,9 +73,9 @@ def _refuse_others(stored: Stored, outline: Outline, names: Sequence[str], *, fo
         _fault("not part of the model", [name for name in there if name not in wanted]),
         _fault("of another shape", misshaped),
     ]
-    if told := [fault for fault in faults if fault]:
+    if found := [fault for fault in faults if fault]:
         raise StoredError(
-            f"{stored.origin} does not hold the model of {folder / 'config.json'}: {'; '.join(told)}. Give the files that belong "
+            f"{stored.origin} does not hold the model of {folder / 'config.json'}: {'; '.join(found)}. Give the files that belong "
             "together"
         )
 
@@ -117,30 +88,20 @@ def _fault(what: str, names: Sequence[str]) -> str:
 
 
 def _refuse_unequal(stored: Stored, name: str, source: str) -> None:
-    """Two tensors that the model ties must hold the same bytes; compared block by block."""
+    """Two tensors that the model ties must hold the same bytes (NaN is equal to itself then); compared block by block."""
     one, other = stored.tensors[name], stored.tensors[source]
     if one.pieces == other.pieces:
         return
-    if (one.shape, one.dtype) == (other.shape, other.dtype):
-        rows = max(BLOCK_BYTES // max(one.num_bytes // max(one.shape[0], 1), 1), 1)
-        starts = range(0, one.shape[0], rows)
-        blocks = (
-            ((first, *(0 for _ in one.shape[1:])), (min(rows, one.shape[0] - first), *one.shape[1:]))
-            for first in starts
-        )
-        if all(
-            _same(stored.read(name, start=start, shape=shape), stored.read(source, start=start, shape=shape))
-            for start, shape in blocks
-        ):
-            return
-    raise StoredError(
-        f"{stored.origin}: config.json ties {name} to {source}, and the two are stored with different numbers; correct "
-        "tie_word_embeddings in config.json, or give the files that belong together"
-    )
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """By their bytes: NaN is equal to itself here."""
     import torch
 
-    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+    same = (one.shape, one.dtype) == (other.shape, other.dtype)
+    rows = max(BLOCK_BYTES // max(one.num_bytes // max(one.shape[0], 1), 1), 1)
+    for first in range(0, one.shape[0] if same else 0, rows):
+        start, shape = (first, *(0 for _ in one.shape[1:])), (min(rows, one.shape[0] - first), *one.shape[1:])
+        left, right = (stored.read(key, start=start, shape=shape).flatten() for key in (name, source))
+        same = same and bytes(left.view(torch.uint8).numpy()) == bytes(right.view(torch.uint8).numpy())
+    if not same:
+        raise StoredError(
+            f"{stored.origin}: config.json ties {name} to {source}, and the two are stored with different numbers; correct "
+            "tie_word_embeddings in config.json, or give the files that belong together"
+        )

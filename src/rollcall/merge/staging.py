@@ -1,7 +1,7 @@
-"""The folder in which a merge is made, beside its target: it survives an interruption, and becomes the target in one rename.
+"""The folder in which a merge is made, next to its target: it survives an interruption, and becomes the target in one rename.
 
 ``.merging-NAME/`` holds the written files in ``model/``, the plan's fingerprint, one line for each unit that is on the disk, and a
-lock. The same command finds it and goes on; a merge of other files, or to other files, begins again.
+lock. The same command finds it and continues; a merge of other files, or to other files, begins again.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from queue import Empty, SimpleQueue
 
 from rollcall.durable.atomic import fsync, fsync_tree, swap_in, write_atomic
 from rollcall.durable.lock import take_lock
@@ -37,7 +36,7 @@ class Staging:
         self.done: set[str] = set()
 
     def prepare(self) -> None:
-        """Go on with the files of an earlier start if they are of the same plan; otherwise begin."""
+        """Continue with the files of an earlier start if they are of the same plan; otherwise begin."""
         kept = self._folder / PLAN
         try:
             same = json.loads(kept.read_bytes()) == {"fingerprint": self._plan.fingerprint}
@@ -51,7 +50,14 @@ class Staging:
             for path in (kept, self._progress):
                 path.unlink(missing_ok=True)
             shutil.rmtree(self.model, ignore_errors=True)
-        self._refuse_full_disk()
+        written = sum(path.stat().st_blocks * 512 for path in sizes if path.is_file())
+        needed = sum(sizes.values()) - written + (64 << 20)  # for tokenizer, configs and the file system itself
+        free = free_bytes(self._folder)
+        if free is not None and free < needed:
+            raise FullDiskError(
+                f"{self._folder.parent} has {free / 1e9:,.2f} GB free, and the merge needs {needed / 1e9:,.2f} GB more; free space, or "
+                "choose another --out"
+            )
         if not same:
             self.model.mkdir()
             for out in self._plan.files:
@@ -59,21 +65,9 @@ class Staging:
                     file.write(out.header)
                     file.truncate(out.size)
             fsync_tree(self.model)
+            self._progress.touch()
             # From here on the files are known to be of this plan.
             write_atomic(kept, json.dumps({"fingerprint": self._plan.fingerprint}))
-
-    def _refuse_full_disk(self) -> None:
-        written = sum(
-            path.stat().st_blocks * 512 for out in self._plan.files if (path := self.model / out.name).is_file()
-        )
-        needed = sum(out.size for out in self._plan.files) - written
-        needed += 64 << 20  # for tokenizer, configs and the file system itself
-        free = free_bytes(self._folder)
-        if free is not None and free < needed:
-            raise FullDiskError(
-                f"{self._folder.parent} has {free / 1e9:,.2f} GB free, and the merge needs {needed / 1e9:,.2f} GB more; free space, or "
-                "choose another --out"
-            )
 
     @contextmanager
     def outs(self) -> Iterator[list[int]]:
@@ -86,25 +80,14 @@ class Staging:
             for fd in fds:
                 os.close(fd)
 
-    def flush(self, written: SimpleQueue[Unit | None], outs: list[int]) -> None:
-        """Bring what is written to the disk, again and again, and note the units that are there, until None comes.
-
-        One thread does this beside those that copy, which do not wait for the disk; and the disk does not wait for them until
-        the kernel holds more unwritten bytes than it likes.
-        """
+    def note(self, units: Sequence[Unit], outs: Sequence[int]) -> None:
+        """Bring what is written to the disk, and note that these units are there."""
+        for fd in outs:
+            os.fdatasync(fd)
         with self._progress.open("a") as file:
-            ended = False
-            while not ended:
-                units = _taken(written)
-                ended = None in units
-                for fd in outs:
-                    os.fdatasync(fd)
-                there = [unit.name for unit in units if unit is not None]
-                if there:
-                    file.writelines(json.dumps(name) + "\n" for name in there)
-                    file.flush()
-                    os.fsync(file.fileno())
-                    self.done.update(there)
+            file.writelines(json.dumps(unit.name) + "\n" for unit in units)
+            file.flush()
+            os.fsync(file.fileno())
 
     def finish(self, out: Path) -> None:
         fsync_tree(self.model)
@@ -113,8 +96,8 @@ class Staging:
 
 @contextmanager
 def begin(out: Path, plan: MergePlan) -> Iterator[Staging]:
-    """The staging folder of a target, held by this process alone. It stays if the block is interrupted, so that the next can go
-    on; not if the stored files are refused."""
+    """The staging folder of a target, held by this process. It stays for the next start if the block is interrupted, and is removed if
+    the stored files are refused."""
     folder = out.with_name(f".merging-{out.name}")
     with locked(folder, out):
         try:
@@ -130,7 +113,7 @@ def begin(out: Path, plan: MergePlan) -> Iterator[Staging]:
 
 @contextmanager
 def locked(folder: Path, out: Path) -> Iterator[None]:
-    """The folder is there, and only this process works in it."""
+    """Make a folder in which only this process works."""
     while True:
         folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -142,16 +125,6 @@ def locked(folder: Path, out: Path) -> Iterator[None]:
         raise StoredError(f"another merge writes {out} at this moment ({folder / 'lock'} is held); wait for it")
     with lock:
         yield
-
-
-def _taken(written: SimpleQueue[Unit | None]) -> list[Unit | None]:
-    """All that is in the queue by then; after a while nothing."""
-    units: list[Unit | None] = []
-    with suppress(Empty):
-        units.append(written.get(timeout=0.2))
-        while True:
-            units.append(written.get_nowait())
-    return units
 
 
 def _read_lines(path: Path) -> set[str]:

@@ -1,7 +1,7 @@
 """PyTorch distributed checkpoints (DCP): ``.metadata`` says which block of which tensor is where in the ``.distcp`` files.
 
 Each block is a file of ``torch.save`` inside the larger file. The metadata is a pickle and is read like every other
-(``unpickle.py``). A checkpoint often holds more than the model: the tensors under ``model`` (or ``state_dict``) are the model.
+(``torch_file.py``). A checkpoint often holds more than the model: the tensors under ``model`` (or ``state_dict``) are the model.
 """
 
 from __future__ import annotations
@@ -14,8 +14,15 @@ from rollcall.config.yaml import read_small
 from rollcall.stored.files import CheckedRange, StoredError, StoredFile, plain_damage
 from rollcall.stored.find import METADATA
 from rollcall.stored.tensors import Stored, StoredTensor, stored_of
-from rollcall.stored.torch_file import dtype_of, open_torch_file, view_of, whole_numbers
-from rollcall.stored.unpickle import MOST_BYTES, Thing, unpickle
+from rollcall.stored.torch_file import (
+    MOST_PICKLE_BYTES,
+    Stub,
+    dtype_of,
+    is_named,
+    open_torch_file,
+    unpickle,
+    whole_numbers,
+)
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict")
 
@@ -23,14 +30,14 @@ MODEL_KEYS = ("model", "state_dict", "model_state_dict")
 def open_dcp(folder: Path) -> Stored:
     path = folder / METADATA
     with plain_damage(f"{path} cannot be read"):
-        data = read_small(path, most=MOST_BYTES)
+        data = read_small(path, most=MOST_PICKLE_BYTES)
     metadata = unpickle(data, what=str(path))
     records: dict[Path, list[CheckedRange]] = {}
     with plain_damage(f"{path} is not the metadata of a checkpoint"):
-        described: Mapping[str, Thing] = metadata.fields["state_dict_metadata"]
+        described: Mapping[str, Stub] = metadata.fields["state_dict_metadata"]
         names = _model_names(described, metadata.fields.get("planner_data") or {}, path=path)
         places = {
-            (_text(index.fields["fqn"]), whole_numbers(index.fields.get("offset") or ())): info.fields
+            (index.fields["fqn"], whole_numbers(index.fields.get("offset") or ())): info.fields
             for index, info in metadata.fields["storage_data"].items()
         }
         tensors = [_tensor(folder, key, name, described[key].fields, places, records) for key, name in names.items()]
@@ -45,16 +52,9 @@ def open_dcp(folder: Path) -> Stored:
     )
 
 
-def _text(value: Any) -> str:
-    """Neither hashed nor written out unless it is one: a pickle can hold tuples in tuples without an end."""
-    if not isinstance(value, str):
-        raise TypeError(f"a {type(value).__name__} in the place of a name")
-    return value
-
-
-def _model_names(described: Mapping[str, Thing], paths: Mapping[str, Any], *, path: Path) -> dict[str, str]:
+def _model_names(described: Mapping[str, Stub], paths: Mapping[str, Any], *, path: Path) -> dict[str, str]:
     """The keys of the model's tensors, with their names in the model."""
-    tensors = [key for key, about in described.items() if about.name == "TensorStorageMetadata"]
+    tensors = [key for key, about in described.items() if is_named(about, "TensorStorageMetadata")]
     routes = {key: tuple(paths.get(key) or (key,)) for key in tensors}
     if not all(isinstance(step, str | int) for route in routes.values() for step in route):
         raise ValueError("a tensor has no name")
@@ -99,17 +99,17 @@ def _tensor(
         info = places.get((key, start))
         if info is None:
             raise StoredError(f"{folder / METADATA} does not say where {key} at {list(start)} is; restore the file")
-        file = folder / _text(info["relative_path"])
+        file = folder / str(info["relative_path"])
         if file.parent != folder or file.name == "..":
             raise StoredError(f"{folder / METADATA} names {file}, which is not in its folder; restore the file")
         if info.get("transform_descriptors"):
             raise StoredError(f"{file}: {key} is stored compressed or encrypted, which is not read; save it without")
         inner, content = open_torch_file(file, offset=int(info["offset"]), length=int(info["length"]))
-        view = view_of(content)
-        if view is None or (view.shape, view.dtype) != (shape, dtype):
+        tensor = inner.tensor(content, name=key)
+        if tensor is None or (tensor.shape, tensor.dtype) != (shape, dtype):
             raise StoredError(
                 f"{inner.what} does not hold the block of {key} that {folder / METADATA} describes: the files do not belong together"
             )
         records.setdefault(file, []).extend(inner.records.values())
-        pieces.append(inner.piece(view, start=start, name=key))
+        pieces.append(tensor.piece(start=start))
     return StoredTensor(name=name, dtype=dtype, shape=whole_numbers(about["size"]), pieces=tuple(pieces))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class DType:
     name: str  # torch's, such as bfloat16
     itemsize: int
-    in_safetensors: str | None = None  # its name there; None: the format does not have it
+    in_safetensors: str | None = None  # its name there, if the format has it
 
     @property
     def is_floating_point(self) -> bool:

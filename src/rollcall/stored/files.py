@@ -1,4 +1,4 @@
-"""What is known of a stored file before it is read. No torch here: `rollcall plan` looks for models too."""
+"""Facts of a stored file before it is read. No torch here: `rollcall plan` looks for models too."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def plain_damage(sentence: str, *, advice: str = "restore the file") -> Iterator
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedRange:
-    """A range of a file with a CRC-32 of its own, as in a zip archive."""
+    """A range of a file that has its own CRC-32, as in a zip archive."""
 
     offset: int
     size: int
@@ -38,12 +38,12 @@ class CheckedRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFile:
-    """What is known of a file before it is read."""
+    """A stored file, and what its writer noted of it."""
 
     path: Path
     size: int
-    blake2b: str | None = None  # of the whole file, 16 bytes in hex; None: its writer noted none
-    node: str | None = None  # where it was written; None: its writer noted none
+    blake2b: str | None = None  # of the whole file, 16 bytes in hex, if its writer noted it
+    node: str | None = None  # where it was written, if its writer noted it
     host: str | None = None  # that node's name
     records: tuple[CheckedRange, ...] = ()
 
@@ -71,7 +71,7 @@ def read_fully(fd: int, data: memoryview, offset: int, *, file: object) -> None:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """A file to read. A pipe, which nobody may ever write to, or a device is refused."""
+    """Opens a file to read. Refuses a pipe, which might block forever, and a device."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:

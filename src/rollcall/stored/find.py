@@ -1,4 +1,4 @@
-"""Where the weights and the config of a path are, by the names of files alone."""
+"""Finds the weights and the config of a path by the names of files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollcall.stored.manifest import checkpoints_of, is_checkpoint, newest_check
 LATEST = "latest_checkpointed_iteration.txt"  # of verl
 SHARDS = ("part-*-of-*.safetensors", "model_world_size_*_rank_*.pt", ".metadata")
 PROBE = "probe.json"  # in a model directory of ours: what the trained model computed (``checkpoint/probe.py``)
-ADAPTER_CONFIG = "adapter_config.json"  # of PEFT: beside it are the weights of an adapter, not of a model
+ADAPTER_CONFIG = "adapter_config.json"  # of PEFT: its folder has the weights of an adapter, not of a model
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 METADATA = ".metadata"  # of PyTorch's distributed checkpoints
 
@@ -28,7 +28,7 @@ def verl_folder(path: Path) -> Path | None:
 
 
 def is_model_dir(path: Path) -> bool:
-    """A directory that transformers opens by itself; shards of any kind with a config beside them are not one."""
+    """A directory that transformers opens by itself; shards of any kind are not one, even with a config."""
     sharded = any(any(path.glob(name)) for name in SHARDS)
     return (path / "config.json").is_file() and not sharded
 
@@ -45,7 +45,7 @@ def checkpoint_of(path: Path) -> Path | None:
 
 
 def adapter_folder(path: Path) -> Path | None:
-    """The folder with the adapter that ``path`` is, or that the checkpoint it leads to holds; None: there is none."""
+    """The folder with the adapter that ``path`` is, or that the checkpoint it leads to holds; None if there is none."""
     candidates = [path]
     if not is_model_dir(path) and (checkpoint := checkpoint_of(path)) is not None:
         candidates.append(checkpoint / "model")
@@ -53,7 +53,7 @@ def adapter_folder(path: Path) -> Path | None:
 
 
 def config_folder(path: Path) -> Path | None:
-    """The folder with config.json and tokenizer of the model at ``path``; None: there is none."""
+    """The folder with config.json and tokenizer of the model at ``path``; None if there is none."""
     if is_model_dir(path):
         return path
     if (checkpoint := checkpoint_of(path)) is not None:

@@ -20,7 +20,7 @@ from rollcall.wait import warn
 
 MANIFEST = "manifest.json"
 STEP_NAME = re.compile(r"step-(\d{6,})")
-_PART = re.compile(r"model/part-\d+-of-\d+\.safetensors")
+_PART, _WHOLE = re.compile(r"model/part-\d+-of-\d+\.safetensors"), re.compile(r"model/[^/]+\.safetensors")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,10 +43,8 @@ class Manifest:
     @property
     def weights(self) -> dict[str, StoredFile]:
         """The files with the model's weights."""
-        if self.is_sharded:
-            return {name: file for name, file in self.files.items() if _PART.fullmatch(name)}
-        pattern = re.compile(r"model/[^/]+\.safetensors")
-        return {name: file for name, file in self.files.items() if pattern.fullmatch(name)}
+        kind = _PART if self.is_sharded else _WHOLE
+        return {name: file for name, file in self.files.items() if kind.fullmatch(name)}
 
     @property
     def here(self) -> list[StoredFile]:
@@ -64,7 +62,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """The manifest alone; whether its files are there is another question (``missing_file``)."""
+    """Reads the manifest; ``missing_file`` tells whether its files are there."""
     path = checkpoint / MANIFEST
     if not path.exists():
         raise StoredError(f"{path} does not exist, so {checkpoint} is not a whole checkpoint; use another")

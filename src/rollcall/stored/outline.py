@@ -28,7 +28,7 @@ class Outline:
 
 
 def outline_of(folder: Path) -> Outline | None:
-    """The outline as transformers has it, or None if it does not know this kind of model. Nothing of the folder is run, even if it brings code of its own."""
+    """The outline as transformers has it, or None if it does not know this kind of model. Code that comes with the folder is not run."""
     import torch
     import transformers
     from transformers.core_model_loading import revert_weight_conversion
@@ -61,99 +61,56 @@ _SIZES = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Family:
-    """``*_bias`` is True, False, or the key of config.json that says so."""
-
-    architecture: str
-    qkv_bias: bool | str
-    output_bias: bool | str
-    mlp_bias: bool | str = False
-    head_norms: bool = False
-    head_dim_in_config: bool = False  # it has another default than hidden_size / num_attention_heads
-
-
-_FAMILIES = {
-    "llama": _Family(
-        architecture="LlamaForCausalLM", qkv_bias="attention_bias", output_bias="attention_bias", mlp_bias="mlp_bias"
-    ),
-    "mistral": _Family(architecture="MistralForCausalLM", qkv_bias=False, output_bias=False),
-    "qwen2": _Family(architecture="Qwen2ForCausalLM", qkv_bias=True, output_bias=False),
-    "qwen3": _Family(
-        architecture="Qwen3ForCausalLM", qkv_bias="attention_bias", output_bias="attention_bias", head_norms=True,
-        head_dim_in_config=True,
-    ),
-}  # fmt: skip
+# Of a model_type: its class, and whether q/k/v, the attention's output and the MLP have biases (or the key of config.json that says so).
+_FAMILIES: dict[Any, tuple[str, bool | str, bool | str, bool | str]] = {
+    "llama": ("LlamaForCausalLM", "attention_bias", "attention_bias", "mlp_bias"),
+    "mistral": ("MistralForCausalLM", False, False, False),
+    "qwen2": ("Qwen2ForCausalLM", True, False, False),
+    "qwen3": ("Qwen3ForCausalLM", "attention_bias", "attention_bias", False),
+}
 
 
 def known_outline(fields: Mapping[str, Any]) -> Outline | None:
-    """The outline of a Llama, Mistral, Qwen2 or Qwen3 from config.json alone, since transformers takes seconds to import (a test compares
-    the two). None: the config leaves something open or has anything unusual, so ask ``outline_of``. ``fields`` are those of a config.json
+    """The outline of a Llama, Mistral, Qwen2 or Qwen3 from nothing but its config.json, since transformers takes seconds to import (a test
+    compares the two). None if the config leaves something open: then ask ``outline_of``. ``fields`` are those of a config.json
     whose sizes are possible (``read_model_config``)."""
-    family = _FAMILIES.get(str(fields.get("model_type")))
-    if family is None or not _is_plain(fields, family):
+    family = str(fields.get("model_type"))
+    if (
+        family not in _FAMILIES
+        or any(key not in fields for key in _SIZES)
+        or {"quantization_config", "auto_map"} & fields.keys()
+    ):
         return None
+    architecture, *keys = _FAMILIES[family]
+    qkv_bias, output_bias, mlp_bias = (fields.get(key) if isinstance(key, str) else key for key in keys)
     vocab, hidden, inner, layers, heads, kv_heads = (fields[key] for key in _SIZES)
-    head_dim = fields.get("head_dim", hidden // heads)
+    # Qwen3 has another default for the size of a head.
+    head_dim = fields.get("head_dim", None if family == "qwen3" or hidden % heads else hidden // heads)
+    flags = (qkv_bias, output_bias, mlp_bias, fields.get("tie_word_embeddings"))
+    if (
+        fields.get("architectures") != [architecture]
+        or not isinstance(head_dim, int)
+        or not all(isinstance(one, bool) for one in flags)
+    ):
+        return None
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
     for layer in range(layers):
         at = f"model.layers.{layer}"
         for name, rows, columns, bias in (
-            ("self_attn.q_proj", heads * head_dim, hidden, family.qkv_bias),
-            ("self_attn.k_proj", kv_heads * head_dim, hidden, family.qkv_bias),
-            ("self_attn.v_proj", kv_heads * head_dim, hidden, family.qkv_bias),
-            ("self_attn.o_proj", hidden, heads * head_dim, family.output_bias),
-            ("mlp.gate_proj", inner, hidden, family.mlp_bias),
-            ("mlp.up_proj", inner, hidden, family.mlp_bias),
-            ("mlp.down_proj", hidden, inner, family.mlp_bias),
+            ("self_attn.q_proj", heads * head_dim, hidden, qkv_bias),
+            ("self_attn.k_proj", kv_heads * head_dim, hidden, qkv_bias),
+            ("self_attn.v_proj", kv_heads * head_dim, hidden, qkv_bias),
+            ("self_attn.o_proj", hidden, heads * head_dim, output_bias),
+            ("mlp.gate_proj", inner, hidden, mlp_bias),
+            ("mlp.up_proj", inner, hidden, mlp_bias),
+            ("mlp.down_proj", hidden, inner, mlp_bias),
         ):
             shapes[f"{at}.{name}.weight"] = (rows, columns)
-            if bias if isinstance(bias, bool) else fields[bias]:
+            if bias:
                 shapes[f"{at}.{name}.bias"] = (rows,)
-        if family.head_norms:
+        if family == "qwen3":
             shapes |= {f"{at}.self_attn.{one}_norm.weight": (head_dim,) for one in "qk"}
         shapes |= {f"{at}.{one}_layernorm.weight": (hidden,) for one in ("input", "post_attention")}
     shapes |= {"model.norm.weight": (hidden,), "lm_head.weight": (vocab, hidden)}
     tied = {"lm_head.weight": "model.embed_tokens.weight"} if fields["tie_word_embeddings"] else {}
     return Outline(shapes=shapes, tied=tied, written=shapes)
-
-
-def _is_plain(fields: Mapping[str, Any], family: _Family) -> bool:
-    """Whether the config gives everything that the shapes depend on, and transformers has nothing to refuse."""
-    if fields.get("architectures") != [family.architecture] or any(key not in fields for key in _SIZES):
-        return False
-    flags = {"tie_word_embeddings", *(key for key in (family.qkv_bias, family.mlp_bias) if isinstance(key, str))}
-    if not all(isinstance(fields.get(key), bool) for key in flags):
-        return False
-    if "head_dim" in fields or family.head_dim_in_config:
-        if not isinstance(fields.get("head_dim"), int):
-            return False
-    elif fields["hidden_size"] % fields["num_attention_heads"]:
-        return False
-    padding = fields.get("pad_token_id")
-    if padding is not None and not (isinstance(padding, int) and 0 <= padding < fields["vocab_size"]):
-        return False
-    kinds = fields.get("layer_types")
-    known = ("full_attention", "sliding_attention")
-    if kinds is not None and not (
-        isinstance(kinds, list) and len(kinds) == fields["num_hidden_layers"] and all(one in known for one in kinds)
-    ):
-        return False
-    return (
-        fields.get("hidden_act") == "silu"
-        and _is_plain_rope(fields)
-        and not {"quantization_config", "auto_map"} & fields.keys()
-    )
-
-
-def _is_plain_rope(fields: Mapping[str, Any]) -> bool:
-    """As transformers 4 (``rope_theta``) and 5 (``rope_parameters``) write it for positions that are not stretched."""
-    rope = fields.get("rope_parameters")
-    if rope is None:
-        return fields.get("rope_scaling") is None and isinstance(fields.get("rope_theta"), int | float)
-    return (
-        isinstance(rope, dict)
-        and rope.keys() == {"rope_theta", "rope_type"}
-        and rope["rope_type"] == "default"
-        and isinstance(rope["rope_theta"], int | float)
-    )

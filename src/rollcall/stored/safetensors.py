@@ -1,6 +1,6 @@
 """Tensors in safetensors files: a plain model directory, and the parts of a sharded checkpoint.
 
-A part holds blocks of tensors. Its metadata has the key ``parts``: for each key of the file the tensor's name, where the block
+A file begins with the length of its header as u64 and the header, JSON padded to 8 bytes; the bytes of the tensors follow. A part holds blocks of tensors. Its metadata has the key ``parts``: for each key of the file the tensor's name, where the block
 begins in it, and the tensor's whole shape.
 """
 
@@ -13,13 +13,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from rollcall.config.yaml import read_small
-from rollcall.stored.dtypes import OF_SAFETENSORS, DType
+from rollcall.stored.dtypes import DTYPES, OF_SAFETENSORS, DType, name_of
 from rollcall.stored.files import StoredError, StoredFile, open_regular, plain_damage
 from rollcall.stored.find import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from rollcall.stored.tensors import Piece, Stored, StoredTensor, stored_of
+
+if TYPE_CHECKING:
+    import torch
 
 INDEX = "model.safetensors.index.json"
 _OF = re.compile(r".*-(\d+)-of-(\d+)\.safetensors")
@@ -129,6 +132,24 @@ def read_header(path: Path) -> tuple[dict[str, _Entry], dict[str, str]]:
             f"{path} has {size:,} bytes, and its tensors end at byte {end:,}: the file was cut off; restore it"
         )
     return entries, metadata
+
+
+def write_header(
+    file: BinaryIO, tensors: Iterable[tuple[str, torch.dtype | DType, Sequence[int]]], *, metadata: Mapping[str, str]
+) -> None:
+    """``tensors``: name, type and shape of each, in the order in which their bytes follow."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    start = 0
+    for name, dtype, shape in tensors:
+        known = DTYPES.get(name_of(dtype))
+        if known is None or known.in_safetensors is None:
+            raise ValueError(f"tensor {name} is of type {dtype}, which cannot be stored in safetensors")
+        end = start + prod(shape) * known.itemsize
+        header[name] = {"dtype": known.in_safetensors, "shape": list(shape), "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+    file.write(len(text).to_bytes(8, "little") + text)
 
 
 def weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:

@@ -51,7 +51,7 @@ class Stored:
     origin: str  # what it was opened from, for messages
     tensors: Mapping[str, StoredTensor]
     files: Mapping[Path, StoredFile]
-    folder: Path | None  # with config.json and tokenizer; None: there is none beside the weights
+    folder: Path | None  # with config.json and tokenizer, if the weights came with one
     kind: str = "model directory"  # what it is, for messages
     facts: Mapping[str, Any] = field(default_factory=dict)  # what its writer noted of the run: step, score, ...
 
@@ -70,10 +70,8 @@ class Stored:
         tensor = self.tensors[name]
         start = (0,) * len(tensor.shape) if start is None else tuple(start)
         shape = tensor.shape if shape is None else tuple(shape)
-        if len(start) != len(tensor.shape) or len(shape) != len(tensor.shape):
-            raise ValueError(f"{name} has {len(tensor.shape)} dimensions; start={start}, shape={shape} do not fit it")
-        if any(a < 0 or n < 0 or a + n > whole for a, n, whole in zip(start, shape, tensor.shape, strict=True)):
-            raise ValueError(f"{name} is {list(tensor.shape)}: it has no block of {list(shape)} at {list(start)}")
+        bounds = zip(start, shape, tensor.shape, strict=True)
+        assert all(a >= 0 and n >= 0 and a + n <= whole for a, n, whole in bounds), f"{name} has no such block"
         import torch
 
         block = torch.empty(shape, dtype=tensor.dtype.torch)

@@ -1,4 +1,4 @@
-"""Weights to processes on other hosts: a broadcast in a process group of its own.
+"""Weights to processes on other hosts: a broadcast in a separate process group.
 
 The group meets at a store of the sender (``net/meeting.py``). It is separate from the learner's group: when a member is
 lost, it can be made again with other members. Only invited receivers get its secret, over their lines. It uses NCCL where
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -163,9 +163,6 @@ class BroadcastInlet(Inlet):
                 address=_own_address(line),
                 deadline=deadline,
             )
-
-    def take(self, buckets: Sequence[Bucket], deadline: Wait) -> list[int]:
-        return list(self.each(buckets, deadline))
 
     def each(self, buckets: Iterable[Bucket], deadline: Wait) -> Iterator[int]:
         group, line = self._group, self._line

@@ -30,7 +30,7 @@ class Delta:
 
 
 def encode(layout: Layout, *, new: Sequence[Tensor], base: Sequence[Tensor]) -> Delta:
-    """What turns ``base`` into ``new``; both are flat bytes in the layout's order."""
+    """The changes that turn ``base`` into ``new``; both are flat bytes in the layout's order."""
     counts: list[int] = []
     parts: list[Tensor] = []
     for entry, new_bytes, base_bytes in zip(layout.entries, new, base, strict=True):

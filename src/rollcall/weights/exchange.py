@@ -23,22 +23,11 @@ from rollcall.errors import WeightUpdateError
 from rollcall.model.checksum import checksum
 from rollcall.wait import Wait
 from rollcall.weights import delta
-from rollcall.weights.carrier import Inlet, OpenInlet, OpenOutlet, Outlet, join
+from rollcall.weights.carrier import Header, LineReceiver, OpenInletFor, OpenOutlet, Outlet
 from rollcall.weights.layout import Views, cut, fit, view
 from rollcall.weights.line import Desk, Line, hear_all
 from rollcall.weights.parts import Parts
-from rollcall.weights.protocol import (
-    Carrying,
-    Invitation,
-    Outcome,
-    RefusedUpdateError,
-    Sent,
-    StaleUpdateError,
-    TornUpdateError,
-    WeightReceiver,
-    refuse_stale,
-    take_update,
-)
+from rollcall.weights.protocol import Carrying, Invitation, RefusedUpdateError, Sent, StaleUpdateError
 
 TIMEOUT_S = 300.0
 MOST_ATTEMPTS = 2
@@ -184,90 +173,41 @@ class StreamSender:
             line.tell(message, deadline)
 
 
-class StreamReceiver(WeightReceiver):
-    """Receives over one carrier."""
+class StreamReceiver(LineReceiver):
+    """Receives over one carrier, into tensors that stay where they are."""
 
     def __init__(
-        self, open_inlet: OpenInlet, *, invitation: Invitation, name: str, tensors: Mapping[str, Tensor]
+        self, invitation: Invitation, *, name: str, tensors: Mapping[str, Tensor], open_inlet: OpenInletFor
     ) -> None:
-        super().__init__(invitation=invitation, name=name, tensors=tensors)
-        self._open_inlet = open_inlet
-        self._inlet: Inlet | None = None
-        self._line: Line | None = None
+        self._tensors = dict(tensors)
+        device = next(iter(self._tensors.values())).device
+        super().__init__([invitation], name=name, device=device, open_inlet=open_inlet)
         self._views: Views | None = None
 
     def receive(self, *, version: int) -> None:
-        deadline = Wait(self._invitation.timeout_s)
+        self._update(version)
 
-        def attempt() -> Outcome:
-            return self._attempt(self._line or self._join(deadline), version=version, deadline=deadline)
-
-        take_update(attempt, close=self.close, name=self.name, version=version)
-        self._held = self._newest = version
-
-    def close(self) -> None:
-        if self._line is not None:
-            self._line.close()
-        if self._inlet is not None:
-            self._inlet.close()
-        self._line = self._inlet = None
-
-    def _join(self, deadline: Wait) -> Line:
-        device = next(iter(self._tensors.values())).device
-        self._line, self._inlet = join(
-            self._invitation, self._open_inlet, name=self.name, device=device, deadline=deadline
-        )
-        return self._line
-
-    def _attempt(self, line: Line, *, version: int, deadline: Wait) -> Outcome:
-        line.tell({"version": self._held}, deadline)
-        header = line.hear(deadline)
-        refusal = None
-        try:
-            self._check(header, version=version)
-        except (StaleUpdateError, TornUpdateError) as error:
-            refusal = error
-        line.tell({"refused": _words(refusal)}, deadline)
-        step = line.hear(deadline)["step"]
-        if step != "data":
-            return refusal, step
-        self._held = None  # from here on the tensors are a mix of two versions
-        try:
-            sums = self._apply(header, deadline)
-        except (StaleUpdateError, TornUpdateError) as error:
-            refusal, sums = error, []
-        due = line.hear(deadline)["sums"]
-        if refusal is None and sums != due:
-            wrong = sum(one != other for one, other in zip(sums, due, strict=False)) + abs(len(sums) - len(due))
-            refusal = TornUpdateError(f"{wrong} of {len(due)} checksums differ after version {version} was applied")
-        line.tell({"refused": _words(refusal)}, deadline)
-        return refusal, line.hear(deadline)["step"]
-
-    def _check(self, header: Mapping[str, Any], *, version: int) -> None:
-        refuse_stale(header["version"], due=version, newest=self._newest)
+    def _fit(self, headers: Sequence[Header]) -> None:
+        (header,) = headers
         if header["base"] is not None and header["base"] != self._held:
             raise StaleUpdateError(f"the changes are to version {header['base']}, and this receiver has {self._held}")
         self._views = fit(header["layout"], self._tensors, kept=self._views)
 
-    def _apply(self, header: Mapping[str, Any], deadline: Wait) -> list[int]:
-        views, inlet = self._views, self._inlet
-        assert views is not None and inlet is not None
+    def _apply(self, headers: Sequence[Header], deadline: Wait) -> list[list[int]]:
+        (header,), ((_, inlet),), views = headers, self._ends, self._views
+        assert views is not None
         buckets = views.buckets(inlet.bucket_size)
         counts = header["counts"]
         if counts is None:
-            sums = inlet.take(buckets, deadline)
+            sums = list(inlet.each(buckets, deadline))
             views.write()
             if not views.has_copies:
-                return sums
+                return [sums]
         else:
             payload = torch.empty(delta.total_bytes(views.layout, counts), dtype=torch.uint8, device=views.device)
-            inlet.take(cut(payload, inlet.bucket_size), deadline)
+            list(inlet.each(cut(payload, inlet.bucket_size), deadline))
             views.read()
             delta.apply(views.layout, delta.Delta(counts=counts, payload=payload), flat=views.flat)
             views.write()
         views.read()  # of the tensors themselves, not of what was copied into them
-        return [checksum(bucket) for bucket in buckets]
-
-
-def _words(refusal: WeightUpdateError | None) -> str | None:
-    return None if refusal is None else str(refusal)
+        return [[checksum(bucket) for bucket in buckets]]

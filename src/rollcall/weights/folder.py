@@ -2,10 +2,10 @@
 
 An update is a few files in safetensors format, so that receivers read one while the sender writes the next. Each file is
 renamed into place when it is complete, with the update's version, layout and the file's checksums in its metadata. Its name
-has the sender's secret and the version, so nobody takes the files of another sender. The files stay until the next update
+has the sender's secret and the version, so no receiver takes the files of another sender. The files stay until the next update
 is complete, so a receiver that comes later finds them.
 
-Who waits for whom: ``send`` waits for nobody; ``receive`` waits for the files of its version. The caller of both knows by
+Who waits for whom: ``send`` does not wait; ``receive`` waits for the files of its version. The caller of both knows by
 their answers that all have it.
 """
 
@@ -26,7 +26,8 @@ from torch import Tensor
 from rollcall.durable.atomic import TEMPORARY, replacing
 from rollcall.errors import MissingPeerError
 from rollcall.model.checksum import checksum
-from rollcall.stored.safetensors_header import read_metadata, write_header
+from rollcall.stored.files import StoredError
+from rollcall.stored.safetensors import read_header, write_header
 from rollcall.wait import Wait
 from rollcall.weights.layout import BucketSize, Entry, Layout, Views, fit, view
 from rollcall.weights.protocol import (
@@ -35,7 +36,6 @@ from rollcall.weights.protocol import (
     Sent,
     StaleUpdateError,
     TornUpdateError,
-    WeightReceiver,
 )
 
 # Spans follow each other as in the files, and each is summed while it is in the cache.
@@ -92,8 +92,18 @@ class FolderSender:
                 path.unlink(missing_ok=True)
 
 
-class FolderReceiver(WeightReceiver):
-    _views: Views | None = None
+class FolderReceiver:
+    def __init__(self, *, invitation: Invitation, name: str, tensors: Mapping[str, Tensor]) -> None:
+        self.name = name
+        self._invitation = invitation
+        self._tensors = dict(tensors)
+        self._views: Views | None = None
+        self._held: int | None = None
+        self._newest: int | None = None
+
+    @property
+    def version(self) -> int | None:
+        return self._held
 
     def receive(self, *, version: int) -> None:
         if self._newest is not None and version <= self._newest:
@@ -131,16 +141,17 @@ class FolderReceiver(WeightReceiver):
     def _read_part(self, version: int, number: int, deadline: Wait) -> tuple[list[int], list[int]]:
         """Copy one file into the tensors; returns the checksums that it names, and those of what arrived."""
         path = self._find(version, number, deadline)
+        try:
+            entries, about = read_header(path)
+            found, layout, sums = int(about["version"]), about["layout"], json.loads(about["sums"])
+        except (StoredError, ValueError, KeyError, TypeError) as error:
+            raise TornUpdateError(f"{path} is not a file of weights ({type(error).__name__}: {error})") from None
+        if found != version:
+            raise TornUpdateError(f"{path} holds version {found}, and version {version} is due")
+        self._views = fit(layout, self._tensors, kept=self._views)
+        _, buckets = _parts_of(self._views)[number]
         with path.open("rb", buffering=0) as file:
-            try:
-                about = read_metadata(file)  # type: ignore[arg-type]
-                found, layout, sums = int(about["version"]), about["layout"], json.loads(about["sums"])
-            except (ValueError, KeyError, TypeError, MemoryError, OverflowError) as error:
-                raise TornUpdateError(f"{path} is not a file of weights ({type(error).__name__}: {error})") from None
-            if found != version:
-                raise TornUpdateError(f"{path} holds version {found}, and version {version} is due")
-            self._views = fit(layout, self._tensors, kept=self._views)
-            _, buckets = _parts_of(self._views)[number]
+            file.seek(min(entry.offset for entry in entries.values()))
             return sums, [_fill(bucket, file, path=path) for bucket in buckets]
 
     def _find(self, version: int, number: int, deadline: Wait) -> Path:

@@ -2,7 +2,7 @@
 
 The sender's layout lists its tensors by name, type and shape, each with the order of its dimensions in memory, so that a
 matrix stored by columns travels as it lies. A tensor with gaps, or one that lies differently on the two sides, goes
-through a copy of its own. Buckets are what is moved at once; both sides work them out from the layout.
+through a copy. Buckets are what is moved at once; both sides work them out from the layout.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class Views:
 
 
 def view(tensors: Mapping[str, Tensor], *, kept: Views | None) -> Views:
-    """What the tensors hold at this moment; ``kept`` serves again as long as they stay where they are."""
+    """The tensors as they are now; ``kept`` is used again as long as they stay where they are."""
     views = kept if kept is not None and kept.places == _places(tensors) else Views(tensors, Layout.of(tensors))
     views.read()
     return views

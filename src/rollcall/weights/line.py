@@ -23,7 +23,7 @@ from rollcall.process.framing import json_frame, read_exactly, read_json_frame
 from rollcall.wait import Wait
 from rollcall.weights.protocol import Carrying, Invitation
 
-HELLO_S = 5.0  # who has come through the door says its name within this time
+HELLO_S = 5.0  # a peer that came through the door must give its name within this time
 
 
 class Line:
@@ -56,7 +56,7 @@ class Line:
                 self.socket.settimeout(deadline.until_word_s)
                 data = self.socket.recv(most)
             except TimeoutError as error:
-                if error.errno:  # the kernel says that nobody answers there
+                if error.errno:  # the kernel says that the other host does not answer
                     raise self.gone(error) from None
                 if deadline.is_over:
                     raise self._silent(deadline) from None
@@ -94,7 +94,9 @@ class Line:
             self.socket.settimeout(deadline.left_s)
             yield
         except OSError as error:
-            is_silent = isinstance(error, TimeoutError) and not error.errno  # else the kernel says that nobody answers
+            is_silent = (
+                isinstance(error, TimeoutError) and not error.errno
+            )  # else the kernel says that the host does not answer
             raise (self._silent(deadline) if is_silent else self.gone(error)) from None
 
     def gone(self, error: OSError | None) -> MissingPeerError:
@@ -105,7 +107,7 @@ class Line:
 
 
 def from_each(lines: Mapping[str, Line], take: Callable[[str], bool], deadline: Wait, *, waiting_for: str) -> None:
-    """Call ``take`` with the name of a line that has something to read, until it has said True of each; the deadline's
+    """Call ``take`` with the name of a line that has something to read, until it has returned True for each; the deadline's
     error names those that are missing."""
     missing = list(lines)
     with selectors.DefaultSelector() as selector:
@@ -156,7 +158,7 @@ class Desk:
         self._door = Door(listener, secret=self.invitation.secret)
 
     def welcome(self, deadline: Wait) -> tuple[dict[str, Line], dict[str, dict[str, Any]]]:
-        """A line to every receiver, and what each said of itself."""
+        """A line to every receiver, and the hello of each."""
         lines: dict[str, Line] = {}
         hellos: dict[str, dict[str, Any]] = {}
         while missing := [name for name in self._receivers if name not in lines]:

@@ -1,4 +1,4 @@
-"""New weights straight from the processes that hold parts of them: every actor sends its own blocks, and nobody gathers the model.
+"""New weights straight from the processes that hold parts of them: every actor sends its own blocks, and no process gathers the model.
 
 A sender (``exchange.StreamSender``) gets ``Parts``: blocks of the model's tensors, each brought to the type that engines use when its
 turn comes. A receiver has a line to every sender (``PartsReceiver``) and puts the blocks together, one tensor at a time, in the order
@@ -20,14 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollcall.errors import WeightUpdateError
 from rollcall.wait import Wait
-from rollcall.weights.carrier import Bucket, Inlet, OpenInlet, join
+from rollcall.weights.carrier import Bucket, Header, Inlet, LineReceiver, OpenInletFor
 from rollcall.weights.layout import BucketSize, Entry, Layout, Span
-from rollcall.weights.line import Line
-from rollcall.weights.protocol import Invitation, Outcome, StaleUpdateError, TornUpdateError, refuse_stale, take_update
+from rollcall.weights.protocol import Invitation, TornUpdateError
 
-OpenInletFor = Callable[[Invitation], OpenInlet]
 Take = Callable[[Iterator[tuple[str, Tensor]]], None]
 
 
@@ -49,7 +46,7 @@ class SentBlock:
 
 
 class Parts:
-    """What one process sends, in the place of ``layout.Views``. Nothing is copied before a bucket needs it."""
+    """The blocks that one process sends, used like ``layout.Views``. Nothing is copied before a bucket needs it."""
 
     def __init__(self, blocks: Sequence[SentBlock], *, device: torch.device) -> None:
         self.device = device
@@ -84,7 +81,7 @@ def _slices(buckets: Sequence[Sequence[Span]], bytes_of: Callable[[int], Tensor]
         yield [ready[span.entry][span.start : span.end] for span in spans]
 
 
-class PartsReceiver:
+class PartsReceiver(LineReceiver):
     """Receives whole tensors from several senders. ``wanted`` has their shapes, in the order in which they are sent."""
 
     def __init__(
@@ -96,84 +93,20 @@ class PartsReceiver:
         device: torch.device,
         open_inlet: OpenInletFor,
     ) -> None:
-        self.name = name
-        self._invitations = invitations
+        super().__init__(invitations, name=name, device=device, open_inlet=open_inlet)
         self._wanted = {key: tuple(shape) for key, shape in wanted.items()}
-        self._device = device
-        self._open_inlet = open_inlet
-        self._ends: list[tuple[Line, Inlet]] = []
-        self._held: int | None = None
-        self._newest: int | None = None
-
-    @property
-    def version(self) -> int | None:
-        """What was taken last; None before the first update and after one that broke off."""
-        return self._held
+        self._take: Take | None = None
 
     def receive(self, take: Take, *, version: int) -> None:
         """Wait for the update to this version. ``take`` gets its tensors one by one; it is called again if what came was torn."""
-        deadline = Wait(max(invitation.timeout_s for invitation in self._invitations))
-
-        def attempt() -> Outcome:
-            if not self._ends:
-                self._join(deadline)
-            return self._attempt(take, version=version, deadline=deadline)
-
-        take_update(attempt, close=self.close, name=self.name, version=version)
-        self._held = self._newest = version
+        self._take = take
+        self._update(version)
 
     def close(self) -> None:
-        for line, inlet in self._ends:
-            line.close()
-            inlet.close()
-        self._ends = []
+        super().close()
         self._held = None
 
-    def _join(self, deadline: Wait) -> None:
-        for invitation in self._invitations:
-            open_inlet = self._open_inlet(invitation)
-            self._ends.append(join(invitation, open_inlet, name=self.name, device=self._device, deadline=deadline))
-
-    def _attempt(self, take: Take, *, version: int, deadline: Wait) -> Outcome:
-        lines = [line for line, _ in self._ends]
-        for line in lines:
-            line.tell({"version": self._held}, deadline)
-        headers = [line.hear(deadline) for line in lines]
-        refusal: StaleUpdateError | TornUpdateError | None = None
-        try:
-            self._check(headers, version=version)
-        except (StaleUpdateError, TornUpdateError) as error:
-            refusal = error
-        step = self._answer(refusal, deadline)
-        if step != "data":
-            return refusal, step
-        self._held = None
-        streams = [_Stream(inlet, header, deadline) for (_, inlet), header in zip(self._ends, headers, strict=True)]
-        tensors = self._put_together(streams)
-        take(tensors)
-        for _ in tensors:  # what ``take`` did not want has to be received all the same
-            continue
-        for line, stream in zip(lines, streams, strict=True):
-            if stream.sums != line.hear(deadline)["sums"]:
-                refusal = TornUpdateError(f"checksums of {line.peer} differ after version {version} was received")
-        return refusal, self._answer(refusal, deadline)
-
-    def _answer(self, refusal: Exception | None, deadline: Wait) -> str:
-        """The same answer to all senders; what they do next."""
-        for line, _ in self._ends:
-            line.tell({"refused": None if refusal is None else str(refusal)}, deadline)
-        steps = {line.peer: line.hear(deadline)["step"] for line, _ in self._ends}
-        if len(set(steps.values())) > 1:  # a receiver that shares some of the senders with this one has refused
-            told = ", ".join(f"{sender}: {step}" for sender, step in steps.items())
-            raise WeightUpdateError(
-                f"{self.name} cannot go on, since another receiver of weights refused them and its senders differ ({told}); start the "
-                "run again, and look at the memory and the network of the receiver that refused if it comes back"
-            )
-        return steps.popitem()[1]
-
-    def _check(self, headers: Sequence[Mapping[str, Any]], *, version: int) -> None:
-        for header in headers:
-            refuse_stale(header["version"], due=version, newest=self._newest)
+    def _fit(self, headers: Sequence[Header]) -> None:
         found = dict.fromkeys(self._wanted, 0)
         for header in headers:
             for (name, _, whole), entry in zip(header["parts"], Layout.parse(header["layout"]).entries, strict=True):
@@ -187,6 +120,15 @@ class PartsReceiver:
         for name, count in found.items():
             if count != prod(self._wanted[name]):
                 raise TornUpdateError(f"the update has {count} of the {prod(self._wanted[name])} elements of {name!r}")
+
+    def _apply(self, headers: Sequence[Header], deadline: Wait) -> list[list[int]]:
+        assert self._take is not None
+        streams = [_Stream(inlet, header, deadline) for (_, inlet), header in zip(self._ends, headers, strict=True)]
+        tensors = self._put_together(streams)
+        self._take(tensors)
+        for _ in tensors:  # what ``take`` did not want has to be received all the same
+            continue
+        return [stream.sums for stream in streams]
 
     def _put_together(self, streams: Sequence[_Stream]) -> Iterator[tuple[str, Tensor]]:
         made: dict[str, Tensor] = {}  # tensors of which a part has come, or is on its way
@@ -207,9 +149,9 @@ class PartsReceiver:
 
 
 class _Stream:
-    """What one sender brings in one attempt."""
+    """The blocks of one sender in one attempt."""
 
-    def __init__(self, inlet: Inlet, header: Mapping[str, Any], deadline: Wait) -> None:
+    def __init__(self, inlet: Inlet, header: Header, deadline: Wait) -> None:
         self.sums: list[int] = []
         self._inlet = inlet
         self._deadline = deadline
@@ -238,7 +180,7 @@ class _Stream:
         self.sums.extend(self._landed)
 
     def _bytes(self, index: int, room: Callable[[str, torch.dtype], Tensor]) -> Tensor:
-        """Where the bytes of an entry go: into the tensor itself, or if they are not in one piece there, beside it."""
+        """Where the bytes of an entry go: into the tensor itself, or to a buffer if they are not in one piece there."""
         entry = self._layout.entries[index]
         name, start, _ = self._about[index]
         whole = room(name, entry.torch_dtype)

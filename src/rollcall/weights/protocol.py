@@ -1,4 +1,4 @@
-"""What every transport of weights is: a sender in the learner's process, a receiver in each process with a policy of its own.
+"""The contract of every transport of weights: a sender in the learner's process, a receiver in each process that has its own copy of the policy.
 
 An update has a version and checksums. A receiver refuses an update that is not newer than what it holds or is not the one that is
 due (stale). It also refuses one whose tensors differ in name, shape or type, or whose checksums differ once it is applied
@@ -11,8 +11,7 @@ sender. Each wait has a deadline, and its error says who is missing. After an er
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -37,7 +36,7 @@ class RefusedUpdateError(WeightUpdateError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Invitation:
-    """What a receiver needs to find its sender."""
+    """Tells a receiver where to find its sender."""
 
     sender: str  # its name in messages
     carrying: Carrying
@@ -50,7 +49,7 @@ class Invitation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """What one update took."""
+    """The cost of one update."""
 
     version: int
     num_bytes: int  # of weights or changes, as each receiver got them
@@ -74,31 +73,19 @@ class WeightSender(Protocol):
         ...
 
 
-class WeightReceiver(ABC):
+class WeightReceiver(Protocol):
     """Receives into tensors that stay where they are."""
-
-    def __init__(self, *, invitation: Invitation, name: str, tensors: Mapping[str, Tensor]) -> None:
-        self.name = name
-        self._invitation = invitation
-        self._tensors = dict(tensors)
-        self._held: int | None = None
-        self._newest: int | None = None
 
     @property
     def version(self) -> int | None:
-        """What the tensors hold; None before the first update and after one that broke off."""
-        return self._held
+        """The version held; None before the first update and after one that broke off."""
+        ...
 
-    @abstractmethod
     def receive(self, *, version: int) -> None:
         """Wait for the update to this version and apply it to the tensors, which keep their addresses."""
+        ...
 
-    @abstractmethod
     def close(self) -> None: ...
-
-
-# Why a receiver refuses, if it does, and what the sender does next.
-Outcome = tuple[StaleUpdateError | TornUpdateError | None, str]
 
 
 def refuse_stale(came: int, *, due: int, newest: int | None) -> None:
@@ -107,16 +94,3 @@ def refuse_stale(came: int, *, due: int, newest: int | None) -> None:
         raise StaleUpdateError(f"version {came} came, and version {due} is due")
     if newest is not None and due <= newest:
         raise StaleUpdateError(f"version {due} is not newer than the {newest} that is here")
-
-
-def take_update(attempt: Callable[[], Outcome], *, close: Callable[[], None], name: str, version: int) -> None:
-    """Attempts until the sender ends the update. Closes the lines if one breaks, and raises if the last was refused."""
-    try:
-        refusal, step = attempt()
-        while step != "end":
-            refusal, step = attempt()
-    except BaseException:
-        close()
-        raise
-    if refusal is not None:
-        raise RefusedUpdateError(f"{name} refused version {version} twice: {refusal}") from refusal

@@ -99,9 +99,6 @@ class _RingInlet(Inlet):
         finally:
             os.close(descriptor)
 
-    def take(self, buckets: Sequence[Bucket], deadline: Wait) -> list[int]:
-        return list(self.each(buckets, deadline))
-
     def each(self, buckets: Iterable[Bucket], deadline: Wait) -> Iterator[int]:
         there = 0
         for index, bucket in enumerate(buckets):
@@ -160,20 +157,17 @@ class _IpcInlet(Inlet):
         self._device = device
         self._spans: list[Tensor] = []
 
-    def take(self, buckets: Sequence[Bucket], deadline: Wait) -> list[int]:
+    def each(self, buckets: Iterable[Bucket], deadline: Wait) -> Iterator[int]:
         handles = self._line.hear(deadline)["handles"]
         if handles is not None:
             self._spans = [self._open(arguments) for arguments in pickle.loads(base64.b64decode(handles))]
-        sources = iter(self._spans)
+        buckets, sources = list(buckets), iter(self._spans)
         for bucket in buckets:
             for span in bucket:
                 span.copy_(next(sources), non_blocking=True)
         sums = [checksum(bucket) for bucket in buckets]  # waits for the copies
         self._line.write(b"-", deadline)
-        return sums
-
-    def each(self, buckets: Iterable[Bucket], deadline: Wait) -> Iterator[int]:
-        yield from self.take(list(buckets), deadline)
+        return iter(sums)
 
     def _open(self, arguments: tuple[Any, ...]) -> Tensor:
         """A tensor of the sender, whose number for the device is not ours."""

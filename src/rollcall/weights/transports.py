@@ -76,7 +76,7 @@ def open_sender(
 def open_receiver(invitation: Invitation, *, name: str, tensors: Mapping[str, Tensor]) -> WeightReceiver:
     if invitation.carrying == "file":
         return FolderReceiver(invitation=invitation, name=name, tensors=tensors)
-    return StreamReceiver(_open_inlet(invitation), invitation=invitation, name=name, tensors=tensors)
+    return StreamReceiver(invitation, name=name, tensors=tensors, open_inlet=_open_inlet)
 
 
 def open_parts_receiver(
