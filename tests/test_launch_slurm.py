@@ -17,9 +17,8 @@ from own_path import own_path
 
 from rollcall.config import load_config
 from rollcall.launch import slurm as module
-from rollcall.launch.errors import LaunchError
 from rollcall.launch.launch import make_request, start, stop
-from rollcall.launch.record import LaunchRecord, find_record, new_record
+from rollcall.launch.record import LaunchError, LaunchRecord, find_record, new_record
 from rollcall.launch.rendered import Rendered
 from rollcall.launch.slurm import Slurm
 from rollcall.launch.target import LaunchRequest

@@ -173,8 +173,8 @@ def list_launches(as_json: Json = False) -> None:
 def _now(record: LaunchRecord) -> str:
     """What the target tells of it, or why it does not."""
     from rollcall.errors import ClusterError
-    from rollcall.launch.errors import LaunchError
     from rollcall.launch.launch import get_target
+    from rollcall.launch.record import LaunchError
 
     if record.state != "started":
         return record.state

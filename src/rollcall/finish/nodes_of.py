@@ -19,9 +19,8 @@ from rollcall.errors import ClusterError
 from rollcall.finish import node_files
 from rollcall.finish.node_files import CHUNK_BYTES, NodeFiles
 from rollcall.launch.record import all_records
-from rollcall.launch.ssh.hosts import checked_hosts
 from rollcall.launch.ssh.shell import NO_FORWARDS, Login, close_pipes, start_ssh
-from rollcall.launch.ssh.site import FACT, Site
+from rollcall.launch.ssh.site import SITE, Site, checked_hosts
 from rollcall.on_ray.connect import connect
 from rollcall.on_ray.each_node import NoAnswerError, Pinned, answer_of
 from rollcall.on_ray.members import ranked_nodes
@@ -231,7 +230,7 @@ def find_nodes(run_dir: Path, *, hosts: Sequence[str]) -> list[Node]:
 def _launched(run_dir: Path) -> list[Node]:
     """The hosts of the ssh launch of this run from this machine."""
     for record in all_records():
-        if FACT in record.facts and Path(record.run_dir).resolve() == run_dir.resolve():
+        if SITE in record.facts and Path(record.run_dir).resolve() == run_dir.resolve():
             site = Site.of_record(record)
             return [SshNode(host=host, login=site.login, inside=site.inside) for host in site.hosts]
     return []
