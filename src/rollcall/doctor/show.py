@@ -1,4 +1,4 @@
-"""The doctor's diagnosis on a terminal: a line per node, what was measured, the findings, the verdict."""
+"""Prints the doctor's diagnosis: a line per node, the measurements, the findings, the verdict."""
 
 from __future__ import annotations
 
