@@ -85,7 +85,7 @@ class SharedFolder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    node: int | None  # rank; None: the cluster
+    node: int | None  # rank; None for the whole cluster
     host: str | None
     severity: Severity
     what: str
@@ -143,7 +143,7 @@ def judge_slots(config: Config, roster: Roster, cluster: Cluster) -> Iterator[Fi
 
 
 def judge_plan(config: Config, nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
-    """What `rollcall plan` says, with the cards that are really there."""
+    """The findings of `rollcall plan`, with the cards that are really there."""
     cards = [gpu.memory_total for node in nodes for gpu in node.gpus]
     try:
         problems = plan_run(config, card_gib=min(cards) / GIB if cards else None).problems

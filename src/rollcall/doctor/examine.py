@@ -42,14 +42,14 @@ MAX_PAIRS_NODES = 16  # up to here every node connects to every other
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    cluster: str | None  # None: this machine, without a cluster
+    cluster: str | None  # None for this machine without a cluster
     nodes: tuple[NodeFacts, ...]
     findings: tuple[Finding, ...]
     skews: Mapping[int, tuple[float, float]] = field(default_factory=dict)  # rank: seconds ahead of here, and the doubt
     shared: SharedFolder | None = None
     backend: str | None = None  # of the all-reduce
     bytes_per_s: float | None = None
-    firewall: str | None = None  # a rule that lets in only the nodes; None: TLS does it, or there is no network
+    firewall: str | None = None  # a rule that lets in only the nodes, where no TLS does it
     rewards: Mapping[str, str] = field(default_factory=available)  # how built-in rewards are confined on this machine
 
     @property

@@ -227,8 +227,8 @@ def read_gpus() -> tuple[list[dict[str, Any]], str | None, str | None]:
             command, capture_output=True, text=True, timeout=20.0, check=True
         )  # on a sick card it may never return
     except (subprocess.SubprocessError, OSError) as error:
-        said = (getattr(error, "stdout", "") or getattr(error, "stderr", "") or str(error)).strip().splitlines()
-        return [], None, f"nvidia-smi fails: {said[-1] if said else error}"
+        lines = (getattr(error, "stdout", "") or getattr(error, "stderr", "") or str(error)).strip().splitlines()
+        return [], None, f"nvidia-smi fails: {lines[-1] if lines else error}"
     rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
     return [parse_gpu(row) for row in rows], rows[0][2] if rows else None, None
 

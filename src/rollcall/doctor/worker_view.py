@@ -25,7 +25,7 @@ class SeenVariable:
     """One variable on one node; secrets are redacted."""
 
     name: str
-    value: str | None  # None: not set there
+    value: str | None  # None if it is not set there
     source: str  # where it is declared; else one of ORDER
     wanted: str | None  # the declared value if the worker sees another one, else None
 
@@ -60,7 +60,7 @@ def view_workers(cluster: Cluster, section: ClusterSection | None, *, submitted:
 
 
 def _compare(variables: Mapping[str, Variable], found: Mapping[str, tuple[str, str]]) -> tuple[SeenVariable, ...]:
-    """What is declared in its order, then the rest by where it comes from; of the node's own, its paths first."""
+    """Declared variables in their order, then the others by where they come from; of the node's own, its paths first."""
     rows = []
     for name, variable in variables.items():
         value, _ = found.get(name, (None, ""))

@@ -1,4 +1,4 @@
-"""What follows a run: its newest checkpoint gathered, merged, verified and uploaded.
+"""Gathers, merges, verifies and uploads the newest checkpoint of a run.
 
 A step that is done is skipped. ``finish.json`` in the run directory says what the merge and the upload were made of, and
 ``verified.json`` in the model directory what was verified. With another checkpoint, another setting or a changed file the step is
@@ -46,7 +46,7 @@ class FinishedRun:
     checkpoint: Path
     model: Path
     steps: tuple[FinishStep, ...]
-    uploaded: Uploaded | None  # None: in no repository, or by an earlier call
+    uploaded: Uploaded | None  # None if it was not, or by an earlier call
 
     def as_json(self) -> dict[str, Any]:
         steps = {step.name: {"state": step.state, "words": step.words} for step in self.steps}
@@ -199,7 +199,7 @@ class _Work:
 
 
 def _read_notes(path: Path) -> dict[str, Any]:
-    """What earlier calls have noted. Without it the steps are done again."""
+    """The notes of earlier calls. Without them the steps are done again."""
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError):

@@ -60,7 +60,7 @@ class NodePart:
 
     @property
     def asked(self) -> dict[str, Any]:
-        """What a node needs to know of it."""
+        """The fields that a node needs."""
         return {"name": self.name, "place": self.place, "run": self.run, "size": self.size}
 
 
@@ -239,7 +239,7 @@ class _Work:
             )
 
     def _of_node(self, node: Node, parts: Sequence[NodePart]) -> list[str]:
-        """Why some of a node's parts did not come; the others did."""
+        """Fetches a node's parts; returns the reasons why some did not come."""
         faults: list[str] = []
         for part in parts:
             try:

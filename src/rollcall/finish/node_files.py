@@ -1,4 +1,4 @@
-"""What a node does when its parts of a checkpoint are gathered: say which it has, read them, remove them.
+"""The node's side of gathering a checkpoint: tells which parts it has, reads them, removes them.
 
 This file is sent to the node, over Ray or ssh, and runs there with any Python from 3.8 on: it imports nothing of this package. What
 it is asked comes from a manifest, which is data. It touches only parts in a folder of this user's runs, and nothing that a link

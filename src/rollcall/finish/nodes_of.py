@@ -140,7 +140,7 @@ class SshNode:
         with self._start() as process:
             assert process.stdin is not None and process.stdout is not None and process.stderr is not None
             try:
-                with suppress(BrokenPipeError):  # ssh has ended, and has said why
+                with suppress(BrokenPipeError):  # ssh has ended, and has printed why
                     process.stdin.write(self._script(do="read", part=dict(part), offset=offset))
                     process.stdin.close()
                 while left:
@@ -167,7 +167,7 @@ class SshNode:
         return f"{entry}exec python3 -c {shlex.quote(code)}\n{json.dumps(question)}\n".encode()
 
     def _why(self, status: int | None, err: bytes) -> str:
-        """Why there is no answer, from what was printed on stderr."""
+        """The reason for no answer, from what was printed on stderr."""
         lines = visible(err.decode(errors="replace")).strip().splitlines()
         if status == 1 and lines:  # what the question raised there
             return f"{self.host}: {lines[-1]}"
@@ -175,7 +175,7 @@ class SshNode:
 
 
 def find_nodes(run_dir: Path, *, hosts: Sequence[str]) -> list[Node]:
-    """Those that can be asked: ``hosts`` if given, else the nodes of the cluster, else the hosts of the run's launch."""
+    """Returns the nodes that can be asked: ``hosts`` if given, else the nodes of the cluster, else the hosts of the run's launch."""
     if hosts:
         return [ThisNode(), *(SshNode(host=host, login=Login()) for host in checked_hosts(hosts, key="--hosts"))]
     try:

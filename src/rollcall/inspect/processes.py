@@ -35,8 +35,8 @@ HERE = "this host"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessTarget:
-    run: str | None  # the run directory; None: every run there
-    cluster: Cluster | None  # None: only this host
+    run: str | None  # the run directory; None for every run there
+    cluster: Cluster | None  # None for this host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

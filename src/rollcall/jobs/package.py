@@ -52,7 +52,7 @@ def build_package(config: Config, *, run_file: str, folder: Path) -> bytes:
     if config.model.path.startswith("builtin:"):
         embedded = Path(resolve_model(config.model.path))
         files |= {f"rollcall/{path.relative_to(root)}": path for path in sorted(embedded.iterdir())}
-    # An environment with a Python of its own has its modules where that is.
+    # An environment with its own Python has its modules there.
     environment = None if getattr(config.environment, "python", None) else config.environment
     for key, path in named_code(config.reward, environment).items():
         files.update(_module_files(path.partition(":")[0], folder=folder, asked=f"{key}={path}"))

@@ -68,14 +68,14 @@ class Job:
 
     @property
     def exit_status(self) -> int:
-        """Of a job that is over, for a command that ends as the job did."""
+        """The exit status of a command that ends as the job did."""
         if self.status == "SUCCEEDED":
             return 0
         return self.exit_code if self.exit_code and 0 < self.exit_code < 256 else 1
 
     @property
-    def stands(self) -> str:
-        """What follows its name in a sentence."""
+    def state(self) -> str:
+        """The rest of a sentence that begins with its name."""
         if self.is_over and self.exit_code is not None:
             return status_words(self.exit_code)
         return "was stopped" if self.status == "STOPPED" else f"is {self.status}"
@@ -192,7 +192,7 @@ class Jobs:
             except Unreachable as error:
                 if time.monotonic() - heard >= LOST_S:
                     raise ClusterError(
-                        f"{error}\nthe job may be going on; follow it again with `rollcall job logs --follow {job_id}`"
+                        f"{error}\nthe job may still run; follow it again with `rollcall job logs --follow {job_id}`"
                     ) from None
                 lost = lost or str(error)
             if lost and not is_lost:
@@ -214,7 +214,7 @@ class Jobs:
             asked = asked or self._client.call("stop_job", job_id)
             if not wait.again(f"waiting for {job_id} to save and to end", after_s=0.3):
                 raise ClusterError(
-                    f"job {job_id} is still {job.status} {wait.timeout_s:.0f} s after it was told to stop"
+                    f"job {job_id} is still {job.status} {wait.timeout_s:.0f} s after it was asked to stop"
                 )
             job = self.job(job_id)
         return job
@@ -229,7 +229,7 @@ class Jobs:
             raise
 
     def _learn_secrets(self, job_id: str) -> None:
-        """What came sealed with the job is redacted in its log here, too."""
+        """Values that came sealed with the job are redacted in its log here, too."""
         if self._token:
             remember(sealed_values(_variables(self._details(job_id)), token=self._token).values())
 
@@ -363,7 +363,7 @@ def _job(details: JobDetails) -> Job:
 
 
 def _variables(details: JobDetails) -> dict[str, str]:
-    """Those that the job was given."""
+    """The variables that the job was given."""
     return (details.runtime_env or {}).get("env_vars") or {}
 
 

@@ -75,7 +75,7 @@ class Container:
         return [f'[ -z "${{{name}+set}}" ] || export APPTAINERENV_{name}="${name}"' for name in variables]
 
     def stop(self) -> list[str] | None:
-        """Words that end it; None: it ends with its command."""
+        """The words that end it. apptainer's ends with its command."""
         return [self.section.runtime, "rm", "--force", self.name] if self.is_daemon else None
 
 

@@ -55,7 +55,7 @@ class Dstack(ToolTarget):
         return [
             Seen(
                 id=each.get("id", ""),
-                told=f"{each['status']} {each.get('status_message') or ''}".strip(),
+                state=f"{each['status']} {each.get('status_message') or ''}".strip(),
                 is_busy=each["status"] not in ENDED,
             )
             for each in _listed().get("runs", [])

@@ -77,9 +77,9 @@ class Kuberay(ToolTarget):
         if found is None:
             return []
         status = found.get("status", {})
-        told = [status.get(key) for key in ("jobDeploymentStatus", "jobStatus", "message")]
-        id, state = found.get("metadata", {}).get("uid", ""), " ".join(filter(None, told)) or "new"
-        return [Seen(id=id, told=state, is_busy=told[0] not in ENDED, stays=True)]
+        words = [status.get(key) for key in ("jobDeploymentStatus", "jobStatus", "message")]
+        id, state = found.get("metadata", {}).get("uid", ""), " ".join(filter(None, words)) or "new"
+        return [Seen(id=id, state=state, is_busy=words[0] not in ENDED, stays=True)]
 
     def end(self, record: LaunchRecord, ids: Sequence[str]) -> None:
         words = (*self._kubectl(record), "delete", "rayjob", self.tool_name(record.name), "--ignore-not-found")
@@ -181,7 +181,7 @@ def _cluster(request: LaunchRequest, section: KuberaySection) -> dict[str, Any]:
         )
     if section.image is None:
         raise LaunchError("launch.kuberay.image is missing: name an image that has Rollcall and Ray in it")
-    # With logical slots, Ray is told of GPUs that the pods do not have.
+    # Logical slots: GPUs for Ray that the pods do not have.
     start = {"num-gpus": str(sizes[0])} if request.cluster.accelerator == "cpu" else {}
     spec: dict[str, Any] = {
         "rayVersion": section.ray_version,

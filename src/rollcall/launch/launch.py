@@ -47,8 +47,8 @@ def get_target(name: str) -> Target:
 def make_request(
     config: Config, *, target: str, name: str, cwd: Path, problems: list[str] | None = None
 ) -> LaunchRequest:
-    """What a target renders from; refuses what cannot work before anything is started. If there is a list of ``problems``, those that
-    do not keep it from being rendered are added to it instead."""
+    """Makes the request that a target renders, and refuses what cannot work before anything is started. Problems that do not prevent
+    rendering are added to ``problems`` instead, if there is such a list."""
     cluster, launch = config.cluster, config.launch
     if cluster is None:
         raise LaunchError(

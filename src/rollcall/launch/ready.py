@@ -32,7 +32,7 @@ JOIN_S = 1800.0
 
 
 def look_first(cluster: Cluster, config: Config) -> None:
-    """What comes last before a run, on one node for all: `prepare.once`, and a quick look for what would break it."""
+    """The last steps before a run, on one node for all: `prepare.once`, and a quick look for what would break it."""
     prepare_once(config)
     report = examine(cluster, config=config, quick=True)
     show(report)
@@ -49,7 +49,7 @@ def make_ready(config: Config, section: ClusterSection) -> None:
 
 
 def _wait_for_nodes(cluster: Cluster, *, num_slots: int) -> list[NodeInfo]:
-    """Those with slots, once there are enough of them. More are fine: the cluster may be for others too."""
+    """Returns the nodes with slots, once there are enough of them. More are fine: the cluster may be for others too."""
     wait = Wait(JOIN_S, first_s=0.0)
     cluster.wait_until_known(wait)
     while (found := list_nodes(cluster)).num_slots < num_slots:

@@ -33,7 +33,7 @@ TOKEN_FILE = "token"
 
 
 class LaunchError(RuntimeError):
-    """What a launch cannot do: what happened, on which host, and what to do."""
+    """A launch failed or was refused; the message says what happened, on which host, and what to do."""
 
 
 class ElsewhereError(LaunchError):
@@ -41,7 +41,7 @@ class ElsewhereError(LaunchError):
 
 
 def reason(error: Exception) -> str:
-    """Why a file cannot be read, for a message that has named the file."""
+    """The reason why a file cannot be read, for a message that names the file."""
     return (isinstance(error, OSError) and error.strerror) or in_one_line(error)
 
 
@@ -54,7 +54,7 @@ class LaunchRecord(BaseModel):
     run_dir: str
     started: AwareDatetime
     by: str  # user@host
-    id: str | None = None  # the tool's id of what was started; "": it was about to be started; None: nothing was
+    id: str | None = None  # the tool's id of what was started; "" if it was about to be started
     facts: dict[str, Any] = {}  # what the target needs to find it again, such as hosts or a namespace
 
     @property

@@ -1,4 +1,4 @@
-"""What a target renders: files for the launch's folder, and the commands that start it. Plain values; nothing runs here."""
+"""The files that a target renders for the launch's folder, and the commands that start it. Plain values; nothing runs here."""
 
 from __future__ import annotations
 

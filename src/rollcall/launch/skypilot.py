@@ -73,7 +73,7 @@ class Skypilot(ToolTarget):
             return [
                 Seen(
                     id=str(job["job_id"]),
-                    told=f"{job['status']} {job.get('failure_reason') or ''}".strip(),
+                    state=f"{job['status']} {job.get('failure_reason') or ''}".strip(),
                     is_busy=not job["status"].startswith(ENDED),
                 )
                 for job in jobs
@@ -105,7 +105,7 @@ def _cluster(found: dict[str, Any]) -> Seen:
     newest = max(tasks, key=lambda task: task["job_id"], default=None)
     return Seen(
         id=found.get("cluster_hash", ""),  # new with every cluster
-        told=f"the cluster is {found['status']}" + (f", its task {newest['status']}" if newest else ""),
+        state=f"the cluster is {found['status']}" + (f", its task {newest['status']}" if newest else ""),
         is_busy=any(not task["status"].startswith(ENDED) for task in tasks),
         stays=True,
     )

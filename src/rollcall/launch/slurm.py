@@ -100,12 +100,12 @@ class Slurm(ToolTarget):
         if attach:
             rows = _rows("--steps", "--format=%i|%j", what="list the steps")
             ids = [id for id, step in rows if step == name and id.startswith(f"{attach}.")]
-            return [Seen(id=id, told=f"step {id} is RUNNING", is_busy=True) for id in ids]
+            return [Seen(id=id, state=f"step {id} is RUNNING", is_busy=True) for id in ids]
         rows = _rows(f"--name={name}", "--format=%i|%o|%T %R %M", what="look for the job in the queue")
         # A launch of the same name, in another folder, is another one.
         return [
-            Seen(id=id, told=f"job {id} is {told}", is_busy=True)
-            for id, script, told in rows
+            Seen(id=id, state=f"job {id} is {state}", is_busy=True)
+            for id, script, state in rows
             if script == str(record.folder / JOB)
         ]
 
@@ -151,7 +151,7 @@ class Slurm(ToolTarget):
     def status(self, record: LaunchRecord) -> str:
         self.require_started(record)
         if found := self.own(record):
-            return visible(found[0].told)
+            return visible(found[0].state)
         if (ended := _ended(record)) is not None:
             return f"it {status_words(ended)}"
         words = (
@@ -163,8 +163,8 @@ class Slurm(ToolTarget):
             "--format=State,ExitCode",
         )
         account = _ask(*words, what="ask for its account", fine="").strip() if record.id else ""
-        told = visible(account).replace("|", ", exit code ")
-        return f"job {record.id} is {told}" if told else "it is not in Slurm's queue"
+        state = visible(account).replace("|", ", exit code ")
+        return f"job {record.id} is {state}" if state else "it is not in Slurm's queue"
 
     def logs(self, record: LaunchRecord) -> None:
         if not (record.folder / LOG).exists():
@@ -181,8 +181,8 @@ class Slurm(ToolTarget):
                 at = _print_from(record, at)
                 if not found:
                     break
-                if "RUNNING" not in found[0].told and found[0].told != before:
-                    before = found[0].told
+                if "RUNNING" not in found[0].state and found[0].state != before:
+                    before = found[0].state
                     say(visible(before))
                 time.sleep(LOOK_EVERY_S)
         except KeyboardInterrupt:
@@ -228,7 +228,7 @@ def _ask(*words: str, what: str, fine: str | None = None) -> str:
 
 
 def _rows(*options: str, what: str) -> list[list[str]]:
-    """What squeue lists for this user, in the fields of ``--format``, the last option."""
+    """The rows that squeue lists for this user, in the fields of ``--format``, the last option."""
     lines = _ask("squeue", "--noheader", "--me", *options, what=what).splitlines()
     return [line.strip().split("|", options[-1].count("|")) for line in lines if line.strip()]
 
@@ -268,8 +268,8 @@ def _job(request: LaunchRequest, section: SlurmSection) -> list[str]:
         f"reached={shell_path(Rendezvous(_rendezvous(request), request.name).reached_file)}",
         f'rm -f "$folder/{STATUS}" "$reached"',
         "export SLURM_EXPORT_ENV=ALL  # what the lines above have set is for the tasks too",
-        "told=",
-        "trap 'told=yes; kill -USR1 \"$tasks\" 2>/dev/null' USR1  # Slurm, before the time limit",
+        "limit_is_near=",
+        "trap 'limit_is_near=yes; kill -USR1 \"$tasks\" 2>/dev/null' USR1  # Slurm, before the time limit",
         "trap : TERM  # scancel signals the tasks too; wait for them",
         f'{_srun(request, section)} bash "$folder/{NODE}" &',
         "tasks=$!",
@@ -280,7 +280,7 @@ def _job(request: LaunchRequest, section: SlurmSection) -> list[str]:
     ]
     if section.attach is None:
         lines += [
-            f'if [ "$status" = {STOPPED} ] && [ -n "$told" ]; then',
+            f'if [ "$status" = {STOPPED} ] && [ -n "$limit_is_near" ]; then',
             '  at=$(cat "$reached" 2>/dev/null) || at="its preparation"',
             f'  if [ "$at" = "$(cat "$folder/{REQUEUED}" 2>/dev/null)" ]; then',
             '    echo "the run was stopped at $at twice, without progress in between: job $SLURM_JOB_ID does not requeue itself;'
@@ -296,7 +296,7 @@ def _job(request: LaunchRequest, section: SlurmSection) -> list[str]:
 
 
 def _options(request: LaunchRequest, section: SlurmSection) -> list[str]:
-    """Of sbatch. On its command line they come before `SBATCH_` variables of the shell."""
+    """The options of sbatch. On its command line they take precedence over `SBATCH_` variables of the shell."""
     given = {
         "job-name": f"rollcall-{request.name}",
         "partition": section.partition,
@@ -356,7 +356,7 @@ def _srun(request: LaunchRequest, section: SlurmSection) -> str:
 
 
 def _folders(request: LaunchRequest) -> list[Path]:
-    """What a node needs of the launch itself."""
+    """The folders of the launch that a node needs."""
     return [request.folder, _rendezvous(request), request.cwd]
 
 

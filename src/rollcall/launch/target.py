@@ -1,4 +1,4 @@
-"""What every target of `rollcall launch` does, and the base of those whose own tool gets the nodes: `sbatch`, `sky`, `dstack`,
+"""The interface of every target of `rollcall launch`, and the base of those whose own tool gets the nodes: `sbatch`, `sky`, `dstack`,
 `kubectl`.
 
 Such a target renders text for its tool, and says which commands start, show and end it. The rest is here: what already runs is
@@ -89,7 +89,7 @@ class Target(Protocol):
         ...
 
     def in_use(self, record: LaunchRecord, names: Sequence[str]) -> Sequence[str]:
-        """Those of these files with which something runs now, or waits to run: they cannot change under it."""
+        """Returns those of these files that something uses now, or will use when it runs: they cannot change under it."""
         ...
 
     def start(self, request: LaunchRequest, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
@@ -117,7 +117,7 @@ class Seen:
     """Something that a tool has under the launch's name."""
 
     id: str  # "": the tool gives none
-    told: str  # its state, in the tool's words
+    state: str  # in the tool's words
     is_busy: bool  # whether it runs, or waits to run
     stays: bool = False  # until it is taken down, also when its run has ended
 
@@ -152,7 +152,7 @@ class ToolTarget(Target):
         return name
 
     def kind(self, request: LaunchRequest) -> str:
-        """What else is needed to find it again: its kind, or its namespace."""
+        """Its kind or namespace, if that is needed to find it again."""
         return ""
 
     def place(self) -> str:
@@ -200,7 +200,7 @@ class ToolTarget(Target):
                 "or end that one first"
             )
         if busy := next((each for each in there if each.is_busy), None):
-            say(f"{self.tool_name(record.name)!r} already runs: {busy.told}")
+            say(f"{self.tool_name(record.name)!r} already runs: {busy.state}")
             id = busy.id
         else:
             record = record.having(id="").save()
@@ -210,7 +210,7 @@ class ToolTarget(Target):
     def status(self, record: LaunchRecord) -> str:
         self.require_started(record)
         newest = next(iter(self.own(record)), None)
-        return f"{self.title} does not know it" if newest is None else visible(newest.told)
+        return f"{self.title} does not know it" if newest is None else visible(newest.state)
 
     def logs(self, record: LaunchRecord) -> None:
         self.require_started(record)
@@ -233,7 +233,7 @@ class ToolTarget(Target):
             while any(each.id in ids and each.is_there for each in self.seen(record)):
                 if not wait.again(f"waiting for {self.title} to end {name!r}", after_s=ASK_EVERY_S):
                     raise LaunchError(
-                        f"{self.title} was told to end {name!r} and has not after {wait.timeout_s:g} s; see `{self.look}`, then "
+                        f"{self.title} was asked to end {name!r} and has not after {wait.timeout_s:g} s; see `{self.look}`, then "
                         "run this again"
                     )
         if len(ids) < len(there):
@@ -245,7 +245,7 @@ class ToolTarget(Target):
         self.refuse_elsewhere(record)
 
     def own(self, record: LaunchRecord) -> list[Seen]:
-        """What this launch has started."""
+        """The things that this launch has started."""
         return [each for each in self.seen(record) if self.is_own(record, each)]
 
     def is_own(self, record: LaunchRecord, seen: Seen) -> bool:
@@ -291,8 +291,8 @@ def need_tool(name: str, *, install: str) -> None:
 def ask(
     command: Command, *, fine: str | None = None, env: Mapping[str, str] | None = None, timeout_s: float = 300.0
 ) -> str:
-    """What the tool prints on stdout. ``fine``: words of a failure that means an empty answer; "": any failure does. `sky` starts a
-    server for its first question, which takes a while."""
+    """Returns what the tool prints on stdout. ``fine`` has the words of a failure that means an empty answer; "" allows any failure. `sky`
+    starts a server for its first question, which takes a while."""
     # Files, because a server that the tool leaves behind would hold a pipe open.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         status = _run(command, stdout=out, stderr=err, env=env, timeout_s=timeout_s)
@@ -308,7 +308,7 @@ def ask(
 
 
 def ask_json(command: Command, *, fine: str | None = None) -> Any:
-    """What the tool prints as JSON, after lines for people; None if it prints nothing."""
+    """Parses the JSON that the tool prints after lines for people, if it prints anything."""
     text = ask(command, fine=fine)
     begins = re.search(r"^[\[{]", text, re.MULTILINE)
     if begins is None and not text.strip():

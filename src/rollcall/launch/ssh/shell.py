@@ -3,7 +3,7 @@
 The script goes to `bash -s` over stdin: nothing of it, and no secret, is in an argument that others could read, and the login
 shell there has nothing to quote. stdin stays open until the script has ended, so a command that is tied to its stdin
 (``nodes/tied.py``) ends when this machine lets go. `ssh` decides by its own configuration how a host is reached and which
-host keys are known; it is only told to ask nobody.
+host keys are known; it only must not ask questions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import re
 import subprocess
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
@@ -186,22 +185,13 @@ def no_ssh() -> LaunchError:
     return LaunchError("`ssh` is not on this machine's PATH; install OpenSSH's client (Debian: openssh-client)")
 
 
-def start_ssh(
-    words: Sequence[str], *, stderr: int | IO[bytes] = subprocess.PIPE, bufsize: int = -1
-) -> subprocess.Popen[bytes]:
+def start_ssh(words: Sequence[str], *, stderr: int | IO[bytes] = subprocess.PIPE) -> subprocess.Popen[bytes]:
     """In its own session: Ctrl-C in the terminal is for the caller, who then ends this."""
     pipe = subprocess.PIPE
     try:
-        return subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=stderr, start_new_session=True, bufsize=bufsize)
+        return subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=stderr, start_new_session=True)
     except FileNotFoundError:
         raise no_ssh() from None
-
-
-def close_pipes(process: subprocess.Popen[bytes]) -> None:
-    for pipe in (process.stdin, process.stdout, process.stderr):
-        with suppress(BrokenPipeError):  # the other end is gone, and what was not sent with it
-            if pipe is not None:
-                pipe.close()
 
 
 def prefixed(hosts: Sequence[str], *, write: Callable[[str], None] = say) -> Tell:

@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -37,7 +37,7 @@ class Site:
     activate: Path | None = None
     variables: dict[str, str] = field(default_factory=dict)
     inside: tuple[str, ...] = ()  # the shell in a node's container; empty: nodes run without one
-    container: str | None = None  # a line of shell that ends the container with all in it; None: there is none to end
+    container: str | None = None  # a line of shell that ends the container with all in it, if there is one
 
     @classmethod
     def of_request(cls, request: LaunchRequest) -> Site:
@@ -104,6 +104,16 @@ class Site:
         entry = f"exec {shlex.join(self.inside)}\n" if self.inside else ""
         whole = {host: entry + script for host, script in scripts.items()}
         return run_on_all(self.login, whole, timeout_s=timeout_s, tell=tell, together=together)
+
+    def outside(self) -> Site:
+        """The hosts themselves, where their containers are made and ended."""
+        return replace(self, inside=())
+
+    def do(self, scripts: Mapping[str, str], *, failed: str, timeout_s: float | None = None) -> None:
+        """Sends scripts that have to succeed on every host; when one fails, the others are let go."""
+        outcomes = self.send(scripts, timeout_s=timeout_s, tell=prefixed(self.hosts), together=True)
+        if problems := [each.problem for each in outcomes if not each.is_good and not each.was_let_go]:
+            raise LaunchError("\n  ".join([f"{counted(len(problems), 'host')} {failed}:", *problems]))
 
 
 def run_there(record: LaunchRecord, *, where: str, command: Sequence[str]) -> list[str]:

@@ -27,7 +27,7 @@ from rollcall.jobs.submit import Job, new_id, to_stdout
 from rollcall.launch.container import container_of
 from rollcall.launch.record import LaunchError, LaunchRecord, forget, get_record, launch_token
 from rollcall.launch.rendered import Command, Rendered, RenderedFile, exports, shell_path
-from rollcall.launch.ssh.shell import NO_FORWARDS, Outcome, prefixed, run_on_all
+from rollcall.launch.ssh.shell import NO_FORWARDS, Outcome, prefixed
 from rollcall.launch.ssh.site import Site
 from rollcall.launch.ssh.tunnel import DASHBOARD, jobs_of
 from rollcall.launch.target import RUN_FILE, LaunchRequest, Target, need_tool
@@ -41,7 +41,6 @@ from rollcall.worker_env.node_shell import TOKEN
 
 LOOK_S = 180.0  # importing Python packages over a network file system takes its time
 CHECK_S = 120.0
-DOWN_S = 300.0
 LOOK, PREPARE, CHECK = "look.sh", "prepare.sh", "check.sh"  # rendered scripts
 CONTAINER_FILE, NODE_FILE = "container.sh", re.compile(r"node-\d+\.sh")
 UP = "up"  # the fact with the hosts that have a node or its container, or were about to
@@ -139,7 +138,7 @@ class Ssh(Target):
             except KeyboardInterrupt:
                 say(f"\n{job.id} continues; follow it with `rollcall launch logs {record.name} --follow`")
                 return INTERRUPTED
-        say(f"{job.id} {job.stands}")
+        say(f"{job.id} {job.state}")
         return job.exit_status
 
     def status(self, record: LaunchRecord) -> str:
@@ -150,7 +149,7 @@ class Ssh(Target):
             return outcome.problem
         alive = sum(node["alive"] for node in found["nodes"])
         with jobs_of(record) as (_, job):
-            run = f"{job.id} {job.stands}" if job else "the run is not submitted"
+            run = f"{job.id} {job.state}" if job else "the run is not submitted"
         return f"{alive} of {counted(found['num_nodes'], 'node')} alive; {run}"
 
     def logs(self, record: LaunchRecord) -> None:
@@ -253,13 +252,12 @@ def _start_containers(site: Site, rendered: Rendered, record: LaunchRecord) -> L
     before = "rollcall_again=yes\n" if record.facts.get(UP) else ""
     record = record.knowing(**{UP: list(site.hosts)}).having(id=record.id or "").save()
     script = before + rendered.file(CONTAINER_FILE).text
-    outcomes = run_on_all(site.login, dict.fromkeys(site.hosts, script), tell=prefixed(site.hosts), together=True)
-    _raise_if_any("without a container", outcomes)
+    site.outside().do(dict.fromkeys(site.hosts, script), failed="without a container")
     return record
 
 
 def _look(site: Site, rendered: Rendered, record: LaunchRecord) -> str:
-    """Where the head will listen; raises with every host that cannot be used."""
+    """Returns where the head will listen; raises with every host that cannot be used."""
     say(f"connecting to {counted(len(site.hosts), 'host')}")
     outcomes = site.send(dict.fromkeys(site.hosts, rendered.file(LOOK).text), timeout_s=LOOK_S)
     seen = {each.host: here for each in outcomes if (here := Here.of(each.answer or "")) is not None}
@@ -278,7 +276,7 @@ def _look(site: Site, rendered: Rendered, record: LaunchRecord) -> str:
         used = f"{counted(len(problems), 'problem')} with the hosts, so nothing was started:"
         raise LaunchError("\n  ".join([used, *problems]))
     head = seen[site.hosts[0]]
-    # A launcher that was killed may have told nodes of a head that does not run yet.
+    # A launcher that was killed may have started nodes that wait for this head.
     return head.address if head.rank == 0 else record.facts.get(HEAD, head.address)
 
 
@@ -294,7 +292,7 @@ def _other_versions(seen: Mapping[str, Here]) -> list[str]:
 
 
 def _problem(outcome: Outcome, here: Here | None, *, rank: int, record: LaunchRecord, is_only: bool) -> str | None:
-    """Why a host cannot be used."""
+    """Returns the reason why a host cannot be used, if there is one."""
     host = outcome.host
     printed = re.search(r"^rollcall (\S+) \(", "\n".join(outcome.lines), re.MULTILINE)  # after `here` has failed
     version = here.version if here else printed[1] if printed else __version__
@@ -322,21 +320,14 @@ def _prepare(request: LaunchRequest, site: Site, rendered: Rendered) -> None:
     variables = {**request.cluster.env, **passed(request.cluster, environ=os.environ)}
     script = "\n".join([*exports(variables), rendered.file(PREPARE).text])
     scripts = {**dict.fromkeys(site.hosts, script), site.hosts[0]: f"once=--once\n{script}"}
-    _raise_if_any("not prepared", site.send(scripts, tell=prefixed(site.hosts), together=True))
-
-
-def _raise_if_any(what: str, outcomes: Sequence[Outcome]) -> None:
-    problems = [each.problem for each in outcomes if not each.is_good and not each.was_let_go]
-    if problems:
-        raise LaunchError("\n  ".join([f"{counted(len(problems), 'host')} {what}:", *problems]))
+    site.do(scripts, failed="not prepared")
 
 
 def _start_nodes(site: Site, rendered: Rendered, record: LaunchRecord) -> None:
     say(f"starting {counted(len(site.hosts), 'node')}")
     before = f"export {TOKEN}={launch_token(record.folder)}\nhead={shlex.quote(record.facts[HEAD])}\n"
     scripts = {host: before + rendered.file(node_file(rank)).text for rank, host in enumerate(site.hosts)}
-    # `rollcall node` has its own limits, which are shorter and say more.
-    _raise_if_any("without a node", site.send(scripts, timeout_s=900.0, tell=prefixed(site.hosts), together=True))
+    site.do(scripts, failed="without a node", timeout_s=900.0)  # `rollcall node` has its own limits, which are shorter
 
 
 def _check(site: Site, rendered: Rendered, record: LaunchRecord, *, is_running: bool) -> LaunchRecord:
@@ -358,7 +349,7 @@ def _check(site: Site, rendered: Rendered, record: LaunchRecord, *, is_running: 
 def _submit(request: LaunchRequest, record: LaunchRecord) -> LaunchRecord:
     with jobs_of(record) as (jobs, known):
         if known is not None and record.state == "starting":
-            say(f"{known.id} {known.stands}")
+            say(f"{known.id} {known.state}")
             return record
         if known is not None or not record.id:
             record = record.having(id=new_id(request.config.run.name)).save()
@@ -375,7 +366,7 @@ def _submit(request: LaunchRequest, record: LaunchRecord) -> LaunchRecord:
 
 
 def _undo(record: LaunchRecord, *, has_failed: bool) -> None:
-    """Of a start that failed, only logs stay; of one that Ctrl-C ended, nothing."""
+    """Takes down a start that failed, except for its logs, or one that Ctrl-C ended."""
     if not record.facts.get(UP):
         return
     say("taking down what was started")
@@ -392,13 +383,12 @@ def _take_down(record: LaunchRecord, *, keep_logs: bool = False) -> list[str]:
     hosts = record.facts.get(UP, [])
     if not hosts:
         return []
-    site, tell = Site.of_record(record), prefixed(hosts)
+    site = Site.of_record(record)
     if site.container is None:
         words = ("rollcall", "down", "--cluster", record.name, *(["--keep-logs"] if keep_logs else []))
         script = site.script(f"exec {shlex.join(words)} </dev/null")
-        outcomes = site.send(dict.fromkeys(hosts, script), timeout_s=DOWN_S, tell=tell)
     else:
-        scripts = dict.fromkeys(hosts, f"{site.container}; exit\n")
-        outcomes = run_on_all(site.login, scripts, timeout_s=DOWN_S, tell=tell)
+        site, script = site.outside(), f"{site.container}; exit\n"
+    outcomes = site.send(dict.fromkeys(hosts, script), timeout_s=300.0, tell=prefixed(hosts))
     record.knowing(**{UP: [each.host for each in outcomes if not each.is_good]}).save()
     return [each.problem for each in outcomes if not each.is_good]

@@ -15,7 +15,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 
 from rollcall.jobs.submit import Job, Jobs
 from rollcall.launch.record import TOKEN_FILE, LaunchError, LaunchRecord, launch_token
-from rollcall.launch.ssh.shell import CONNECT_S, CONNECTED, Login, close_pipes, start_ssh
+from rollcall.launch.ssh.shell import CONNECT_S, CONNECTED, Login, start_ssh
 from rollcall.launch.ssh.site import Site
 from rollcall.nodes.address import free_ports
 from rollcall.redact import remember
@@ -59,7 +59,7 @@ class Tunnel:
             limit.start()
             is_open = False
             try:
-                with suppress(BrokenPipeError):  # ssh has ended, and has said why
+                with suppress(BrokenPipeError):  # ssh has ended, and has printed why
                     process.stdin.write(f"echo {CONNECTED}\nexec cat >/dev/null\n".encode())
                     process.stdin.flush()
                     # ssh forwards before it runs anything there, so the script's word means that the port is open.
@@ -78,8 +78,7 @@ class Tunnel:
         process, self._process = self._process, None
         if process is not None:
             process.kill()
-            process.wait()
-            close_pipes(process)
+            process.communicate()  # closes its pipes
 
 
 def open_tunnel(record: LaunchRecord, *, local_port: int | None = None) -> Tunnel:
