@@ -99,7 +99,7 @@ def find(node: NodeFacts | NodeInfo | None, what: str, *, severity: Severity = "
 
 def judge_nodes(nodes: Sequence[NodeFacts], *, checkpoint_bytes: int | None) -> list[Finding]:
     """Everything that the facts of a cluster's nodes show."""
-    found = [*judge_python(nodes), *judge_packages(nodes), *judge_builds(nodes)]
+    found = [*judge_versions(nodes)]
     for node in nodes:
         found += [*judge_disks(node, checkpoint_bytes=checkpoint_bytes), *judge_memory(node), *judge_gpus(node)]
         for path in node.missing_paths:
@@ -153,32 +153,33 @@ def judge_plan(config: Config, nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
         yield find(None, f"{problem} (`rollcall plan` draws the placement)")
 
 
-def judge_python(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
-    usual = majority(nodes, lambda node: node.python.rpartition(".")[0])
+def judge_versions(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
+    """Names the nodes whose Python, packages or build of torch differ from the others'."""
+    usual = _majority(nodes, lambda node: node.python.rpartition(".")[0])
     for node in nodes:
         if not node.python.startswith(f"{usual}."):
-            yield find(
-                node, f"Python {node.python}, the others have {usual}; make {node.executable} again with Python {usual}"
-            )
-
-
-def judge_packages(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
+            fix = f"make {node.executable} again with Python {usual}"
+            yield find(node, f"Python {node.python}, the others have {usual}; {fix}")
     for name in MUST_AGREE:
-        usual = majority(nodes, lambda node, name=name: node.packages[name])
+        usual = _majority(nodes, lambda node, name=name: node.packages[name])
         for node in nodes:
             version = node.packages[name]
             if version is None or version != usual:
                 what = f"{name} is not installed" if version is None else f"{name} {version}, the others have {usual}"
                 wanted = f"{name}=={usual}" if usual else name
                 yield find(node, f"{what}; run `{node.executable} -m pip install '{wanted}'` there")
-
-
-def judge_builds(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
-    usual = majority(nodes, build)
+    usual = _majority(nodes, build)
     for node in nodes:
         if build(node) != usual:
             what = f"torch is built for {build(node)}, elsewhere for {usual}; reinstall it from the index the other nodes used"
             yield find(node, what)
+
+
+def _majority(nodes: Sequence[NodeFacts], value: Callable[[NodeFacts], T]) -> T:
+    """The value that most nodes have; in a tie, the head's if it is one of those."""
+    counts = Counter(map(value, nodes))
+    of_head = [value(node) for node in nodes if node.is_head]
+    return max(counts, key=lambda found: (counts[found], found in of_head))
 
 
 def build(node: NodeFacts) -> str:
@@ -190,11 +191,8 @@ def judge_torch(node: NodeFacts) -> Iterator[Finding]:
     if node.packages["torch"] is None:
         yield find(node, f"torch is not installed; run `{node.executable} -m pip install torch`")
     elif node.gpus and build(node) == "the CPU":
-        yield find(
-            node,
-            f"{node.gpus[0].name} is there, and torch {node.packages['torch']} is a build for CPUs; reinstall it from an index "
-            "with CUDA builds",
-        )
+        what = f"{node.gpus[0].name} is there, and torch {node.packages['torch']} is a build for CPUs"
+        yield find(node, f"{what}; reinstall it from an index with CUDA builds")
 
 
 def judge_disks(node: NodeFacts, *, checkpoint_bytes: int | None) -> Iterator[Finding]:
@@ -202,24 +200,19 @@ def judge_disks(node: NodeFacts, *, checkpoint_bytes: int | None) -> Iterator[Fi
         need = max(MIN_FREE, checkpoint_bytes or 0) if disk.purpose == "run.dir" else MIN_FREE
         named = f"{disk.path} ({disk.purpose})"
         if not disk.total:
-            yield find(
-                node, f"{named} is in a file system that keeps no files, such as /proc; choose another {disk.purpose}"
-            )
+            what = f"{named} is in a file system that keeps no files, such as /proc"
+            yield find(node, f"{what}; choose another {disk.purpose}")
         elif disk.free < need:
             whose = "one checkpoint of this run takes" if need > MIN_FREE else "a run needs at least"
-            yield find(
-                node,
-                f"{named} has {disk.free / GIB:.1f} GiB free; {whose} {need / GIB:.1f} GiB: free some, or choose another",
-            )
+            what = f"{named} has {disk.free / GIB:.1f} GiB free; {whose} {need / GIB:.1f} GiB"
+            yield find(node, f"{what}: free some, or choose another")
 
 
 def judge_memory(node: NodeFacts) -> Iterator[Finding]:
     if node.memory_available < 0.05 * node.memory_total:  # Ray's own limit
         free = f"{node.memory_available / GIB:.1f} of {node.memory_total / GIB:.1f} GiB"
-        yield find(
-            node,
-            f"only {free} of memory are available, and Ray kills workers; `ps aux --sort=-rss | head` shows who holds it",
-        )
+        what = f"only {free} of memory are available, and Ray kills workers"
+        yield find(node, f"{what}; `ps aux --sort=-rss | head` shows who holds it")
     if node.gpus and node.shm_total < 128 << 20:  # a container has 64 MiB by default
         shm = f"/dev/shm holds {node.shm_total / (1 << 20):.0f} MiB, too little for NCCL"
         yield find(node, f"{shm}; mount it larger, or start the container with --shm-size=16g")
@@ -239,16 +232,13 @@ def judge_gpus(node: NodeFacts) -> Iterator[Finding]:
     if node.gpu_error is not None:
         yield find(node, f"{node.gpu_error}; `sudo dmesg | grep -i xid` shows why")
     elif node.accelerator == "gpu" and len(node.gpus) < node.slots and node.gpus:
-        yield find(
-            node, f"{node.slots} slots are offered, nvidia-smi lists {len(node.gpus)} cards; run `rollcall node` again"
-        )
+        what = f"{node.slots} slots are offered, nvidia-smi lists {len(node.gpus)} cards"
+        yield find(node, f"{what}; run `rollcall node` again")
     for gpu in node.gpus:
         card = f"GPU {gpu.index} ({gpu.name})"
         if gpu.ecc_errors:
-            yield find(
-                node,
-                f"{card} has {gpu.ecc_errors} uncorrected memory errors; run `sudo nvidia-smi --gpu-reset -i {gpu.index}`",
-            )
+            what = f"{card} has {gpu.ecc_errors} uncorrected memory errors"
+            yield find(node, f"{what}; run `sudo nvidia-smi --gpu-reset -i {gpu.index}`")
         if gpu.memory_used > GIB:
             held = f"{card} has {gpu.memory_used / GIB:.1f} GiB in use; `nvidia-smi -i {gpu.index}` shows by whom"
             yield find(node, held, severity="warns")  # perhaps by a run of yours that is about to end
@@ -311,10 +301,3 @@ def judge_bandwidth(*, backend: str, bytes_per_s: float) -> Iterator[Finding]:
     if bytes_per_s < {"gloo": 0.1e9, "nccl": 1e9}[backend]:
         what = f"the nodes all-reduce at {bytes_per_s / 1e9:.2f} GB/s over {backend}; give `rollcall node` the fast --interface"
         yield find(None, what, severity="warns")
-
-
-def majority(nodes: Sequence[NodeFacts], value: Callable[[NodeFacts], T]) -> T:
-    """The value that most nodes have; in a tie, the head's if it is one of those."""
-    counts = Counter(map(value, nodes))
-    of_head = [value(node) for node in nodes if node.is_head]
-    return max(counts, key=lambda found: (counts[found], found in of_head))

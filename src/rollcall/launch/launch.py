@@ -107,19 +107,19 @@ def read_profile(path: Path) -> dict[str, str]:
         raise LaunchError(f"launch.profile={path} cannot be read: {reason(error)}") from None
     found: dict[str, str] = {}
     for number, line in enumerate(lines, 1):
-        name, equals, rest = line.strip().removeprefix("export ").strip().partition("=")
-        if not name or name.startswith("#"):
+        if not line.strip() or line.strip().startswith("#"):
             continue
         try:
-            words = shlex.split(rest)
+            *before, last = shlex.split(line)
         except ValueError:
-            words = ["", ""]
-        if not equals or not VARIABLE.fullmatch(name) or len(words) > 1:
+            before, last = [], ""
+        name, equals, value = last.partition("=")
+        if before not in ([], ["export"]) or not equals or not VARIABLE.fullmatch(name):
             raise LaunchError(
                 f"line {number} of launch.profile={path} is {line.strip()!r}; write NAME=VALUE, with a value that has spaces "
                 "in quotes"
             )
-        found[name] = words[0] if words else ""
+        found[name] = value
     return found
 
 

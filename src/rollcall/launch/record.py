@@ -7,11 +7,9 @@ has to be a folder that the nodes see.
 
 from __future__ import annotations
 
-import getpass
 import os
 import secrets
 import shutil
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -53,7 +51,6 @@ class LaunchRecord(BaseModel):
     state: Literal["starting", "started", "stopping"]
     run_dir: str
     started: AwareDatetime
-    by: str  # user@host
     id: str | None = None  # the tool's id of what was started; "" if it was about to be started
     facts: dict[str, Any] = {}  # what the target needs to find it again, such as hosts or a namespace
 
@@ -89,14 +86,8 @@ def writing() -> Iterator[None]:
 
 
 def new_record(name: str, *, target: str, run_dir: str) -> LaunchRecord:
-    return LaunchRecord(
-        name=check_name(name),
-        target=target,
-        state="starting",
-        run_dir=run_dir,
-        started=datetime.now(UTC).replace(microsecond=0),
-        by=f"{getpass.getuser()}@{socket.gethostname()}",
-    )
+    now = datetime.now(UTC).replace(microsecond=0)
+    return LaunchRecord(name=check_name(name), target=target, state="starting", run_dir=run_dir, started=now)
 
 
 def check_name(name: str) -> str:

@@ -51,13 +51,12 @@ class Rendered:
         return next(file for file in self.files if file.name == name)
 
     def write(self, folder: Path) -> None:
-        """Writes the files that are new or have changed; a job may be reading the others."""
+        """A job that is reading a file keeps the one that it has opened."""
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         for file in self.files:
-            path = folder / file.name
-            if not path.exists() or file.name in self.changed_in(folder):
-                write_atomic(path, file.text, durable=False, private=True)
-            path.chmod(0o700 if file.executable else 0o600)
+            write_atomic(folder / file.name, file.text, durable=False, private=True)
+            if file.executable:
+                (folder / file.name).chmod(0o700)
 
     def changed_in(self, folder: Path) -> list[str]:
         """The files that the folder already has with another text."""

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from importlib.resources import files
 from pathlib import Path
 
 from rollcall.config.launch import SlurmSection
@@ -23,10 +24,11 @@ from rollcall.launch.record import LaunchError, LaunchRecord
 from rollcall.launch.rendered import VARIABLE, Command, Rendered, RenderedFile, node_lines, shell_path
 from rollcall.launch.target import RUN_FILE, LaunchRequest, Seen, ToolTarget, ask, need_tool
 from rollcall.nodes.rendezvous import Rendezvous
-from rollcall.stop import INTERRUPTED, STOPPED, status_words
+from rollcall.stop import INTERRUPTED, status_words
 from rollcall.wait import Wait, say
 from rollcall.words import visible
 
+REST_OF_JOB = (files("rollcall.launch") / "slurm_job.sh").read_text()
 # In the launch's folder. REQUEUED: how far the run had come when the job last requeued itself.
 JOB, NODE, LOG, STATUS, REQUEUED = "job.sh", "node.sh", "log", "status", "requeued"
 LOOK_EVERY_S = 1.0
@@ -59,10 +61,8 @@ class Slurm(ToolTarget):
 
     def render(self, request: LaunchRequest) -> Rendered:
         section = request.section(SlurmSection)
-        texts = {NODE: _node(request, section), JOB: _job(request, section)}
-        files = (
-            RenderedFile(name=name, text="\n".join([*lines, ""]), executable=True) for name, lines in texts.items()
-        )
+        node = RenderedFile(name=NODE, text=_node(request, section), executable=True)
+        job = RenderedFile(name=JOB, text=_job(request, section), executable=True)
         script = str(request.folder / JOB)
         if section.attach is None:
             words, what = ("sbatch", "--parsable", *_options(request, section), script), "submit the batch job"
@@ -71,7 +71,7 @@ class Slurm(ToolTarget):
             words = ("bash", script)
             what = f"start the nodes inside job {section.attach}, in the background, with {log} as its output"
         command = Command(words=words, what=what)
-        return Rendered(files=(request.run_file, *files), commands=(command,), notes=_notes(request, section))
+        return Rendered(files=(request.run_file, node, job), commands=(command,), notes=_notes(request, section))
 
     def validate(self, rendered: Rendered, folder: Path) -> str:
         checked = super().validate(rendered, folder)
@@ -174,10 +174,16 @@ class Slurm(ToolTarget):
     def follow(self, record: LaunchRecord) -> int:
         """Print the log as it grows until the job has left the queue. A requeued job is still in it."""
         self.require_started(record)
-        at, before = 0, ""
+        at, before, away = 0, "", Wait(AWAY_S)
         try:
             while True:
-                found = self._own_again(record)
+                try:
+                    found, away = self.own(record), Wait(AWAY_S)
+                except LaunchError as error:  # Slurm's controller may be busy, or restarting
+                    text = f"Slurm does not answer: {str(error).splitlines()[-1].strip()}"
+                    if not away.again(text, after_s=10 * LOOK_EVERY_S):
+                        raise
+                    continue
                 at = _print_from(record, at)
                 if not found:
                     break
@@ -192,17 +198,6 @@ class Slurm(ToolTarget):
         gone = "has left Slurm's queue without a status: it was cancelled or killed"
         say(f"{record.name!r} {gone if ended is None else status_words(ended)}")
         return 1 if ended is None else ended
-
-    def _own_again(self, record: LaunchRecord) -> list[Seen]:
-        """For a command that watches: Slurm's controller may be busy, or restarting."""
-        wait = Wait(AWAY_S)
-        while True:
-            try:
-                return self.own(record)
-            except LaunchError as error:
-                text = f"Slurm does not answer: {str(error).splitlines()[-1].strip()}"
-                if not wait.again(text, after_s=10 * LOOK_EVERY_S):
-                    raise
 
     def end(self, record: LaunchRecord, ids: Sequence[str]) -> None:
         """The run saves: Slurm sends a job SIGTERM first, and a step gets it from here."""
@@ -255,44 +250,19 @@ def _print_from(record: LaunchRecord, at: int) -> int:
 # job.sh
 
 
-def _job(request: LaunchRequest, section: SlurmSection) -> list[str]:
+def _job(request: LaunchRequest, section: SlurmSection) -> str:
     find = f'for file in {MODULE_FILES}; do type module >/dev/null 2>&1 || [ ! -r "$file" ] || . "$file"; done'
     modules = [find, *(f"module load {shlex.quote(module)} || exit 1" for module in section.modules)]
-    lines = ["#!/bin/bash", *(modules if section.modules else []), *section.lines]
-    lines += [
+    lines = [
+        "#!/bin/bash",
+        *(modules if section.modules else []),
+        *section.lines,
         f"folder={shlex.quote(str(request.folder))}",
-        f'if [ ! -r "$folder/{NODE}" ]; then',
-        '  echo "$folder cannot be read on $(hostname): set ROLLCALL_LAUNCHES to a folder that all nodes share" >&2',
-        "  exit 1",
-        "fi",
         f"reached={shell_path(Rendezvous(_rendezvous(request), request.name).reached_file)}",
-        f'rm -f "$folder/{STATUS}" "$reached"',
-        "export SLURM_EXPORT_ENV=ALL  # what the lines above have set is for the tasks too",
-        "limit_is_near=",
-        "trap 'limit_is_near=yes; kill -USR1 \"$tasks\" 2>/dev/null' USR1  # Slurm, before the time limit",
-        "trap : TERM  # scancel signals the tasks too; wait for them",
-        f'{_srun(request, section)} bash "$folder/{NODE}" &',
-        "tasks=$!",
-        'wait "$tasks"',
-        'while kill -0 "$tasks" 2>/dev/null; do wait "$tasks"; done  # a signal ends a wait',
-        'wait "$tasks"',
-        "status=$?",
+        f"requeues={'yes' if section.attach is None else ''}",
+        f'nodes() {{ exec {_srun(request, section)} bash "$folder/{NODE}"; }}',
     ]
-    if section.attach is None:
-        lines += [
-            f'if [ "$status" = {STOPPED} ] && [ -n "$limit_is_near" ]; then',
-            '  at=$(cat "$reached" 2>/dev/null) || at="its preparation"',
-            f'  if [ "$at" = "$(cat "$folder/{REQUEUED}" 2>/dev/null)" ]; then',
-            '    echo "the run was stopped at $at twice, without progress in between: job $SLURM_JOB_ID does not requeue itself;'
-            ' give it more time (launch.slurm.time), or look above for what takes so long, and launch it again" >&2',
-            "  else",
-            f'    printf "%s\\n" "$at" > "$folder/{REQUEUED}"',
-            '    echo "the run was stopped before the time limit, at $at; job $SLURM_JOB_ID requeues itself"',
-            f'    scontrol requeue "$SLURM_JOB_ID" && exit {STOPPED}',
-            "  fi",
-            "fi",
-        ]
-    return [*lines, f'echo "$status" > "$folder/{STATUS}"', 'exit "$status"']
+    return "\n".join([*lines, REST_OF_JOB])
 
 
 def _options(request: LaunchRequest, section: SlurmSection) -> list[str]:
@@ -367,7 +337,7 @@ def _rendezvous(request: LaunchRequest) -> Path:
 # node.sh
 
 
-def _node(request: LaunchRequest, section: SlurmSection) -> list[str]:
+def _node(request: LaunchRequest, section: SlurmSection) -> str:
     wished, container = request.launch.container, None
     if wished is not None and wished.runtime != "enroot":
         container = container_of(
@@ -386,7 +356,7 @@ def _node(request: LaunchRequest, section: SlurmSection) -> list[str]:
         container=container,
         variables=[*OF_SLURM, *(name for name in request.cluster.env_pass if VARIABLE.fullmatch(name))],
     )
-    return ["#!/bin/bash", *lines]
+    return "\n".join(["#!/bin/bash", *lines, ""])
 
 
 def _notes(request: LaunchRequest, section: SlurmSection) -> tuple[str, ...]:

@@ -80,34 +80,35 @@ class Target(Protocol):
     def check(self, request: LaunchRequest) -> None:
         """Refuse what this target would ignore, or its nodes could not find. Before rendering, so also in a dry run."""
 
+    @abstractmethod
     def render(self, request: LaunchRequest) -> Rendered:
         """Pure: the same request gives the same text, and nothing is read or started."""
-        ...
 
+    @abstractmethod
     def validate(self, rendered: Rendered, folder: Path) -> str:
         """Let the target's own tool read the files in ``folder``; returns a line for the user."""
-        ...
 
+    @abstractmethod
     def in_use(self, record: LaunchRecord, names: Sequence[str]) -> Sequence[str]:
         """Returns those of these files that something uses now, or will use when it runs: they cannot change under it."""
-        ...
 
+    @abstractmethod
     def start(self, request: LaunchRequest, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
-        """Start it, or finish a start that was cut off: what already runs is kept. Saves the record before and after each thing that
-        it starts."""
-        ...
+        """Start it, or finish a start that was cut off: what already runs is kept. Saves the record before and after each step."""
 
+    @abstractmethod
     def follow(self, record: LaunchRecord) -> int:
         """Print the run's log until the run ends; returns its exit status. Ctrl-C leaves the run going."""
-        ...
 
+    @abstractmethod
     def status(self, record: LaunchRecord) -> str:
         """One line, in the words of the target's tool."""
-        ...
 
+    @abstractmethod
     def logs(self, record: LaunchRecord) -> None:
         """Print the run's log so far."""
 
+    @abstractmethod
     def stop(self, record: LaunchRecord) -> None:
         """End everything that the record names, and nothing else. What has already ended is fine."""
 
@@ -142,7 +143,7 @@ class ToolTarget(Target):
 
     @abstractmethod
     def end(self, record: LaunchRecord, ids: Sequence[str]) -> None:
-        """Tell the tool to end these."""
+        """Have the tool end these."""
 
     def log_command(self, record: LaunchRecord, *, follow: bool) -> tuple[str, ...]:
         raise NotImplementedError  # by a target that prints its log in another way
