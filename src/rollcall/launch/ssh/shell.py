@@ -14,9 +14,10 @@ import re
 import subprocess
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from rollcall.launch.record import LaunchError
 from rollcall.redact import redact
@@ -139,46 +140,69 @@ async def _connect(
     words: Sequence[str], host: str, script: str, *, timeout_s: float | None, tell: Tell | None
 ) -> Outcome:
     """Cancelled, it lets go: it closes the script's stdin, which ends a command that is tied to it."""
-    pipe = subprocess.PIPE
+    connection, pipe = _Connection(host, tell), subprocess.PIPE
     try:
         # Its own session: Ctrl-C in the terminal is for the launcher, which then ends this in its own way.
-        process = await asyncio.create_subprocess_exec(
-            *words, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, start_new_session=True, limit=1 << 24
+        transport, _ = await asyncio.get_running_loop().subprocess_exec(
+            lambda: connection, *words, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, start_new_session=True
         )
     except FileNotFoundError:
         raise no_ssh() from None
-    assert process.stdin is not None and process.stdout is not None
-    process.stdin.write(f"echo {CONNECTED}\n{script}".encode())
-    lines: deque[str] = deque(maxlen=1000)
-    was_reached = was_let_go = False
-
-    async def read(stdout: asyncio.StreamReader) -> int:
-        nonlocal was_reached
-        async for raw in stdout:
-            line = visible(raw.decode(errors="replace").rstrip().rpartition("\r")[2])
-            if line == CONNECTED:
-                was_reached = True
-            elif line:
-                lines.append(line)
-                if tell is not None:
-                    tell(host, line)
-        return await process.wait()
-
-    reading = asyncio.create_task(read(process.stdout))
+    stdin: Any = transport.get_pipe_transport(0)
+    stdin.write(f"echo {CONNECTED}\n{script}".encode())
+    was_let_go = False
     try:
-        await asyncio.wait({reading}, timeout=timeout_s)
+        await asyncio.wait({connection.ended}, timeout=timeout_s)
     except asyncio.CancelledError:
         was_let_go = True
-        process.stdin.close()
-        if reading.cancelling():  # with all other tasks, by a signal that ended the loop
-            await asyncio.wait({reading})
-            reading = asyncio.create_task(read(process.stdout))
-        await asyncio.wait({reading}, timeout=LET_GO_S)
-    if not reading.done():
-        process.kill()
-        reading.cancel()
-    status = reading.result() if reading.done() else None
-    return Outcome(host=host, status=status, lines=tuple(lines), was_reached=was_reached, was_let_go=was_let_go)
+        stdin.close()
+        await asyncio.wait({connection.ended}, timeout=LET_GO_S)
+    is_late = not connection.ended.done()
+    if is_late:
+        with suppress(ProcessLookupError):
+            transport.kill()
+        await asyncio.wait({connection.exited}, timeout=1.0)
+        transport.close()
+    return Outcome(
+        host=host,
+        status=None if is_late else transport.get_returncode(),
+        lines=tuple(connection.lines),
+        was_reached=connection.was_reached,
+        was_let_go=was_let_go,
+    )
+
+
+class _Connection(asyncio.SubprocessProtocol):
+    """The output of one `ssh`, line by line."""
+
+    def __init__(self, host: str, tell: Tell | None) -> None:
+        loop = asyncio.get_running_loop()
+        self.ended, self.exited = loop.create_future(), loop.create_future()  # with all its output; the process itself
+        self.lines: deque[str] = deque(maxlen=1000)
+        self.was_reached = False
+        self._host, self._tell, self._rest = host, tell, b""
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        *whole, rest = (self._rest + data).split(b"\n")
+        self._rest = rest[-(1 << 20) :]  # a progress bar may never end its line
+        for raw in whole:
+            self._take(raw)
+
+    def process_exited(self) -> None:
+        self.exited.set_result(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._take(self._rest)
+        self.ended.set_result(None)
+
+    def _take(self, raw: bytes) -> None:
+        line = visible(raw.decode(errors="replace").rstrip().rpartition("\r")[2])
+        if line == CONNECTED:
+            self.was_reached = True
+        elif line:
+            self.lines.append(line)
+            if self._tell is not None:
+                self._tell(self._host, line)
 
 
 def no_ssh() -> LaunchError:
