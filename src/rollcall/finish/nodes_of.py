@@ -140,9 +140,8 @@ class SshNode:
         with self._start() as process:
             assert process.stdin is not None and process.stdout is not None and process.stderr is not None
             try:
-                with suppress(BrokenPipeError):  # ssh has ended, and has printed why
-                    process.stdin.write(self._script(do="read", part=dict(part), offset=offset))
-                    process.stdin.close()
+                with suppress(BrokenPipeError), process.stdin as stdin:  # ssh may have ended, and has printed why
+                    stdin.write(self._script(do="read", part=dict(part), offset=offset))
                 while left:
                     if not select.select([process.stdout], [], [], ANSWER_S)[0]:
                         raise NodeError(f"{self.host}: nothing came for {ANSWER_S:g} s")

@@ -157,15 +157,15 @@ async def _connect(
         was_let_go = True
         stdin.close()
         await asyncio.wait({connection.ended}, timeout=LET_GO_S)
-    is_late = not connection.ended.done()
-    if is_late:
+    status = transport.get_returncode() if connection.ended.done() else None
+    if status is None:
         with suppress(ProcessLookupError):
             transport.kill()
         await asyncio.wait({connection.exited}, timeout=1.0)
-        transport.close()
+    transport.close()
     return Outcome(
         host=host,
-        status=None if is_late else transport.get_returncode(),
+        status=status,
         lines=tuple(connection.lines),
         was_reached=connection.was_reached,
         was_let_go=was_let_go,
