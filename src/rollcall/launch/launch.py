@@ -24,7 +24,7 @@ from rollcall.launch.record import (
     new_record,
     reason,
     writing,
-)  # fmt: skip
+)
 from rollcall.launch.rendered import VARIABLE, Rendered
 from rollcall.launch.skypilot import Skypilot
 from rollcall.launch.slurm import Slurm
