@@ -152,12 +152,12 @@ async def _connect(
     stdin.write(f"echo {CONNECTED}\n{script}".encode())
     was_let_go = False
     try:
-        await asyncio.wait({connection.ended}, timeout=timeout_s)
+        await asyncio.wait(connection.ends, timeout=timeout_s)
     except asyncio.CancelledError:
         was_let_go = True
         stdin.close()
-        await asyncio.wait({connection.ended}, timeout=LET_GO_S)
-    status = transport.get_returncode() if connection.ended.done() else None
+        await asyncio.wait(connection.ends, timeout=LET_GO_S)
+    status = transport.get_returncode() if all(end.done() for end in connection.ends) else None
     if status is None:
         with suppress(ProcessLookupError):
             transport.kill()
@@ -177,7 +177,8 @@ class _Connection(asyncio.SubprocessProtocol):
 
     def __init__(self, host: str, tell: Tell | None) -> None:
         loop = asyncio.get_running_loop()
-        self.ended, self.exited = loop.create_future(), loop.create_future()  # with all its output; the process itself
+        # What it leaves behind may hold stdin, so ``connection_lost`` may never come.
+        self._printed, self.exited = self.ends = (loop.create_future(), loop.create_future())
         self.lines: deque[str] = deque(maxlen=1000)
         self.was_reached = False
         self._host, self._tell, self._rest = host, tell, b""
@@ -191,9 +192,10 @@ class _Connection(asyncio.SubprocessProtocol):
     def process_exited(self) -> None:
         self.exited.set_result(None)
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._take(self._rest)
-        self.ended.set_result(None)
+    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
+        if fd == 1:
+            self._take(self._rest)
+            self._printed.set_result(None)
 
     def _take(self, raw: bytes) -> None:
         line = visible(raw.decode(errors="replace").rstrip().rpartition("\r")[2])
