@@ -136,10 +136,10 @@ def test_fewer_cards_than_slots_break_the_run() -> None:
 
 def test_in_a_tie_the_head_is_right() -> None:
     nodes = [make_node(0), make_node(1, python="3.12.1")]
-    (finding,) = checks.judge_python(nodes)
+    (finding,) = checks.judge_versions(nodes)
     assert finding.node == 1
     nodes = [make_node(1, is_head=True), make_node(0, python="3.12.1", is_head=False)]
-    assert [finding.node for finding in checks.judge_python(nodes)] == [0]
+    assert [finding.node for finding in checks.judge_versions(nodes)] == [0]
 
 
 def test_a_disk_without_room_for_one_checkpoint_breaks_the_run() -> None:

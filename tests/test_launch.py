@@ -6,17 +6,28 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from rollcall.cli.main import app
-from rollcall.launch.errors import LaunchError
 from rollcall.launch.launch import read_profile
-from rollcall.launch.record import all_records, find_record, forget, get_record, held, named_record, new_record
+from rollcall.launch.record import (
+    LaunchError,
+    LaunchRecord,
+    all_records,
+    find_record,
+    forget,
+    get_record,
+    held,
+    named_record,
+    new_record,
+)
 from rollcall.launch.rendered import Command, Rendered, RenderedFile, exports, yaml_text
-from rollcall.launch.ssh.hosts import choose_hosts, claim
+from rollcall.launch.ssh.shell import Login
+from rollcall.launch.ssh.site import Site, choose_hosts
 
 
 @pytest.fixture(autouse=True)
@@ -90,6 +101,10 @@ def test_a_profile_is_read_line_by_line(tmp_path: Path) -> None:
         read_profile(tmp_path / "none")
 
 
+def claim(record: LaunchRecord, hosts: Sequence[str]) -> LaunchRecord:
+    return Site(cluster=record.name, hosts=tuple(hosts), login=Login()).claim(record)
+
+
 def test_hosts_of_a_file_are_the_first_that_no_other_launch_uses(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("a\nb # in the corner\n\n# c is broken\nd\ne\n")
@@ -104,10 +119,10 @@ def test_hosts_of_a_file_are_the_first_that_no_other_launch_uses(tmp_path: Path)
 
 def test_hosts_that_another_launch_uses_are_refused_by_its_name(tmp_path: Path) -> None:
     claim(new_record("one", target="ssh", run_dir="/r").save(), ["a", "b"])
-    with pytest.raises(LaunchError, match="in use already: b \\(launch 'one'\\)"):
+    with pytest.raises(LaunchError, match="already in use: b \\(launch 'one'\\)"):
         choose_hosts(["b", "c"], count=2, name="two", cwd=tmp_path)
     two = new_record("two", target="ssh", run_dir="/r").save()
-    with pytest.raises(LaunchError, match="in use already: b"):
+    with pytest.raises(LaunchError, match="already in use: b"):
         claim(two, ["c", "b"])
     assert choose_hosts(["a", "b"], count=2, name="one", cwd=tmp_path) == ("a", "b")
     with pytest.raises(LaunchError, match="'one' was launched on a, b, not on a, c"):

@@ -15,10 +15,10 @@ from own_path import own_path
 
 from rollcall.config import load_config
 from rollcall.errors import ConfigError
-from rollcall.launch.errors import LaunchError
 from rollcall.launch.launch import TARGETS, get_target, make_request, stop
 from rollcall.launch.record import (
     RECORD,
+    LaunchError,
     all_records,
     find_record,
     get_record,
@@ -30,9 +30,9 @@ from rollcall.launch.record import (
 )
 from rollcall.launch.rendered import Command, Rendered
 from rollcall.launch.slurm import Slurm
-from rollcall.launch.ssh.hosts import choose_hosts
-from rollcall.launch.ssh.shell import Outcome, RemoteShell
-from rollcall.launch.tool import ask
+from rollcall.launch.ssh.shell import Login, Outcome, run_on_all
+from rollcall.launch.ssh.site import choose_hosts
+from rollcall.launch.target import ask
 from rollcall.nodes.here import Here
 
 SECTIONS = Path(__file__).parents[1] / "src/rollcall/launch/sections"
@@ -274,11 +274,19 @@ def test_a_launch_that_has_started_nothing_says_so(target: str) -> None:
 # What hosts print
 
 
+class LocalShell(Login):
+    """The "host" is a bash of this machine."""
+
+    def words(self, host: str, *options: str) -> tuple[str, ...]:
+        return ("bash", "-s")
+
+
 def said_by_a_host(script: str) -> tuple[Outcome, list[str]]:
     told: list[str] = []
-    shell = RemoteShell(["bash", "-s"], host="a", script=f"{script}\nexit\n", tell=lambda host, line: told.append(line))
-    shell.join(30)
-    return shell.outcome, told
+    (outcome,) = run_on_all(
+        LocalShell(), {"a": f"{script}\nexit\n"}, timeout_s=30.0, tell=lambda host, line: told.append(line)
+    )
+    return outcome, told
 
 
 def test_what_a_host_prints_does_not_control_the_terminal() -> None:

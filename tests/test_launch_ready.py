@@ -15,7 +15,7 @@ import yaml
 from rollcall.config import load_config
 from rollcall.errors import ClusterError
 from rollcall.launch import ready
-from rollcall.launch.script import RUN_FILE_VARIABLE
+from rollcall.launch.rendered import RUN_FILE_VARIABLE
 
 
 def config(**sections: Any) -> Any:

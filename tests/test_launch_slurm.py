@@ -17,9 +17,8 @@ from own_path import own_path
 
 from rollcall.config import load_config
 from rollcall.launch import slurm as module
-from rollcall.launch.errors import LaunchError
 from rollcall.launch.launch import make_request, start, stop
-from rollcall.launch.record import LaunchRecord, find_record, new_record
+from rollcall.launch.record import LaunchError, LaunchRecord, find_record, new_record
 from rollcall.launch.rendered import Rendered
 from rollcall.launch.slurm import Slurm
 from rollcall.launch.target import LaunchRequest
@@ -437,8 +436,8 @@ def test_enroot_is_an_option_of_srun(tmp_path: Path) -> None:
         tmp_path, launch={"container": {"runtime": "enroot", "image": "nvcr.io#a/b:1", "mounts": ["/data"]}}
     )
     made = Slurm().render(request)
-    (line,) = [line for line in made.file("job.sh").text.splitlines() if line.startswith("srun")]
-    words = shlex.split(line.removesuffix(" &").replace('"$folder/node.sh"', "node.sh"))
+    (line,) = [line for line in made.file("job.sh").text.splitlines() if line.startswith("nodes() { exec srun ")]
+    words = shlex.split(line)
     assert "--container-image=nvcr.io#a/b:1" in words and f"--container-workdir={tmp_path}" in words
     (mounts,) = [word for word in words if word.startswith("--container-mounts=")]
     assert "/data:/data" in mounts and f"{request.folder}:{request.folder}" in mounts

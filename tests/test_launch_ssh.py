@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -20,20 +22,19 @@ from fake_ssh import make_hosts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from own_path import own_path
-from sleeping import set_sleep
 
 from rollcall.config import load_config
 from rollcall.errors import ClusterError
 from rollcall.launch import launch as verbs
-from rollcall.launch.errors import LaunchError
 from rollcall.launch.launch import get_target, make_request
-from rollcall.launch.record import LaunchRecord, find_record, get_record, named_record
+from rollcall.launch.record import LaunchError, LaunchRecord, find_record, get_record, named_record
 from rollcall.launch.ssh import shell as remote_shell
 from rollcall.launch.ssh.site import run_there
 from rollcall.launch.ssh.tunnel import open_page, open_tunnel
 from rollcall.launch.target import LaunchRequest
 from rollcall.nodes.address import free_ports, listens
 from rollcall.on_ray.job_client import HttpClient, Unreachable
+from rollcall.stop import heed
 from rollcall.version import __version__
 from rollcall.view.address import OPEN, Keys, PageRecord
 
@@ -146,7 +147,7 @@ def test_all_hosts_are_asked_prepared_and_started_and_the_run_is_submitted(
 
 def test_a_tunnel_that_breaks_is_opened_again(hosts: Path, tmp_path: Path) -> None:
     record = start(request_on(tmp_path))
-    with open_tunnel(record) as tunnel:
+    with closing(open_tunnel(record)) as tunnel:
         client = HttpClient(tunnel.url, token="any", token_source="here", connect=tunnel.connect)
         assert [job.submission_id for job in client.call("list_jobs")] == [record.id]
         tunnel.close()
@@ -169,7 +170,7 @@ def test_a_tunnel_leads_to_the_page_of_the_run(
     capsys.readouterr()
     tunnel = open_page(record)
     assert tunnel is not None
-    with tunnel:
+    with closing(tunnel):
         said = capsys.readouterr()
         key = said.out.strip().removeprefix(f"{tunnel.url}{OPEN}")
         assert Keys(page.secret).use(key) and page.secret not in said.out + said.err
@@ -287,24 +288,28 @@ def test_what_cannot_be_taken_down_stays_in_the_record(hosts: Path, tmp_path: Pa
     assert find_record("one") is None and calls(hosts, "a").count("down") == 1
 
 
-def press_ctrl_c(monkeypatch: pytest.MonkeyPatch, *, when: Callable[[], bool]) -> None:
-    """In the launcher's next wait for a host that finds it so."""
+@contextmanager
+def pressing(number: signal.Signals, *, when: Callable[[], bool]) -> Iterator[None]:
+    """Ctrl-C (SIGINT), or another signal, ends the block as soon as it is so."""
 
-    def sleep(seconds: float) -> None:
-        time.sleep(seconds)
-        if when():
-            set_sleep(monkeypatch, remote_shell, time.sleep)
-            raise KeyboardInterrupt
+    def press() -> None:
+        while not when():
+            time.sleep(0.05)
+        os.kill(os.getpid(), number)
 
-    set_sleep(monkeypatch, remote_shell, sleep)
+    thread = threading.Thread(target=press, daemon=True)
+    with pytest.raises(KeyboardInterrupt):
+        thread.start()
+        yield
+    thread.join()
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
 def test_ctrl_c_while_nodes_start_takes_them_down(
-    hosts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    number: signal.Signals, hosts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (hosts / "b/waits-node").touch()
-    press_ctrl_c(monkeypatch, when=lambda: "waiting in node" in capsys.readouterr().err)
-    with pytest.raises(KeyboardInterrupt):
+    with pressing(number, when=lambda: "waiting in node" in capsys.readouterr().err), heed():
         start(request_on(tmp_path))
     assert [calls(hosts, name)[-1] for name in HOSTS] == ["down", "down"]
     assert find_record("one") is None
@@ -420,12 +425,9 @@ def test_a_command_runs_on_all_hosts_or_one(hosts: Path, tmp_path: Path, capsys:
         run_there(record, where="c", command=["true"])
 
 
-def test_ctrl_c_ends_a_command_on_the_hosts(
-    hosts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_ends_a_command_on_the_hosts(hosts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = start(request_on(tmp_path))
-    press_ctrl_c(monkeypatch, when=lambda: "a | 1" in capsys.readouterr().out)
-    with pytest.raises(KeyboardInterrupt):
+    with pressing(signal.SIGINT, when=lambda: "a | 1" in capsys.readouterr().out):
         run_there(record, where="a", command=["echo $$ > ~/shell; trap 'touch ~/told' TERM; echo 1; sleep 600 & wait"])
     while not (hosts / "a/told").exists():
         time.sleep(0.05)

@@ -24,11 +24,9 @@ from typer.testing import CliRunner
 from rollcall.cli.main import app
 from rollcall.config import load_config
 from rollcall.errors import ClusterError
-from rollcall.launch.errors import LaunchError
 from rollcall.launch.launch import TARGETS, get_target, make_request, start, stop
-from rollcall.launch.record import find_record
-from rollcall.launch.rendered import Rendered
-from rollcall.launch.script import RUN_FILE_VARIABLE
+from rollcall.launch.record import LaunchError, find_record
+from rollcall.launch.rendered import RUN_FILE_VARIABLE, Rendered
 from rollcall.launch.target import RUN_FILE, LaunchRequest
 
 SECTIONS = Path(__file__).parents[1] / "src/rollcall/launch/sections"
@@ -299,14 +297,14 @@ def test_down_ends_when_the_machines_are_gone(target: str, tmp_path: Path, monke
     """These tools say that they will end something."""
     tool = fake_tool(tmp_path, TOOLS[target], monkeypatch)
     (tool.folder / "slow").touch()
-    monkeypatch.setattr("rollcall.launch.tool.ASK_EVERY_S", 0.0)
+    monkeypatch.setattr("rollcall.launch.target.ASK_EVERY_S", 0.0)
     request = request_for(target, tmp_path)
     start(get_target(target), request, get_target(target).render(request))
-    monkeypatch.setattr("rollcall.launch.tool.END_S", 0.0)
-    with pytest.raises(LaunchError, match="was told to end 'one' and has not after 0 s; see `"):
+    monkeypatch.setattr("rollcall.launch.target.END_S", 0.0)
+    with pytest.raises(LaunchError, match="was asked to end 'one' and has not after 0 s; see `"):
         stop("one")
     assert find_record("one") is not None
-    monkeypatch.setattr("rollcall.launch.tool.END_S", 60.0)
+    monkeypatch.setattr("rollcall.launch.target.END_S", 60.0)
     (tool.folder / "made").write_text("one\n")
     stop("one")
     assert not (tool.folder / "ending").exists() and find_record("one") is None

@@ -37,9 +37,7 @@ from rollcall.groups.reachable import (
     reachable_here,
     read_threads,
 )
-from rollcall.inspect.processes import ProcessTarget, find_target
-from rollcall.inspect.profile import Format, profile_role
-from rollcall.inspect.stacks import read_stacks
+from rollcall.inspect.processes import Format, ProcessTarget, find_target, profile_role, read_stacks
 from rollcall.observe.live import Live, read_live, write_live
 from rollcall.process_table import Process
 

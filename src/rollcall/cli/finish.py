@@ -1,4 +1,4 @@
-"""`rollcall gather`, `finish` and `upload`: what follows a run."""
+"""`rollcall gather`, `finish` and `upload`: after a run."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def gather(
 ) -> None:
     """Bring the parts of a checkpoint from the nodes' own disks (checkpoint.place=local) to its folder.
 
-    Over the cluster, or over ssh when it is down. Every part is compared with its checksum. The same command goes on after an
-    interruption.
+    Over the cluster, or over ssh when it is down. Every part is compared with its checksum. After an interruption, run the same command
+    again: it continues.
 
     \b
     Examples:

@@ -234,7 +234,7 @@ def _end_as(job: Job) -> None:
     # Ray's message of a failed driver repeats the end of the log, which has just been shown.
     why = f": {job.message}" if job.status == "FAILED" and not job.exit_code and job.message else ""
     is_stopped = job.status == "STOPPED" or job.exit_code == STOPPED
-    say(f"{'' if is_stopped else 'error: '}{job.id} {job.stands}{why}")
+    say(f"{'' if is_stopped else 'error: '}{job.id} {job.state}{why}")
     raise typer.Exit(job.exit_status)
 
 

@@ -155,7 +155,7 @@ def down(name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the l
 
 
 def list_launches(as_json: Json = False) -> None:
-    """List what was launched from this machine, the newest first, with what the target's own tool tells of it.
+    """List what was launched from this machine, the newest first, with the state that the target's own tool reports.
 
     \b
     Example:
@@ -171,10 +171,10 @@ def list_launches(as_json: Json = False) -> None:
 
 
 def _now(record: LaunchRecord) -> str:
-    """What the target tells of it, or why it does not."""
+    """The state that the target's tool reports, or why it does not."""
     from rollcall.errors import ClusterError
-    from rollcall.launch.errors import LaunchError
     from rollcall.launch.launch import get_target
+    from rollcall.launch.record import LaunchError
 
     if record.state != "started":
         return record.state
@@ -193,7 +193,7 @@ def _show(now: list[tuple[LaunchRecord, str]]) -> None:
 
 
 def status(name: Name = None, as_json: Json = False) -> None:
-    """Say what a launch is doing, as the target's own tool tells it.
+    """Show the state of a launch, as the target's own tool reports it.
 
     \b
     Examples:

@@ -12,8 +12,7 @@ from rollcall.cli.cluster import Cluster
 from rollcall.wait import say
 
 if TYPE_CHECKING:
-    from rollcall.inspect.profile import Result
-    from rollcall.inspect.stacks import Report
+    from rollcall.inspect.processes import Report, Result
 
 Where = Annotated[
     str | None,
@@ -46,8 +45,7 @@ def stacks(
       rollcall stacks runs/gsm8k --native
       rollcall stacks mine --json
     """
-    from rollcall.inspect.processes import find_target
-    from rollcall.inspect.stacks import read_stacks
+    from rollcall.inspect.processes import find_target, read_stacks
 
     found = read_stacks(find_target(target, cluster=cluster), native=native, timeout_s=timeout)
     if not found.failed and not any(found.hosts.values()):
@@ -96,8 +94,7 @@ def profile(
       rollcall profile runs/gsm8k --role rollout --seconds 5 --out slow
       rollcall profile runs/gsm8k --role controller --format flamegraph
     """
-    from rollcall.inspect.processes import find_target
-    from rollcall.inspect.profile import Format, profile_role
+    from rollcall.inspect.processes import Format, find_target, profile_role
 
     if form not in set(Format):
         raise ValueError(f"--format {form} is not known; use {', '.join(Format)}")

@@ -1,5 +1,5 @@
-"""What would break a run, judged from facts. Each check is a pure function of what nodes said, and a finding is one sentence:
-what is wrong and the command that fixes it.
+"""Judges from facts what would break a run. Each check is a pure function of what nodes answered, and a finding is one sentence: what
+is wrong and the command that fixes it.
 
 Where nodes differ, the odd one out differs from most of the others; in a tie, from the head.
 """
@@ -24,10 +24,6 @@ from rollcall.words import counted, ranges
 
 MUST_AGREE = ("rollcall-rl", "torch", "transformers", "ray")
 MIN_FREE = GIB  # of a disk that is written to
-RAY_MEMORY_LIMIT = 0.95  # share in use from which Ray kills workers
-LEAST_SHM = 128 << 20  # NCCL's buffers; a container has 64 MiB unless it is told otherwise
-SLOW_LINK = {"gloo": 0.1e9, "nccl": 1e9}  # bytes per second
-MAX_SKEW_S = 1.0
 LAST_PORT = 65535
 
 Severity = Literal["breaks", "warns"]
@@ -53,7 +49,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
-    """What one node said of itself."""
+    """A node's answer to the probe, with its seat."""
 
     rank: int
     host: str
@@ -89,24 +85,26 @@ class SharedFolder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    node: int | None  # rank; None: the cluster
+    node: int | None  # rank; None for the whole cluster
     host: str | None
     severity: Severity
     what: str
 
 
 def find(node: NodeFacts | NodeInfo | None, what: str, *, severity: Severity = "breaks") -> Finding:
-    """``node``: None for what concerns the whole cluster."""
+    """``node`` is None for what concerns the whole cluster."""
     rank, host = (None, None) if node is None else (node.rank, node.host)
     return Finding(node=rank, host=host, severity=severity, what=what)
 
 
 def judge_nodes(nodes: Sequence[NodeFacts], *, checkpoint_bytes: int | None) -> list[Finding]:
     """Everything that the facts of a cluster's nodes show."""
-    found = [*judge_python(nodes), *judge_packages(nodes), *judge_builds(nodes)]
+    found = [*judge_versions(nodes)]
     for node in nodes:
         found += [*judge_disks(node, checkpoint_bytes=checkpoint_bytes), *judge_memory(node), *judge_gpus(node)]
-        found += judge_paths(node)
+        for path in node.missing_paths:
+            fix = f"run `rsync -a {path}/ {node.host}:{path}/`, or put it into the shared folder"
+            found.append(find(node, f"{path} does not exist here; {fix}"))
     return found
 
 
@@ -145,7 +143,7 @@ def judge_slots(config: Config, roster: Roster, cluster: Cluster) -> Iterator[Fi
 
 
 def judge_plan(config: Config, nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
-    """What `rollcall plan` says, with the cards that are really there."""
+    """The findings of `rollcall plan`, with the cards that are really there."""
     cards = [gpu.memory_total for node in nodes for gpu in node.gpus]
     try:
         problems = plan_run(config, card_gib=min(cards) / GIB if cards else None).problems
@@ -155,32 +153,33 @@ def judge_plan(config: Config, nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
         yield find(None, f"{problem} (`rollcall plan` draws the placement)")
 
 
-def judge_python(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
-    usual = majority(nodes, lambda node: node.python.rpartition(".")[0])
+def judge_versions(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
+    """Names the nodes whose Python, packages or build of torch differ from the others'."""
+    usual = _majority(nodes, lambda node: node.python.rpartition(".")[0])
     for node in nodes:
         if not node.python.startswith(f"{usual}."):
-            yield find(
-                node, f"Python {node.python}, the others have {usual}; make {node.executable} again with Python {usual}"
-            )
-
-
-def judge_packages(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
+            fix = f"make {node.executable} again with Python {usual}"
+            yield find(node, f"Python {node.python}, the others have {usual}; {fix}")
     for name in MUST_AGREE:
-        usual = majority(nodes, lambda node, name=name: node.packages[name])
+        usual = _majority(nodes, lambda node, name=name: node.packages[name])
         for node in nodes:
             version = node.packages[name]
             if version is None or version != usual:
                 what = f"{name} is not installed" if version is None else f"{name} {version}, the others have {usual}"
                 wanted = f"{name}=={usual}" if usual else name
                 yield find(node, f"{what}; run `{node.executable} -m pip install '{wanted}'` there")
-
-
-def judge_builds(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
-    usual = majority(nodes, build)
+    usual = _majority(nodes, build)
     for node in nodes:
         if build(node) != usual:
             what = f"torch is built for {build(node)}, elsewhere for {usual}; reinstall it from the index the other nodes used"
             yield find(node, what)
+
+
+def _majority(nodes: Sequence[NodeFacts], value: Callable[[NodeFacts], T]) -> T:
+    """The value that most nodes have; in a tie, the head's if it is one of those."""
+    counts = Counter(map(value, nodes))
+    of_head = [value(node) for node in nodes if node.is_head]
+    return max(counts, key=lambda found: (counts[found], found in of_head))
 
 
 def build(node: NodeFacts) -> str:
@@ -188,15 +187,12 @@ def build(node: NodeFacts) -> str:
 
 
 def judge_torch(node: NodeFacts) -> Iterator[Finding]:
-    """On one machine, where no other node says what is usual."""
+    """On one machine, where there is no other node to compare it with."""
     if node.packages["torch"] is None:
         yield find(node, f"torch is not installed; run `{node.executable} -m pip install torch`")
     elif node.gpus and build(node) == "the CPU":
-        yield find(
-            node,
-            f"{node.gpus[0].name} is there, and torch {node.packages['torch']} is a build for CPUs; reinstall it from an index "
-            "with CUDA builds",
-        )
+        what = f"{node.gpus[0].name} is there, and torch {node.packages['torch']} is a build for CPUs"
+        yield find(node, f"{what}; reinstall it from an index with CUDA builds")
 
 
 def judge_disks(node: NodeFacts, *, checkpoint_bytes: int | None) -> Iterator[Finding]:
@@ -204,25 +200,20 @@ def judge_disks(node: NodeFacts, *, checkpoint_bytes: int | None) -> Iterator[Fi
         need = max(MIN_FREE, checkpoint_bytes or 0) if disk.purpose == "run.dir" else MIN_FREE
         named = f"{disk.path} ({disk.purpose})"
         if not disk.total:
-            yield find(
-                node, f"{named} is in a file system that keeps no files, such as /proc; choose another {disk.purpose}"
-            )
+            what = f"{named} is in a file system that keeps no files, such as /proc"
+            yield find(node, f"{what}; choose another {disk.purpose}")
         elif disk.free < need:
             whose = "one checkpoint of this run takes" if need > MIN_FREE else "a run needs at least"
-            yield find(
-                node,
-                f"{named} has {disk.free / GIB:.1f} GiB free; {whose} {need / GIB:.1f} GiB: free some, or choose another",
-            )
+            what = f"{named} has {disk.free / GIB:.1f} GiB free; {whose} {need / GIB:.1f} GiB"
+            yield find(node, f"{what}: free some, or choose another")
 
 
 def judge_memory(node: NodeFacts) -> Iterator[Finding]:
-    if 1 - node.memory_available / node.memory_total > RAY_MEMORY_LIMIT:
+    if node.memory_available < 0.05 * node.memory_total:  # Ray's own limit
         free = f"{node.memory_available / GIB:.1f} of {node.memory_total / GIB:.1f} GiB"
-        yield find(
-            node,
-            f"only {free} of memory are available, and Ray kills workers; `ps aux --sort=-rss | head` shows who holds it",
-        )
-    if node.gpus and node.shm_total < LEAST_SHM:
+        what = f"only {free} of memory are available, and Ray kills workers"
+        yield find(node, f"{what}; `ps aux --sort=-rss | head` shows who holds it")
+    if node.gpus and node.shm_total < 128 << 20:  # a container has 64 MiB by default
         shm = f"/dev/shm holds {node.shm_total / (1 << 20):.0f} MiB, too little for NCCL"
         yield find(node, f"{shm}; mount it larger, or start the container with --shm-size=16g")
 
@@ -241,34 +232,23 @@ def judge_gpus(node: NodeFacts) -> Iterator[Finding]:
     if node.gpu_error is not None:
         yield find(node, f"{node.gpu_error}; `sudo dmesg | grep -i xid` shows why")
     elif node.accelerator == "gpu" and len(node.gpus) < node.slots and node.gpus:
-        yield find(
-            node, f"{node.slots} slots are offered, nvidia-smi lists {len(node.gpus)} cards; run `rollcall node` again"
-        )
+        what = f"{node.slots} slots are offered, nvidia-smi lists {len(node.gpus)} cards"
+        yield find(node, f"{what}; run `rollcall node` again")
     for gpu in node.gpus:
         card = f"GPU {gpu.index} ({gpu.name})"
         if gpu.ecc_errors:
-            yield find(
-                node,
-                f"{card} has {gpu.ecc_errors} uncorrected memory errors; run `sudo nvidia-smi --gpu-reset -i {gpu.index}`",
-            )
+            what = f"{card} has {gpu.ecc_errors} uncorrected memory errors"
+            yield find(node, f"{what}; run `sudo nvidia-smi --gpu-reset -i {gpu.index}`")
         if gpu.memory_used > GIB:
             held = f"{card} has {gpu.memory_used / GIB:.1f} GiB in use; `nvidia-smi -i {gpu.index}` shows by whom"
             yield find(node, held, severity="warns")  # perhaps by a run of yours that is about to end
-
-
-def judge_paths(node: NodeFacts) -> Iterator[Finding]:
-    for path in node.missing_paths:
-        yield find(
-            node,
-            f"{path} does not exist here; run `rsync -a {path}/ {node.host}:{path}/`, or put it into the shared folder",
-        )
 
 
 def judge_clocks(nodes: Sequence[NodeFacts], *, skews: Mapping[int, tuple[float, float]]) -> Iterator[Finding]:
     """``skews``: rank to (seconds ahead of this node, half of the round trip it was measured over)."""
     for node in nodes:
         ahead, doubt = skews.get(node.rank, (0.0, 0.0))
-        if abs(ahead) - doubt > MAX_SKEW_S:
+        if abs(ahead) - doubt > 1.0:
             what = f"its clock is {abs(ahead):.1f} s {'ahead' if ahead > 0 else 'behind'}; run `sudo timedatectl set-ntp true`"
             yield find(node, what, severity="warns")
 
@@ -280,18 +260,15 @@ def judge_reach(
     by_rank = {node.rank: node for node in nodes}
     for rank, rows in failed.items():
         for target in sorted({row[0] for row in rows}):
-            ports = ", ".join(str(row[1]) for row in rows if row[0] == target)
-            why_not = next(row[2] for row in rows if row[0] == target)
-            other = by_rank[target]
-            yield find(
-                by_rank[rank],
-                f"cannot connect to rank {target} ({other.address}) at port {ports}: {why_not}; on {other.host} run `sudo ufw allow "
-                f"proto tcp from {by_rank[rank].address} to any port {FIRST_PORT}:{LAST_PORT}`",
-            )
+            ports, whys = zip(*((str(port), why) for other, port, why in rows if other == target), strict=True)
+            node, other = by_rank[rank], by_rank[target]
+            fix = f"sudo ufw allow proto tcp from {node.address} to any port {FIRST_PORT}:{LAST_PORT}"
+            where = f"rank {target} ({other.address}) at port {', '.join(ports)}"
+            yield find(node, f"cannot connect to {where}: {whys[0]}; on {other.host} run `{fix}`")
 
 
 def firewall_rule(nodes: Sequence[NodeFacts], *, head_port: int) -> str:
-    """For each node, as root: allow new connections to the ports of Ray and the run only from these nodes.
+    """The rule for each node, as root, that lets only these nodes connect to the ports of Ray and the run.
 
     Ray (2.60) listens on every interface of a node, whatever address it is given, and ends its head or a raylet on one malformed
     call (``RaySyncer/StartSync`` without metadata) before it asks for the token. TLS or a firewall keeps such a call out.
@@ -321,13 +298,6 @@ def judge_shared(nodes: Sequence[NodeFacts], shared: SharedFolder) -> Iterator[F
 
 
 def judge_bandwidth(*, backend: str, bytes_per_s: float) -> Iterator[Finding]:
-    if bytes_per_s < SLOW_LINK[backend]:
+    if bytes_per_s < {"gloo": 0.1e9, "nccl": 1e9}[backend]:
         what = f"the nodes all-reduce at {bytes_per_s / 1e9:.2f} GB/s over {backend}; give `rollcall node` the fast --interface"
         yield find(None, what, severity="warns")
-
-
-def majority(nodes: Sequence[NodeFacts], value: Callable[[NodeFacts], T]) -> T:
-    """What most nodes have; in a tie, what the head has if it is one of those."""
-    counts = Counter(map(value, nodes))
-    of_head = [value(node) for node in nodes if node.is_head]
-    return max(counts, key=lambda found: (counts[found], found in of_head))

@@ -1,8 +1,8 @@
-"""`rollcall doctor`: examine this machine or the nodes of a cluster, and say what would break a run.
+"""`rollcall doctor`: examines this machine or the nodes of a cluster, and says what would break a run.
 
 On a cluster there is one probe per node, an actor pinned there. The doctor asks all of them at once and waits for each stage
-until its deadline; a node that has not answered by then is a finding, and the examination goes on without it. What is wrong is
-judged by the pure functions of ``checks``.
+until its deadline; a node that has not answered by then is a finding, and the examination continues without it. The pure functions
+of ``checks`` judge what is wrong.
 """
 
 from __future__ import annotations
@@ -36,25 +36,21 @@ from rollcall.words import counted
 
 STAGE_S = 90.0  # for a probe to start and say what it knows, or to try the others
 REACH_S = 3.0  # for one connection
-SHARED_S = 10.0  # until a file written on one node is seen on the others
 MEASURE_S = 120.0  # importing torch on a busy node is most of it
 MAX_PAIRS_NODES = 16  # up to here every node connects to every other
-PINGS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    cluster: str | None  # None: this machine, without a cluster
+    cluster: str | None  # None for this machine without a cluster
     nodes: tuple[NodeFacts, ...]
     findings: tuple[Finding, ...]
-    skews: Mapping[int, tuple[float, float]] = field(
-        default_factory=dict
-    )  # rank to seconds ahead of this node, and the doubt
+    skews: Mapping[int, tuple[float, float]] = field(default_factory=dict)  # rank: seconds ahead of here, and the doubt
     shared: SharedFolder | None = None
     backend: str | None = None  # of the all-reduce
     bytes_per_s: float | None = None
-    firewall: str | None = None  # a rule that lets in only the nodes; None: TLS does it, or there is no network
-    rewards: Mapping[str, str] = field(default_factory=available)  # how built-in ones are confined on this machine
+    firewall: str | None = None  # a rule that lets in only the nodes, where no TLS does it
+    rewards: Mapping[str, str] = field(default_factory=available)  # how built-in rewards are confined on this machine
 
     @property
     def breaks(self) -> bool:
@@ -127,7 +123,7 @@ def checkpoint_bytes(config: Config | None) -> int | None:
 
 
 def examine(cluster: Cluster, *, config: Config | None, quick: bool = False) -> Diagnosis:
-    """``quick``: what takes seconds. The all-reduce is left out, most of which is importing torch on every node."""
+    """``quick`` leaves out the all-reduce, most of which is importing torch on every node; the rest takes seconds."""
     connect(cluster, log_to_driver=False)
     try:
         return _Examination(cluster, list_nodes(cluster), config=config).run(quick=quick)
@@ -145,10 +141,8 @@ class _Examination:
         self.infos: dict[int, NodeInfo] = {node.rank: node for node in roster.alive if node.rank is not None}
         self.findings: list[Finding] = []
         say(f"asking {counted(len(self.infos), 'node')} what {'it has' if len(self.infos) == 1 else 'they have'}")
-        by_value = (probing, interfaces)
-        self.probes = {
-            rank: Pinned(info.node_id, probing.Probe, by_value=by_value) for rank, info in self.infos.items()
-        }
+        code = (probing, interfaces)
+        self.probes = {rank: Pinned(info.node_id, probing.Probe, by_value=code) for rank, info in self.infos.items()}
 
     def run(self, *, quick: bool) -> Diagnosis:
         self.findings += [*checks.judge_roster(self.roster, self.cluster), *checks.judge_token(self.roster)]
@@ -161,16 +155,18 @@ class _Examination:
         self._reach(nodes)
         shared = self._shared_folder(nodes)
         backend, bytes_per_s = (None, None) if quick or len(nodes) < 2 else self._bandwidth(nodes)
-        findings = sorted(self.findings, key=lambda one: (one.severity, one.node is None, one.node or 0))
+        firewall = None
+        if nodes and not self.cluster.has_tls and not all(is_loopback(node.address) for node in nodes):
+            firewall = checks.firewall_rule(nodes, head_port=split_address(self.roster.head_address)[1])
         return Diagnosis(
             cluster=self.roster.cluster,
             nodes=tuple(nodes),
-            findings=tuple(findings),
+            findings=tuple(sorted(self.findings, key=lambda one: (one.severity, one.node is None, one.node or 0))),
             skews=skews,
             shared=shared,
             backend=backend,
             bytes_per_s=bytes_per_s,
-            firewall=self._firewall(nodes),
+            firewall=firewall,
         )
 
     def _facts(self) -> list[NodeFacts]:
@@ -191,10 +187,10 @@ class _Examination:
         return [known.validate_python({**asdict(self.infos[rank]), **answers[rank]}) for rank in self.probes]
 
     def _clocks(self, nodes: Sequence[NodeFacts]) -> dict[int, tuple[float, float]]:
-        """Each clock against this node's, in the middle of the fastest of a few round trips."""
+        """Each clock compared with this node's, in the middle of the fastest of a few round trips."""
         skews: dict[int, tuple[float, float]] = {}
         for rank, probe in self.probes.items():
-            for _ in range(PINGS):
+            for _ in range(5):
                 sent = time.time()
                 try:
                     theirs = answer_of(probe.call("clock"), timeout_s=REACH_S)
@@ -213,15 +209,9 @@ class _Examination:
             others = partners(rank, sorted(listening))
             return [(other, self.infos[other].address, port) for other in others for port in listening[other]]
 
-        timeout_s = STAGE_S + 2 * REACH_S * MAX_PAIRS_NODES
-        what = "connect to the others"
-        failed = self._ask_all(what, "reach", lambda rank: [targets(rank), REACH_S], timeout_s=timeout_s)
+        arguments, timeout_s = (lambda rank: [targets(rank), REACH_S]), STAGE_S + 2 * REACH_S * MAX_PAIRS_NODES
+        failed = self._ask_all("connect to the others", "reach", arguments, timeout_s=timeout_s)
         self.findings += checks.judge_reach(nodes, failed=failed)
-
-    def _firewall(self, nodes: Sequence[NodeFacts]) -> str | None:
-        if self.cluster.has_tls or not nodes or all(is_loopback(node.address) for node in nodes):
-            return None
-        return checks.firewall_rule(nodes, head_port=split_address(self.roster.head_address)[1])
 
     def _shared_folder(self, nodes: Sequence[NodeFacts]) -> SharedFolder | None:
         folder = self.cluster.rendezvous
@@ -237,7 +227,7 @@ class _Examination:
             wrote = self._ask_all(f"write to {folder}", "write", lambda rank: [folder, names[rank]])
             written = [names[rank] for rank, why in wrote.items() if why is None]
             what = f"see what the others wrote in {folder}"
-            seen = self._ask_all(what, "see", lambda rank: [folder, written, SHARED_S])
+            seen = self._ask_all(what, "see", lambda rank: [folder, written, 10.0])
         finally:
             self._ask_all("clean up", "remove", lambda rank: [folder, names[rank]])
         missing = {rank: {ranks[name]: why for name, why in each["missing"].items()} for rank, each in seen.items()}
@@ -274,7 +264,7 @@ class _Examination:
     def _ask_all(
         self, what: str, method: str, arguments: Callable[[int], Sequence[Any]], *, timeout_s: float = STAGE_S
     ) -> dict[int, Any]:
-        """The same of every probe; ``arguments``: by rank."""
+        """Asks every probe the same; ``arguments`` are by rank."""
         calls = {rank: probe.call(method, *arguments(rank)) for rank, probe in self.probes.items()}
         return self._collect(what, calls, timeout_s=timeout_s)
 
@@ -288,7 +278,7 @@ class _Examination:
 
 
 def partners(rank: int, ranks: Sequence[int]) -> list[int]:
-    """Whom a node connects to: everybody in a small cluster; in a large one its next four and rank 0."""
+    """The nodes that a node connects to: all in a small cluster; in a large one its next four and rank 0."""
     others = [other for other in ranks if other != rank]
     if len(ranks) <= MAX_PAIRS_NODES:
         return others

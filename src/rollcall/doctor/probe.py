@@ -1,8 +1,8 @@
-"""What a node says of itself, and the small experiments nodes make with each other.
+"""A node's facts, and the small experiments that nodes make with each other.
 
-This file and ``net/interfaces.py`` are sent to the nodes as code and use only the standard library: a node with a wrong
-rollcall, or none, must still be able to say so. Answers are plain dictionaries. Each experiment is one method of ``Probe``, one
-probe per node; every method returns by the deadline it is given.
+This file and ``net/interfaces.py`` are sent to the nodes as code and use only the standard library, so a node with a wrong Rollcall,
+or none, can still answer. Answers are plain dictionaries. Each experiment is one method of ``Probe``, and returns by the deadline it
+is given.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 from rollcall.net.interfaces import interface_of
 
-SMI_S = 20.0  # nvidia-smi on a sick card may never return
 GPU_FIELDS = ("index", "name", "driver_version", "memory.total", "memory.used", "ecc.errors.uncorrected.volatile.total")
-PORTS = (10_000, 32_000)  # what clusters listen on, beside the kernel's own choice
 
 
 class Probe:
@@ -64,12 +63,16 @@ class Probe:
         }
 
     def listen(self, address: str) -> list[int]:
-        """Accept connections on two ports until the probe ends: one of ours, one of the kernel's choice."""
-        for ports in (random.sample(range(*PORTS), 50), [0]):
-            listener = _bind(address, ports)
-            if listener is not None:
-                threading.Thread(target=_accept, args=(listener,), daemon=True).start()
-                self._listeners.append(listener)
+        """Accepts connections on two ports until the probe ends: one of those that clusters listen on, and one that the kernel
+        chooses."""
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        for ports in (random.sample(range(10_000, 32_000), 50), [0]):
+            for port in ports:
+                with suppress(OSError):  # it is taken
+                    listener = socket.create_server((address, port), family=family, backlog=128)
+                    threading.Thread(target=_accept, args=(listener,), daemon=True).start()
+                    self._listeners.append(listener)
+                    break
         return [listener.getsockname()[1] for listener in self._listeners]
 
     def reach(self, targets: list[tuple[int, str, int]], timeout_s: float) -> list[tuple[int, int, str]]:
@@ -86,7 +89,7 @@ class Probe:
         return failed
 
     def write(self, folder: str, name: str) -> str | None:
-        """A file in the shared folder. None, or why it cannot be written."""
+        """Writes a file in the shared folder; returns why it cannot, if so."""
         try:
             with open(os.path.join(folder, name), "w") as file:
                 file.write(name)
@@ -97,7 +100,7 @@ class Probe:
         return None
 
     def see(self, folder: str, names: list[str], timeout_s: float) -> dict[str, Any]:
-        """How long until all files are seen with their text; ``missing``: those that are not in time, and why."""
+        """The time until all files are seen with their text; ``missing``: those that are not in time, and why."""
         began = time.monotonic()
         while True:
             missing = {name: why for name in names if (why := _unseen(folder, name))}
@@ -119,19 +122,49 @@ class Probe:
         self._meeting = MeetingServer(listener, secret=secret)
         return listener.getsockname()[1]
 
-    def all_reduce(self, address: str, **task: Any) -> float:
-        from rollcall.doctor.bandwidth import all_reduce
+    def all_reduce(
+        self,
+        address: str,
+        *,
+        rank: int,
+        world_size: int,
+        backend: str,
+        master: str,
+        port: int,
+        secret: str,
+        timeout_s: float,
+    ) -> float:
+        """Bytes a second that cross each link, in the fastest of a few rounds. The ranks meet at rank 0's ``master`` and ``port``."""
+        os.environ["CUDA_VISIBLE_DEVICES"] = "0" if backend == "nccl" else ""
+        if interface := interface_of(address):
+            os.environ |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+        import torch
+        import torch.distributed as dist
 
-        return all_reduce(interface=interface_of(address), **task)
+        from rollcall.net.meeting import MeetingStore, Place, greet
 
-
-def _bind(address: str, ports: list[int]) -> socket.socket | None:
-    """A listener on the first of these that is free."""
-    for port in ports:
-        with suppress(OSError):
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            return socket.create_server((address, port), family=family, backlog=128)
-    return None
+        store = MeetingStore(Place(address=master, port=port, secret=secret), timeout_s=timeout_s)
+        timeout = timedelta(seconds=timeout_s)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        if backend == "gloo":
+            greet(dist.group.WORLD, store, name="all", rank=rank, members=range(world_size), secret=secret)
+        num_bytes = 32 << 20
+        data = torch.ones(num_bytes // 4, dtype=torch.float32, device="cuda" if backend == "nccl" else "cpu")
+        seconds: list[float] = []
+        for _ in range(4):  # the first opens connections
+            data.fill_(1)
+            dist.barrier()
+            began = time.perf_counter()
+            dist.all_reduce(data)
+            if backend == "nccl":
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - began)
+        if not bool((data == float(world_size)).all()):
+            raise RuntimeError("the sum is wrong")
+        dist.barrier()
+        dist.destroy_process_group()
+        # A ring sends 2 (n - 1) / n of the data over each link.
+        return num_bytes * 2 * (world_size - 1) / world_size / min(seconds[1:])
 
 
 def _accept(listener: socket.socket) -> None:
@@ -165,7 +198,7 @@ def installed(name: str) -> str | None:
 
 
 def torch_build() -> dict[str, str | None]:
-    """What torch was built for, from its version file: importing it takes seconds, and fails where it is broken."""
+    """The CUDA or ROCm that torch was built for, from its version file: importing it takes seconds, and fails where it is broken."""
     spec, text = importlib.util.find_spec("torch"), ""
     if spec is not None and spec.origin is not None:
         with suppress(OSError), open(os.path.join(os.path.dirname(spec.origin), "version.py")) as file:
@@ -175,7 +208,7 @@ def torch_build() -> dict[str, str | None]:
 
 
 def disk(purpose: str, path: str) -> dict[str, Any]:
-    """Of the nearest folder that exists."""
+    """The space in the nearest folder that exists."""
     place = path
     while not os.path.exists(place) and os.path.dirname(place) != place:
         place = os.path.dirname(place)
@@ -190,10 +223,12 @@ def read_gpus() -> tuple[list[dict[str, Any]], str | None, str | None]:
         return [], None, None
     command = [program, f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_S, check=True)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=20.0, check=True
+        )  # on a sick card it may never return
     except (subprocess.SubprocessError, OSError) as error:
-        said = (getattr(error, "stdout", "") or getattr(error, "stderr", "") or str(error)).strip().splitlines()
-        return [], None, f"nvidia-smi fails: {said[-1] if said else error}"
+        lines = (getattr(error, "stdout", "") or getattr(error, "stderr", "") or str(error)).strip().splitlines()
+        return [], None, f"nvidia-smi fails: {lines[-1] if lines else error}"
     rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
     return [parse_gpu(row) for row in rows], rows[0][2] if rows else None, None
 

@@ -1,4 +1,4 @@
-"""The doctor's diagnosis on a terminal: a line per node, what was measured, the findings, the verdict."""
+"""Prints the doctor's diagnosis: a line per node, the measurements, the findings, the verdict."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def show(diagnosis: Diagnosis) -> None:
         console.print(Text(text), soft_wrap=True)  # a command is copied from it whole
     for finding in diagnosis.findings:
         style = "bold red" if finding.severity == "breaks" else "yellow"
-        told = f"  {_where(diagnosis, finding.node, finding.host)}: {finding.what}"
-        console.print(Text.assemble((finding.severity, style), told), soft_wrap=True)
+        text = f"  {_where(diagnosis, finding.node, finding.host)}: {finding.what}"
+        console.print(Text.assemble((finding.severity, style), text), soft_wrap=True)
     console.print(_verdict(diagnosis))
 
 
@@ -40,7 +40,7 @@ def _facts(diagnosis: Diagnosis, node: NodeFacts) -> str:
     driver = f", driver {node.driver}" if node.driver else ""
     cards = f"{len(node.gpus)} x {node.gpus[0].name}{driver}" if node.gpus else "no GPU"
     disk = min(node.disks, key=lambda disk: disk.free)
-    told = [
+    facts = [
         f"Python {node.python}",
         f"torch {node.packages['torch']} for {build(node)}",
         cards,
@@ -49,8 +49,8 @@ def _facts(diagnosis: Diagnosis, node: NodeFacts) -> str:
     ]
     if node.rank in diagnosis.skews:
         ahead, doubt = diagnosis.skews[node.rank]
-        told.append(f"clock {1000 * ahead:+.0f} ± {1000 * doubt:.0f} ms, interface {node.interface or '?'}")
-    return ", ".join(told)
+        facts.append(f"clock {1000 * ahead:+.0f} ± {1000 * doubt:.0f} ms, interface {node.interface or '?'}")
+    return ", ".join(facts)
 
 
 def _measured(diagnosis: Diagnosis) -> list[str]:

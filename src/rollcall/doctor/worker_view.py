@@ -1,4 +1,4 @@
-"""What the workers of each node see of their environment: a task on each node tells."""
+"""The environment variables that the workers of each node see, as a task on each node reports them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SeenVariable:
     """One variable on one node; secrets are redacted."""
 
     name: str
-    value: str | None  # None: not set there
+    value: str | None  # None if it is not set there
     source: str  # where it is declared; else one of ORDER
     wanted: str | None  # the declared value if the worker sees another one, else None
 
@@ -37,21 +37,17 @@ class NodeView:
     variables: tuple[SeenVariable, ...]
 
 
-def view_workers(
-    cluster: Cluster, section: ClusterSection | None, *, submitted: Mapping[str, str], timeout_s: float = ANSWER_S
-) -> list[NodeView]:
-    """Every node that is there, by rank. Fails with the ranks that have not answered in time."""
+def view_workers(cluster: Cluster, section: ClusterSection | None, *, submitted: Mapping[str, str]) -> list[NodeView]:
+    """Every node of the cluster, by rank. Fails with the ranks that have not answered in time."""
     connect(cluster, log_to_driver=False)
     try:
         nodes = {node.rank: node for node in ranked_nodes()}
         wanted = {rank: declared(section, submitted=submitted, node_rank=rank) for rank in nodes}
-        calls = {
-            rank: run_on(
-                nodes[rank].node_id, seen_here, env=for_ray({name: each.value for name, each in variables.items()})
-            )
-            for rank, variables in wanted.items()
-        }
-        answers, failures = answers_of(calls, wait=Wait(timeout_s), to="say what its workers see")
+        calls = {}
+        for rank, variables in wanted.items():
+            env = for_ray({name: each.value for name, each in variables.items()})
+            calls[rank] = run_on(nodes[rank].node_id, seen_here, env=env)
+        answers, failures = answers_of(calls, wait=Wait(ANSWER_S), to="say what its workers see")
     finally:
         disconnect()
     if failures:
@@ -64,14 +60,13 @@ def view_workers(
 
 
 def _compare(variables: Mapping[str, Variable], found: Mapping[str, tuple[str, str]]) -> tuple[SeenVariable, ...]:
-    """What is declared in its order, then the rest by where it comes from; of the node's own, its paths first."""
+    """Declared variables in their order, then the others by where they come from; of the node's own, its paths first."""
     rows = []
     for name, variable in variables.items():
         value, _ = found.get(name, (None, ""))
         wanted = REDACTED if hides(name, variable.value) else variable.value
-        rows.append(
-            SeenVariable(name=name, value=value, source=variable.source, wanted=wanted if wanted != value else None)
-        )
+        wanted = wanted if wanted != value else None
+        rows.append(SeenVariable(name=name, value=value, source=variable.source, wanted=wanted))
     others = found.keys() - variables.keys() - set(NODE_OWN)
     for name in (*NODE_OWN, *sorted(others, key=lambda name: (ORDER.index(found[name][1]), name))):
         value, source = found.get(name, (None, "the node's own"))

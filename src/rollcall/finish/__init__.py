@@ -1,1 +1,1 @@
-"""What follows a run: its model in one place (``gather``), proved to be the trained one, and on the hub (``upload``)."""
+"""After a run: brings its model to one place (``gather``), verifies it, and puts it on the hub (``upload``)."""

@@ -1,8 +1,8 @@
-"""What follows a run: its newest checkpoint gathered, merged, verified and uploaded.
+"""Gathers, merges, verifies and uploads the newest checkpoint of a run.
 
-Each step is skipped if it is done. A step counts as done for what it was made of: ``finish.json`` in the run directory has that
-of the merge and the upload, and the model directory has its own mark (``verified.json``). With another checkpoint, another
-setting or a changed file the step is done again, and so are those after it.
+A step that is done is skipped. ``finish.json`` in the run directory says what the merge and the upload were made of, and
+``verified.json`` in the model directory what was verified. With another checkpoint, another setting or a changed file the step is
+done again, and so are those after it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,10 +18,9 @@ from rollcall.checkpoint.run_dir import run_file_of
 from rollcall.checkpoint.store import describe_files
 from rollcall.checkpoint.verify import mark_of, verify, why_not_verified
 from rollcall.config import FinishSection, load_config
-from rollcall.config.yaml import read_small
 from rollcall.durable.atomic import write_atomic
 from rollcall.finish.gather import gather, is_here, parts_elsewhere
-from rollcall.finish.nodes_of import find_nodes
+from rollcall.finish.nodes_of import Node, find_nodes
 from rollcall.finish.upload import Uploaded, upload
 from rollcall.merge.merge import DTYPES, merge
 from rollcall.stored.manifest import checkpoints_of, is_checkpoint, newest_checkpoint
@@ -47,7 +46,7 @@ class FinishedRun:
     checkpoint: Path
     model: Path
     steps: tuple[FinishStep, ...]
-    uploaded: Uploaded | None  # None: in no repository, or by an earlier call
+    uploaded: Uploaded | None  # None if it was not, or by an earlier call
 
     def as_json(self) -> dict[str, Any]:
         steps = {step.name: {"state": step.state, "words": step.words} for step in self.steps}
@@ -89,6 +88,7 @@ def finish(
         hosts=hosts,
         dry_run=dry_run,
         progress=progress,
+        notes=_read_notes(run_dir / NOTES),
     )
     # In this order: each looks at what the one before it has left.
     steps = (work.gather(), work.merge(), work.verify(), work.upload())
@@ -105,40 +105,35 @@ class _Work:
     hosts: Sequence[str]
     dry_run: bool
     progress: Progress
+    notes: dict[str, Any]
     uploaded: Uploaded | None = None
     begun: bool = False  # whether a step was done, or would be: then those after it are too
-    notes: dict[str, Any] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.notes = _read_notes(self.run_dir / NOTES)
 
     @property
     def model(self) -> Path:
         return self.run_dir / MERGED
 
     def gather(self) -> FinishStep:
-        parts = parts_elsewhere(self.checkpoint, kinds=("weights",))
-        missing = [part for part in parts if not is_here(self.checkpoint, part)]
+        missing = [
+            part for part in parts_elsewhere(self.checkpoint, kinds=("weights",)) if not is_here(self.checkpoint, part)
+        ]
         if not missing:
             return FinishStep(name="gather", state="was done", words=f"all weights are in {self.checkpoint}")
         nodes = ", ".join(sorted({f"{part.node} ({part.host})" for part in missing}))
         size = sum(part.size for part in missing)
-        words = f"{counted(len(missing), 'part')} ({size / 1e9:.2f} GB) from node {nodes}"
-        return self._step(
-            "gather",
-            words,
-            lambda: gather(
-                self.checkpoint,
-                lambda: find_nodes(self.run_dir, hosts=self.hosts),
-                kinds=("weights",),
-                progress=self.progress,
-            ),
-        )
+
+        def work() -> None:
+            def find() -> list[Node]:
+                return find_nodes(self.run_dir, hosts=self.hosts)
+
+            gather(self.checkpoint, find, kinds=("weights",), progress=self.progress)
+
+        return self._step("gather", f"{counted(len(missing), 'part')} ({size / 1e9:.2f} GB) from node {nodes}", work)
 
     def merge(self) -> FinishStep:
         wanted = {
             "checkpoint": self.checkpoint.name,
-            "manifest": _digest(self.checkpoint / "manifest.json"),
+            "manifest": hashlib.sha256((self.checkpoint / "manifest.json").read_bytes()).hexdigest(),
             "dtype": self.section.dtype,
             "max_shard_size": self.section.max_shard_size,
         }
@@ -173,7 +168,9 @@ class _Work:
         section = self.section.upload
         if section is None:
             return FinishStep(name="upload", state="not asked for", words="the run file has no finish.upload")
-        wanted = {**section.model_dump(), "endpoint": _endpoint(), "files": self._files()}
+        from huggingface_hub import constants
+
+        wanted = {**section.model_dump(), "endpoint": constants.ENDPOINT, "files": self._files()}
         where = f"{section.repo} ({section.revision or 'main'})"
         if not self.begun and self.notes.get("upload", {}).get("of") == wanted:
             return FinishStep(name="upload", state="was done", words=f"{self.notes['upload'].get('url')}")
@@ -198,28 +195,17 @@ class _Work:
 
     def _note(self, name: str, value: Any) -> None:
         self.notes[name] = value
-        write_atomic(self.run_dir / NOTES, json.dumps({"format": 1, **self.notes}, indent=1))
+        write_atomic(self.run_dir / NOTES, json.dumps(self.notes, indent=1))
 
 
 def _read_notes(path: Path) -> dict[str, Any]:
-    """What earlier calls have noted; nothing if it cannot be read: then the steps are done again."""
+    """The notes of earlier calls. Without them the steps are done again."""
     try:
-        found = json.loads(read_small(path))
-        return {key: dict(found[key]) for key in ("merge", "upload") if key in found} if found["format"] == 1 else {}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError):
         return {}
 
 
 def _weights(model: Path) -> dict[str, Any]:
     others = [path.relative_to(model).as_posix() for path in model.rglob("*") if path.suffix != ".safetensors"]
     return describe_files(model, leave_out=others)
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def _endpoint() -> str:
-    from huggingface_hub import constants
-
-    return constants.ENDPOINT

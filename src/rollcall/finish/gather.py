@@ -1,9 +1,9 @@
-"""Parts of a checkpoint that stayed on the nodes' own disks, brought to the checkpoint's folder.
+"""Brings the parts of a checkpoint that stayed on the nodes' own disks to the checkpoint's folder.
 
 Each node has a thread here that takes its parts one after the other, so a slow node delays only its own; a few chunks of each
 node are in memory at a time. A part goes to ``.gather/`` first, and to its place when it has the size and checksum of the
-manifest. After an interruption the same call goes on at the byte where it stopped. Nothing on a node is removed unless that was
-asked for, and then only when all of it is here.
+manifest. After an interruption the same call continues at the byte where it stopped. Parts are removed from a node only on request,
+and only when all of them are here.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ from rollcall.words import counted, size
 
 FOLDER = ".gather"  # in the checkpoint
 NODES_AT_ONCE = 8
-WAITS_S = (1.0, 3.0, 10.0, 30.0)  # before a broken transfer goes on
-_READ_BYTES = 16 << 20
-OnBytes = Callable[[int, int], None]  # is told the bytes that are here, and of how many
+WAITS_S = (1.0, 3.0, 10.0, 30.0)  # before a broken transfer continues
+OnBytes = Callable[[int, int], None]  # gets the bytes that are here, and of how many
 
 
 class GatherError(RuntimeError, ValueError):
@@ -61,7 +60,7 @@ class NodePart:
 
     @property
     def asked(self) -> dict[str, Any]:
-        """What a node needs to know of it."""
+        """The fields that a node needs."""
         return {"name": self.name, "place": self.place, "run": self.run, "size": self.size}
 
 
@@ -123,7 +122,7 @@ def gather(
     delete: bool = False,
     progress: OnBytes = lambda done, total: None,
 ) -> Gathered:
-    """Bring parts (of these ``kinds``) to the checkpoint's folder. ``find`` gives the nodes to ask; it is called only if a part is
+    """Brings parts (of these ``kinds``) to the checkpoint's folder. ``find`` returns the nodes to ask; it is called only if a part is
     missing here, or has to be removed there."""
     parts = parts_elsewhere(checkpoint, kinds=kinds)
     missing = [part for part in parts if not is_here(checkpoint, part)]
@@ -132,7 +131,7 @@ def gather(
         return done
     if delete:
         _refuse_parts_of_another(checkpoint, parts)
-    with _alone(checkpoint):
+    with _locked(checkpoint):
         nodes = find()
         holders, faults = _holders(nodes, parts)
         if missing:
@@ -161,7 +160,7 @@ def _refuse_parts_of_another(checkpoint: Path, parts: Sequence[NodePart]) -> Non
 
 
 @contextmanager
-def _alone(checkpoint: Path) -> Iterator[None]:
+def _locked(checkpoint: Path) -> Iterator[None]:
     """Two that gathered the same checkpoint would write to the same files."""
     folder = checkpoint / FOLDER
     with plain_disk_errors(folder):
@@ -224,14 +223,11 @@ class _Work:
         self._wait = Wait(first_s=10.0)
 
     def run(self, parts: dict[NodePart, Node]) -> None:
-        shares: dict[int, list[NodePart]] = {}
-        for part, node in parts.items():
-            shares.setdefault(id(node), []).append(part)
-        holders = {id(node): node for node in parts.values()}
+        nodes = {id(node): node for node in parts.values()}.values()
         faults: list[str] = []
         pool = ThreadPoolExecutor(max_workers=NODES_AT_ONCE)
         try:
-            for fault in pool.map(lambda key: self._of_node(holders[key], shares[key]), shares):
+            for fault in pool.map(lambda node: self._of_node(node, [p for p in parts if parts[p] is node]), nodes):
                 faults += fault
         finally:
             self._stop.set()
@@ -239,11 +235,11 @@ class _Work:
         if faults:
             raise GatherError(
                 "\n  ".join([f"{counted(len(faults), 'part')} could not be gathered:", *faults])
-                + "\nwhat has arrived is kept: the same command goes on from there"
+                + "\nwhat has arrived is kept: the same command continues from there"
             )
 
     def _of_node(self, node: Node, parts: Sequence[NodePart]) -> list[str]:
-        """Why some of a node's parts did not come; the others did."""
+        """Fetches a node's parts; returns the reasons why some did not come."""
         faults: list[str] = []
         for part in parts:
             try:
@@ -269,7 +265,7 @@ class _Work:
                 if wait_s is None:
                     raise
                 self._advance(-_size(begun), received=0)
-                say(f"{part.name}: {error}; going on in {wait_s:.0f} s")
+                say(f"{part.name}: {error}; continuing in {wait_s:.0f} s")
                 if self._stop.wait(wait_s):
                     raise _Stopped from None
                 continue
@@ -324,7 +320,7 @@ def _begun(path: Path, part: NodePart) -> tuple[int, Any]:
     if not path.exists():
         return 0, digest
     with path.open("rb") as file:
-        while data := file.read(_READ_BYTES):
+        while data := file.read(16 << 20):
             digest.update(data)
         return file.tell(), digest
 

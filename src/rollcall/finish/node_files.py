@@ -1,8 +1,8 @@
-"""What a node does when its parts of a checkpoint are gathered: say which it has, read them, remove them.
+"""The node's side of gathering a checkpoint: tells which parts it has, reads them, removes them.
 
-This file travels to the node, over Ray or ssh, and runs there with whatever Python 3 it has: it imports nothing of this package.
-What it is asked comes from a manifest, which is data. It touches only parts in a folder of this user's runs, and nothing that a
-link leads to elsewhere.
+This file is sent to the node, over Ray or ssh, and runs there with any Python from 3.8 on: it imports nothing of this package. What
+it is asked comes from a manifest, which is data. It touches only parts in a folder of this user's runs, and nothing that a link
+leads to elsewhere.
 """
 
 import json
@@ -75,26 +75,19 @@ class NodeFiles:
 
 
 def main() -> None:
-    """Over ssh: one question from stdin, its answer to stdout; a part follows its line byte by byte."""
+    """Over ssh: one question from stdin, its answer to stdout, as JSON or the bytes of a part; what went wrong to stderr."""
     asked = json.loads(sys.stdin.buffer.readline().decode())
-    out = sys.stdout.buffer
-    files = NodeFiles()
     try:
         if asked["do"] == "read":
-            descriptor = open_part(asked["part"]["place"], asked["part"]["name"], asked["part"]["run"])
-            out.write(b'{"ok": null}\n')
-            offset = asked["offset"]
-            while True:
-                data = os.pread(descriptor, CHUNK_BYTES, offset)
-                if not data:
-                    break
-                out.write(data)
+            part, offset = asked["part"], asked["offset"]
+            descriptor = open_part(part["place"], part["name"], part["run"])
+            while data := os.pread(descriptor, CHUNK_BYTES, offset):
+                sys.stdout.buffer.write(data)
                 offset += len(data)
         else:
-            out.write(json.dumps({"ok": getattr(files, asked["do"])(asked["parts"])}).encode() + b"\n")
+            print(json.dumps(getattr(NodeFiles(), asked["do"])(asked["parts"]) or []))
     except (OSError, ValueError) as error:
-        out.write(json.dumps({"error": str(error)}).encode() + b"\n")
-    out.flush()
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":

@@ -7,28 +7,25 @@ import os
 import select
 import shlex
 import subprocess
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 from rollcall.errors import ClusterError
 from rollcall.finish import node_files
 from rollcall.finish.node_files import CHUNK_BYTES, NodeFiles
 from rollcall.launch.record import all_records
-from rollcall.launch.ssh.hosts import checked_hosts
-from rollcall.launch.ssh.shell import NO_FORWARDS, Login, close_pipes, start_ssh
-from rollcall.launch.ssh.site import FACT, Site
+from rollcall.launch.ssh.shell import NO_FORWARDS, Login, start_ssh
+from rollcall.launch.ssh.site import SITE, Site, checked_hosts
 from rollcall.on_ray.connect import connect
 from rollcall.on_ray.each_node import NoAnswerError, Pinned, answer_of
 from rollcall.on_ray.members import ranked_nodes
 from rollcall.words import visible
 
 ANSWER_S = 120.0  # for an answer, or the next bytes
-LONGEST_ANSWER = 1 << 24  # bytes
 AHEAD = 2  # chunks that are asked for before they are needed
 Asked = Mapping[str, Any]  # a part: name, place, run, size
 
@@ -83,16 +80,13 @@ class RayNodeFiles:
         return self._answer(self._there.call("present", list(parts)))
 
     def chunks(self, part: Asked, *, offset: int) -> Iterator[bytes]:
-        starts = iter(range(offset, part["size"], CHUNK_BYTES))
-        waiting = [self._ask(part, start) for start in islice(starts, AHEAD)]
+        starts = range(offset, part["size"], CHUNK_BYTES)
+        calls = (self._there.call("read", dict(part), start, CHUNK_BYTES) for start in starts)
+        waiting = list(islice(calls, AHEAD))
         while waiting:
             data = self._answer(waiting.pop(0))
-            if (start := next(starts, None)) is not None:
-                waiting.append(self._ask(part, start))
+            waiting += islice(calls, 1)
             yield data
-
-    def _ask(self, part: Asked, start: int) -> Any:
-        return self._there.call("read", dict(part), start, CHUNK_BYTES)
 
     def remove(self, parts: Sequence[Asked]) -> None:
         self._answer(self._there.call("remove", list(parts)))
@@ -101,13 +95,13 @@ class RayNodeFiles:
         try:
             return answer_of(call, timeout_s=ANSWER_S)
         except (NoAnswerError, OSError, ValueError) as error:
-            said = str(error.__cause__ or error).strip().splitlines()  # of what the node raised, the last line says it
-            raise NodeError(f"{self.where}: {visible(said[-1])}") from error
+            lines = str(error.__cause__ or error).strip().splitlines()  # the last one has what the node raised
+            raise NodeError(f"{self.where}: {visible(lines[-1])}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SshNode:
-    """A host. Each question is an ssh of its own; a part comes as fast as it is taken."""
+    """A host. Each question is its own ssh; the bytes of a part come as fast as they are taken."""
 
     host: str
     login: Login
@@ -118,100 +112,69 @@ class SshNode:
         return self.host
 
     def present(self, parts: Sequence[Asked]) -> list[str]:
-        with self._asked({"do": "present", "parts": list(parts)}) as (answer, _):
-            if not isinstance(answer, list) or not all(isinstance(name, str) for name in answer):
-                raise NodeError(f"{self.host}: its answer is not a list of names")
-            return answer
+        return self._ask("present", parts)
 
     def remove(self, parts: Sequence[Asked]) -> None:
-        with self._asked({"do": "remove", "parts": list(parts)}):
-            return
+        self._ask("remove", parts)
 
-    def chunks(self, part: Asked, *, offset: int) -> Iterator[bytes]:
-        with self._asked({"do": "read", "part": dict(part), "offset": offset}) as (_, process):
-            left = part["size"] - offset
-            while left:
-                data = self._read(process, min(left, CHUNK_BYTES))
-                left -= len(data)
-                yield data
-
-    @contextmanager
-    def _asked(self, question: dict[str, Any]) -> Iterator[tuple[Any, subprocess.Popen[bytes]]]:
-        """The first line of its answer, and the ssh that brings what follows."""
-        entry = f"exec {shlex.join(self.inside)}\n" if self.inside else ""
-        code = Path(node_files.__file__).read_text()
-        # What follows the line in stdin is the question: bash reads no further than it has to.
-        script = f"{entry}exec python3 -c {shlex.quote(code)}\n{json.dumps(question)}\n"
-        # What is buffered here would be hidden from select.
-        process = start_ssh(self.login.words(self.host, *NO_FORWARDS), bufsize=0)
-        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-        try:
+    def _ask(self, do: str, parts: Sequence[Asked]) -> list[str]:
+        with self._start() as process:
             try:
-                self._write(process.stdin, script.encode())
-                process.stdin.close()
-            except BrokenPipeError:
-                raise NodeError(f"{self.host}: {self._last_words(process)}") from None
-            yield self._first_line(process), process
-        finally:
-            process.kill()
-            process.wait()
-            close_pipes(process)
-
-    def _write(self, pipe: IO[bytes], data: bytes) -> None:
-        """A host that does not read takes no more than the pipe holds."""
-        os.set_blocking(pipe.fileno(), False)
-        give_up = time.monotonic() + ANSWER_S
-        while data:
-            if select.select([], [pipe], [], min(ANSWER_S, 1.0))[1]:
-                data = data[os.write(pipe.fileno(), data) :]
-            elif time.monotonic() >= give_up:
-                raise NodeError(f"{self.host}: it has not read what it was asked for {ANSWER_S:.0f} s")
-
-    def _first_line(self, process: subprocess.Popen[bytes]) -> Any:
-        line = bytearray()
-        give_up = time.monotonic() + ANSWER_S
-        while not line.endswith(b"\n"):
-            line += self._read(process, 1)  # no more: bytes of a part may follow
-            if len(line) > LONGEST_ANSWER or time.monotonic() >= give_up:
-                raise NodeError(f"{self.host}: its answer has no end")
+                out, err = process.communicate(self._script(do=do, parts=list(parts)), timeout=ANSWER_S)
+            except subprocess.TimeoutExpired:
+                raise NodeError(f"{self.host}: no answer in {ANSWER_S:g} s") from None
+            finally:
+                process.kill()
+        if process.returncode:
+            raise NodeError(self._why(process.returncode, err))
         try:
-            answer = json.loads(line)
-            if "error" in answer:
-                raise NodeError(f"{self.host}: {visible(str(answer['error']))}")
-            return answer["ok"]
-        except (ValueError, KeyError, TypeError, RecursionError):
+            return [str(name) for name in json.loads(out)]
+        except (ValueError, TypeError):
             raise NodeError(
-                f"{self.host}: its shell prints {visible(line.decode(errors='replace').strip()[:100])!r} before it runs a command; "
+                f"{self.host}: its shell prints {visible(out.decode(errors='replace').strip()[:100])!r} before it runs a command; "
                 "see its .bashrc"
             ) from None
 
-    def _read(self, process: subprocess.Popen[bytes], most: int) -> bytes:
-        """What has arrived, up to ``most`` bytes."""
-        out = process.stdout
-        assert out is not None
-        give_up = time.monotonic() + ANSWER_S
-        while not select.select([out], [], [], 1.0)[0]:
-            if time.monotonic() >= give_up:
-                raise NodeError(f"{self.host}: nothing came for {ANSWER_S:.0f} s")
-        if not (data := out.read(most)):
-            raise NodeError(f"{self.host}: {self._last_words(process)}")
-        return data
+    def chunks(self, part: Asked, *, offset: int) -> Iterator[bytes]:
+        left = part["size"] - offset
+        with self._start() as process:
+            assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+            try:
+                with suppress(BrokenPipeError), process.stdin as stdin:  # ssh may have ended, and has printed why
+                    stdin.write(self._script(do="read", part=dict(part), offset=offset))
+                while left:
+                    if not select.select([process.stdout], [], [], ANSWER_S)[0]:
+                        raise NodeError(f"{self.host}: nothing came for {ANSWER_S:g} s")
+                    if not (data := os.read(process.stdout.fileno(), min(left, CHUNK_BYTES))):
+                        with suppress(subprocess.TimeoutExpired):
+                            process.wait(10.0)
+                        has_more = select.select([process.stderr], [], [], 1.0)[0]
+                        err = os.read(process.stderr.fileno(), 1 << 16) if has_more else b""
+                        raise NodeError(self._why(process.returncode, err))
+                    left -= len(data)
+                    yield data
+            finally:
+                process.kill()
 
-    def _last_words(self, process: subprocess.Popen[bytes]) -> str:
-        """Why it ended, from what it printed on stderr."""
-        try:
-            status = process.wait(timeout=10.0)
-        except subprocess.TimeoutExpired:
-            return "the connection ended early"
-        pipe = process.stderr
-        assert pipe is not None
-        said = pipe.read(1 << 16) if select.select([pipe], [], [], 1.0)[0] else b""
-        lines = visible(said.decode(errors="replace")).strip().splitlines()
-        return f"ssh ended early with status {status}{f': {lines[-1]}' if lines else ''}"
+    def _start(self) -> subprocess.Popen[bytes]:
+        return start_ssh(self.login.words(self.host, *NO_FORWARDS))
+
+    def _script(self, **question: Any) -> bytes:
+        entry = f"exec {shlex.join(self.inside)}\n" if self.inside else ""
+        code = Path(node_files.__file__).read_text()
+        # What follows the line in stdin is the question: bash reads no further than it has to.
+        return f"{entry}exec python3 -c {shlex.quote(code)}\n{json.dumps(question)}\n".encode()
+
+    def _why(self, status: int | None, err: bytes) -> str:
+        """The reason for no answer, from what was printed on stderr."""
+        lines = visible(err.decode(errors="replace")).strip().splitlines()
+        if status == 1 and lines:  # what the question raised there
+            return f"{self.host}: {lines[-1]}"
+        return f"{self.host}: ssh ended early with status {status}{f': {lines[-1]}' if lines else ''}"
 
 
 def find_nodes(run_dir: Path, *, hosts: Sequence[str]) -> list[Node]:
-    """Those that can be asked: ``hosts`` if there are any, else the nodes of the cluster, else the hosts of the run's launch."""
+    """Returns the nodes that can be asked: ``hosts`` if given, else the nodes of the cluster, else the hosts of the run's launch."""
     if hosts:
         return [ThisNode(), *(SshNode(host=host, login=Login()) for host in checked_hosts(hosts, key="--hosts"))]
     try:
@@ -231,7 +194,7 @@ def find_nodes(run_dir: Path, *, hosts: Sequence[str]) -> list[Node]:
 def _launched(run_dir: Path) -> list[Node]:
     """The hosts of the ssh launch of this run from this machine."""
     for record in all_records():
-        if FACT in record.facts and Path(record.run_dir).resolve() == run_dir.resolve():
+        if SITE in record.facts and Path(record.run_dir).resolve() == run_dir.resolve():
             site = Site.of_record(record)
             return [SshNode(host=host, login=site.login, inside=site.inside) for host in site.hosts]
     return []

@@ -1,4 +1,4 @@
-"""A verified model directory to a repository of the hub, by huggingface_hub.
+"""Uploads a verified model directory to a repository of the hub, by huggingface_hub.
 
 The token comes from the environment or from the library's own login. One commit holds all files, so the repository has the
 old model or the new one. After it the hub is asked what it holds. Faults that pass (no answer, status 429 or 5xx) are waited
@@ -169,7 +169,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _status(error: BaseException) -> int | None:
-    """The HTTP status behind an error; None: there was no answer. The storage client has it only in its message."""
+    """The HTTP status behind an error, if there was an answer. The storage client has it only in its message."""
     for each in _chain(error):
         code = getattr(getattr(each, "response", None), "status_code", None)
         if isinstance(code, int):
@@ -189,8 +189,8 @@ def _is_of_the_network(error: BaseException) -> bool:
 
 
 def _reason(error: BaseException) -> str:
-    """What the hub or the network said, in one line."""
-    whole = next((said for each in _chain(error) if (said := getattr(each, "server_message", None))), None)
+    """The message of the hub or the network, in one line."""
+    whole = next((text for each in _chain(error) if (text := getattr(each, "server_message", None))), None)
     texts = (str(each).strip() for each in _chain(error))
     first = whole or next((text for text in texts if text), type(error).__name__)
     status = _status(error)

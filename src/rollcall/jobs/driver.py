@@ -1,7 +1,7 @@
-"""What a submitted job runs: the controller, and again when it was killed.
+"""The entrypoint of a submitted job: runs the controller, and again when it was killed.
 
-A controller that ends by itself, well or with an error, has said why, and its status is the job's. One that a signal ended
-(out of memory, a crash of a library, someone's `kill -9`) is started again, and goes on from the run directory;
+A controller that ends by itself, with or without an error, has printed why, and its status is the job's. One that a signal ended
+(out of memory, a crash of a library, someone's `kill -9`) is started again, and continues from the run directory;
 `trainer.max_restarts` in `trainer.restart_window_s` limits how often. A signal to stop is different: it goes to the
 controller, which saves and ends.
 
@@ -42,7 +42,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def supervise(command: Sequence[str], *, budget: Budget) -> int:
-    """The controller until it ends by itself or is told to; returns its status."""
+    """Runs the controller until it ends by itself or a signal stops it; returns its status."""
     asked: list[int] = []
     child: subprocess.Popen[bytes] | None = None
 
@@ -73,11 +73,11 @@ def supervise(command: Sequence[str], *, budget: Budget) -> int:
         except RestartsSpentError as error:
             say(str(error))
             return 128 - status
-        say(f"{why}; it is started again and goes on from the run directory")
+        say(f"{why}; it is started again and continues from the run directory")
 
 
 def pass_on(child: subprocess.Popen[bytes]) -> None:
-    """What it prints, redacted, until it has ended."""
+    """Prints its output, redacted, until it has ended."""
     assert child.stdout is not None
     redactor, decoder = Redactor(), codecs.getincrementaldecoder("utf-8")("replace")
     with child.stdout as stream:

@@ -23,7 +23,6 @@ from rollcall.model.files import resolve_model
 
 RUN_FILE = "run.yaml"
 MAX_BYTES = 32 * 2**20  # unpacked; code is a hundredth of this
-NUM_NAMED = 5  # files named in a refusal
 
 _SKIPPED_FOLDERS = ("__pycache__", "node_modules", "site-packages")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".npy", ".npz", ".pkl", ".h5")
@@ -53,7 +52,7 @@ def build_package(config: Config, *, run_file: str, folder: Path) -> bytes:
     if config.model.path.startswith("builtin:"):
         embedded = Path(resolve_model(config.model.path))
         files |= {f"rollcall/{path.relative_to(root)}": path for path in sorted(embedded.iterdir())}
-    # An environment with a Python of its own has its modules where that is.
+    # An environment with its own Python has its modules there.
     environment = None if getattr(config.environment, "python", None) else config.environment
     for key, path in named_code(config.reward, environment).items():
         files.update(_module_files(path.partition(":")[0], folder=folder, asked=f"{key}={path}"))
@@ -67,7 +66,7 @@ def _check_size(files: dict[str, Path], *, run_file: bytes) -> None:
     total = sum(sizes.values())
     if total <= MAX_BYTES:
         return
-    biggest = sorted(sizes, key=lambda name: sizes[name], reverse=True)[:NUM_NAMED]
+    biggest = sorted(sizes, key=lambda name: sizes[name], reverse=True)[:5]
     named = "\n".join(f"  {_mib(sizes[name]):>10}  {files.get(name, name)}" for name in biggest)
     raise ClusterError(
         f"the code of this run is {_mib(total)}, at most {_mib(MAX_BYTES)} travel with a job; the biggest files:\n{named}\n"
@@ -84,8 +83,9 @@ def _code_files(root: Path) -> Iterator[Path]:
 
 
 def _module_files(module: str, *, folder: Path, asked: str) -> dict[str, Path]:
-    """The user's own modules behind ``module``: itself, and those beside it that it imports, and so on."""
+    """The user's own files behind ``module``: its own, and those of the user's modules that it imports, and so on."""
     search = [str(folder), *(entry for entry in sys.path if entry)]
+    installed = [sysconfig.get_path(kind) for kind in ("purelib", "platlib", "stdlib", "platstdlib")]
     found: dict[str, Path] = {}
     waiting, seen = [module.partition(".")[0]], set[str]()
     while waiting:
@@ -98,8 +98,8 @@ def _module_files(module: str, *, folder: Path, asked: str) -> dict[str, Path]:
             raise ClusterError(
                 f"{asked}: there is no module {name!r} in {folder}; submit from the directory that holds it"
             )
-        if origin is None or _is_installed(origin):
-            continue
+        if origin is None or any(origin.is_relative_to(place) for place in installed if place):
+            continue  # it came with a distribution, which the cluster's nodes have too
         files = list(_code_files(origin)) if origin.is_dir() else [origin]
         found.update({str(path.relative_to(origin.parent)): path for path in files})
         for path in files:
@@ -110,17 +110,8 @@ def _module_files(module: str, *, folder: Path, asked: str) -> dict[str, Path]:
 def _find(name: str, search: Sequence[str]) -> Path | None:
     """The file of a module, or the folder of a package."""
     spec = importlib.machinery.PathFinder.find_spec(name, search)
-    if spec is None:
-        return None
-    if spec.submodule_search_locations:
-        return Path(next(iter(spec.submodule_search_locations)))
-    return Path(spec.origin) if spec.origin else None
-
-
-def _is_installed(path: Path) -> bool:
-    """Whether it came with a distribution, so that the cluster's nodes have theirs."""
-    places = (sysconfig.get_path(kind) for kind in ("purelib", "platlib", "stdlib", "platstdlib"))
-    return any(path.is_relative_to(place) for place in places if place)
+    found = None if spec is None else next(iter(spec.submodule_search_locations or ()), spec.origin)
+    return Path(found) if found else None
 
 
 def _imported(path: Path) -> set[str]:

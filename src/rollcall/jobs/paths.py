@@ -20,19 +20,22 @@ from rollcall.errors import ClusterError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """What is known of the files of a cluster that the submitter is a node of."""
+    """The files of a cluster, as the submitter, one of its nodes, knows them."""
 
     num_nodes: int
     folder: str | None  # that all nodes see at the same place
 
 
 def resolve_paths(config: Config, *, folder: Path, shared: Shared | None) -> Config:
-    """The run with absolute paths; ``shared`` None: the submitter is not a node of the cluster."""
+    """The run with absolute paths. ``shared`` is None if the submitter is not a node of the cluster."""
     run = config.model_dump(mode="json")
     relative = [(key, place, name) for key, place, name in _paths(run) if _is_relative(place[name], key, folder)]
     if not relative:
         return config
-    if not _nodes_see(folder, shared):
+    is_seen = shared is not None and (
+        shared.num_nodes == 1 or (shared.folder is not None and mount_of(folder) == mount_of(Path(shared.folder)))
+    )
+    if not is_seen:
         wrong = ", ".join(f"{key}={place[name]}" for key, place, name in relative)
         key, place, name = relative[0]
         raise ClusterError(
@@ -66,25 +69,11 @@ def _is_relative(text: str, key: str, folder: Path) -> bool:
     return not key.endswith(".path") or text.startswith(".") or (folder / text).exists()
 
 
-def _nodes_see(folder: Path, shared: Shared | None) -> bool:
-    if shared is None:
-        return False
-    if shared.num_nodes == 1:
-        return True
-    return shared.folder is not None and mount_of(folder) == mount_of(Path(shared.folder))
-
-
 def mount_of(path: Path) -> Path:
     """The mount point that a path lies under."""
     path = path.resolve()
-    points = _mount_points()
+    # By the kernel's list: ``ismount`` does not know a folder that is bound from the same file system.
+    table = Path("/proc/self/mountinfo")
+    lines = table.read_text().splitlines() if table.exists() else []
+    points = {Path(line.split()[4].replace("\\040", " ")) for line in lines}
     return next(place for place in (path, *path.parents) if place in points or os.path.ismount(place))
-
-
-def _mount_points() -> set[Path]:
-    """By the kernel's list: ``ismount`` does not know a folder that is bound from the same file system."""
-    try:
-        lines = Path("/proc/self/mountinfo").read_text().splitlines()
-    except FileNotFoundError:  # not Linux
-        return set()
-    return {Path(line.split()[4].replace("\\040", " ")) for line in lines}

@@ -1,41 +1,35 @@
-"""What a node does before a run: the commands of `prepare:`, and the models that the run file names, into this node's cache."""
+"""Prepares a node for a run: runs the commands of `prepare:` and downloads the models of the run file into this node's cache."""
 
 from __future__ import annotations
 
-import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+
+import psutil
 
 from rollcall.config import Config
 from rollcall.errors import ClusterError
 from rollcall.model.fetch import fetch_model
-from rollcall.nodes.processes import signal_processes
-from rollcall.process_table import Process, descendants
 from rollcall.wait import Wait, say
 
 END_S = 5.0  # between SIGTERM and SIGKILL
 
 
 def prepare_node(config: Config, *, once: bool) -> None:
-    """On every node; with ``once`` on the first node also what one node does for all."""
+    """``once``: this is the first node, which also does what one node does for all."""
     run_commands(config.prepare.each_node, key="prepare.each_node", timeout_s=config.prepare.timeout_s)
     if config.prepare.fetch_model:
-        fetch_models(config)
+        fetch_model(config.model.path)
+        for index, reward in enumerate(config.reward):
+            if reward.type == "model":
+                fetch_model(reward.path, key=f"reward.{index}.path")
     if once:
         prepare_once(config)
 
 
 def prepare_once(config: Config) -> None:
     run_commands(config.prepare.once, key="prepare.once", timeout_s=config.prepare.timeout_s)
-
-
-def fetch_models(config: Config) -> None:
-    """Every model of the run: the policy's, and those of rewards."""
-    fetch_model(config.model.path)
-    for index, reward in enumerate(config.reward):
-        if reward.type == "model":
-            fetch_model(reward.path, key=f"reward.{index}.path")
 
 
 def run_commands(commands: Sequence[str], *, key: str, timeout_s: float) -> None:
@@ -54,24 +48,23 @@ def run_commands(commands: Sequence[str], *, key: str, timeout_s: float) -> None
 
 
 def _run(command: str, *, timeout_s: float) -> int | None:
-    """Its status; None: its time is over, and it was ended with all that it had started."""
+    """Its status; None if its time was over, and it was ended with all that it had started."""
     # In the process group of this one, which gets Ctrl-C.
-    process = subprocess.Popen(["/bin/sh", "-c", command], stdin=subprocess.DEVNULL)
+    process = psutil.Popen(["/bin/sh", "-c", command], stdin=subprocess.DEVNULL)
     try:
         return process.wait(timeout_s)
-    except subprocess.TimeoutExpired:
+    except psutil.TimeoutExpired:
         return None
     finally:
-        if process.returncode is None:
-            _end(process)
+        if process.is_running():
+            started = [*process.children(recursive=True), process]
+            for each in started:
+                _tell(each.terminate)  # it may remove what it began
+            for each in psutil.wait_procs(started, timeout=END_S)[1]:
+                _tell(each.kill)
+            process.wait()
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """With all that it has started. They may remove what they began."""
-    own = Process.of(process.pid)
-    found = [*descendants(process.pid), *([own] if own else [])]
-    signal_processes(found, signal.SIGTERM)
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(END_S)
-    signal_processes(found, signal.SIGKILL)
-    process.wait()
+def _tell(signal: Callable[[], None]) -> None:
+    with suppress(psutil.NoSuchProcess):
+        signal()

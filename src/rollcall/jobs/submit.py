@@ -1,7 +1,7 @@
 """Jobs of Ray: the driver runs on the cluster's head, so the submitter may leave.
 
-``ray job ...`` sees the same jobs; ``on_ray/job_client.py`` says how the head is reached. ``follow`` reads a job's log as it grows.
-When the connection breaks, it continues where it was. A job never waits for a follower.
+``ray job ...`` sees the same jobs; ``on_ray/job_client.py`` reaches the head. ``follow`` reads a job's log as it grows, and continues
+where it was when the connection breaks. A job never waits for a follower.
 """
 
 from __future__ import annotations
@@ -42,12 +42,9 @@ if TYPE_CHECKING:  # it imports Ray, which reads variables while it is imported
 
 PREFIX = "rollcall-"
 LATEST = "latest"
-START_S = 180.0  # a submitted job starts within this
-STOP_S = 60.0  # a stopped one has ended, once it has saved
-SAVE_S = 300  # for that, after trainer.stop_grace_s; then Ray kills it
+SAVE_S = 300  # for a job to save, after trainer.stop_grace_s; then Ray kills it
 STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"  # read by Ray where the driver runs; its own 3 s are too few for a checkpoint
 LOST_S = 120.0  # while following: how long the head may be silent
-TELL_EVERY_S = 5.0
 # `rollcall node` says which interpreter it is; a head started in another way has its own first on its path.
 # Ray starts it by a shell. The driver takes the shell's place, so that a signal for the driver does not end a shell above it.
 ENTRYPOINT = f'exec "${{ROLLCALL_PYTHON:-python}}" -m rollcall.jobs.driver {RUN_FILE}'
@@ -71,14 +68,14 @@ class Job:
 
     @property
     def exit_status(self) -> int:
-        """Of a job that is over, for a command that ends as the job did."""
+        """The exit status of a command that ends as the job did."""
         if self.status == "SUCCEEDED":
             return 0
         return self.exit_code if self.exit_code and 0 < self.exit_code < 256 else 1
 
     @property
-    def stands(self) -> str:
-        """What follows its name in a sentence."""
+    def state(self) -> str:
+        """The rest of a sentence that begins with its name."""
         if self.is_over and self.exit_code is not None:
             return status_words(self.exit_code)
         return "was stopped" if self.status == "STOPPED" else f"is {self.status}"
@@ -94,8 +91,7 @@ def to_stdout(text: str) -> None:
 
 
 class Jobs:
-    """The jobs of one cluster. ``shared``: its files as this node of it sees them; None when this machine is not a node.
-    ``refusal``: why it cannot run jobs."""
+    """The jobs of one cluster. ``shared`` is None if this machine is not a node of it; ``refusal`` says why it cannot run jobs."""
 
     def __init__(
         self, client: JobClient, *, token: str | None, shared: Shared | None = None, refusal: str | None = None
@@ -160,8 +156,8 @@ class Jobs:
         self._learn_secrets(job_id)
         return redact(self._client.call("get_job_logs", job_id))
 
-    def wait_started(self, job_id: str, *, timeout_s: float = START_S) -> Job:
-        wait = Wait(timeout_s, first_s=TELL_EVERY_S, every_s=TELL_EVERY_S)
+    def wait_started(self, job_id: str, *, timeout_s: float = 180.0) -> Job:
+        wait = Wait(timeout_s, first_s=5.0, every_s=5.0)
         while (job := self.job(job_id)).status == "PENDING":
             if not wait.again(f"waiting for the head node to start the driver: {job.message}", after_s=0.3):
                 raise ClusterError(
@@ -196,7 +192,7 @@ class Jobs:
             except Unreachable as error:
                 if time.monotonic() - heard >= LOST_S:
                     raise ClusterError(
-                        f"{error}\nthe job may be going on; follow it again with `rollcall job logs --follow {job_id}`"
+                        f"{error}\nthe job may still run; follow it again with `rollcall job logs --follow {job_id}`"
                     ) from None
                 lost = lost or str(error)
             if lost and not is_lost:
@@ -205,20 +201,21 @@ class Jobs:
             if lost:
                 time.sleep(2.0)
 
-    def stop(self, job_id: str, *, timeout_s: float | None = None) -> Job:
+    def stop(self, job_id: str) -> Job:
         """Stop it and wait until it has saved and ended; a job that is over is not changed."""
         details = self._details(job_id)
         job = _job(details)
         if job.is_over:
             return job
-        timeout_s = STOP_S + float(_variables(details).get(STOP_WAIT, 0)) if timeout_s is None else timeout_s
-        wait = Wait(timeout_s, first_s=TELL_EVERY_S, every_s=TELL_EVERY_S)
+        wait = Wait(60.0 + float(_variables(details).get(STOP_WAIT, 0)), first_s=5.0, every_s=5.0)
         asked = False
         while not job.is_over:
             # A job that Ray has not started yet has no process to stop: ask again.
             asked = asked or self._client.call("stop_job", job_id)
             if not wait.again(f"waiting for {job_id} to save and to end", after_s=0.3):
-                raise ClusterError(f"job {job_id} is still {job.status} {timeout_s:.0f} s after it was told to stop")
+                raise ClusterError(
+                    f"job {job_id} is still {job.status} {wait.timeout_s:.0f} s after it was asked to stop"
+                )
             job = self.job(job_id)
         return job
 
@@ -232,7 +229,7 @@ class Jobs:
             raise
 
     def _learn_secrets(self, job_id: str) -> None:
-        """What came sealed with the job is redacted in its log here, too."""
+        """Values that came sealed with the job are redacted in its log here, too."""
         if self._token:
             remember(sealed_values(_variables(self._details(job_id)), token=self._token).values())
 
@@ -258,21 +255,19 @@ def reach(
             f"http://HEAD:PORT (the dashboard that `rollcall node` prints on the head) with the token in {TOKEN}, or --rendezvous "
             "DIR; for a Ray that someone else started set RAY_ADDRESS"
         )
-    job_server = cluster.job_server()
-    shared = Shared(num_nodes=job_server.num_nodes, folder=cluster.rendezvous) if job_server.is_node else None
-    source = f"that of {cluster.title}"
-    client = (
-        RelayClient(cluster)
-        if job_server.url is None
-        else HttpClient(_url(job_server.url), token=job_server.token, token_source=source)
-    )
+    server = cluster.job_server()
+    shared = Shared(num_nodes=server.num_nodes, folder=cluster.rendezvous) if server.is_node else None
+    if server.url is None:
+        client = RelayClient(cluster)
+    else:
+        client = HttpClient(_url(server.url), token=server.token, token_source=f"that of {cluster.title}")
     refusal = None
     if leaves_loopback(split_address(cluster.head_address)[0]):
         refusal = (
-            f"{cluster.title} listens on loopback alone, and the part of Ray that runs jobs looks for it at this machine's outer "
+            f"{cluster.title} listens only on loopback, and the part of Ray that runs jobs looks for it at this machine's outer "
             "address; train on it with `rollcall train`, or start the node without a loopback --node-ip"
         )
-    return Jobs(client, token=job_server.token, shared=shared, refusal=refusal)
+    return Jobs(client, token=server.token, shared=shared, refusal=refusal)
 
 
 def _reach_elsewhere(cluster: str, *, address: str | None, rendezvous: Path | None, is_rays_own: bool = False) -> Jobs:
@@ -287,10 +282,13 @@ def _reach_elsewhere(cluster: str, *, address: str | None, rendezvous: Path | No
         record = None  # this machine is a node of another cluster of that name
     if address is not None:
         url = _url(address)
-        record = record if record is not None and _is_its(record, url) else None
+        host = urllib.parse.urlsplit(url).hostname
+        if record is not None and url != record.dashboard_url and host != split_address(record.head_address)[0]:
+            record = None  # this node's token is sent only to its own cluster
     elif record is not None:
         return reach(cluster, address=None, rendezvous=None)
     else:
+        assert head is not None
         url = _published(head)
     token, source = _token(cluster, record=record, rendezvous=rendezvous, is_rays_own=is_rays_own)
     shared = None if record is None else Shared(num_nodes=record.num_nodes, folder=record.rendezvous)
@@ -298,7 +296,7 @@ def _reach_elsewhere(cluster: str, *, address: str | None, rendezvous: Path | No
 
 
 def refuse_busy(run_dir: Path, jobs: Sequence[Job]) -> None:
-    """One run at a time has a run directory: a job that is not over says so, and where the folder is seen from here, its lease."""
+    """A run directory belongs to one run at a time: to a job that is not over, or to the holder of its lease, if that is seen from here."""
     for job in jobs:
         if job.run_dir == str(run_dir) and not job.is_over:
             raise ClusterError(
@@ -312,15 +310,8 @@ def refuse_busy(run_dir: Path, jobs: Sequence[Job]) -> None:
         )
 
 
-def _is_its(record: NodeRecord, url: str) -> bool:
-    """Whether the address belongs to this node's cluster: its token is sent nowhere else."""
-    host = urllib.parse.urlsplit(url).hostname
-    return url == record.dashboard_url or host == split_address(record.head_address)[0]
-
-
-def _published(head: Head | None) -> str:
+def _published(head: Head) -> str:
     """The dashboard as other machines reach it."""
-    assert head is not None
     host, port = split_address(head.dashboard) if head.dashboard else ("localhost", 0)
     if is_loopback(host):
         raise ClusterError(
@@ -340,8 +331,8 @@ def _url(address: str) -> str:
 def _token(
     cluster: str, *, record: NodeRecord | None, rendezvous: Path | None, is_rays_own: bool
 ) -> tuple[str | None, str]:
-    """The token, and where it comes from in words. None: no token is known, and the cluster may need none. A token of our own
-    clusters opens all of their nodes, so no other Ray gets it."""
+    """The token, if one is known, and where it comes from, in words. A token of our own clusters opens all of their nodes, so no other
+    Ray gets it."""
     if record is not None:
         return read_token(cluster), str(token_path(cluster))
     if not is_rays_own and (given := os.environ.get(TOKEN)):
@@ -372,7 +363,7 @@ def _job(details: JobDetails) -> Job:
 
 
 def _variables(details: JobDetails) -> dict[str, str]:
-    """Those that the job was given."""
+    """The variables that the job was given."""
     return (details.runtime_env or {}).get("env_vars") or {}
 
 

@@ -1,7 +1,7 @@
-"""A node's command inside a container: the words that the runtime takes, and the lines of shell that make the image be there.
+"""A node's command inside a container: the words that the runtime takes, and the lines of shell that provide the image.
 
-Only variables that are named get in; their values come from the environment of the command, never from its words. The network is
-the host's: Ray's ports are the node's own.
+Only named variables get in; their values come from the environment of the command, never from its words. The network is the
+host's: Ray's ports are the node's own.
 """
 
 from __future__ import annotations
@@ -13,10 +13,7 @@ from pathlib import Path
 
 from rollcall.config.launch import ContainerSection, LaunchSection
 from rollcall.config.sections import ClusterSection
-from rollcall.launch.errors import LaunchError
-
-PREFIX = "rollcall-"
-ROCM_DEVICES = ("/dev/kfd", "/dev/dri")
+from rollcall.launch.record import LaunchError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,20 +21,15 @@ class Container:
     section: ContainerSection
     name: str
     gpu: str  # cuda, rocm, or none
-    folders: tuple[str, ...] = ()  # of the launch itself, beside the user's mounts
+    folders: tuple[str, ...] = ()  # of the launch, mounted with the user's
 
     @property
     def is_daemon(self) -> bool:
         """Whether the runtime keeps containers by name. apptainer's are plain processes of the node."""
         return self.section.runtime in ("docker", "podman")
 
-    @property
-    def has_daemon_of_node(self) -> bool:
-        """Whether its processes are children of a daemon, outside of what limits the command that starts them."""
-        return self.section.runtime == "docker"
-
     def before(self) -> list[str]:
-        """Lines of shell: build a missing image, remove an old container of this name."""
+        """Lines of shell that build a missing image and remove an old container of this name."""
         section, lines = self.section, []
         if self.is_daemon:
             tool, image = section.runtime, shlex.quote(section.image)
@@ -51,12 +43,24 @@ class Container:
         return lines
 
     def run(self, words: Sequence[str], *, variables: Iterable[str], detach: bool = False) -> list[str]:
-        """``words`` in a new container. ``detach``: it goes on when this command returns."""
-        if self.is_daemon:
-            options = ["--detach"] if detach else ["--rm"]
-            inside = [word for name in variables for word in ("--env", name)]
-            return [*self._start(), *options, *inside, self.section.image, *words]
-        return [*self._apptainer(), self.section.image, *words]
+        """``words`` in a new container; with ``detach`` it keeps running when this command returns."""
+        section, mounts = self.section, mounts_of(self.section, self.folders)
+        if not self.is_daemon:
+            gpus = {"cuda": ["--nv"], "rocm": ["--rocm"]}.get(self.gpu, [])
+            binds = [word for mount in mounts for word in ("--bind", mount)]
+            return ["apptainer", "exec", "--cleanenv", *gpus, *binds, section.image, *words]
+        start = [section.runtime, "run", "--name", self.name, "--network", "host", "--shm-size", section.shm, "--init"]
+        if section.runtime == "docker":  # podman's containers have the limits of its caller, which a user cannot raise
+            start += ["--ulimit", "memlock=-1:-1"]
+        start += [word for mount in mounts for word in ("--volume", mount)]
+        amd = ("/dev/kfd", "/dev/dri") if self.gpu == "rocm" else ()
+        start += [word for device in (*amd, *section.devices) for word in ("--device", device)]
+        if self.gpu == "rocm":
+            start += ["--group-add", "video", "--security-opt", "seccomp=unconfined"]
+        elif self.gpu == "cuda":
+            start += ["--gpus", "all"] if section.runtime == "docker" else ["--device", "nvidia.com/gpu=all"]
+        start.append("--detach" if detach else "--rm")
+        return [*start, *(word for name in variables for word in ("--env", name)), section.image, *words]
 
     def shell(self) -> list[str]:
         """A shell in it that reads its script from stdin, while the node runs there too."""
@@ -65,36 +69,14 @@ class Container:
         return self.run(["bash", "-s"], variables=())
 
     def exports(self, variables: Iterable[str]) -> list[str]:
-        """Lines of shell that hand named variables to a runtime which takes them from the environment under another name."""
+        """Lines of shell that hand variables to a runtime which takes them from the environment under another name."""
         if self.is_daemon:
             return []
         return [f'[ -z "${{{name}+set}}" ] || export APPTAINERENV_{name}="${name}"' for name in variables]
 
     def stop(self) -> list[str] | None:
-        """Words that end it; None: it ends with its command."""
+        """The words that end it. apptainer's ends with its command."""
         return [self.section.runtime, "rm", "--force", self.name] if self.is_daemon else None
-
-    def _start(self) -> list[str]:
-        section = self.section
-        words = [section.runtime, "run", "--name", self.name, "--network", "host", "--shm-size", section.shm]
-        words.append("--init")
-        if section.runtime == "docker":  # podman's containers have the limits of its caller, which a user cannot raise
-            words += ["--ulimit", "memlock=-1:-1"]
-        for mount in mounts_of(self.section, self.folders):
-            words += ["--volume", mount]
-        for device in (*(ROCM_DEVICES if self.gpu == "rocm" else ()), *section.devices):
-            words += ["--device", device]
-        if self.gpu == "rocm":
-            words += ["--group-add", "video", "--security-opt", "seccomp=unconfined"]
-        elif self.gpu == "cuda":
-            words += ["--gpus", "all"] if section.runtime == "docker" else ["--device", "nvidia.com/gpu=all"]
-        return words
-
-    def _apptainer(self) -> list[str]:
-        words = ["apptainer", "exec", "--cleanenv", *{"cuda": ["--nv"], "rocm": ["--rocm"]}.get(self.gpu, [])]
-        for mount in mounts_of(self.section, self.folders):
-            words += ["--bind", mount]
-        return words
 
 
 def mounts_of(section: ContainerSection, folders: Iterable[str | Path]) -> list[str]:
@@ -106,7 +88,6 @@ def mounts_of(section: ContainerSection, folders: Iterable[str | Path]) -> list[
 def container_of(
     launch: LaunchSection, cluster: ClusterSection, *, name: str, folders: Sequence[Path] = ()
 ) -> Container | None:
-    """None: the nodes run without one."""
     section = launch.container
     if section is None:
         return None
@@ -115,4 +96,4 @@ def container_of(
             "launch.container.runtime=enroot needs Slurm with pyxis; use docker, podman or apptainer here"
         )
     gpu = "none" if cluster.accelerator == "cpu" else launch.gpu
-    return Container(section=section, name=f"{PREFIX}{name}", gpu=gpu, folders=tuple(map(str, folders)))
+    return Container(section=section, name=f"rollcall-{name}", gpu=gpu, folders=tuple(map(str, folders)))

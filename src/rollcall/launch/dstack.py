@@ -9,10 +9,8 @@ from typing import Any
 
 from rollcall.config.launch import DstackSection
 from rollcall.launch.record import LaunchRecord
-from rollcall.launch.rendered import Command, Rendered, RenderedFile, yaml_text
-from rollcall.launch.script import node_lines
-from rollcall.launch.target import RUN_FILE, LaunchRequest
-from rollcall.launch.tool import Seen, ToolTarget, ask_json, run, unlike_slots
+from rollcall.launch.rendered import Command, Rendered, RenderedFile, node_lines, yaml_text
+from rollcall.launch.target import RUN_FILE, LaunchRequest, Seen, ToolTarget, ask_json, run, unlike_slots
 from rollcall.worker_env.node_shell import TOKEN
 
 TASK = "task.dstack.yml"
@@ -34,10 +32,15 @@ class Dstack(ToolTarget):
     def render(self, request: LaunchRequest) -> Rendered:
         section = request.section(DstackSection)
         words = ("dstack", "apply", "--yes", "--detach", "--force", "-f", str(request.folder / TASK))
+        wrong = unlike_slots(section.resources.get("gpu"), request.cluster, key="launch.dstack.resources.gpu")
+        lost = (
+            f"run.dir={request.config.run.dir} is lost with the machines: name a volume in launch.dstack.volumes, and put run.dir "
+            "on it"
+        )
         return Rendered(
             files=(request.run_file, RenderedFile(name=TASK, text=yaml_text(_task(request, section)))),
             commands=(Command(words=words, what="start the task"),),
-            notes=_notes(request, section),
+            notes=(*wrong, *([] if section.volumes else [lost])),
         )
 
     def tool_name(self, name: str) -> str:
@@ -52,7 +55,7 @@ class Dstack(ToolTarget):
         return [
             Seen(
                 id=each.get("id", ""),
-                told=f"{each['status']} {each.get('status_message') or ''}".strip(),
+                state=f"{each['status']} {each.get('status_message') or ''}".strip(),
                 is_busy=each["status"] not in ENDED,
             )
             for each in _listed().get("runs", [])
@@ -108,19 +111,8 @@ def _task(request: LaunchRequest, section: DstackSection) -> dict[str, Any]:
     return {key: value for key, value in task.items() if value not in (None, {}, [])}
 
 
-def _notes(request: LaunchRequest, section: DstackSection) -> tuple[str, ...]:
-    wrong = unlike_slots(section.resources.get("gpu"), request.cluster, key="launch.dstack.resources.gpu")
-    if section.volumes:
-        return wrong
-    lost = f"run.dir={request.config.run.dir} is lost with the machines"
-    return (
-        *wrong,
-        f"{lost}: name a volume in launch.dstack.volumes, and put run.dir on it",
-    )
-
-
 def _guard(line: str) -> str:
-    """dstack reads ``$$`` and ``${{ ... }}`` in commands itself. In quotes, a ``$`` that stands apart is the shell's alone.
+    """dstack reads ``$$`` and ``${{ ... }}`` in commands itself. A ``$`` in its own quotes is left to the shell.
 
     >>> _guard("export A='$$ ${{x}}'")
     "export A='$''$ $''{{x}}'"

@@ -1,4 +1,4 @@
-"""`rollcall launch kuberay`: a RayJob for the KubeRay operator. KubeRay starts Ray in pods; a job there makes the nodes ready and
+"""`rollcall launch kuberay`: a RayJob for the KubeRay operator. KubeRay starts Ray in pods; a job there prepares the nodes and
 becomes `rollcall train`.
 
 The head pod is a node of the run, the others are workers of one group. The run file travels in a variable of the job, in
@@ -14,23 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.config.launch import KuberaySection
-from rollcall.launch.errors import LaunchError
-from rollcall.launch.record import LaunchRecord
-from rollcall.launch.rendered import Command, Rendered, RenderedFile, yaml_text
-from rollcall.launch.script import RUN_FILE_VARIABLE
-from rollcall.launch.target import LaunchRequest
-from rollcall.launch.tool import Seen, ToolTarget, ask, ask_json, run
+from rollcall.launch.record import LaunchError, LaunchRecord
+from rollcall.launch.rendered import RUN_FILE_VARIABLE, Command, Rendered, RenderedFile, yaml_text
+from rollcall.launch.target import LaunchRequest, Seen, ToolTarget, ask, ask_json, run
 from rollcall.wait import Wait, say
 
 MANIFEST = "rayjob.yaml"
-ENTRYPOINT = "python -m rollcall.launch.ready"
 KEEP_S = 600  # how long KubeRay keeps the pods of a run that has ended
-INVALID = "ValidationFailed"  # KubeRay does not begin such a one
+INVALID = "ValidationFailed"  # KubeRay does not start such a job
 ENDED = ("Complete", "Failed", INVALID)
-SUBMITTERS = ("imagePullSecrets", "serviceAccountName")  # of a pod's spec, what KubeRay's submitter needs too
 # Of a run file: KubeRay's submitter gets it, in base64, as one word, and Linux has 131,072 bytes for that.
 MOST_BYTES = 90_000
-LOOK_EVERY_S = 5.0
 
 
 class Kuberay(ToolTarget):
@@ -47,10 +41,12 @@ class Kuberay(ToolTarget):
     def render(self, request: LaunchRequest) -> Rendered:
         section = request.section(KuberaySection)
         words = ("kubectl", "apply", "--namespace", section.namespace, "-f", str(request.folder / MANIFEST))
+        lost = f"run.dir={request.config.run.dir} is lost with the pods, {KEEP_S // 60} minutes after the end"
+        note = f"{lost}: name a volume claim in launch.kuberay.claims, and put run.dir on it"
         return Rendered(
             files=(request.run_file, RenderedFile(name=MANIFEST, text=yaml_text(_job(request, section)))),
             commands=(Command(words=words, what="create the RayJob"),),
-            notes=_notes(request, section),
+            notes=() if section.claims or section.ray_cluster else (note,),
         )
 
     def validate(self, rendered: Rendered, folder: Path) -> str:
@@ -81,15 +77,9 @@ class Kuberay(ToolTarget):
         if found is None:
             return []
         status = found.get("status", {})
-        told = [status.get(key) for key in ("jobDeploymentStatus", "jobStatus", "message")]
-        return [
-            Seen(
-                id=found.get("metadata", {}).get("uid", ""),
-                told=" ".join(filter(None, told)) or "new",
-                is_busy=told[0] not in ENDED,
-                stays=True,
-            )
-        ]
+        words = [status.get(key) for key in ("jobDeploymentStatus", "jobStatus", "message")]
+        id, state = found.get("metadata", {}).get("uid", ""), " ".join(filter(None, words)) or "new"
+        return [Seen(id=id, state=state, is_busy=words[0] not in ENDED, stays=True)]
 
     def end(self, record: LaunchRecord, ids: Sequence[str]) -> None:
         words = (*self._kubectl(record), "delete", "rayjob", self.tool_name(record.name), "--ignore-not-found")
@@ -132,30 +122,15 @@ class Kuberay(ToolTarget):
             if status.get("jobDeploymentStatus") in until:
                 return status
             state = status.get("jobDeploymentStatus") or "new"
-            wait.again(f"waiting for the RayJob, which is {state}", after_s=LOOK_EVERY_S)
-        raise LaunchError(f"the RayJob {self.tool_name(record.name)!r} was deleted while its end was waited for")
+            wait.again(f"waiting for the RayJob, which is {state}", after_s=5.0)
+        raise LaunchError(f"the RayJob {self.tool_name(record.name)!r} was deleted before it ended")
 
     def _rayjob(self, record: LaunchRecord) -> Any:
-        words = (
-            *self._kubectl(record),
-            "get",
-            "rayjob",
-            self.tool_name(record.name),
-            "--ignore-not-found",
-            "-o",
-            "json",
-        )
-        return ask_json(Command(words=words, what="ask for the RayJob"))
+        words = ("get", "rayjob", self.tool_name(record.name), "--ignore-not-found", "-o", "json")
+        return ask_json(Command(words=(*self._kubectl(record), *words), what="ask for the RayJob"))
 
     def _kubectl(self, record: LaunchRecord) -> tuple[str, ...]:
         return ("kubectl", "--namespace", record.facts["kind"])
-
-
-def _notes(request: LaunchRequest, section: KuberaySection) -> tuple[str, ...]:
-    if section.claims or section.ray_cluster:
-        return ()
-    lost = f"run.dir={request.config.run.dir} is lost with the pods, {KEEP_S // 60} minutes after the end"
-    return (f"{lost}: name a volume claim in launch.kuberay.claims, and put run.dir on it",)
 
 
 def kube_name(name: str) -> str:
@@ -180,7 +155,7 @@ def _job(request: LaunchRequest, section: KuberaySection) -> dict[str, Any]:
         )
     text = base64.b64encode(run_file).decode()
     spec: dict[str, Any] = {
-        "entrypoint": ENTRYPOINT,
+        "entrypoint": "python -m rollcall.launch.ready",
         "submissionMode": section.submission,
         "runtimeEnvYAML": yaml_text({"env_vars": {RUN_FILE_VARIABLE: text}}),
     }
@@ -206,7 +181,7 @@ def _cluster(request: LaunchRequest, section: KuberaySection) -> dict[str, Any]:
         )
     if section.image is None:
         raise LaunchError("launch.kuberay.image is missing: name an image that has Rollcall and Ray in it")
-    # With logical slots, Ray is told of GPUs that the pods do not have.
+    # Logical slots: GPUs for Ray that the pods do not have.
     start = {"num-gpus": str(sizes[0])} if request.cluster.accelerator == "cpu" else {}
     spec: dict[str, Any] = {
         "rayVersion": section.ray_version,
@@ -231,8 +206,8 @@ def _cluster(request: LaunchRequest, section: KuberaySection) -> dict[str, Any]:
 
 
 def _submitter(section: KuberaySection) -> dict[str, Any] | None:
-    """KubeRay's own pod has the image too, and would not get it from a registry that wants a key. None: its own will do."""
-    given = {key: section.pod[key] for key in SUBMITTERS if key in section.pod}
+    """KubeRay's own pod has the image too, and needs what `pod` says about registries and accounts."""
+    given = {key: section.pod[key] for key in ("imagePullSecrets", "serviceAccountName") if key in section.pod}
     if not given or section.submission != "K8sJobMode":
         return None
     small = {"requests": {"cpu": "500m", "memory": "200Mi"}, "limits": {"cpu": 1, "memory": "1Gi"}}

@@ -11,13 +11,24 @@ from typing import Any
 from rollcall.config import Config
 from rollcall.errors import ClusterError
 from rollcall.launch.dstack import Dstack
-from rollcall.launch.errors import ElsewhereError, LaunchError, reason
 from rollcall.launch.kuberay import Kuberay
-from rollcall.launch.record import LaunchRecord, find_record, forget, get_record, held, launches, new_record, writing
+from rollcall.launch.record import (
+    ElsewhereError,
+    LaunchError,
+    LaunchRecord,
+    find_record,
+    forget,
+    get_record,
+    held,
+    launches,
+    new_record,
+    reason,
+    writing,
+)
 from rollcall.launch.rendered import VARIABLE, Rendered
 from rollcall.launch.skypilot import Skypilot
 from rollcall.launch.slurm import Slurm
-from rollcall.launch.ssh.hosts import choose_hosts
+from rollcall.launch.ssh.site import choose_hosts
 from rollcall.launch.ssh.target import Ssh
 from rollcall.launch.target import LaunchRequest, Target
 from rollcall.plan.judge import workable_plan
@@ -36,30 +47,30 @@ def get_target(name: str) -> Target:
 def make_request(
     config: Config, *, target: str, name: str, cwd: Path, problems: list[str] | None = None
 ) -> LaunchRequest:
-    """What a target renders from; refuses what cannot work before anything is started. Of that, what can be rendered all the same is
-    added to ``problems`` instead, if there is such a list."""
-    if config.cluster is None:
+    """Makes the request that a target renders, and refuses what cannot work before anything is started. Problems that do not prevent
+    rendering are added to ``problems`` instead, if there is such a list."""
+    cluster, launch = config.cluster, config.launch
+    if cluster is None:
         raise LaunchError(
             "a launch needs to know how many nodes: add a line to the run file, such as "
             "`cluster: {num_nodes: 2, num_gpus_per_node: 8}`"
         )
-    if config.launch is None or getattr(config.launch, target) is None:
+    if launch is None or getattr(launch, target) is None:
         raise LaunchError(
             f"the run file has no `launch.{target}` section; `rollcall launch init {target}` prints one to fill in"
         )
-    launch = config.launch
-    if config.cluster.ray_address is not None:
+    if cluster.ray_address is not None:
         raise LaunchError(
-            f"cluster.ray_address={config.cluster.ray_address} names a Ray that already runs, and a launch starts nodes of its own; "
+            f"cluster.ray_address={cluster.ray_address} names a Ray that already runs, and a launch starts its own nodes; "
             "leave it out, or use `rollcall submit` (with kuberay, `launch.kuberay.ray_cluster` names one)"
         )
     profile = {} if launch.profile is None else read_profile(cwd / launch.profile.expanduser())
     _refuse_secrets(config, target=target, profile=profile)
-    cluster = config.cluster.model_copy(update={"env": {**profile, **config.cluster.env}})
+    cluster = cluster.model_copy(update={"env": {**profile, **cluster.env}})
     config = config.model_copy(update={"cluster": cluster})
+    hosts: tuple[str, ...] = ()
     with _adding_to(problems):
         workable_plan(config, cluster)
-    hosts: tuple[str, ...] = ()
     if target == "ssh" and launch.ssh is not None:
         hosts = choose_hosts(launch.ssh.hosts, count=cluster.num_nodes, name=name, cwd=cwd)
     request = LaunchRequest(
@@ -88,7 +99,7 @@ def _adding_to(problems: list[str] | None) -> Iterator[None]:
 
 
 def read_profile(path: Path) -> dict[str, str]:
-    """The ``NAME=VALUE`` lines of `launch.profile`: network variables for the nodes. A value with spaces stands in quotes; nothing is
+    """The ``NAME=VALUE`` lines of `launch.profile`: network variables for the nodes. A value with spaces is in quotes; nothing is
     expanded."""
     try:
         lines = path.read_text().splitlines()
@@ -96,19 +107,19 @@ def read_profile(path: Path) -> dict[str, str]:
         raise LaunchError(f"launch.profile={path} cannot be read: {reason(error)}") from None
     found: dict[str, str] = {}
     for number, line in enumerate(lines, 1):
-        name, equals, rest = line.strip().removeprefix("export ").strip().partition("=")
-        if not name or name.startswith("#"):
+        if not line.strip() or line.strip().startswith("#"):
             continue
         try:
-            words = shlex.split(rest)
+            *before, last = shlex.split(line)
         except ValueError:
-            words = ["", ""]
-        if not equals or not VARIABLE.fullmatch(name) or len(words) > 1:
+            before, last = [], ""
+        name, equals, value = last.partition("=")
+        if before not in ([], ["export"]) or not equals or not VARIABLE.fullmatch(name):
             raise LaunchError(
                 f"line {number} of launch.profile={path} is {line.strip()!r}; write NAME=VALUE, with a value that has spaces "
                 "in quotes"
             )
-        found[name] = words[0] if words else ""
+        found[name] = value
     return found
 
 
@@ -116,16 +127,12 @@ def _refuse_secrets(config: Config, *, target: str, profile: Mapping[str, str]) 
     """In variables, and in commands and other texts of the section and of `prepare`."""
     raw = config.model_dump(mode="json")
     section = raw["launch"][target]
-    env = {**profile, **section["env"]}
-    texts = [
-        *_texts(raw["prepare"], "prepare"),
-        *_texts({**section, "env": {}}, f"launch.{target}"),
-        *_texts(raw["launch"]["container"], "launch.container"),
-    ]
+    searched = {"prepare": raw["prepare"], f"launch.{target}": {**section, "env": {}}}
+    searched["launch.container"] = raw["launch"]["container"]
     names = [
         *secrets_of_run(raw),
-        *(name for name, value in env.items() if hides(name, value)),
-        *(key for key, text in texts if shell_hides(text)),
+        *(name for name, value in {**profile, **section["env"]}.items() if hides(name, value)),
+        *(key for place, value in searched.items() for key, text in _texts(value, place) if shell_hides(text)),
     ]
     if names:
         raise LaunchError(
@@ -135,7 +142,7 @@ def _refuse_secrets(config: Config, *, target: str, profile: Mapping[str, str]) 
 
 
 def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Every text in a value of any shape, with its place."""
+    """Every text in a value of any shape, with its key."""
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, list):
@@ -180,7 +187,7 @@ def _refuse(record: LaunchRecord, *, target: Target, rendered: Rendered) -> None
         raise LaunchError(f"{record.name!r} is being stopped; run `rollcall launch down {record.name}` to its end")
     changed = rendered.changed_in(record.folder)
     used = target.in_use(record, changed) if changed and record.id is not None else ()
-    if used:  # it runs on as it was started, and would be taken for what the run file says now
+    if used:
         raise LaunchError(
             f"{record.name!r} runs, or is about to, with another {' and '.join(used)} than would be used now: the run file has "
             f"changed, or Rollcall has. `rollcall launch logs {record.name} --follow` shows the one that runs; to change it, end it "

@@ -1,8 +1,5 @@
-"""The steps before a run on a Ray that someone else has started: wait for its slots, prepare every node, look for what would break
-the run.
-
-They run where the run's driver will: in a job, on a node of that Ray. Nodes are prepared by tasks of Ray, all at once.
-`python -m rollcall.launch.ready` is the entrypoint of a job whose run file comes in a variable. It becomes `rollcall train`.
+"""The entrypoint of a job on a Ray that someone else has started (`python -m rollcall.launch.ready`). Its run file comes in a variable.
+It waits for all slots, prepares the nodes by tasks of Ray, looks for what would break the run, and becomes `rollcall train`.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from rollcall.doctor.examine import examine
 from rollcall.doctor.show import show
 from rollcall.errors import ClusterError
 from rollcall.jobs.prepare import prepare_once
-from rollcall.launch.script import RUN_FILE_VARIABLE
+from rollcall.launch.rendered import RUN_FILE_VARIABLE
 from rollcall.nodes.check import describe, list_nodes
 from rollcall.nodes.head import NodeInfo
 from rollcall.nodes.which import Cluster, find_cluster
@@ -32,8 +29,15 @@ from rollcall.wait import Wait, say
 # For all nodes of a run to be there: each prepares itself before it joins, and one may have a model to download that another has;
 # a cluster of Kubernetes may still be getting its machines.
 JOIN_S = 1800.0
-FETCH_S = 86_400.0  # for the models; a download without a new byte is given up by itself
-LAST_LINES = 15
+
+
+def look_first(cluster: Cluster, config: Config) -> None:
+    """The last steps before a run, on one node for all: `prepare.once`, and a quick look for what would break it."""
+    prepare_once(config)
+    report = examine(cluster, config=config, quick=True)
+    show(report)
+    if report.breaks:
+        raise ClusterError("the run was not started: doctor has found what would break it (above)")
 
 
 def make_ready(config: Config, section: ClusterSection) -> None:
@@ -44,17 +48,8 @@ def make_ready(config: Config, section: ClusterSection) -> None:
     look_first(cluster, config)
 
 
-def look_first(cluster: Cluster, config: Config) -> None:
-    """What comes last before a run, on one node for all: `prepare.once`, and a quick look for what would break it."""
-    prepare_once(config)
-    report = examine(cluster, config=config, quick=True)
-    show(report)
-    if report.breaks:
-        raise ClusterError("the run was not started: doctor has found what would break it (above)")
-
-
 def _wait_for_nodes(cluster: Cluster, *, num_slots: int) -> list[NodeInfo]:
-    """Those with slots, once there are enough of them. More are fine: the cluster may be for others too."""
+    """Returns the nodes with slots, once there are enough of them. More are fine: the cluster may be for others too."""
     wait = Wait(JOIN_S, first_s=0.0)
     cluster.wait_until_known(wait)
     while (found := list_nodes(cluster)).num_slots < num_slots:
@@ -68,7 +63,7 @@ def _prepare(cluster: Cluster, nodes: list[NodeInfo], config: Config) -> None:
     try:
         prepare = _preparer(dump_config(config))
         calls = {rank: run_on(node.node_id, prepare, env={}) for rank, node in enumerate(nodes)}
-        wait = Wait(config.prepare.timeout_s + FETCH_S)
+        wait = Wait(config.prepare.timeout_s + 86_400.0)  # a download without a new byte gives up by itself
         answers, failures = answers_of(calls, wait=wait, to="prepare itself")
     finally:
         disconnect()
@@ -81,13 +76,13 @@ def _prepare(cluster: Cluster, nodes: list[NodeInfo], config: Config) -> None:
 
 def _preparer(run_file: str) -> Callable[[], str]:
     def prepare() -> str:
-        """The last lines of what went wrong; empty: nothing did."""
+        """The last lines of what went wrong, if anything did."""
         with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
             file.write(run_file)
             file.flush()
             words = [sys.executable, "-m", "rollcall", "prepare", file.name]
             ended = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
-        last = f"{ended.stdout}\n{ended.stderr}".strip().splitlines()[-LAST_LINES:]
+        last = f"{ended.stdout}\n{ended.stderr}".strip().splitlines()[-15:]
         return "\n".join(last) or f"status {ended.returncode}" if ended.returncode else ""
 
     return prepare

@@ -1,17 +1,15 @@
-"""What was launched from this machine: one folder for each launch, with its rendered files and a record.
+"""The launches from this machine: a folder for each, with its rendered files and a record.
 
-The record is written before a thing is started and again when its id is known, so that `down` finds it, and a launch that was
-killed can be finished or cleaned up by the next command. Folders are in ``~/.rollcall/launches``, or in ``$ROLLCALL_LAUNCHES``: on a
-Slurm cluster that has to be a folder that the nodes see.
+The record is written before anything is started and again when its id is known, so `down` finds it, and the next command can finish
+or clean up a launch that was killed. Folders are in ``~/.rollcall/launches``, or in ``$ROLLCALL_LAUNCHES``: on a Slurm cluster that
+has to be a folder that the nodes see.
 """
 
 from __future__ import annotations
 
-import getpass
 import os
 import secrets
 import shutil
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -23,7 +21,6 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict
 from rollcall.durable.atomic import write_atomic
 from rollcall.durable.lock import take_lock
 from rollcall.errors import in_one_line
-from rollcall.launch.errors import LaunchError, reason
 from rollcall.nodes.state import NAME
 from rollcall.redact import remember
 from rollcall.wait import say
@@ -31,6 +28,19 @@ from rollcall.wait import say
 FOLDER = "ROLLCALL_LAUNCHES"
 RECORD = "launch.json"
 TOKEN_FILE = "token"
+
+
+class LaunchError(RuntimeError):
+    """A launch failed or was refused; the message says what happened, on which host, and what to do."""
+
+
+class ElsewhereError(LaunchError):
+    """The tool now talks to another cluster or project, which does not know the launch. Nothing was done."""
+
+
+def reason(error: Exception) -> str:
+    """The reason why a file cannot be read, for a message that names the file."""
+    return (isinstance(error, OSError) and error.strerror) or in_one_line(error)
 
 
 class LaunchRecord(BaseModel):
@@ -41,8 +51,7 @@ class LaunchRecord(BaseModel):
     state: Literal["starting", "started", "stopping"]
     run_dir: str
     started: AwareDatetime
-    by: str  # user@host
-    id: str | None = None  # of what was started, in the tool's words; "": it was about to be started; None: nothing was
+    id: str | None = None  # the tool's id of what was started; "" if it was about to be started
     facts: dict[str, Any] = {}  # what the target needs to find it again, such as hosts or a namespace
 
     @property
@@ -50,11 +59,9 @@ class LaunchRecord(BaseModel):
         return launches() / self.name
 
     def having(self, **changes: Any) -> LaunchRecord:
-        """The record with other fields."""
         return self.model_copy(update=changes)
 
     def knowing(self, **facts: Any) -> LaunchRecord:
-        """The record with more facts, or others."""
         return self.having(facts={**self.facts, **facts})
 
     def save(self) -> LaunchRecord:
@@ -69,7 +76,7 @@ def launches() -> Path:
 
 @contextmanager
 def writing() -> Iterator[None]:
-    """Turns a full disk, or the folder of another user, into one sentence with its path."""
+    """Turns a full disk, or another user's folder, into one sentence with its path."""
     try:
         yield
     except OSError as error:
@@ -79,14 +86,8 @@ def writing() -> Iterator[None]:
 
 
 def new_record(name: str, *, target: str, run_dir: str) -> LaunchRecord:
-    return LaunchRecord(
-        name=check_name(name),
-        target=target,
-        state="starting",
-        run_dir=run_dir,
-        started=datetime.now(UTC).replace(microsecond=0),
-        by=f"{getpass.getuser()}@{socket.gethostname()}",
-    )
+    now = datetime.now(UTC).replace(microsecond=0)
+    return LaunchRecord(name=check_name(name), target=target, state="starting", run_dir=run_dir, started=now)
 
 
 def check_name(name: str) -> str:
@@ -99,7 +100,7 @@ def check_name(name: str) -> str:
 
 
 def own_folder(name: str) -> Path:
-    """The launch's folder, made if needed. Only its owner reads it: a run file may hold what others should not see."""
+    """Makes the launch's folder if needed. Only its owner can read it: a run file may hold what others should not see."""
     folder = launches() / check_name(name)
     with writing():
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -107,7 +108,7 @@ def own_folder(name: str) -> Path:
 
 
 def launch_token(folder: Path) -> str:
-    """Returns the token of a launch, which is made once and kept beside the record."""
+    """The launch's token, made on the first call."""
     path = folder / TOKEN_FILE
     if not path.exists():
         write_atomic(path, secrets.token_hex(32), private=True)
@@ -123,9 +124,8 @@ def find_record(name: str) -> LaunchRecord | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, OSError) as error:
-        why = reason(error) if isinstance(error, OSError) else in_one_line(error)
         raise LaunchError(
-            f"{path} is not a record of a launch ({why}); look for what it started by hand, then remove its folder"
+            f"{path} is not a record of a launch ({reason(error)}); look for what it started by hand, then remove its folder"
         ) from None
 
 
@@ -138,14 +138,14 @@ def get_record(name: str) -> LaunchRecord:
 
 
 def named_record(name: str | None, *, target: str | None = None) -> LaunchRecord:
-    """The launch of that name; without one, the only launch from this machine (with ``target``, if one is given)."""
+    """The launch of that name; without one, the only launch from this machine (with ``target``, if given)."""
     if name is not None:
         return get_record(name)
     found = [record for record in all_records(strict=False) if target in (None, record.target)]
     if not found:
         by = f" with {target}" if target else ""
         raise LaunchError(
-            f"nothing was launched{by} from this machine; `rollcall launch {target or 'TARGET'} run.yaml` does"
+            f"nothing was launched{by} from this machine; `rollcall launch {target or 'TARGET'} run.yaml` launches a run"
         )
     if len(found) > 1:
         raise LaunchError(f"there are several launches: {', '.join(each.name for each in found)}; name one of them")
@@ -153,8 +153,8 @@ def named_record(name: str | None, *, target: str | None = None) -> LaunchRecord
 
 
 def all_records(*, strict: bool = True) -> list[LaunchRecord]:
-    """All launches, the newest first. A record that cannot be read is an error, since what it started is not known; without ``strict``
-    it is named, and left out."""
+    """All launches, newest first. A record that cannot be read is an error, since what it started is not known; without ``strict``
+    it is named and left out."""
     found = []
     for path in launches().glob(f"*/{RECORD}"):
         try:

@@ -1,10 +1,10 @@
-"""What a target renders: files for the launch's folder, and the commands that start it. Plain values; nothing runs here."""
+"""The files that a target renders for the launch's folder, and the commands that start it. Plain values; nothing runs here."""
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,11 @@ from typing import Any
 import yaml
 
 from rollcall.durable.atomic import write_atomic
-from rollcall.launch.errors import LaunchError
+from rollcall.launch.container import Container
+from rollcall.launch.record import LaunchError
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+RUN_FILE_VARIABLE = "ROLLCALL_RUN_FILE_BASE64"  # of a job that gets its run file in a variable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +28,7 @@ class RenderedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """One command of a target's own tool."""
+    """A command of a target's own tool."""
 
     words: tuple[str, ...]
     what: str  # it does, in a few words: "submit the batch script"
@@ -49,16 +51,15 @@ class Rendered:
         return next(file for file in self.files if file.name == name)
 
     def write(self, folder: Path) -> None:
-        """Write the files that are new or have changed; a job may read the others at this moment."""
+        """A job that is reading a file keeps the one that it has opened."""
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         for file in self.files:
-            path = folder / file.name
-            if not path.exists() or file.name in self.changed_in(folder):
-                write_atomic(path, file.text, durable=False, private=True)
-            path.chmod(0o700 if file.executable else 0o600)
+            write_atomic(folder / file.name, file.text, durable=False, private=True)
+            if file.executable:
+                (folder / file.name).chmod(0o700)
 
     def changed_in(self, folder: Path) -> list[str]:
-        """The files that are in the folder already, with another text."""
+        """The files that the folder already has with another text."""
         found = [(file, folder / file.name) for file in self.files]
         return [file.name for file, path in found if path.exists() and path.read_bytes() != file.text.encode()]
 
@@ -85,8 +86,11 @@ def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _text)
 
 
+# Shell. Values of the user are quoted once, by ``shlex``.
+
+
 def exports(variables: Mapping[str, str]) -> list[str]:
-    """Lines of shell that set variables, whatever is in their values."""
+    """Lines of shell that set variables to any values."""
     for name in variables:
         if not VARIABLE.fullmatch(name):
             raise LaunchError(
@@ -96,7 +100,7 @@ def exports(variables: Mapping[str, str]) -> list[str]:
 
 
 def shell_path(path: Path) -> str:
-    """A path as one word of shell. The home folder of the user there takes the place of a leading ``~``.
+    """A path as one word of shell; a leading ``~`` is the home folder of the user there.
 
     >>> shell_path(Path("~/my venv/bin/activate")), shell_path(Path("/opt/$x/activate"))
     ('"$HOME"/\'my venv/bin/activate\'', "'/opt/$x/activate'")
@@ -105,3 +109,37 @@ def shell_path(path: Path) -> str:
     if text == "~" or text.startswith("~/"):
         return '"$HOME"' + (f"/{shlex.quote(text[2:])}" if text[2:] else "")
     return shlex.quote(text)
+
+
+def node_lines(
+    *,
+    run_file: str,
+    cluster: str,
+    activate: Path | None,
+    env: Mapping[str, str],
+    head: str | None = None,
+    before: Sequence[str] = (),
+    more: str,
+    container: Container | None = None,
+    variables: Sequence[str] = (),
+    guard: Callable[[str], str] = str,
+) -> list[str]:
+    """The lines of shell that every node runs, around `rollcall node --run`.
+
+    ``run_file``, ``head`` (the address of rank 0) and ``more`` (options) are shell, such as ``"$HOME"/run.yaml``; ``before`` has the
+    user's own lines; ``variables`` are names that a container gets as well as those of ``env``; ``guard`` changes a line with quoted
+    values for a tool that reads it before the shell does.
+    """
+    # Activate scripts read variables that are not set.
+    activated = [] if activate is None else [guard(f". {shell_path(activate)} || exit 1")]
+    lines = [*([] if container else activated), "set -eu", *map(guard, exports(env)), *before]
+    command = f"exec rollcall node --run {run_file} --cluster {shlex.quote(cluster)} {more}"
+    names = [*env, *variables]
+    if head is not None:
+        lines += [f"head={head}", 'case $head in *:*) head="[$head]" ;; esac', "export head"]  # [IPv6]
+        command += ' --head-address "$head:6399"'  # SkyPilot's own Ray has 6380 on its machines
+        names.append("head")
+    if container is None:
+        return [*lines, command]
+    words = container.run(["sh", "-c", "\n".join([*activated, command])], variables=names)
+    return [*lines, *container.before(), *container.exports(names), f"exec {shlex.join(words)}"]

@@ -11,21 +11,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollcall.config.launch import SkypilotSection
-from rollcall.launch.errors import LaunchError
-from rollcall.launch.record import LaunchRecord
-from rollcall.launch.rendered import Command, Rendered, RenderedFile, yaml_text
-from rollcall.launch.script import node_lines
-from rollcall.launch.target import RUN_FILE, LaunchRequest
-from rollcall.launch.tool import Seen, ToolTarget, ask, ask_json, run, unlike_slots
+from rollcall.launch.record import LaunchError, LaunchRecord
+from rollcall.launch.rendered import Command, Rendered, RenderedFile, node_lines, yaml_text
+from rollcall.launch.target import RUN_FILE, LaunchRequest, Seen, ToolTarget, ask, ask_json, run, unlike_slots
 from rollcall.worker_env.node_shell import TOKEN
 
 TASK = "task.yaml"
 JOB, CLUSTER = "managed job", "cluster"
 ENDED = ("SUCCEEDED", "CANCELLED", "FAILED")  # some states begin with the last, such as FAILED_SETUP
-NO_JOBS = "No in-progress managed jobs"  # SkyPilot says so by failing while it has no controller for them
-WHOLE = ("--tail", "0")  # of a log; SkyPilot prints its last 1,000 lines unless told
 FOLDER = ".rollcall-run"  # in the home folder of each node
-HEAD = '$(printf "%s\\n" "$SKYPILOT_NODE_IPS" | head -n 1)'
 
 
 class Skypilot(ToolTarget):
@@ -52,10 +46,14 @@ class Skypilot(ToolTarget):
         start = ("jobs", "launch", "--name") if section.managed else ("launch", "--cluster")
         secrets = [word for name in (TOKEN, *section.secrets) for word in ("--secret", name)]
         words = ("sky", *start, sky_name(request.name), "--yes", "--detach-run", *secrets, str(request.folder / TASK))
+        asked, key = section.resources.get("accelerators"), "launch.skypilot.resources.accelerators"
+        kept = (
+            f"after a preemption the run resumes from run.dir={request.config.run.dir}: keep it on a bucket or a volume"
+        )
         return Rendered(
             files=(request.run_file, RenderedFile(name=TASK, text=yaml_text(_task(request, section)))),
             commands=(Command(words=words, what="start the task"),),
-            notes=_notes(request, section),
+            notes=(*unlike_slots(asked, request.cluster, key=key), *([kept] if section.managed else [])),
         )
 
     def tool_name(self, name: str) -> str:
@@ -68,12 +66,14 @@ class Skypilot(ToolTarget):
         name = self.tool_name(record.name)
         if record.facts["kind"] == JOB:
             words = ("sky", "jobs", "queue", "--all", "--output", "json")
-            jobs = ask_json(Command(words=words, what="list the managed jobs"), fine=NO_JOBS) or []
+            # While SkyPilot has no controller for them, it fails with these words.
+            none = "No in-progress managed jobs"
+            jobs = ask_json(Command(words=words, what="list the managed jobs"), fine=none) or []
             jobs = sorted((job for job in jobs if job["job_name"] == name), key=lambda job: job["job_id"], reverse=True)
             return [
                 Seen(
                     id=str(job["job_id"]),
-                    told=f"{job['status']} {job.get('failure_reason') or ''}".strip(),
+                    state=f"{job['status']} {job.get('failure_reason') or ''}".strip(),
                     is_busy=not job["status"].startswith(ENDED),
                 )
                 for job in jobs
@@ -84,21 +84,20 @@ class Skypilot(ToolTarget):
 
     def log_command(self, record: LaunchRecord, *, follow: bool) -> tuple[str, ...]:
         of = ("jobs", "logs", "--name") if record.facts["kind"] == JOB else ("logs",)
-        return ("sky", *of, self.tool_name(record.name), *WHOLE, "--follow" if follow else "--no-follow")
+        whole = ("--tail", "0")  # else SkyPilot prints the last 1,000 lines
+        return ("sky", *of, self.tool_name(record.name), *whole, "--follow" if follow else "--no-follow")
 
     def end(self, record: LaunchRecord, ids: Sequence[str]) -> None:
         is_job = record.facts["kind"] == JOB
         verb = ("sky", "jobs", "cancel", "--yes") if is_job else ("sky", "down", "--yes")
         # SkyPilot keeps machines until what the run wrote is in its bucket; older ones cannot.
-        told = ask(Command(words=(*verb, "--help"), what="ask SkyPilot for its options"), fine="")
-        graceful = ("--graceful",) if "--graceful " in told else ()
-        which = ids if is_job else [self.tool_name(record.name)]
-        run(Command(words=(*verb, *graceful, *which), what="end the task"))
+        options = ask(Command(words=(*verb, "--help"), what="ask SkyPilot for its options"), fine="")
+        graceful = ("--graceful",) if "--graceful " in options else ()
+        run(Command(words=(*verb, *graceful, *(ids if is_job else [self.tool_name(record.name)])), what="end the task"))
 
 
 def _cluster(found: dict[str, Any]) -> Seen:
-    """A cluster with its newest task, which a cluster that is not up cannot tell. `sky launch` would put a second task behind one
-    that runs."""
+    """A cluster with its newest task, if it is up. `sky launch` would put a second task behind one that runs."""
     tasks = []
     if found["status"] == "UP":
         words = ("sky", "queue", found["name"], "--output", "json")
@@ -106,7 +105,7 @@ def _cluster(found: dict[str, Any]) -> Seen:
     newest = max(tasks, key=lambda task: task["job_id"], default=None)
     return Seen(
         id=found.get("cluster_hash", ""),  # new with every cluster
-        told=f"the cluster is {found['status']}" + (f", its task {newest['status']}" if newest else ""),
+        state=f"the cluster is {found['status']}" + (f", its task {newest['status']}" if newest else ""),
         is_busy=any(not task["status"].startswith(ENDED) for task in tasks),
         stays=True,
     )
@@ -121,7 +120,7 @@ def _task(request: LaunchRequest, section: SkypilotSection) -> dict[str, Any]:
     lines = node_lines(
         run_file=f'"$HOME"/{FOLDER}/{RUN_FILE}',
         cluster=request.name,
-        head=HEAD,
+        head='$(printf "%s\\n" "$SKYPILOT_NODE_IPS" | head -n 1)',
         more='--rank "$SKYPILOT_NODE_RANK" --num-nodes "$SKYPILOT_NUM_NODES"',  # before any variable of another launcher
         activate=section.activate,
         env={**request.node_env, **section.env},
@@ -138,14 +137,3 @@ def _task(request: LaunchRequest, section: SkypilotSection) -> dict[str, Any]:
     if section.workdir is not None:
         task["workdir"] = str(request.cwd / section.workdir)
     return {key: value for key, value in task.items() if value not in (None, {})}
-
-
-def _notes(request: LaunchRequest, section: SkypilotSection) -> tuple[str, ...]:
-    asked = section.resources.get("accelerators")
-    wrong = unlike_slots(asked, request.cluster, key="launch.skypilot.resources.accelerators")
-    if not section.managed:
-        return wrong
-    return (
-        *wrong,
-        f"after a preemption the run resumes from run.dir={request.config.run.dir}: keep it on a bucket or a volume",
-    )

@@ -1,9 +1,9 @@
 """`rollcall launch slurm`: a batch job whose one task on each node is `rollcall node --run`; or the same inside an allocation.
 
 Two scripts are rendered. `job.sh` is what Slurm runs on the first node: it starts one task per node and waits for them. Some time
-before the limit Slurm tells it (SIGUSR1). It passes that on, the run saves and ends with status 75, and the job requeues itself.
-`node.sh` is the task. The launch's folder is read by all nodes, and there they find each other. It has the job's log, and the exit
-status once the job is over: Slurm itself forgets a job after some minutes where it keeps no accounts.
+before the limit Slurm signals it (SIGUSR1). It passes that on, the run saves and ends with status 75, and the job requeues itself.
+`node.sh` is the task. All nodes read the launch's folder, and find each other there. It has the job's log, and the exit status once
+the job is over: Slurm itself forgets a job after some minutes where it keeps no accounts.
 """
 
 from __future__ import annotations
@@ -15,26 +15,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from importlib.resources import files
 from pathlib import Path
 
 from rollcall.config.launch import SlurmSection
 from rollcall.launch.container import container_of, mounts_of
-from rollcall.launch.errors import LaunchError
-from rollcall.launch.record import LaunchRecord
-from rollcall.launch.rendered import VARIABLE, Command, Rendered, RenderedFile, shell_path
-from rollcall.launch.script import node_lines
-from rollcall.launch.target import RUN_FILE, LaunchRequest
-from rollcall.launch.tool import Seen, ToolTarget, ask, need_tool
+from rollcall.launch.record import LaunchError, LaunchRecord
+from rollcall.launch.rendered import VARIABLE, Command, Rendered, RenderedFile, node_lines, shell_path
+from rollcall.launch.target import RUN_FILE, LaunchRequest, Seen, ToolTarget, ask, need_tool
 from rollcall.nodes.rendezvous import Rendezvous
-from rollcall.stop import INTERRUPTED, STOPPED, status_words
+from rollcall.stop import INTERRUPTED, status_words
 from rollcall.wait import Wait, say
 from rollcall.words import visible
 
-# In the launch's folder. REQUEUED: where the run stood when the job requeued itself last.
+REST_OF_JOB = (files("rollcall.launch") / "slurm_job.sh").read_text()
+# In the launch's folder. REQUEUED: how far the run had come when the job last requeued itself.
 JOB, NODE, LOG, STATUS, REQUEUED = "job.sh", "node.sh", "log", "status", "requeued"
 LOOK_EVERY_S = 1.0
-STEP_S = 60.0  # until a step that srun starts is listed
-SAVE_S = 40.0  # a node that gets SIGTERM lets the run save for 25 s, and stops Ray
 AWAY_S = 1800.0  # that Slurm's controller may not answer
 OF_SLURM = (  # for a container
     "SLURM_PROCID", "SLURM_GPUS_ON_NODE", "SLURM_JOB_ID", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES",
@@ -43,11 +40,7 @@ OF_SLURM = (  # for a container
 # a process of the job: it sees all of them.
 CARDS_FOR_DOCKER = '[ -z "${SLURM_STEP_GPUS:-}" ] || export CUDA_VISIBLE_DEVICES="$SLURM_STEP_GPUS"'
 GPU_OPTION = re.compile(r"--gpus|-G|--gres=(.*,)?gpu\b")
-# Variables that change what Slurm's tools list and end. Those of an allocation in which this command runs (SLURM_) would be handed on
-# to the job, where srun reads them.
-OTHERS_WISHES = ("SQUEUE_", "SCANCEL_", "SACCT_", "SLURM_")
-OF_SITE = ("SLURM_CONF", "SLURM_JWT")  # where the controller is, and who asks
-# Where `module` is not a function of the shell that submits, a file of these defines it.
+# Where `module` is not a function of the shell that submits, one of these files defines it.
 MODULE_FILES = (
     "/etc/profile.d/modules.sh /etc/profile.d/lmod.sh /etc/profile.d/z00_lmod.sh /usr/share/modules/init/bash"
 )
@@ -68,16 +61,16 @@ class Slurm(ToolTarget):
 
     def render(self, request: LaunchRequest) -> Rendered:
         section = request.section(SlurmSection)
-        node = RenderedFile(name=NODE, text=_text(_node(request, section)), executable=True)
-        job = RenderedFile(name=JOB, text=_text(_job(request, section)), executable=True)
+        node = RenderedFile(name=NODE, text=_node(request, section), executable=True)
+        job = RenderedFile(name=JOB, text=_job(request, section), executable=True)
         script = str(request.folder / JOB)
         if section.attach is None:
-            command = Command(
-                words=("sbatch", "--parsable", *_options(request, section), script), what="submit the batch job"
-            )
+            words, what = ("sbatch", "--parsable", *_options(request, section), script), "submit the batch job"
         else:
-            what = f"start the nodes inside job {section.attach}, in the background, with {request.folder / LOG} as its output"
-            command = Command(words=("bash", script), what=what)
+            log = request.folder / LOG
+            words = ("bash", script)
+            what = f"start the nodes inside job {section.attach}, in the background, with {log} as its output"
+        command = Command(words=words, what=what)
         return Rendered(files=(request.run_file, node, job), commands=(command,), notes=_notes(request, section))
 
     def validate(self, rendered: Rendered, folder: Path) -> str:
@@ -93,27 +86,26 @@ class Slurm(ToolTarget):
         return f"rollcall-{name}"
 
     def kind(self, request: LaunchRequest) -> str:
-        attach = request.section(SlurmSection).attach
-        return "" if attach is None else str(attach)
+        return str(request.section(SlurmSection).attach or "")
 
     def place(self) -> str:
         """Empty: this machine asks no controller."""
-        told = _ask("scontrol", "show", "config", what="ask for Slurm's name", fine="")
-        found = re.search(r"^ClusterName\s*=\s*(\S+)", told, re.MULTILINE)
+        config = _ask("scontrol", "show", "config", what="ask for Slurm's name", fine="")
+        found = re.search(r"^ClusterName\s*=\s*(\S+)", config, re.MULTILINE)
         return found[1] if found else ""
 
     def find(self, record: LaunchRecord) -> list[Seen]:
-        """The job or step that is in Slurm's queue, by its name: also one that was submitted just before a kill."""
+        """The job or step in Slurm's queue, by its name: also one that was submitted just before a kill."""
         name, attach = self.tool_name(record.name), record.facts["kind"]
         if attach:
-            rows = _rows("--steps", "--format=%i|%j", what="list the steps", num_fields=2)
+            rows = _rows("--steps", "--format=%i|%j", what="list the steps")
             ids = [id for id, step in rows if step == name and id.startswith(f"{attach}.")]
-            return [Seen(id=id, told=f"step {id} is RUNNING", is_busy=True) for id in ids]
-        rows = _rows(f"--name={name}", "--format=%i|%o|%T %R %M", what="look for the job in the queue", num_fields=3)
+            return [Seen(id=id, state=f"step {id} is RUNNING", is_busy=True) for id in ids]
+        rows = _rows(f"--name={name}", "--format=%i|%o|%T %R %M", what="look for the job in the queue")
         # A launch of the same name, in another folder, is another one.
         return [
-            Seen(id=id, told=f"job {id} is {told}", is_busy=True)
-            for id, script, told in rows
+            Seen(id=id, state=f"job {id} is {state}", is_busy=True)
+            for id, script, state in rows
             if script == str(record.folder / JOB)
         ]
 
@@ -134,26 +126,21 @@ class Slurm(ToolTarget):
             (record.folder / name).unlink(missing_ok=True)
         command = rendered.commands[0]
         if record.facts["kind"]:
-            return self._attach(record, command, num_nodes=request.cluster.num_nodes)
+            return self._attach(record, command)
         job = _ask(*command.words, what=command.what).strip().partition(";")[0]
         if not job.isdecimal():
             raise LaunchError(f"cannot {command.what}: sbatch answered {job[:200]!r}, not the id of a job")
         say(f"submitted job {job}; its log is {record.folder / LOG}")
         return job
 
-    def _attach(self, record: LaunchRecord, command: Command, *, num_nodes: int) -> str:
+    def _attach(self, record: LaunchRecord, command: Command) -> str:
         """Start the nodes as a step of a job that runs. The command that holds the step stays on this machine."""
         job, log = record.facts["kind"], record.folder / LOG
         with log.open("ab") as out:
             holder = subprocess.Popen(
-                command.words,
-                env=_variables(),
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                start_new_session=True,
+                command.words, env=_env(), stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
             )
-        wait = Wait(STEP_S)
+        wait = Wait(60.0)
         while not (found := self.seen(record)):
             what = f"waiting for the nodes to start inside job {job}"
             if holder.poll() is not None or not wait.again(what, after_s=LOOK_EVERY_S):
@@ -164,7 +151,7 @@ class Slurm(ToolTarget):
     def status(self, record: LaunchRecord) -> str:
         self.require_started(record)
         if found := self.own(record):
-            return visible(found[0].told)
+            return visible(found[0].state)
         if (ended := _ended(record)) is not None:
             return f"it {status_words(ended)}"
         words = (
@@ -175,9 +162,9 @@ class Slurm(ToolTarget):
             f"--jobs={record.id}",
             "--format=State,ExitCode",
         )
-        accounted = _ask(*words, what="ask for its account", fine="").strip() if record.id else ""
-        told = visible(accounted).replace("|", ", exit code ")
-        return f"job {record.id} is {told}" if told else "it is not in Slurm's queue"
+        account = _ask(*words, what="ask for its account", fine="").strip() if record.id else ""
+        state = visible(account).replace("|", ", exit code ")
+        return f"job {record.id} is {state}" if state else "it is not in Slurm's queue"
 
     def logs(self, record: LaunchRecord) -> None:
         if not (record.folder / LOG).exists():
@@ -187,64 +174,58 @@ class Slurm(ToolTarget):
     def follow(self, record: LaunchRecord) -> int:
         """Print the log as it grows until the job has left the queue. A requeued job is still in it."""
         self.require_started(record)
-        at, said = 0, ""
+        at, before, away = 0, "", Wait(AWAY_S)
         try:
             while True:
-                found = self._own_again(record)
+                try:
+                    found, away = self.own(record), Wait(AWAY_S)
+                except LaunchError as error:  # Slurm's controller may be busy, or restarting
+                    text = f"Slurm does not answer: {str(error).splitlines()[-1].strip()}"
+                    if not away.again(text, after_s=10 * LOOK_EVERY_S):
+                        raise
+                    continue
                 at = _print_from(record, at)
                 if not found:
                     break
-                if "RUNNING" not in found[0].told and found[0].told != said:
-                    said = found[0].told
-                    say(visible(said))
+                if "RUNNING" not in found[0].state and found[0].state != before:
+                    before = found[0].state
+                    say(visible(before))
                 time.sleep(LOOK_EVERY_S)
         except KeyboardInterrupt:
-            say(f"the run goes on; `rollcall launch logs --follow {record.name}` shows it again")
+            say(f"the run continues; `rollcall launch logs --follow {record.name}` shows it again")
             return INTERRUPTED
         ended = _ended(record)
         gone = "has left Slurm's queue without a status: it was cancelled or killed"
         say(f"{record.name!r} {gone if ended is None else status_words(ended)}")
         return 1 if ended is None else ended
 
-    def _own_again(self, record: LaunchRecord) -> list[Seen]:
-        """For a command that watches: Slurm's controller may be busy, or start again."""
-        wait = Wait(AWAY_S)
-        while True:
-            try:
-                return self.own(record)
-            except LaunchError as error:
-                text = f"Slurm does not answer: {str(error).splitlines()[-1].strip()}"
-                if not wait.again(text, after_s=10 * LOOK_EVERY_S):
-                    raise
-
     def end(self, record: LaunchRecord, ids: Sequence[str]) -> None:
-        """The run saves: Slurm sends SIGTERM first, and a step gets it from here."""
+        """The run saves: Slurm sends a job SIGTERM first, and a step gets it from here."""
         if record.facts["kind"]:
             _ask("scancel", "--signal=TERM", *ids, what="let the run save", fine="")
-            wait = Wait(SAVE_S)
+            wait = Wait(40.0)  # a node that gets SIGTERM lets the run save for 25 s, and stops Ray
             while self.own(record) and wait.again("waiting for the run to save", after_s=LOOK_EVERY_S):
                 continue
         if self.own(record):
             _ask("scancel", *ids, what="end it", fine="")
 
 
-def _variables() -> dict[str, str]:
-    """Those of this process, for Slurm's tools."""
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name.startswith(OF_SITE) or not name.startswith(OTHERS_WISHES)
-    }
+def _env() -> dict[str, str]:
+    """For Slurm's tools: without variables that change what they list and end, and without those of an allocation in which this
+    command runs, which would reach the job. Where the controller is, and who asks, stays."""
+    others = ("SQUEUE_", "SCANCEL_", "SACCT_", "SLURM_")
+    own = ("SLURM_CONF", "SLURM_JWT")
+    return {name: value for name, value in os.environ.items() if name.startswith(own) or not name.startswith(others)}
 
 
 def _ask(*words: str, what: str, fine: str | None = None) -> str:
-    return ask(Command(words=words, what=what), fine=fine, env=_variables())
+    return ask(Command(words=words, what=what), fine=fine, env=_env())
 
 
-def _rows(*options: str, what: str, num_fields: int) -> list[list[str]]:
-    """What squeue lists for this user."""
+def _rows(*options: str, what: str) -> list[list[str]]:
+    """The rows that squeue lists for this user, in the fields of ``--format``, the last option."""
     lines = _ask("squeue", "--noheader", "--me", *options, what=what).splitlines()
-    return [line.strip().split("|", num_fields - 1) for line in lines if line.strip()]
+    return [line.strip().split("|", options[-1].count("|")) for line in lines if line.strip()]
 
 
 def _ended(record: LaunchRecord) -> int | None:
@@ -269,47 +250,23 @@ def _print_from(record: LaunchRecord, at: int) -> int:
 # job.sh
 
 
-def _job(request: LaunchRequest, section: SlurmSection) -> list[str]:
-    lines = ["#!/bin/bash", *_modules(section.modules), *section.lines]
-    lines += [
+def _job(request: LaunchRequest, section: SlurmSection) -> str:
+    find = f'for file in {MODULE_FILES}; do type module >/dev/null 2>&1 || [ ! -r "$file" ] || . "$file"; done'
+    modules = [find, *(f"module load {shlex.quote(module)} || exit 1" for module in section.modules)]
+    lines = [
+        "#!/bin/bash",
+        *(modules if section.modules else []),
+        *section.lines,
         f"folder={shlex.quote(str(request.folder))}",
-        f'if [ ! -r "$folder/{NODE}" ]; then',
-        '  echo "$folder cannot be read on $(hostname): set ROLLCALL_LAUNCHES to a folder that all nodes share" >&2',
-        "  exit 1",
-        "fi",
         f"reached={shell_path(Rendezvous(_rendezvous(request), request.name).reached_file)}",
-        f'rm -f "$folder/{STATUS}" "$reached"',
-        "export SLURM_EXPORT_ENV=ALL  # what the lines above have set is for the tasks too",
-        "told=",
-        "trap 'told=yes; kill -USR1 \"$tasks\" 2>/dev/null' USR1  # Slurm, before the time limit",
-        "trap : TERM  # scancel tells the tasks too; wait for them",
-        f'{_srun(request, section)} bash "$folder/{NODE}" &',
-        "tasks=$!",
-        'wait "$tasks"',
-        'while kill -0 "$tasks" 2>/dev/null; do wait "$tasks"; done  # a signal ends a wait',
-        'wait "$tasks"',
-        "status=$?",
+        f"requeues={'yes' if section.attach is None else ''}",
+        f'nodes() {{ exec {_srun(request, section)} bash "$folder/{NODE}"; }}',
     ]
-    if section.attach is None:
-        lines += [
-            f'if [ "$status" = {STOPPED} ] && [ -n "$told" ]; then',
-            '  at=$(cat "$reached" 2>/dev/null) || at="its preparation"',
-            f'  if [ "$at" = "$(cat "$folder/{REQUEUED}" 2>/dev/null)" ]; then',
-            '    echo "the run was stopped at $at twice, and has come no further in between: job $SLURM_JOB_ID does not requeue itself;'
-            ' give it more time (launch.slurm.time), or look above for what takes so long, and launch it again" >&2',
-            "  else",
-            f'    printf "%s\\n" "$at" > "$folder/{REQUEUED}"',
-            '    echo "the run was stopped before the time limit, at $at; job $SLURM_JOB_ID requeues itself"',
-            f'    scontrol requeue "$SLURM_JOB_ID" && exit {STOPPED}',
-            "  fi",
-            "fi",
-        ]
-    return [*lines, f'echo "$status" > "$folder/{STATUS}"', 'exit "$status"']
+    return "\n".join([*lines, REST_OF_JOB])
 
 
 def _options(request: LaunchRequest, section: SlurmSection) -> list[str]:
-    """Of sbatch. On its command line they come before `SBATCH_` variables of the shell."""
-    log = str(request.folder / LOG).replace("%", "%%")
+    """The options of sbatch. On its command line they take precedence over `SBATCH_` variables of the shell."""
     given = {
         "job-name": f"rollcall-{request.name}",
         "partition": section.partition,
@@ -323,7 +280,7 @@ def _options(request: LaunchRequest, section: SlurmSection) -> list[str]:
         "constraint": section.constraint,
         "nodelist": section.nodelist,
         "signal": f"B:USR1@{section.signal_s}",
-        "output": log,
+        "output": str(request.folder / LOG).replace("%", "%%"),
         "open-mode": "append",
         "chdir": request.cwd,
     }
@@ -348,15 +305,8 @@ def _gpus(request: LaunchRequest, section: SlurmSection) -> str | None:
     return str(sizes.pop())
 
 
-def _modules(modules: list[str]) -> list[str]:
-    if not modules:
-        return []
-    find = f'for file in {MODULE_FILES}; do type module >/dev/null 2>&1 || [ ! -r "$file" ] || . "$file"; done'
-    return [find, *(f"module load {shlex.quote(module)} || exit 1" for module in modules)]
-
-
 def _srun(request: LaunchRequest, section: SlurmSection) -> str:
-    count = request.cluster.num_nodes
+    count, container = request.cluster.num_nodes, request.launch.container
     words = ["srun", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1"]
     if section.cpus_per_task is not None:
         words.append(f"--cpus-per-task={section.cpus_per_task}")
@@ -365,29 +315,18 @@ def _srun(request: LaunchRequest, section: SlurmSection) -> str:
         words += [f"--gpus-per-node={gpus}"] if (gpus := _gpus(request, section)) else []
     # The run decides what the loss of a node means, and Ray's processes may use all CPUs of the job. None of them speaks MPI.
     words += ["--kill-on-bad-exit=0", "--wait=0", "--cpu-bind=none", "--mpi=none", "--label"]
-    return shlex.join([*words, *_pyxis(request)])
-
-
-def _has_pyxis(request: LaunchRequest) -> bool:
-    return request.launch.container is not None and request.launch.container.runtime == "enroot"
-
-
-def _pyxis(request: LaunchRequest) -> list[str]:
-    """Options of srun where pyxis is installed: the task runs in the container, with the job's variables."""
-    section = request.launch.container
-    if section is None or not _has_pyxis(request):
-        return []
-    if section.build is not None or section.devices:
-        raise LaunchError("launch.container.build and devices are not for enroot: import the image, and leave them out")
-    return [
-        f"--container-image={section.image}",
-        f"--container-mounts={','.join(mounts_of(section, _folders(request)))}",
-        f"--container-workdir={request.cwd}",
-    ]
+    if container is not None and container.runtime == "enroot":  # pyxis: the task runs in it, with the job's variables
+        if container.build is not None or container.devices:
+            raise LaunchError(
+                "launch.container.build and devices are not for enroot: import the image, and leave them out"
+            )
+        words += [f"--container-image={container.image}", f"--container-workdir={request.cwd}"]
+        words.append(f"--container-mounts={','.join(mounts_of(container, _folders(request)))}")
+    return shlex.join(words)
 
 
 def _folders(request: LaunchRequest) -> list[Path]:
-    """What a node needs of the launch itself."""
+    """The folders of the launch that a node needs."""
     return [request.folder, _rendezvous(request), request.cwd]
 
 
@@ -398,13 +337,13 @@ def _rendezvous(request: LaunchRequest) -> Path:
 # node.sh
 
 
-def _node(request: LaunchRequest, section: SlurmSection) -> list[str]:
-    container = None
-    if not _has_pyxis(request):
+def _node(request: LaunchRequest, section: SlurmSection) -> str:
+    wished, container = request.launch.container, None
+    if wished is not None and wished.runtime != "enroot":
         container = container_of(
             request.launch, request.cluster, name=request.container_name, folders=_folders(request)
         )
-    options = [] if section.interface is None else ["--interface", section.interface]
+    interface = "" if section.interface is None else f"--interface {shlex.quote(section.interface)} "
     # Slurm knows how many GPUs of the node are this job's. Logical slots are as many as the run file says.
     slots = ' ${SLURM_GPUS_ON_NODE:+--slots "$SLURM_GPUS_ON_NODE"}' if request.cluster.accelerator == "gpu" else ""
     lines = node_lines(
@@ -412,13 +351,12 @@ def _node(request: LaunchRequest, section: SlurmSection) -> list[str]:
         cluster=request.name,
         activate=section.activate,
         env={**request.node_env, **section.env},
-        before=[CARDS_FOR_DOCKER] if container and container.has_daemon_of_node else [],
-        options=options,
-        more=f'--rendezvous {shell_path(_rendezvous(request))} --rank "$SLURM_PROCID"{slots}',
+        before=[CARDS_FOR_DOCKER] if container and container.section.runtime == "docker" else [],
+        more=f'{interface}--rendezvous {shell_path(_rendezvous(request))} --rank "$SLURM_PROCID"{slots}',
         container=container,
         variables=[*OF_SLURM, *(name for name in request.cluster.env_pass if VARIABLE.fullmatch(name))],
     )
-    return ["#!/bin/bash", *lines]
+    return "\n".join(["#!/bin/bash", *lines, ""])
 
 
 def _notes(request: LaunchRequest, section: SlurmSection) -> tuple[str, ...]:
@@ -430,7 +368,3 @@ def _notes(request: LaunchRequest, section: SlurmSection) -> tuple[str, ...]:
     if section.attach is not None:
         notes.append(f"job {section.attach} is not requeued: the same command starts the run again, and it resumes")
     return tuple(notes)
-
-
-def _text(lines: list[str]) -> str:
-    return "\n".join(lines) + "\n"

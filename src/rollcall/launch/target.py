@@ -1,22 +1,40 @@
-"""What every target of `rollcall launch` does. A target is one file in this room and one entry in ``launch.py``."""
+"""The interface of every target of `rollcall launch`, and the base of those whose own tool gets the nodes: `sbatch`, `sky`, `dstack`,
+`kubectl`.
+
+Such a target renders text for its tool, and says which commands start, show and end it. The rest is here: what already runs is
+found by its name, and belongs to this launch only if the record has its id.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import re
+import shutil
+import subprocess
+import tempfile
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from rollcall.config import Config
 from rollcall.config.launch import LaunchSection, TargetSection
 from rollcall.config.run import dump_given
 from rollcall.config.sections import ClusterSection
-from rollcall.launch.record import LaunchRecord
-from rollcall.launch.rendered import Rendered, RenderedFile
+from rollcall.jobs.paths import resolve_paths
+from rollcall.launch.record import ElsewhereError, LaunchError, LaunchRecord, launch_token
+from rollcall.launch.rendered import Command, Rendered, RenderedFile
+from rollcall.redact import redact_end
+from rollcall.wait import Wait, say
+from rollcall.words import visible
+from rollcall.worker_env.node_shell import TOKEN
 
 RUN_FILE = "run.yaml"
+END_S = 1800.0  # clouds take their time to take machines back
+ASK_EVERY_S = 2.0
 AnySection = TypeVar("AnySection", bound=TargetSection)
 
 
@@ -30,16 +48,15 @@ class LaunchRequest:
     launch: LaunchSection
     folder: Path  # where the rendered files will be, on this machine
     cwd: Path  # where the user is: relative paths and modules of rewards are found from here
-    profile: Mapping[str, str] = field(default_factory=dict)  # the variables that the file `launch.profile` has
-    hosts: tuple[str, ...] = ()  # by rank, where the target has to be told
+    profile: Mapping[str, str] = field(default_factory=dict)  # the variables in the file `launch.profile`
+    hosts: tuple[str, ...] = ()  # by rank, for ssh
 
     def section(self, kind: type[AnySection]) -> AnySection:
-        """The target's own; ``make_request`` refuses a run file without it."""
         return next(section for _, section in self.launch if isinstance(section, kind))
 
     @property
     def container_name(self) -> str:
-        """Users of one machine share its containers, and an old one of the name is removed: theirs has another."""
+        """Another one for each user: an old container of the same name is removed, and users of a machine share its containers."""
         return f"{self.name}-{hashlib.sha256(f'{os.getuid()} {self.folder}'.encode()).hexdigest()[:8]}"
 
     @property
@@ -48,8 +65,8 @@ class LaunchRequest:
         if self.launch.gpu != "rocm" or self.cluster.accelerator == "cpu":
             return dict(self.profile)
         # Ray hands out AMD cards by HIP_VISIBLE_DEVICES, and refuses to start where ROCR_VISIBLE_DEVICES is set.
-        visible = ",".join(str(index) for index in range(self.cluster.num_gpus_per_node))
-        return {"HIP_VISIBLE_DEVICES": visible, "HSA_NO_SCRATCH_RECLAIM": "1", **self.profile}
+        cards = ",".join(map(str, range(self.cluster.num_gpus_per_node)))
+        return {"HIP_VISIBLE_DEVICES": cards, "HSA_NO_SCRATCH_RECLAIM": "1", **self.profile}
 
     @property
     def run_file(self) -> RenderedFile:
@@ -61,39 +78,269 @@ class Target(Protocol):
     name: str
 
     def check(self, request: LaunchRequest) -> None:
-        """Refuse what this target would not heed, or its nodes could not find. Before rendering, so also in a dry run."""
-        ...
+        """Refuse what this target would ignore, or its nodes could not find. Before rendering, so also in a dry run."""
 
+    @abstractmethod
     def render(self, request: LaunchRequest) -> Rendered:
-        """Files and commands. Pure: the same request gives the same text, and nothing is read or started."""
-        ...
+        """Pure: the same request gives the same text, and nothing is read or started."""
 
+    @abstractmethod
     def validate(self, rendered: Rendered, folder: Path) -> str:
-        """Let the target's own tool read the files in ``folder``. Returns a line for the user; raises ``LaunchError`` with the
-        tool's words when it refuses them."""
-        ...
+        """Let the target's own tool read the files in ``folder``; returns a line for the user."""
 
+    @abstractmethod
     def in_use(self, record: LaunchRecord, names: Sequence[str]) -> Sequence[str]:
-        """Those of the rendered files with which something runs now, or waits to run: they cannot change under it."""
-        ...
+        """Returns those of these files that something uses now, or will use when it runs: they cannot change under it."""
 
+    @abstractmethod
     def start(self, request: LaunchRequest, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
-        """Start it, or finish a start that was cut off: what runs already is taken as it is. Saves the record before and
-        after each thing it starts."""
-        ...
+        """Start it, or finish a start that was cut off: what already runs is kept. Saves the record before and after each step."""
 
+    @abstractmethod
     def follow(self, record: LaunchRecord) -> int:
         """Print the run's log until the run ends; returns its exit status. Ctrl-C leaves the run going."""
-        ...
+
+    @abstractmethod
+    def status(self, record: LaunchRecord) -> str:
+        """One line, in the words of the target's tool."""
+
+    @abstractmethod
+    def logs(self, record: LaunchRecord) -> None:
+        """Print the run's log so far."""
+
+    @abstractmethod
+    def stop(self, record: LaunchRecord) -> None:
+        """End everything that the record names, and nothing else. What has already ended is fine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """Something that a tool has under the launch's name."""
+
+    id: str  # "": the tool gives none
+    state: str  # in the tool's words
+    is_busy: bool  # whether it runs, or waits to run
+    stays: bool = False  # until it is taken down, also when its run has ended
+
+    @property
+    def is_there(self) -> bool:
+        return self.is_busy or self.stays
+
+
+class ToolTarget(Target):
+    title: ClassVar[str]  # of the tool, for messages
+    program: ClassVar[str]
+    install: ClassVar[str]
+    checked: ClassVar[str]  # a line for the user, after ``validate``
+    look: ClassVar[str]  # the command that shows the user what there is
+    image_key: ClassVar[str] = ""  # where the section names the image
+    place_words: ClassVar[str] = ""  # "kubectl's context": the cluster or project that the tool talks to
+    place_advice: ClassVar[str] = ""  # with {} for its name
+
+    @abstractmethod
+    def find(self, record: LaunchRecord) -> list[Seen]:
+        """Everything that the tool has under the launch's name, newest first."""
+
+    @abstractmethod
+    def end(self, record: LaunchRecord, ids: Sequence[str]) -> None:
+        """Have the tool end these."""
+
+    def log_command(self, record: LaunchRecord, *, follow: bool) -> tuple[str, ...]:
+        raise NotImplementedError  # by a target that prints its log in another way
+
+    def tool_name(self, name: str) -> str:
+        """The launch's name as the tool takes it."""
+        return name
+
+    def kind(self, request: LaunchRequest) -> str:
+        """Its kind or namespace, if that is needed to find it again."""
+        return ""
+
+    def place(self) -> str:
+        """The cluster or project that the tool talks to now."""
+        return ""
+
+    def begin(self, request: LaunchRequest, rendered: Rendered, record: LaunchRecord) -> str:
+        """Start it; returns its id, or "" if the tool does not print it."""
+        run(rendered.commands[0], env={TOKEN: launch_token(request.folder)}, cwd=request.cwd)
+        return ""
+
+    def check(self, request: LaunchRequest) -> None:
+        if request.launch.container is not None:
+            raise LaunchError(
+                f"launch.container is for ssh and slurm; for {self.name} name the image in {self.image_key}"
+            )
+        if request.launch.rendezvous is not None:
+            raise LaunchError(
+                f"launch.rendezvous is for ssh and slurm; {self.name} tells its nodes where the head is, so leave it out"
+            )
+        if request.cluster.num_nodes > 1:  # one node finds a relative path in its own folder
+            resolve_paths(request.config, folder=request.cwd, shared=None)
+
+    def validate(self, rendered: Rendered, folder: Path) -> str:
+        need_tool(self.program, install=self.install)
+        return self.checked
+
+    def in_use(self, record: LaunchRecord, names: Sequence[str]) -> Sequence[str]:
+        self.require_started(record)
+        return names if any(each.is_busy for each in self.own(record)) else ()
+
+    def start(self, request: LaunchRequest, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
+        self.refuse_elsewhere(record)
+        kind, was = self.kind(request), record.facts.get("kind")
+        if record.id is not None and was != kind and any(each.is_there for each in self.own(record)):
+            raise LaunchError(
+                f"{record.name!r} was launched with {was!r}, not {kind!r}; end it with `rollcall launch down {record.name}` first, "
+                "or give another --name"
+            )
+        record = record.knowing(kind=kind, place=self.place())
+        there = [each for each in self.seen(record) if each.is_there]
+        if any(record.id is None or not self.is_own(record, each) for each in there):
+            raise LaunchError(
+                f"{self.title} has {self.tool_name(record.name)!r} already, and this launch has not started it; give another --name, "
+                "or end that one first"
+            )
+        if busy := next((each for each in there if each.is_busy), None):
+            say(f"{self.tool_name(record.name)!r} already runs: {busy.state}")
+            id = busy.id
+        else:
+            record = record.having(id="").save()
+            id = self.begin(request, rendered, record) or next((each.id for each in self.seen(record)), "")
+        return record.having(id=id or self.tool_name(record.name)).save()
 
     def status(self, record: LaunchRecord) -> str:
-        """One line with the state of the launch, in the words of the target's tool."""
-        ...
+        self.require_started(record)
+        newest = next(iter(self.own(record)), None)
+        return f"{self.title} does not know it" if newest is None else visible(newest.state)
 
     def logs(self, record: LaunchRecord) -> None:
-        """Print what there is of the run's log."""
-        ...
+        self.require_started(record)
+        watch(Command(words=self.log_command(record, follow=False), what="print the log"))
+
+    def follow(self, record: LaunchRecord) -> int:
+        self.require_started(record)
+        return watch(Command(words=self.log_command(record, follow=True), what="follow the log"))
 
     def stop(self, record: LaunchRecord) -> None:
-        """End everything the record names, and nothing else. What has ended already is fine."""
-        ...
+        if record.id is None:
+            return
+        self.refuse_elsewhere(record)
+        name = self.tool_name(record.name)
+        there = [each for each in self.seen(record) if each.is_there]
+        ids = [each.id for each in there if self.is_own(record, each)]
+        if ids:
+            self.end(record, ids)
+            wait = Wait(END_S)  # a tool says that it ends something before its machines are gone
+            while any(each.id in ids and each.is_there for each in self.seen(record)):
+                if not wait.again(f"waiting for {self.title} to end {name!r}", after_s=ASK_EVERY_S):
+                    raise LaunchError(
+                        f"{self.title} was asked to end {name!r} and has not after {wait.timeout_s:g} s; see `{self.look}`, then "
+                        "run this again"
+                    )
+        if len(ids) < len(there):
+            say(f"{self.title} has another {name!r}, which this launch has not started; it is left running")
+
+    def require_started(self, record: LaunchRecord) -> None:
+        if record.id is None:
+            raise LaunchError(f"{record.name!r} has started nothing yet; run the same `rollcall launch` again")
+        self.refuse_elsewhere(record)
+
+    def own(self, record: LaunchRecord) -> list[Seen]:
+        """The things that this launch has started."""
+        return [each for each in self.seen(record) if self.is_own(record, each)]
+
+    def is_own(self, record: LaunchRecord, seen: Seen) -> bool:
+        """Before its id is known, and where the tool gives none, the name decides: when it was about to be started, nothing had it."""
+        return record.id in ("", self.tool_name(record.name), seen.id)
+
+    def seen(self, record: LaunchRecord) -> list[Seen]:
+        try:
+            return self.find(record)
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
+            raise LaunchError(
+                f"{self.program} printed something unexpected ({type(error).__name__}: {error}); see `{self.look}`"
+            ) from None
+
+    def refuse_elsewhere(self, record: LaunchRecord) -> None:
+        """Another cluster or project does not know the launch, which would be taken for its end."""
+        then = record.facts.get("place")
+        if then and (now := self.place()) not in ("", then):
+            raise ElsewhereError(
+                f"{record.name!r} was launched in {self.place_words} {then!r}, and here it is {now!r}; {self.place_advice.format(then)}"
+            )
+
+
+def unlike_slots(asked: object, cluster: ClusterSection, *, key: str) -> tuple[str, ...]:
+    """A note if a number of GPUs such as ``H100:8`` is not the number of slots on each node."""
+    found = re.search(r"(?:^|:)(\d+)$", str(asked))
+    if cluster.accelerator != "gpu" or found is None or set(cluster.slots_per_node) == {int(found[1])}:
+        return ()
+    slots = ", ".join(map(str, sorted(set(cluster.slots_per_node))))
+    return (
+        f"{key}={asked} gives each node {found[1]} GPUs, and the run file has {slots} slots on each; make them the same",
+    )
+
+
+# Commands of tools
+
+
+def need_tool(name: str, *, install: str) -> None:
+    if shutil.which(name) is None:
+        raise LaunchError(f"`{name}` is not on this machine's PATH; {install}, or run this where it is installed")
+
+
+def ask(
+    command: Command, *, fine: str | None = None, env: Mapping[str, str] | None = None, timeout_s: float = 300.0
+) -> str:
+    """Returns what the tool prints on stdout. ``fine`` has the words of a failure that means an empty answer; "" allows any failure. `sky`
+    starts a server for its first question, which takes a while."""
+    # Files, because a server that the tool leaves behind would hold a pipe open.
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        status = _run(command, stdout=out, stderr=err, env=env, timeout_s=timeout_s)
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read().decode(errors="replace"))
+    if status and (fine is None or fine not in "\n".join(texts)):
+        raise LaunchError(
+            f"cannot {command.what}: `{command}` ended with status {status}:\n{_last(chr(10).join(texts))}".rstrip()
+        )
+    return "" if status else texts[0]
+
+
+def ask_json(command: Command, *, fine: str | None = None) -> Any:
+    """Parses the JSON that the tool prints after lines for people, if it prints anything."""
+    text = ask(command, fine=fine)
+    begins = re.search(r"^[\[{]", text, re.MULTILINE)
+    if begins is None and not text.strip():
+        return None
+    try:
+        return json.JSONDecoder().raw_decode(text, begins.start() if begins else 0)[0]
+    except ValueError:
+        raise LaunchError(f"cannot {command.what}: `{command}` printed no JSON:\n{_last(text)}") from None
+
+
+def run(command: Command, *, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> None:
+    """Its output goes to the user as it comes, on stderr (2): stdout has what a command of Rollcall answers."""
+    status = _run(command, stdout=2, env={**os.environ, **(env or {})}, cwd=cwd, timeout_s=3600.0)  # clouds are slow
+    if status:
+        raise LaunchError(f"cannot {command.what}: `{command}` ended with status {status}")
+
+
+def watch(command: Command) -> int:
+    """Lets a tool print a log on stdout, for as long as it takes; returns its status."""
+    return _run(command, timeout_s=None)
+
+
+def _run(command: Command, *, timeout_s: float | None, **how: Any) -> int:
+    try:
+        # A tool that asks gets no answer, instead of waiting for one.
+        return subprocess.run(command.words, timeout=timeout_s, stdin=subprocess.DEVNULL, **how).returncode
+    except FileNotFoundError:
+        raise LaunchError(f"cannot {command.what}: `{command.words[0]}` is not on this machine's PATH") from None
+    except subprocess.TimeoutExpired:
+        raise LaunchError(f"cannot {command.what}: `{command}` has not ended after {timeout_s:.0f} s") from None
+
+
+def _last(printed: str) -> str:
+    return "\n".join(f"  {line}" for line in visible(redact_end(printed, 10_000)).strip().split("\n")[-15:])

@@ -1,8 +1,8 @@
 """`rollcall node --run`: one command on every node, from bring-up to the end of the run.
 
-Every node prepares itself, joins and stays. Beside rank 0 runs a second process, this module as a script: it waits for all
-nodes, looks for what would break the run, submits it and follows its log. When the run is over it leaves the exit status on
-every node, in Ray's folder there. Each node's command finds it, stops Ray and ends with that status.
+Every node prepares itself, joins and stays. Rank 0 also starts this module as a script: it waits for all nodes, looks for what would
+break the run, submits it and follows its log. When the run is over it leaves the exit status on every node, in Ray's folder there.
+Each node's command finds it, stops Ray and ends with that status.
 """
 
 from __future__ import annotations
@@ -40,16 +40,13 @@ from rollcall.wait import Wait, say
 from rollcall.words import counted
 
 ENDED = "rollcall-run-ended"  # holds the exit status, in Ray's folder of each node
-TELL_S = 30.0
 HEARD_S = 2.0  # for the answer of the call that leaves the status on a node
-DASHBOARD_S = 180.0
-FAILED = 1
 
 
 class WholeRun:
     """A node's part in it."""
 
-    join_s = JOIN_S  # for rank 0, and there for all slots
+    join_s = JOIN_S  # for rank 0 to appear, and then for all slots
 
     def __init__(self, run_file: Path) -> None:
         self._run_file = run_file
@@ -61,7 +58,7 @@ class WholeRun:
         return self._cluster.num_nodes
 
     def complete(self, request: NodeRequest) -> NodeRequest:
-        """With what the run file knows about this node and the command line does not say."""
+        """Adds what the run file knows about this node and the command line does not say."""
         if request.num_nodes not in (None, self.num_nodes):
             raise ClusterError(
                 f"{request.num_nodes} nodes start, and cluster.num_nodes={self.num_nodes} in the run file; make them the same"
@@ -70,7 +67,7 @@ class WholeRun:
         return replace(request, num_nodes=self.num_nodes, slots=request.slots or logical)
 
     def check(self, request: NodeRequest) -> None:
-        """What would end this node's start, before an hour goes into a download."""
+        """Refuses what would end this node's start, before an hour goes into a download."""
         require_meeting(request)
         offered, _ = find_slots(request.slots)
         needed = self._cluster.slots_per_node[request.rank]
@@ -91,22 +88,22 @@ class WholeRun:
             return _exit_status(hold(record, save_s=save_s, until=lambda: _status_in(ended)))
         words = [sys.executable, "-m", __name__, record.cluster, str(self._run_file), str(timeout_s)]
         # A signal reaches it through the run, whose job ends. Slurm may signal every process of a task, from its first moment on.
-        beside = subprocess.Popen(words, start_new_session=True, preexec_fn=_ignore_signals)
+        driver = subprocess.Popen(words, start_new_session=True, preexec_fn=_ignore_signals)
         try:
-            return _exit_status(hold(record, save_s=save_s, until=beside.poll, too_early=STOPPED))
+            return _exit_status(hold(record, save_s=save_s, until=driver.poll, too_early=STOPPED))
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(beside.pid, signal.SIGKILL)  # with a command of prepare.once that it may be waiting for
-            beside.wait()
+                os.killpg(driver.pid, signal.SIGKILL)  # with a command of prepare.once that it may be waiting for
+            driver.wait()
 
 
 def _exit_status(status: int | None) -> int:
-    """None: a signal ended the node before the run's own status was known."""
+    """``status`` is None if a signal ended the node before the run's own status was known."""
     return STOPPED if status is None else 128 - status if status < 0 else status
 
 
 def _status_in(ended: Path) -> int | None:
-    """The status that rank 0 has left, some moments after it came: Ray still has to tell rank 0 that it is here."""
+    """The status that rank 0 has left, once rank 0 has had the time to hear from Ray that it is here."""
     if not ended.exists() or time.time() - ended.stat().st_mtime < HEARD_S:
         return None
     return int(ended.read_text())
@@ -121,7 +118,7 @@ def cluster_of(config: Config) -> ClusterSection:
 
 
 def drive(cluster: str, run_file: Path, *, timeout_s: float) -> int:
-    """Rank 0's part: check, examine, submit, follow. Tells all nodes how it ended."""
+    """Rank 0's part: check, examine, submit, follow, and tell all nodes how it ended."""
     try:
         config = load_config(run_file)
         status = _run(cluster, config, timeout_s=timeout_s)
@@ -129,7 +126,7 @@ def drive(cluster: str, run_file: Path, *, timeout_s: float) -> int:
             _note_reached(cluster, config.run.dir)
     except (ClusterError, ValueError, OSError) as error:
         say(f"error: {error}")
-        status = FAILED
+        status = 1
     _tell_nodes(cluster, status)
     return status
 
@@ -139,9 +136,9 @@ def _run(cluster: str, config: Config, *, timeout_s: float) -> int:
     wait_for_slots(ours, num_slots=cluster_of(config).num_slots, timeout_s=timeout_s)
     look_first(ours, config)
     jobs = reach(cluster, address=None, rendezvous=None)
-    going = [job for job in _known(jobs) if job.run_dir == str(config.run.dir) and not job.is_over]
-    job = going[0] if going else jobs.submit(config, folder=Path.cwd(), environ=os.environ)
-    say(f"{'following' if going else 'submitted'} {job.id}")
+    running = [job for job in _known(jobs) if job.run_dir == str(config.run.dir) and not job.is_over]
+    job = running[0] if running else jobs.submit(config, folder=Path.cwd(), environ=os.environ)
+    say(f"{'following' if running else 'submitted'} {job.id}")
     jobs.wait_started(job.id)
     return jobs.follow(job.id).exit_status
 
@@ -164,7 +161,7 @@ def _known(jobs: Jobs) -> list[Job]:
     """Ray's dashboard answers later than Ray itself, on a busy node much later."""
     from rollcall.on_ray.job_client import Unreachable
 
-    wait = Wait(DASHBOARD_S)
+    wait = Wait(180.0)
     while True:
         try:
             return jobs.jobs()
@@ -175,12 +172,16 @@ def _known(jobs: Jobs) -> list[Job]:
 
 def _tell_nodes(cluster: str, status: int) -> None:
     """Nodes that do not hear it end when Ray does, with an error: the run's own status is what this command returns."""
+
+    def leave(folder: str) -> Callable[[], None]:
+        return lambda: write_atomic(Path(folder) / ENDED, str(status))  # a node looks for it all the time
+
     try:
         ours = OurCluster(cluster)
         nodes = [node for node in ours.ask().nodes if node.alive and node.rank]
         connect(ours, log_to_driver=False)
-        calls = {node.rank: run_on(node.node_id, _leaver(node.temp_dir, status), env={}) for node in nodes if node.rank}
-        _, failures = answers_of(calls, wait=Wait(TELL_S), to="hear that the run is over")
+        calls = {node.rank: run_on(node.node_id, leave(node.temp_dir), env={}) for node in nodes if node.rank}
+        _, failures = answers_of(calls, wait=Wait(30.0), to="hear that the run is over")
         disconnect()
     except ClusterError as error:
         failures = {0: str(error)}
@@ -188,15 +189,8 @@ def _tell_nodes(cluster: str, status: int) -> None:
         say(f"rank {rank} was not told that the run is over: {why}")
 
 
-def _leaver(folder: str, status: int) -> Callable[[], None]:
-    def leave() -> None:
-        write_atomic(Path(folder) / ENDED, str(status))  # a node looks for it all the time
-
-    return leave
-
-
 def _ignore_signals() -> None:
-    """They are for the run: it saves, its job ends, and so does the process that follows it."""
+    """Signals are for the run: it saves, its job ends, and so does the process that follows it."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 

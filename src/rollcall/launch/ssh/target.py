@@ -4,10 +4,10 @@
     prepare   `rollcall prepare` on every host
     nodes     `rollcall node` on every host
     check     all slots have joined, as the head says; `rollcall doctor --quick` there
-    submit    through a tunnel to the head's dashboard, with an id that the record has already
+    submit    through a tunnel to the head's dashboard, with an id that the record already has
 
-What prepares and starts nodes is tied to its connection, so none of it outlives a launcher that is gone. What fails while a
-launch starts, and Ctrl-C, takes all of it down again.
+What prepares and starts nodes is tied to its connection, so none of it outlives the launcher. A failure while a launch starts, and
+Ctrl-C, take all of it down again.
 """
 
 from __future__ import annotations
@@ -23,17 +23,14 @@ from rollcall.config.launch import SshSection
 from rollcall.errors import ClusterError
 from rollcall.jobs.package import build_package
 from rollcall.jobs.paths import resolve_paths
-from rollcall.jobs.submit import new_id, to_stdout
+from rollcall.jobs.submit import Job, new_id, to_stdout
 from rollcall.launch.container import container_of
-from rollcall.launch.errors import LaunchError
-from rollcall.launch.record import LaunchRecord, forget, get_record, launch_token
+from rollcall.launch.record import LaunchError, LaunchRecord, forget, get_record, launch_token
 from rollcall.launch.rendered import Command, Rendered, RenderedFile, exports, shell_path
-from rollcall.launch.ssh.hosts import claim
-from rollcall.launch.ssh.shell import NO_FORWARDS, Outcome, prefixed, run_on_all
+from rollcall.launch.ssh.shell import NO_FORWARDS, Outcome, prefixed
 from rollcall.launch.ssh.site import Site
-from rollcall.launch.ssh.tunnel import DASHBOARD, find_job, jobs_of, submitted
-from rollcall.launch.target import RUN_FILE, LaunchRequest
-from rollcall.launch.tool import need_tool
+from rollcall.launch.ssh.tunnel import DASHBOARD, jobs_of
+from rollcall.launch.target import RUN_FILE, LaunchRequest, Target, need_tool
 from rollcall.nodes.here import Here
 from rollcall.stop import INTERRUPTED
 from rollcall.version import __version__
@@ -43,17 +40,14 @@ from rollcall.worker_env.declared import passed
 from rollcall.worker_env.node_shell import TOKEN
 
 LOOK_S = 180.0  # importing Python packages over a network file system takes its time
-NODE_S = 900.0  # `rollcall node` has limits of its own, which are shorter and say more
 CHECK_S = 120.0
-DOCTOR_S = 600.0
-DOWN_S = 300.0
 LOOK, PREPARE, CHECK = "look.sh", "prepare.sh", "check.sh"  # rendered scripts
 CONTAINER_FILE, NODE_FILE = "container.sh", re.compile(r"node-\d+\.sh")
 UP = "up"  # the fact with the hosts that have a node or its container, or were about to
 HEAD = "head"  # the fact that says where the head listens
 
 
-class Ssh:
+class Ssh(Target):
     name = "ssh"
 
     def check(self, request: LaunchRequest) -> None:
@@ -61,17 +55,23 @@ class Ssh:
 
     def render(self, request: LaunchRequest) -> Rendered:
         site = Site.of_request(request)
-        section = request.section(SshSection)
+        head, interface = site.hosts[0], request.section(SshSection).interface
         named = ("--cluster", request.name)
-        interface = ("--interface", section.interface) if section.interface else ()
-        look = shlex.join(("rollcall", "here", *named, *interface))
+        look = shlex.join(("rollcall", "here", *named, *(("--interface", interface) if interface else ())))
         joined = ("rollcall", "check", str(request.cluster.num_slots), *named, "--timeout", f"{CHECK_S:g}", "--json")
         doctor = f'[ -n "${{goes_on-}}" ] || rollcall doctor "$run" {shlex.join(named)} --quick </dev/null'
+        # The run file is there only while the commands run.
+        with_run_file = (
+            "folder=$(mktemp -d) || exit 1",
+            """trap 'rm -rf "$folder"' EXIT""",
+            "run=$folder/run.yaml",
+            f'printf %s {shlex.quote(request.run_file.text)} > "$run" || exit 1',
+        )
         scripts = {
             LOOK: site.script(f"{look} </dev/null && exit", "rollcall version", "exit 1"),
-            PREPARE: _with_run_file(request, site, 'rollcall prepare --tied ${once-} "$run"'),
+            PREPARE: site.script(*with_run_file, 'rollcall prepare --tied ${once-} "$run"'),
             **{node_file(rank): site.script(f"exec {_node_line(request, rank)}") for rank in range(len(site.hosts))},
-            CHECK: _with_run_file(request, site, f"{shlex.join(joined)} </dev/null || exit 1", doctor),
+            CHECK: site.script(*with_run_file, f"{shlex.join(joined)} </dev/null || exit 1", doctor),
         }
         steps = []
         if (lines := _container_lines(request)) is not None:
@@ -80,7 +80,7 @@ class Ssh:
         steps += [(host, f"ask {host} whether it can be used", LOOK) for host in site.hosts]
         steps += [(host, f"prepare {host}", PREPARE) for host in site.hosts]
         steps += [(host, f"start rank {rank} on {host}", node_file(rank)) for rank, host in enumerate(site.hosts)]
-        steps += [(site.head, f"see on {site.head} that all nodes have joined and nothing would break the run", CHECK)]
+        steps += [(head, f"see on {head} that all nodes have joined and nothing would break the run", CHECK)]
         inside = f"scripts after {CONTAINER_FILE} run in the container: `{shlex.join(site.inside)}`"
         return Rendered(
             files=(request.run_file, *(RenderedFile(name=name, text=text) for name, text in scripts.items())),
@@ -89,9 +89,9 @@ class Ssh:
             ),
             notes=(
                 *([inside] if site.inside else []),
-                f"in front of {PREPARE} come the variables of the run and, for {site.head}, once=--once; in front of a node's script the "
+                f"in front of {PREPARE} come the variables of the run and, for {head}, once=--once; in front of a node's script the "
                 f"token of the cluster ({TOKEN}) and the head's address ($head); all over stdin",
-                f"then the run is submitted from here, through an ssh tunnel to the dashboard of {site.head}",
+                f"then the run is submitted from here, through an ssh tunnel to the dashboard of {head}",
             ),
         )
 
@@ -110,7 +110,7 @@ class Ssh:
         passed(request.cluster, environ=os.environ)
         build_package(request.config, run_file="", folder=request.cwd)
         site = Site.of_request(request)
-        record = claim(site.kept_in(record), site.hosts)
+        record = site.claim(record)
         is_fresh = record.state == "starting" and not record.id  # what has a run stays, for the next try or for `down`
         try:
             record = _start_containers(site, rendered, record)
@@ -119,54 +119,52 @@ class Ssh:
                 _prepare(request, site, rendered)
             record = record.knowing(**{HEAD: head, UP: list(site.hosts)}).having(id=record.id or "").save()
             _start_nodes(site, rendered, record)
-            goes_on = _is_running(record)
-            record = _check(site, rendered, record, goes_on=goes_on)
-            if goes_on:
+            is_running = _is_running(record)
+            record = _check(site, rendered, record, is_running=is_running)
+            if is_running:
                 say(f"{record.id} is running")
-            return record if goes_on else _submit(request, record)
+            return record if is_running else _submit(request, record)
         except BaseException as error:
             if is_fresh:
                 _undo(get_record(record.name), has_failed=isinstance(error, Exception))
             raise
 
     def follow(self, record: LaunchRecord) -> int:
-        with jobs_of(record) as jobs:
-            job_id = submitted(record, jobs)
+        with jobs_of(record) as (jobs, found):
+            job = _submitted(record, found)
             try:
-                jobs.wait_started(job_id)
-                job = jobs.follow(job_id)
+                jobs.wait_started(job.id)
+                job = jobs.follow(job.id)
             except KeyboardInterrupt:
-                say(f"\n{job_id} goes on; follow it with `rollcall launch logs {record.name} --follow`")
+                say(f"\n{job.id} continues; follow it with `rollcall launch logs {record.name} --follow`")
                 return INTERRUPTED
-        say(f"{job.id} {job.stands}")
+        say(f"{job.id} {job.state}")
         return job.exit_status
 
     def status(self, record: LaunchRecord) -> str:
         site = Site.of_record(record)
         script = site.script(f"exec rollcall status --cluster {site.cluster} --json </dev/null")
-        [outcome] = site.send({site.head: script}, timeout_s=LOOK_S)
+        [outcome] = site.send({site.hosts[0]: script}, timeout_s=LOOK_S)
         if (found := _answer(outcome)) is None:
             return outcome.problem
         alive = sum(node["alive"] for node in found["nodes"])
-        with jobs_of(record) as jobs:
-            job = find_job(record, jobs)
-        run = f"{job.id} {job.stands}" if job else "the run is not submitted"
+        with jobs_of(record) as (_, job):
+            run = f"{job.id} {job.state}" if job else "the run is not submitted"
         return f"{alive} of {counted(found['num_nodes'], 'node')} alive; {run}"
 
     def logs(self, record: LaunchRecord) -> None:
-        with jobs_of(record) as jobs:
-            to_stdout(jobs.logs(submitted(record, jobs)))
+        with jobs_of(record) as (jobs, found):
+            to_stdout(jobs.logs(_submitted(record, found).id))
 
     def stop(self, record: LaunchRecord) -> None:
         if record.id and DASHBOARD in record.facts:
             try:
-                with jobs_of(record) as jobs:
-                    if find_job(record, jobs) is not None:
-                        jobs.stop(record.id)  # the run saves
+                with jobs_of(record) as (jobs, job):
+                    if job is not None:
+                        jobs.stop(job.id)  # the run saves
             except (LaunchError, ClusterError) as error:  # a head that does not answer has no run to save
-                say(f"{record.id} was not told to save: {error}")
-        problems = _take_down(record)
-        if problems:
+                say(f"{record.id} could not be asked to save: {error}")
+        if problems := _take_down(record):
             raise LaunchError(
                 "\n  ".join(["what was started is not ended everywhere:", *problems])
                 + f"\nrun `rollcall launch down {record.name}` again when these hosts answer; for one that is gone for good, "
@@ -174,20 +172,25 @@ class Ssh:
             )
 
 
+def _submitted(record: LaunchRecord, job: Job | None) -> Job:
+    if job is None:  # the launch was cut off before that
+        raise LaunchError(f"{record.name!r} has not submitted its run; run the same `rollcall launch` again")
+    return job
+
+
 def _is_running(record: LaunchRecord) -> bool:
     """Whether its run is not over. A head that does not answer has none."""
     if not record.id or DASHBOARD not in record.facts:
         return False
     try:
-        with jobs_of(record) as jobs:
-            job = find_job(record, jobs)
+        with jobs_of(record) as (_, job):
+            return job is not None and not job.is_over
     except (LaunchError, ClusterError):
         return False
-    return job is not None and not job.is_over
 
 
 def _answer(outcome: Outcome) -> Any:
-    """What a command of Rollcall answered in JSON; None: it did not."""
+    """The JSON that a Rollcall command answered, if it did."""
     try:
         return None if outcome.answer is None else json.loads(outcome.answer)
     except ValueError:
@@ -201,17 +204,6 @@ def _answer(outcome: Outcome) -> Any:
 
 def node_file(rank: int) -> str:
     return f"node-{rank}.sh"
-
-
-def _with_run_file(request: LaunchRequest, site: Site, *commands: str) -> str:
-    """A script that runs commands with the run file at ``$run``, which is there only meanwhile."""
-    return site.script(
-        "folder=$(mktemp -d) || exit 1",
-        """trap 'rm -rf "$folder"' EXIT""",
-        "run=$folder/run.yaml",
-        f'printf %s {shlex.quote(request.run_file.text)} > "$run" || exit 1',
-        *commands,
-    )
 
 
 def _node_line(request: LaunchRequest, rank: int) -> str:
@@ -232,7 +224,7 @@ def _node_line(request: LaunchRequest, rank: int) -> str:
 
 
 def _container_lines(request: LaunchRequest) -> list[str] | None:
-    """Lines of shell that leave a container on the host for the node; None: there is none to start."""
+    """Lines of shell that leave a container on the host for the node, if it runs in one."""
     container = container_of(request.launch, request.cluster, name=request.container_name)
     if container is None:
         return None
@@ -240,13 +232,12 @@ def _container_lines(request: LaunchRequest) -> list[str] | None:
     if not container.is_daemon:
         return lines or None
     seen = [container.section.runtime, "container", "inspect", "--format", "{{.State.Running}}", container.name]
-    holder = container.run(["sleep", "infinity"], variables=(), detach=True)
     return [
         f'[ -n "$rollcall_again" ] && [ "$({shlex.join(seen)} 2>/dev/null)" = true ] && exit',
         *lines,
         # Building takes long: a launcher that is gone by now gets no container. 1: stdin has ended; more than 128: it is open.
         "read -r -t 0.1 _; [ $? -gt 128 ] || exit 1",
-        f"{shlex.join(holder)} >/dev/null",
+        f"{shlex.join(container.run(['sleep', 'infinity'], variables=(), detach=True))} >/dev/null",
     ]
 
 
@@ -261,20 +252,19 @@ def _start_containers(site: Site, rendered: Rendered, record: LaunchRecord) -> L
     before = "rollcall_again=yes\n" if record.facts.get(UP) else ""
     record = record.knowing(**{UP: list(site.hosts)}).having(id=record.id or "").save()
     script = before + rendered.file(CONTAINER_FILE).text
-    outcomes = run_on_all(site.login, dict.fromkeys(site.hosts, script), tell=prefixed(site.hosts), together=True)
-    _raise_if_any("without a container", outcomes)
+    site.outside().do(dict.fromkeys(site.hosts, script), failed="without a container")
     return record
 
 
 def _look(site: Site, rendered: Rendered, record: LaunchRecord) -> str:
-    """Where the head will listen; raises with every host that cannot be used."""
+    """Returns where the head will listen; raises with every host that cannot be used."""
     say(f"connecting to {counted(len(site.hosts), 'host')}")
     outcomes = site.send(dict.fromkeys(site.hosts, rendered.file(LOOK).text), timeout_s=LOOK_S)
     seen = {each.host: here for each in outcomes if (here := Here.of(each.answer or "")) is not None}
     problems = [
         problem
         for rank, each in enumerate(outcomes)
-        if (problem := _problem(each, seen.get(each.host), rank=rank, record=record, alone=len(site.hosts) == 1))
+        if (problem := _problem(each, seen.get(each.host), rank=rank, record=record, is_only=len(site.hosts) == 1))
     ]
     problems += _other_versions(seen)
     machines: dict[tuple[str, str], str] = {}
@@ -285,8 +275,8 @@ def _look(site: Site, rendered: Rendered, record: LaunchRecord) -> str:
     if problems:
         used = f"{counted(len(problems), 'problem')} with the hosts, so nothing was started:"
         raise LaunchError("\n  ".join([used, *problems]))
-    head = seen[site.head]
-    # A launcher that was killed may have told nodes of a head that does not run yet.
+    head = seen[site.hosts[0]]
+    # A launcher that was killed may have started nodes that wait for this head.
     return head.address if head.rank == 0 else record.facts.get(HEAD, head.address)
 
 
@@ -301,11 +291,11 @@ def _other_versions(seen: Mapping[str, Here]) -> list[str]:
     ]
 
 
-def _problem(outcome: Outcome, here: Here | None, *, rank: int, record: LaunchRecord, alone: bool) -> str | None:
-    """Why a host cannot be used."""
+def _problem(outcome: Outcome, here: Here | None, *, rank: int, record: LaunchRecord, is_only: bool) -> str | None:
+    """Returns the reason why a host cannot be used, if there is one."""
     host = outcome.host
-    said = re.search(r"^rollcall (\S+) \(", "\n".join(outcome.lines), re.MULTILINE)  # after `here` has failed
-    version = here.version if here else said[1] if said else __version__
+    printed = re.search(r"^rollcall (\S+) \(", "\n".join(outcome.lines), re.MULTILINE)  # after `here` has failed
+    version = here.version if here else printed[1] if printed else __version__
     if version != __version__:
         return f"{host}: has rollcall {version}, and this machine {__version__}; install the same there"
     if not outcome.is_good:
@@ -318,55 +308,48 @@ def _problem(outcome: Outcome, here: Here | None, *, rank: int, record: LaunchRe
         return (
             f"{host}: is rank {here.rank} of this cluster, not {rank}; run `rollcall launch down {record.name}` first"
         )
-    if rank == 0 and here.is_alone and not alone:
+    if rank == 0 and here.is_alone and not is_only:
         return f"{host}: has no address that other machines reach; set launch.ssh.interface"
     return None
 
 
 def _prepare(request: LaunchRequest, site: Site, rendered: Rendered) -> None:
-    """On all hosts at once, the first one also what one node does for all."""
+    """All hosts at once; the first one also does what one node does for all."""
     say(f"preparing {counted(len(site.hosts), 'host')}")
     # Where models are cached, and the key of the hub, are variables of the run.
     variables = {**request.cluster.env, **passed(request.cluster, environ=os.environ)}
     script = "\n".join([*exports(variables), rendered.file(PREPARE).text])
-    scripts = {**dict.fromkeys(site.hosts, script), site.head: f"once=--once\n{script}"}
-    _raise_if_any("not prepared", site.send(scripts, tell=prefixed(site.hosts), together=True))
-
-
-def _raise_if_any(what: str, outcomes: Sequence[Outcome]) -> None:
-    problems = [each.problem for each in outcomes if not each.is_good and not each.was_let_go]
-    if problems:
-        raise LaunchError("\n  ".join([f"{counted(len(problems), 'host')} {what}:", *problems]))
+    scripts = {**dict.fromkeys(site.hosts, script), site.hosts[0]: f"once=--once\n{script}"}
+    site.do(scripts, failed="not prepared")
 
 
 def _start_nodes(site: Site, rendered: Rendered, record: LaunchRecord) -> None:
     say(f"starting {counted(len(site.hosts), 'node')}")
     before = f"export {TOKEN}={launch_token(record.folder)}\nhead={shlex.quote(record.facts[HEAD])}\n"
     scripts = {host: before + rendered.file(node_file(rank)).text for rank, host in enumerate(site.hosts)}
-    _raise_if_any("without a node", site.send(scripts, timeout_s=NODE_S, tell=prefixed(site.hosts), together=True))
+    site.do(scripts, failed="without a node", timeout_s=900.0)  # `rollcall node` has its own limits, which are shorter
 
 
-def _check(site: Site, rendered: Rendered, record: LaunchRecord, *, goes_on: bool) -> LaunchRecord:
-    tell = prefixed(site.hosts)
+def _check(site: Site, rendered: Rendered, record: LaunchRecord, *, is_running: bool) -> LaunchRecord:
+    tell, head = prefixed(site.hosts), site.hosts[0]
     [outcome] = site.send(
-        {site.head: ("goes_on=yes\n" if goes_on else "") + rendered.file(CHECK).text},
-        timeout_s=CHECK_S + LOOK_S + DOCTOR_S,
+        {head: ("goes_on=yes\n" if is_running else "") + rendered.file(CHECK).text},
+        timeout_s=CHECK_S + LOOK_S + 600.0,
         tell=lambda host, line: None if line.startswith("{") else tell(host, line),  # without the answer in JSON
     )
     if (found := _answer(outcome)) is None:
         raise LaunchError(f"not all nodes have joined, or something would break the run:\n  {outcome.problem}")
     port = re.fullmatch(r"https?://[^/\s]+:([0-9]+)/?", found["dashboard_url"] or "")
     if port is None:
-        raise LaunchError(f"{site.head}: the head has no dashboard on its loopback ({found['dashboard_url']!r})")
+        raise LaunchError(f"{head}: the head has no dashboard on its loopback ({found['dashboard_url']!r})")
     say(f"all {counted(found['num_slots'], 'slot')} have joined, on {counted(len(site.hosts), 'host')}")
     return record.knowing(**{DASHBOARD: int(port[1])}).save()
 
 
 def _submit(request: LaunchRequest, record: LaunchRecord) -> LaunchRecord:
-    with jobs_of(record) as jobs:
-        known = find_job(record, jobs)
+    with jobs_of(record) as (jobs, known):
         if known is not None and record.state == "starting":
-            say(f"{known.id} {known.stands}")
+            say(f"{known.id} {known.state}")
             return record
         if known is not None or not record.id:
             record = record.having(id=new_id(request.config.run.name)).save()
@@ -383,32 +366,29 @@ def _submit(request: LaunchRequest, record: LaunchRecord) -> LaunchRecord:
 
 
 def _undo(record: LaunchRecord, *, has_failed: bool) -> None:
-    """Of a start that failed, nothing stays but logs; of one that Ctrl-C ended, nothing."""
+    """Takes down a start that failed, except for its logs, or one that Ctrl-C ended."""
     if not record.facts.get(UP):
         return
     say("taking down what was started")
-    problems = _take_down(record, keep_logs=has_failed)
-    if not problems:
+    if problems := _take_down(record, keep_logs=has_failed):
+        say("\n  ".join(["what was started is not ended everywhere:", *problems]))
+        say(f"run `rollcall launch down {record.name}` when these hosts answer")
+    else:
         forget(record)
-        return
-    say("\n  ".join(["what was started is not ended everywhere:", *problems]))
-    say(f"run `rollcall launch down {record.name}` when these hosts answer")
 
 
 def _take_down(record: LaunchRecord, *, keep_logs: bool = False) -> list[str]:
-    """End the node, and the container it runs in, on every host that has one or was about to; returns the problems. What is down
-    leaves the record."""
+    """End the node, and the container it runs in, on every host that has one or was about to; returns the problems. A host that is
+    down leaves the record."""
     hosts = record.facts.get(UP, [])
     if not hosts:
         return []
     site = Site.of_record(record)
-    tell = prefixed(hosts)
     if site.container is None:
         words = ("rollcall", "down", "--cluster", record.name, *(["--keep-logs"] if keep_logs else []))
         script = site.script(f"exec {shlex.join(words)} </dev/null")
-        outcomes = site.send(dict.fromkeys(hosts, script), timeout_s=DOWN_S, tell=tell)
     else:
-        scripts = dict.fromkeys(hosts, f"{site.container}; exit\n")
-        outcomes = run_on_all(site.login, scripts, timeout_s=DOWN_S, tell=tell)
+        site, script = site.outside(), f"{site.container}; exit\n"
+    outcomes = site.send(dict.fromkeys(hosts, script), timeout_s=300.0, tell=prefixed(hosts))
     record.knowing(**{UP: [each.host for each in outcomes if not each.is_good]}).save()
     return [each.problem for each in outcomes if not each.is_good]
