@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollcall.observe.metrics import METRICS
-from rollcall.view.metrics_table import MetricsTable, Numbers
+from rollcall.view.growing import MetricsTable, Numbers
 
 MOST_POINTS = 4000
 SHOWN = ("step", "time")  # what may be on the horizontal axis

@@ -12,7 +12,7 @@ from typing import Any
 from rollcall.durable.lease import Holder
 from rollcall.observe.headline import Headline
 from rollcall.observe.progress import STEPS_COUNTED, format_duration
-from rollcall.view.metrics_table import MetricsTable
+from rollcall.view.growing import MetricsTable
 from rollcall.words import counted
 
 # Metrics under ``episode/``, and what they are called in a line.

@@ -13,7 +13,7 @@ import numpy as np
 from rollcall.durable.atomic import write_atomic
 from rollcall.observe.headline import ACCURACY, BY_METRIC, REWARD
 from rollcall.stored.find import ADAPTER_CONFIG
-from rollcall.view.metrics_table import MetricsTable
+from rollcall.view.growing import MetricsTable
 from rollcall.view.standing import ADVANTAGE, ADVICE, no_signal
 from rollcall.wait import say, warn
 from rollcall.words import all_of, are, counted
