@@ -28,7 +28,7 @@ def _split(text: str) -> Split:
         raise typer.BadParameter(f"{text!r} is not one of {', '.join(Split)}") from None
 
 
-@heed()  # from its first import on
+@heed()  # from the first import on
 def train(
     file: Annotated[
         str | None,
@@ -179,7 +179,7 @@ def train(
             ).result
     except KeyboardInterrupt as stop:
         for number in (signal.SIGINT, *heeded_signals()):
-            signal.signal(number, signal.SIG_IGN)  # told again, the command still ends with this status
+            signal.signal(number, signal.SIG_IGN)  # a second signal does not change the status
         by, status = ended_by(stop)
         say(_standing(config.run.dir, num_steps=config.trainer.steps, by=by, fresh=fresh))
         raise typer.Exit(status) from None
@@ -188,7 +188,7 @@ def train(
 
 
 def _for_local_debug(config: Config, *, keeps_dir: bool) -> Config:
-    """In one process, and not in the directory of the real run: its checkpoints and its journal stay as they are."""
+    """In one process, and in another directory: the real run's checkpoints and journal stay as they are."""
     from rollcall.config.one_process import in_one_process
 
     config = in_one_process(config)

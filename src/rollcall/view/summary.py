@@ -1,4 +1,4 @@
-"""``summary.json``: the numbers of a whole run, also of its earlier processes, and what is said of them at its end."""
+"""``summary.json``: the numbers of a whole run, its earlier processes included, and the messages at its end."""
 
 from __future__ import annotations
 
@@ -59,11 +59,9 @@ def write_summary(path: Path, summary: dict[str, Any]) -> None:
 
 
 def _course(values: list[float]) -> dict[str, float | None]:
-    return {
-        "first": values[0] if values else None,
-        "last": values[-1] if values else None,
-        "best": max(values, default=None),
-    }
+    return dict(
+        zip(("first", "last", "best"), (values[0], values[-1], max(values)) if values else (None,) * 3, strict=True)
+    )
 
 
 def _or_none(of: Callable[[list[float]], float], values: list[float]) -> float | None:
@@ -71,7 +69,7 @@ def _or_none(of: Callable[[list[float]], float], values: list[float]) -> float |
 
 
 def _median_generated(metrics: MetricsTable, name: str) -> float | None:
-    """Without replayed steps: they generate little or nothing, so their speed says nothing."""
+    """The median without replayed steps, which generate little or nothing."""
     replayed, _, groups = metrics.column("rollout/groups_from_journal")
     steps, _, values = metrics.column(name)
     return _or_none(median, values[~np.isin(steps, replayed[groups > 0])].tolist())
@@ -82,7 +80,7 @@ def trained(num_steps: int) -> str:
 
 
 def _headline_course(summary: dict[str, Any]) -> str | None:
-    """The headline, from the first evaluation to the last; None: the run has no evaluation."""
+    """The headline from the first evaluation to the last, or None if the run has no evaluation."""
     headline = BY_METRIC[summary["headline"]]
     course = summary["eval"][headline.key]
     if course["first"] is None:
