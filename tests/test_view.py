@@ -52,7 +52,7 @@ from rollcall.types import FinishReason
 from rollcall.view.address import OPEN, Keys, PageRecord, parse_record
 from rollcall.view.curves import GROUPS, describe, group_of, thinned
 from rollcall.view.growing import MetricsTable
-from rollcall.view.journal_index import Indexed, JournalIndex
+from rollcall.view.journal_index import JournalIndex
 from rollcall.view.page_process import serving_page
 from rollcall.view.server import PageServer, make_app
 from rollcall.view.shown_runs import ShownRuns
@@ -365,14 +365,15 @@ def test_groups_are_sorted_filtered_and_paged(tmp_path: Path) -> None:
     assert indexed(client, run)["steps"] == [1, 3]
 
 
-def test_counts_of_groups_are_true_while_the_journal_is_read(tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path, steps=3, groups=2)
-    client = open_page(run_dir)
+def test_counts_of_groups_are_true_while_the_journal_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollcall.view.api.INDEX_S", 0.0)  # a record for each question
+    client = open_page(write_run(tmp_path, steps=3, groups=2))
     run = only_run(client)
-    indexed(client, run)
-    with mock.patch.object(JournalIndex, "refresh", return_value=Indexed(files=1, total=3, groups=2)):
-        answer = client.get("/api/groups", run=run).json
-    assert answer["total"] == answer["index"]["groups"] == 6
+    answers = [client.get("/api/groups", run=run).json for _ in range(12)]
+    counts = [answer["total"] for answer in answers]
+    assert counts == [answer["index"]["groups"] for answer in answers] == [len(answer["rows"]) for answer in answers]
+    assert counts == sorted(counts) and counts[0] < 6 == counts[-1]
+    assert answers[0]["index"]["files"] < 3 == answers[-1]["index"]["files"]
 
 
 def test_an_episode_is_a_conversation_and_its_first_message_the_prompt(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ _REFERENCE = re.compile(
 )
 # The same in YAML, also if it is not quite valid; the value ends at the next comma, bracket or line end.
 _YAML_ASSIGNMENT = re.compile(r"\b([A-Za-z][A-Za-z0-9_]*)(['\"]?\s*[:=]\s*)(\"[^\"\n]*\"|'[^'\n]*'|[^\n,}\]]+)")
-# scheme://user:password@host, or with one slash, as a path writes it; a user alone is a token where the scheme is the web's (https://TOKEN@host), not in ssh://git@host.
+# scheme://user:password@host, or with one slash, as a path writes it; a user without a password is a token where the scheme is the web's (https://TOKEN@host), not in ssh://git@host.
 # A scheme is short: without a bound, a long text of letters and dots takes the square of its length.
 _URL_PASSWORD = re.compile(r"\b([a-z][a-z0-9+.-]{0,40}:/{1,2}[^\s/:@?#'\"]*:)[^\s/?#'\"]+@", re.IGNORECASE)
 _URL_TOKEN = re.compile(r"\b(https?://)[^\s/:@?#'\"]+@", re.IGNORECASE)

@@ -66,7 +66,7 @@ class Stop:
         self.asked: str | None = None  # the signal's name
         self.is_interrupted = False  # by Ctrl-C
         self._asked_s = 0.0
-        self._grace_s: float | None = None  # None: no run trains
+        self._grace_s: float | None = None  # None while no run trains
         self._num_shields = 0
         self._num_prompts = 0  # of a debugger, open in the main thread
         self._is_over = False
@@ -118,7 +118,7 @@ class Stop:
     @contextmanager
     def at_prompt(self) -> Iterator[None]:
         """A debugger asks a person. When the grace ends, ``Stopped`` is raised at the prompt, also within ``shielded``; the prompt
-        then lets the block go on, since nothing else would end it."""
+        then lets the block continue, since nothing else would end it."""
         is_main = threading.current_thread() is threading.main_thread()
         self._num_prompts += is_main
         try:

@@ -83,7 +83,7 @@ def reported(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def answer(found: Any, show: Callable[[Any], None], *, as_json: bool) -> None:
-    """What a command has found: one JSON object on stdout, or what ``show`` makes of it for a reader."""
+    """Print a command's result: one JSON object, or what ``show`` makes of it for a reader."""
     if not as_json:
         show(found)
         return

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def init(
     file: Annotated[Path, typer.Argument(metavar="[FILE]", help="File to write.")] = Path("run.yaml"),
 ) -> None:
-    """Write a short run file with comments. As it stands, it trains the demo. Never overwrites a file.
+    """Write a short run file with comments. Unchanged, it trains the demo. Never overwrites a file.
 
     \b
     Examples:

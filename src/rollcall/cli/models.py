@@ -100,7 +100,7 @@ def serve(
     ],
     overrides: Overrides = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port. 0: one that is free.")] = 8000,
-    host: Annotated[str, typer.Option(help="Address to listen on. Default: this machine alone.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to listen on. Default: only from this machine.")] = "127.0.0.1",
     key_file: Annotated[
         Path | None,
         typer.Option(help="File with the key. Default: ROLLCALL_SERVE_KEY, else a new key, which is printed."),
@@ -150,7 +150,7 @@ def merge(
         typer.Option(
             "--base",
             metavar="DIR",
-            help="Model directory to take config and tokenizer from, if there is none beside the weights.",
+            help="Model directory to take config and tokenizer from, if there is none next to the weights.",
         ),
     ] = None,
     verify: Annotated[
@@ -164,7 +164,7 @@ def merge(
     """Merge a checkpoint into one directory that transformers and vllm open.
 
     Reads a run directory (its newest checkpoint), a checkpoint of Rollcall, verl (FSDP shards) or PyTorch (DCP), or a model
-    directory. Every file is checked while it is read. DIR appears whole or not at all; the same command goes on after an
+    directory. Every file is checked while it is read. DIR appears whole or not at all; the same command continues after an
     interruption.
 
     \b

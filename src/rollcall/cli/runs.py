@@ -53,28 +53,20 @@ def recover(
 
 
 def show_run(run_dir: Path, *, as_json: bool) -> None:
-    """What a run does now, and what its last steps did."""
-    from rollcall.checkpoint.run_dir import is_run
+    """Print the state of a run, and its last steps."""
     from rollcall.observe.events import read_phases
-    from rollcall.view.reader import RunReader, describe_holder, holder_as_json
+    from rollcall.view.reader import describe_holder, holder_as_json, open_run
 
-    run = RunReader(run_dir)
+    run = open_run(run_dir)
     holder = run.holder()
-    if not run_dir.is_dir() and (holder is None or holder.is_gone):
-        raise ValueError(
-            f"{run_dir} does not exist. A run makes it some seconds after its start; otherwise give the run.dir of a run, or nothing "
-            "to see the cluster"
-        )
-    if holder is None and not is_run(run_dir):
-        raise ValueError(f"{run_dir} holds no file of a run; give the run.dir of a run, or nothing to see the cluster")
     phases, state = read_phases(run_dir), run.state()
     steps = sorted({event.step for event in phases})[-3:]
     recent = [event for event in phases if event.step in steps]
-    stands = run.standing(state)
+    standing = run.standing(state)
     if as_json:
         shown = {
             "run_dir": str(run_dir),
-            **stands.as_json(),
+            **standing.as_json(),
             "state": state.word,
             "finished": state.word == "finished",
             "current": asdict(phases[-1]) if phases else None,
@@ -87,7 +79,7 @@ def show_run(run_dir: Path, *, as_json: bool) -> None:
         ("run", str(run_dir)),
         ("held by", describe_holder(holder)),
         ("last" if state.is_over else "now", _in_words(state)),
-        ("stands", ", ".join(f"{label} {text}" for label, text in stands.rows())),
+        ("progress", ", ".join(f"{label} {text}" for label, text in standing.rows())),
     ]
     print_rows(rows, width=8)
     for step in steps:
@@ -180,9 +172,9 @@ def _show_both(comparison: Comparison) -> None:
         console.print("all settings are the same")
     numbers = _table("number", comparison)
     numbers.add_column("second/first", justify="right")
-    for line in comparison.lines:
-        shown = ["-" if value is None else f"{value:,.{line.digits}f}" for value in line.values]
-        numbers.add_row(line.name, *shown, "" if line.ratio is None else f"{line.ratio:.2f}")
+    for name, (first, second), digits in comparison.numbers:
+        shown = ["-" if value is None else f"{value:,.{digits}f}" for value in (first, second)]
+        numbers.add_row(name, *shown, f"{second / first:.2f}" if first and second is not None else "")
     console.print(numbers)
 
 

@@ -90,7 +90,7 @@ def profile(
     cluster: Cluster = None,
     as_json: Json = False,
 ) -> None:
-    """Profile the processes of a role while they work, and bring the files here. The run goes on.
+    """Profile the processes of a role while they work, and bring the files here. The run continues.
 
     A trace of torch has its operators and CUDA kernels: open it on ui.perfetto.dev. It slows the processes down while it runs.
     py-spy shows where Python spends its time. If this command ends early, the profiler is stopped.
@@ -131,13 +131,13 @@ def debug(
     number: Annotated[
         int | None, typer.Argument(metavar="[NUMBER]", help="Attach this terminal to that one of the list.")
     ] = None,
-    go_on: Annotated[bool, typer.Option("--continue", help="Let it go on. With no NUMBER: all of them.")] = False,
+    go_on: Annotated[bool, typer.Option("--continue", help="Let it continue. With no NUMBER: all of them.")] = False,
     as_json: Json = False,
 ) -> None:
     """List the processes of a run that wait in the debugger, or attach this terminal to one of them.
 
     A process waits at a breakpoint(), or where it raised with `rollcall train --post-mortem`. The prompt is Python's pdb:
-    `continue` lets the process go on, `quit` or Ctrl-C leave it waiting.
+    `continue` lets the process run on, `quit` or Ctrl-C leave it waiting.
 
     \b
     Examples:
@@ -207,14 +207,14 @@ def _attach(waits: Waiting, *, where: str | None, typed: list[str]) -> None:
 
     connection = reach(waits)
     if not typed:
-        say(f"{waits.who}, process of {waits.run or 'a script'}; `continue` lets it go on, `quit` leaves it waiting")
+        say(f"{waits.who}, process of {waits.run or 'a script'}; `continue` lets it run on, `quit` leaves it waiting")
     with connection:
         end = converse(connection, typed=typed)
     again = " ".join(["rollcall debug", *([where] if where else []), str(waits.number)])
     if end is End.GOES:
-        say(f"{waits.who} goes on")
+        say(f"{waits.who} continues")
     elif end is End.LEFT:
-        say(f"{waits.who} still waits; attach again with `{again}`, or let it go on with `{again} --continue`")
+        say(f"{waits.who} still waits; attach again with `{again}`, or let it continue with `{again} --continue`")
     else:
         why = "another terminal is attached to it" if end is End.BUSY else "the connection was lost"
         say(f"{waits.who}: {why}; try again with `{again}`")

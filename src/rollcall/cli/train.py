@@ -154,7 +154,7 @@ def train(
             )
     if local_debug:
         if master or worker is not None:
-            raise typer.BadParameter("--local-debug is one process; leave it out beside --master and --worker R")
+            raise typer.BadParameter("--local-debug is one process; leave it out with --master and --worker R")
         config = _for_local_debug(config, keeps_dir=any(change.startswith("run.dir=") for change in changes))
     own = {"--phase": phase, "--split": split, "--rank-weights": rank_weights, "--eval-interval": eval_interval}
     run = _on_a_folder(master=master, worker=worker, num_nodes=num_nodes, log_path=log_path, fresh=fresh, own=own)
@@ -233,7 +233,7 @@ def _on_a_folder(
 
 
 def _standing(run_dir: Path, *, num_steps: int, by: str, fresh: bool) -> str:
-    """Where an interrupted run is, for the person who interrupted it."""
+    """The state of an interrupted run, for the person who interrupted it."""
     from rollcall.checkpoint.run_dir import newest_step
     from rollcall.view.reader import RunReader
 

@@ -1,4 +1,4 @@
-"""How far a run is and how long it still takes: only the numbers, not how they are shown."""
+"""The progress of a run and the time it still needs: only the numbers, not their display."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STEPS_COUNTED = 20  # recent ones: lengths drift
 
 
 class Doing(NamedTuple):
-    """What a run does, and how many seconds after its start it began."""
+    """The present phase, and how many seconds after the start it began."""
 
     text: str
     since_s: float
@@ -42,7 +42,7 @@ class Progress:
         self._marks: deque[tuple[int, float]] = deque(maxlen=STEPS_COUNTED + 1)
 
     def restart(self, step: int) -> None:
-        """The run goes on from ``step``: later steps are done again, and the pace is measured again."""
+        """The run continues from ``step``: later steps are done again, and the pace is measured again."""
         self.step = step
         self.metrics.clear()
         self._marks.clear()

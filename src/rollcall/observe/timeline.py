@@ -189,7 +189,7 @@ def _spans(lane: str, calls: Sequence[RecordedCall], places: _Places) -> list[Ti
     spans: list[TimeSpan] = []
     for call in sorted(calls, key=lambda call: (call.start_s, -call.end_s)):
         if spans and spans[-1].name == call.name and call.end_s <= spans[-1].end_s + SAME_S:
-            continue  # the end of a lost worker may be told twice
+            continue  # the end of a lost worker may be reported twice
         if spans and spans[-1].end_s > call.start_s:
             spans[-1] = replace(spans[-1], end_s=call.start_s)
         phase = places.at(call.start_s)
@@ -278,7 +278,7 @@ _CONTROLLER = 1  # its process in the trace; a node has its rank + 2
 def chrome_trace(timeline: Timeline, *, name: str) -> dict[str, Any]:
     """A timeline for Perfetto (ui.perfetto.dev) and chrome://tracing. ``name`` is the run's.
 
-    Each node is a process of the trace, each worker a thread of its node; the controller and its rewards have one of their own. Times
+    Each node is a process of the trace, each worker a thread of its node; the controller and its rewards share another process. Times
     are microseconds since the first event. A fault is a line across the whole trace. Events are in the order of their times, after those
     that name processes and threads.
     """

@@ -33,7 +33,7 @@ class Torn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
-    """What was counted, with what it was counted from. Lists of draws are ascending."""
+    """The counts, and what they were counted from. Lists of draws are ascending."""
 
     checkpoints: tuple[CheckpointEntry, ...]  # oldest first, every byte compared
     trained: tuple[tuple[int, list[int]], ...]  # steps and their draws, in the order of training, replays included
@@ -142,7 +142,7 @@ def _skipped(run_dir: Path, trained: set[int], journaled: set[int], checkpoints:
     if last > FARTHEST * (len(trained) + len(journaled)) + FARTHEST:
         raise ValueError(
             f"{run_dir / 'journal' / TRAINED} names draw {last}, and the run has {len(trained)} trained draws; the file is "
-            "damaged: restore it, or remove that line if the step it stands for is trained again"
+            "damaged: restore it, or remove that line if the step in it is trained again"
         )
     missing = set(range(last + 1)) - trained
     run = RunReader(run_dir)

@@ -3,52 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 from rollcall.config import public_dump
 from rollcall.loop.resume import Change, differences
 from rollcall.view.reader import RunReader
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComparedNumber:
-    """One number of both runs."""
-
+class ComparedNumber(NamedTuple):
     name: str
-    values: tuple[float | None, float | None]
+    values: tuple[float | None, float | None]  # of both runs
     digits: int
-
-    @property
-    def ratio(self) -> float | None:
-        """The second run's number divided by the first one's."""
-        first, second = self.values
-        return None if first is None or second is None or first == 0 else second / first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     runs: tuple[str, str]
-    settings: dict[str, tuple[Any, Any]]  # key -> both values, where they differ
-    lines: tuple[ComparedNumber, ...]
+    settings: dict[str, list[Any]]  # key -> both values, where they differ
+    numbers: tuple[ComparedNumber, ...]
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "runs": list(self.runs),
-            "settings": {key: list(pair) for key, pair in self.settings.items()},
-            "numbers": {line.name: list(line.values) for line in self.lines},
-        }
+        return {**asdict(self), "numbers": {number.name: number.values for number in self.numbers}}
 
 
 def compare(first: RunReader, second: RunReader) -> Comparison:
-    settings = differing_settings([public_dump(run.read_config()) for run in (first, second)])
-    numbers = [_numbers(run) for run in (first, second)]
+    before, after = _numbers(first), _numbers(second)
     return Comparison(
         runs=(str(first.dir), str(second.dir)),
-        settings={key: (before, after) for key, (before, after) in settings.items()},
-        lines=tuple(
-            ComparedNumber(name=name, values=(value, numbers[1][name][0]), digits=digits)
-            for name, (value, digits) in numbers[0].items()
+        settings=differing_settings([public_dump(run.read_config()) for run in (first, second)]),
+        numbers=tuple(
+            ComparedNumber(name, (value, after[name][0]), digits) for name, (value, digits) in before.items()
         ),
     )
 

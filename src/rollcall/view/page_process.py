@@ -38,7 +38,7 @@ def serving_page(run_dir: Path) -> Iterator[None]:
     """Serve the page of this run directory while the block runs."""
     refuse_without_packages()
     prints, record, is_over = ChildPrints(), run_dir / PAGE_FILE, threading.Event()
-    # In a session of its own: Ctrl-C in the terminal is for the controller.
+    # In another session: Ctrl-C in the terminal is for the controller.
     child = subprocess.Popen(
         [sys.executable, "-m", "rollcall.view.page_process", str(run_dir)],
         stdin=subprocess.PIPE, stdout=prints.fd, stderr=prints.fd, start_new_session=True,

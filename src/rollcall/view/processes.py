@@ -1,9 +1,8 @@
-"""What the processes of a run did and do, for the page: the timeline, the marks of faults and recoveries, and the placement with what
-sits on each slot."""
+"""The processes of a run, for the page: their timeline, the marks of faults and recoveries, and the placement with the worker on each
+slot."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -110,20 +109,18 @@ def _planned(config: Config) -> dict[int, list[dict[str, Any]]]:
 
 def _with_workers(nodes: dict[int, list[dict[str, Any]]], workers: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The nodes with the worker of each slot; a node that the run file does not place is shown too."""
-    at: dict[tuple[int, int], str] = {}
     addresses: dict[int, str] = {}
-    extra: dict[int, set[int]] = defaultdict(set)
+    slots = {(node, slot["slot"]): {**slot, "lane": None} for node, own in nodes.items() for slot in own}
     for worker in workers:
+        node = worker["node"]
+        addresses[node] = worker["address"] or addresses.get(node, "")
         for slot in worker["slots"]:
-            at[worker["node"], slot] = worker["lane"]
-            extra[worker["node"]].add(slot)
-        if worker["address"]:
-            addresses[worker["node"]] = worker["address"]
-    shown = []
-    for node in sorted({*nodes, *extra}):
-        slots = {slot["slot"]: slot for slot in nodes.get(node, [])}
-        for slot in extra[node]:
-            slots.setdefault(slot, {"slot": slot, "roles": []})
-        rows = [{**slots[slot], "lane": at.get((node, slot))} for slot in sorted(slots)]
-        shown.append({"node": node, "address": addresses.get(node, ""), "slots": rows})
-    return shown
+            slots.setdefault((node, slot), {"slot": slot, "roles": []})["lane"] = worker["lane"]
+    return [
+        {
+            "node": node,
+            "address": addresses.get(node, ""),
+            "slots": [slots[place] for place in sorted(slots) if place[0] == node],
+        }
+        for node in sorted({*nodes, *(node for node, _ in slots)})
+    ]

@@ -181,12 +181,15 @@ class RunReader:
 
 
 def open_run(run_dir: Path) -> RunReader:
-    """Refuses what is not a run directory."""
-    if not run_dir.is_dir():
-        raise ConfigError(f"{run_dir} is not a directory; give the run.dir of a run")
-    if not is_run(run_dir):
+    """Refuses what is not a run directory. The directory of a run that has just started may not exist yet."""
+    run = RunReader(run_dir)
+    holder = run.holder()
+    if not run_dir.is_dir() and (holder is None or holder.is_gone):
+        problem = "is a file" if run_dir.exists() else "does not exist. A run makes it some seconds after its start"
+        raise ConfigError(f"{run_dir} {problem}; give the run.dir of a run")
+    if holder is None and not is_run(run_dir):
         raise ConfigError(f"{run_dir} holds no file of a run; give the run.dir of a run")
-    return RunReader(run_dir)
+    return run
 
 
 class HolderWatch:
@@ -208,7 +211,7 @@ class HolderWatch:
 
 
 def describe_holder(holder: Holder | None) -> str:
-    """Who has the run directory, as far as this host can see at once."""
+    """The process that has the run directory, as far as this host can see at once."""
     if holder is None or holder.released:
         return "nobody"
     if holder.is_here:

@@ -40,7 +40,7 @@ class NoGroupError(LookupError):
 
 
 def preview(root: Path, row: GroupRow) -> str:
-    """How the prompt of a group ends: chat templates begin all alike."""
+    """The end of a group's prompt: chat templates all begin alike."""
     data = _header_bytes(root, row)
     try:
         return "" if data is None else _asked(json.loads(data))[-SHORT:]
@@ -49,7 +49,7 @@ def preview(root: Path, row: GroupRow) -> str:
 
 
 def _asked(header: dict[str, Any]) -> str:
-    """What the user says, without the chat template around it; for an empty prompt, what the environment says first."""
+    """The user's message, without the chat template around it; for an empty prompt, the environment's first message."""
     prompt = header["prompt"]
     messages = prompt["metadata"].get("prompt_messages") or ()
     said = [message["content"] for message in messages if message["role"] == "user"]
@@ -205,7 +205,7 @@ def _show_completion(completion: Completion, *, number: int, group: Group) -> di
 
 
 def said_of(group: Group, *, completion: int | None) -> list[tuple[str, str]]:
-    """Who said what in a completion, except what is shown as the prompt. Without a completion: the prompt, with no speaker."""
+    """The messages of a completion with their speakers, except the one that is shown as the prompt. Without a completion, the prompt."""
     asked = _prompt_text(group)
     if completion is None:
         return [("", asked)]

@@ -8,7 +8,6 @@ carries a strict policy: the browser runs no script and loads nothing except fro
 
 from __future__ import annotations
 
-import gzip
 import hmac
 import os
 import re
@@ -16,9 +15,9 @@ import secrets
 import webbrowser
 from collections.abc import Callable
 from contextlib import suppress
-from functools import lru_cache
 from http.cookies import CookieError, SimpleCookie
 from importlib.resources import files
+from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
@@ -26,8 +25,9 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, PlainTextResponse, Response
-from starlette.routing import Route
+from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollcall.net.http_door import http_server, listen
@@ -52,16 +52,17 @@ HEADERS = {
 }
 # Not a redirect: where the address was opened from another page, the browser would not send a strict cookie along.
 OPENED = '<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0; url=/"><title>Rollcall</title><link rel="icon" href="/page/icon.svg">'
-KINDS = {
-    "html": "text/html; charset=utf-8", "css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8",
-    "svg": "image/svg+xml",
-}  # fmt: skip
+PAGE = Path(__file__).with_name("page")
 
 
 def make_app(places: ShownRuns, *, keys: Keys, on_open: Callable[[], None] = lambda: None) -> ASGIApp:
     api = Api(places)
     routes = [Route(f"/api/{name}", answering(getattr(api, name))) for name in ADDRESSES]
-    routes += [Route("/", _page_file), Route("/page/{name}", _page_file), Route("/plotly.js", _plotly)]
+    routes += [
+        Route("/", lambda request: FileResponse(PAGE / "index.html")),
+        Mount("/page", StaticFiles(directory=PAGE)),
+        Route("/plotly.js", _plotly),
+    ]
     app = Starlette(
         routes=routes,
         middleware=[Middleware(GZipMiddleware, minimum_size=2000, compresslevel=2)],
@@ -75,25 +76,10 @@ def _refused(request: Request, error: Exception) -> Response:
     return as_json({"error": "there is nothing at this address"}, status=error.status_code)
 
 
-def _page_file(request: Request) -> Response:
-    name = request.path_params.get("name", "index.html")
-    kind = KINDS.get(name.rpartition(".")[2])
-    found = next((one for one in files("rollcall.view.page").iterdir() if one.name == name), None)
-    if kind is None or found is None:
-        raise HTTPException(404)
-    return Response(found.read_bytes(), media_type=kind, headers={"cache-control": "no-cache"})
-
-
-@lru_cache(maxsize=1)
-def _plotly_script() -> bytes:
-    """Plotly's own script, from its package; compressed once, since it is the largest part of the page."""
-    return gzip.compress((files("plotly") / "package_data" / "plotly.min.js").read_bytes(), 6)
-
-
 def _plotly(request: Request) -> Response:
+    script = files("plotly") / "package_data" / "plotly.min.js"
     # Its address has no version in it, so a browser keeps it for a session of work and not for longer.
-    headers = {"content-encoding": "gzip", "cache-control": "private, max-age=14400"}
-    return Response(_plotly_script(), media_type=KINDS["js"], headers=headers)
+    return FileResponse(str(script), headers={"cache-control": "private, max-age=14400"})
 
 
 class Guard:

@@ -25,7 +25,7 @@ def build_summary(
     """``seconds`` and ``peak_gib`` are the wall time and memory of a process that trains; steps up to ``resume_step`` add what
     they took in earlier processes.
 
-    ``extra`` joins the result as it is (run name, model directory, ...). A number that no row holds is None.
+    ``extra`` joins the result unchanged (run name, model directory, ...). A number that no row holds is None.
     """
     metrics.refresh()
     before_s = 0.0
@@ -117,7 +117,7 @@ def say_result(run_dir: Path, summary: dict[str, Any], curve: Path | None) -> No
     if told := _no_signal(run_dir, summary):
         warn(told)
     if not (run_dir / "model").exists():
-        say(f"trained to step {summary['steps']}; go on with --phase rollout, or with --phase both")
+        say(f"trained to step {summary['steps']}; continue with --phase rollout, or with --phase both")
         return
     opens = "peft's PeftModel" if (run_dir / "model" / ADAPTER_CONFIG).exists() else "AutoModelForCausalLM"
     say(f"model          {run_dir / 'model'}   (for {opens}.from_pretrained)")
