@@ -181,7 +181,9 @@ def train(
         for number in (signal.SIGINT, *heeded_signals()):
             signal.signal(number, signal.SIG_IGN)  # a second signal does not change the status
         by, status = ended_by(stop)
-        say(_standing(config.run.dir, num_steps=config.trainer.steps, by=by, fresh=fresh))
+        from rollcall.view.summary import interrupted
+
+        say(interrupted(config.run.dir, num_steps=config.trainer.steps, by=by, fresh=fresh))
         raise typer.Exit(status) from None
     if as_json and result is not None:
         print(json.dumps(result, default=str))
@@ -230,22 +232,3 @@ def _on_a_folder(
         return lambda config, **_: serve_as_worker(log_path, rank=worker, num_nodes=num_nodes, options=given)
     masters = {"--phase": str(Phase.BOTH), "--split": str(Split.TRAIN), **given}
     return partial(train_as_master, folder=log_path, num_nodes=num_nodes, rank_weights=weights, options=masters)
-
-
-def _standing(run_dir: Path, *, num_steps: int, by: str, fresh: bool) -> str:
-    """The state of an interrupted run, for the person who interrupted it."""
-    from rollcall.checkpoint.run_dir import newest_step
-    from rollcall.view.reader import RunReader
-
-    done = RunReader(run_dir).step
-    if not run_dir.exists():
-        return f"stopped by {by} before anything was trained; {run_dir} was not made"
-    saved = newest_step(run_dir)
-    same = "the same command without --fresh continues" if fresh else "the same command continues"
-    if done == saved:
-        return f"stopped by {by} after step {done} of {num_steps}; saved; {same}"
-    kept = "every finished group" if saved is None else f"a checkpoint of step {saved} and every group finished since"
-    return (
-        f"stopped by {by} after step {done} of {num_steps}; {run_dir} has {kept}: "
-        f"{same}, and so does `rollcall train {run_dir}`"
-    )

@@ -12,9 +12,11 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Annotated, BinaryIO, NamedTuple
 
-from rollcall.durable.append_file import is_count, parse_row
+from pydantic import BaseModel, Field, ValidationError
+
+from rollcall.durable.append_file import parse_row
 from rollcall.observe.events import LineFile, is_time
 
 CALLS = "calls.jsonl"
@@ -29,6 +31,14 @@ class RecordedCall(NamedTuple):
     start_s: float
     end_s: float
     count: int = 1
+
+
+_Seconds = Annotated[float, Field(gt=-1e11, lt=1e11, allow_inf_nan=False)]
+
+
+class _Line(BaseModel):
+    time: _Seconds
+    calls: dict[str, list[tuple[str, _Seconds, Annotated[_Seconds, Field(ge=0)], int]]]
 
 
 class CallFile(LineFile):
@@ -99,15 +109,18 @@ def read_calls(run_dir: Path, *, first_s: float = -math.inf, last_s: float = mat
         past: set[str] = set()  # lanes that were seen after the window
         until: int | None = None
         while line := file.readline():
-            row = parse_row(line)
-            if row is None or not is_time(row.get("time")):
-                continue
-            for lane, call in _calls_of(row):
-                if call.start_s > last_s:
-                    past.add(lane)
-                elif call.end_s > first_s:
-                    found.setdefault(lane, []).append(call)
-            if row["time"] > last_s:
+            try:
+                row = _Line.model_validate_json(line)
+            except ValidationError:
+                continue  # it was cut by a kill
+            for lane, calls in row.calls.items():
+                for name, offset_s, took_s, count in calls:
+                    start_s = row.time + offset_s
+                    if start_s > last_s:
+                        past.add(lane)
+                    elif start_s + took_s > first_s:
+                        found.setdefault(lane, []).append(RecordedCall(name, start_s, start_s + took_s, count))
+            if row.time > last_s:
                 # A call is written when it has ended, which may be long after the window.
                 until = file.tell() + MOST_AFTER if until is None else until
                 if past >= found.keys() or file.tell() > until:
@@ -131,22 +144,3 @@ def _seek(file: BinaryIO, first_s: float) -> None:
     file.seek(low)
     if low:
         file.readline()
-
-
-def _calls_of(row: dict[str, Any]) -> list[tuple[str, RecordedCall]]:
-    lanes = row.get("calls")
-    if not isinstance(lanes, dict):
-        return []
-    found = []
-    for lane, entries in lanes.items():
-        for entry in entries if isinstance(entries, list) else []:
-            if not isinstance(entry, list) or len(entry) != 4:
-                continue
-            name, offset_s, took_s, count = entry
-            if not isinstance(name, str) or not is_count(count) or not is_time(took_s):
-                continue
-            if not isinstance(offset_s, int | float) or not is_time(row["time"] + offset_s):
-                continue
-            start_s = row["time"] + offset_s
-            found.append((lane, RecordedCall(name, start_s, start_s + took_s, count)))
-    return found

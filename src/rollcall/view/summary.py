@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from rollcall.checkpoint.run_dir import newest_step
 from rollcall.durable.atomic import write_atomic
 from rollcall.observe.headline import ACCURACY, BY_METRIC, REWARD
 from rollcall.stored.find import ADAPTER_CONFIG
@@ -104,6 +105,22 @@ def finished(run_dir: Path, summary: dict[str, Any]) -> str:
         f"{run_dir} is finished: {trained(summary['steps'])}{f', {course}' if course else ''}, and the model is in "
         f"{run_dir / 'model'}\nto train further: rollcall train {run_dir} trainer.steps={2 * summary['steps']}; to start over: "
         "the same command with --fresh" + (f"\n{told}" if (told := _no_signal(run_dir, summary)) else "")
+    )
+
+
+def interrupted(run_dir: Path, *, num_steps: int, by: str, fresh: bool) -> str:
+    """The state of an interrupted run, for the person who interrupted it."""
+    if not run_dir.exists():
+        return f"stopped by {by} before anything was trained; {run_dir} was not made"
+    metrics, saved = MetricsTable(run_dir), newest_step(run_dir)
+    metrics.refresh()
+    same = "the same command without --fresh continues" if fresh else "the same command continues"
+    if metrics.step == saved:
+        return f"stopped by {by} after step {saved} of {num_steps}; saved; {same}"
+    kept = "every finished group" if saved is None else f"a checkpoint of step {saved} and every group finished since"
+    return (
+        f"stopped by {by} after step {metrics.step} of {num_steps}; {run_dir} has {kept}: "
+        f"{same}, and so does `rollcall train {run_dir}`"
     )
 
 
