@@ -646,17 +646,15 @@ def test_a_table_leaves_out_what_is_not_a_number(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_serves_its_page_while_it_trains(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    run_dir = tmp_path / "run"
-    with serving_page(run_dir):
+def test_a_run_serves_its_page_while_it_trains(tmp_path: Path) -> None:
+    run_dir, said = tmp_path / "run", []
+    with serving_page(run_dir, tell=said.append):
         write_run(tmp_path, steps=1, groups=1)
-        while not (run_dir / "page.json").exists():
+        while not (said and (run_dir / "page.json").exists()):
             time.sleep(0.02)
         record = parse_record((run_dir / "page.json").read_text())
         assert record is not None and (run_dir / "page.json").stat().st_mode & 0o777 == 0o600
-        while not (said := re.findall(r"http://127\.0\.0\.1:\d+/open/\S+", capfd.readouterr().err)):
-            time.sleep(0.02)
-        (address,) = said
+        (address,) = re.findall(r"http://127\.0\.0\.1:\d+/open/\S+", said[0])
         opened = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
         assert b"refresh" in opened.open(address, timeout=60).read()
         shown = json.loads(opened.open(f"http://127.0.0.1:{record.port}/api/runs", timeout=60).read())
@@ -674,7 +672,7 @@ def test_a_page_that_ends_before_its_run_is_not_named_any_more(tmp_path: Path, m
     page.write_text("#!/bin/sh\ntouch $3/page.json; while [ ! -e $3/end ]; do sleep 0.02; done; exit 3\n")
     page.chmod(0o700)
     monkeypatch.setattr("rollcall.view.page_process.sys.executable", str(page))
-    with serving_page(run_dir):
+    with serving_page(run_dir, tell=lambda text: None):
         while not (run_dir / "page.json").exists():
             time.sleep(0.02)
         (run_dir / "end").touch()

@@ -360,7 +360,7 @@ def _page_of(config: Config) -> AbstractContextManager[None]:
         return nullcontext()
     from rollcall.view.page_process import serving_page
 
-    return serving_page(config.run.dir)
+    return serving_page(config.run.dir, tell=say)
 
 
 def _with_sizes(config: Config, tokens: Mapping[str, int]) -> Config:

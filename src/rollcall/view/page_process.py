@@ -1,7 +1,7 @@
 """The page of a run that trains (`trainer.page`): in a separate process, and never in the way of the controller.
 
-The child prints an address, and another one when that was used. Its stdin stays open while the controller lives, so it ends with the
-controller, however that ends. If it fails, the run continues.
+The child prints an address, and another one when that was used; the controller passes them on. Its stdin stays open while the
+controller lives, so it ends with the controller, however that ends. If it fails, the run continues.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-from rollcall.observe.prints import ChildPrints
 from rollcall.redact import is_secret
 from rollcall.view.address import PAGE_FILE, PageRecord
 from rollcall.wait import warn
@@ -34,24 +33,27 @@ def refuse_without_packages() -> None:
 
 
 @contextmanager
-def serving_page(run_dir: Path) -> Iterator[None]:
+def serving_page(run_dir: Path, *, tell: Callable[[str], None]) -> Iterator[None]:
     """Serve the page of this run directory while the block runs."""
     refuse_without_packages()
-    prints, record, is_over = ChildPrints(), run_dir / PAGE_FILE, threading.Event()
+    record, is_over = run_dir / PAGE_FILE, threading.Event()
     # In another session: Ctrl-C in the terminal is for the controller.
     child = subprocess.Popen(
         [sys.executable, "-m", "rollcall.view.page_process", str(run_dir)],
-        stdin=subprocess.PIPE, stdout=prints.fd, stderr=prints.fd, start_new_session=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
         env={name: value for name, value in os.environ.items() if not is_secret(name)},  # others can read it in /proc
     )  # fmt: skip
-    assert child.stdin is not None
+    assert child.stdin is not None and child.stdout is not None
+    lines = child.stdout
 
-    def watch() -> None:
+    def listen() -> None:
+        for line in lines:
+            tell(line.rstrip())
         if child.wait() and not is_over.is_set():
             record.unlink(missing_ok=True)  # it names a port that nobody listens to
             warn(f"the page of {run_dir} has ended with status {child.returncode}; the run continues without it")
 
-    threading.Thread(target=watch, name="page", daemon=True).start()
+    threading.Thread(target=listen, name="page", daemon=True).start()
     try:
         yield
     finally:
@@ -62,7 +64,6 @@ def serving_page(run_dir: Path) -> Iterator[None]:
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
-        prints.close()
         record.unlink(missing_ok=True)
 
 
@@ -92,9 +93,9 @@ def main(run_dir: Path) -> None:
         server.stop()
 
     server.on_open = show_address
+    show_address()
     for task in (write_record, watch):
         threading.Thread(target=task, daemon=True).start()
-    show_address()
     server.run()
 
 
