@@ -48,9 +48,10 @@ class Client:
             "client": ("127.0.0.1", 50000), "root_path": "",
         }  # fmt: skip
         said: list[Any] = []
+        asked = [{"type": "http.request", "body": b"", "more_body": False}]
 
         async def receive() -> Any:
-            return {"type": "http.request", "body": b"", "more_body": False}
+            return asked.pop() if asked else await asyncio.Future()  # it waits for the answer
 
         async def send(message: Any) -> None:
             said.append(message)

@@ -321,10 +321,10 @@ def assert_opens_with_transformers(directory: Path) -> None:
 
 
 def test_who_stops_a_run_before_its_first_checkpoint_is_told_what_is_kept(tmp_path: Path) -> None:
-    from rollcall.cli.train import _standing
+    from rollcall.view.summary import interrupted
 
     (tmp_path / "metrics.jsonl").write_text('{"step": 7, "time/step_s": 1.0}\n')
-    said = _standing(tmp_path, num_steps=40, by="Ctrl-C", fresh=True)
+    said = interrupted(tmp_path, num_steps=40, by="Ctrl-C", fresh=True)
     assert (
         f"after step 7 of 40; {tmp_path} has every finished group: the same command without --fresh continues" in said
     )

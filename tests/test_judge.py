@@ -445,7 +445,7 @@ def test_a_run_outlives_its_judge_and_asks_nothing_again_when_it_is_resumed(
     from runs import finish
 
     from rollcall.durable.journal import Journal
-    from rollcall.view.groups import show_group
+    from rollcall.view.samples import show_group
 
     def reply(asked: Asked) -> Reply:
         if len(service.asked) >= 10 and "does not answer since" not in caplog.text:

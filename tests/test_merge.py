@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qw
 from typer.testing import CliRunner
 from verl_shards import write_verl
 
+from rollcall.cli import progress_bar
 from rollcall.cli.main import app
-from rollcall.cli.merge import progress_bar
 from rollcall.merge import plan, staging
 from rollcall.merge.merge import merge
 from rollcall.merge.select import select
@@ -489,7 +489,7 @@ def test_more_layers_than_any_model_has_are_refused_before_they_are_built(tmp_pa
 def test_progress_is_told_once_there_is_some(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollcall.cli.merge.SAY_EVERY_S", 0.0)
+    monkeypatch.setattr("rollcall.cli.SAY_EVERY_S", 0.0)
     with progress_bar("merge") as progress:
         progress(0, 2000)
         progress(1000, 2000)

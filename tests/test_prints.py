@@ -11,8 +11,8 @@ import pytest
 from scored import a_prompt, completions_of, in_a_directory_with
 
 from rollcall.config import FunctionReward
-from rollcall.observe import prints
-from rollcall.redact import remember
+from rollcall.observe.prints import ChildPrints
+from rollcall.redact import LONGEST_LINE, remember
 from rollcall.reward.scorer import Scorer
 
 MODULE = """
@@ -45,8 +45,8 @@ def test_what_a_reward_prints_is_heard_at_once(
 def test_a_line_without_an_end_is_not_kept_until_it_ends(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(prints, "LONGEST_LINE", 1 << 18)
-    child = prints.ChildPrints()
+    monkeypatch.setattr("rollcall.redact.LONGEST_LINE", 1 << 18)
+    child = ChildPrints()
     for _ in range(16):
         os.write(child.fd, b"x" * (1 << 16))
     heard, until = "", time.monotonic() + 20
@@ -62,8 +62,8 @@ def test_a_line_without_an_end_is_not_kept_until_it_ends(
 
 def test_a_secret_on_the_edge_of_a_part_of_a_line_is_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
     remember(["s3cret-of-a-row"])
-    child = prints.ChildPrints()
-    text = b"ab" * (prints.LONGEST_LINE // 2 - 3) + b"s3cret-of-a-row" + b"cd" * (1 << 17)
+    child = ChildPrints()
+    text = b"ab" * (LONGEST_LINE // 2 - 3) + b"s3cret-of-a-row" + b"cd" * (1 << 17)
     while text:
         text = text[os.write(child.fd, text) :]
     os.write(child.fd, b"\n")

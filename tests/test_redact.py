@@ -136,6 +136,13 @@ def test_an_assignment_that_arrives_in_pieces_is_redacted() -> None:
     assert shown == f"first\nMY_KEY={REDACTED}\nlast"
 
 
+def test_a_secret_of_several_lines_that_arrives_in_pieces_is_redacted() -> None:
+    remember(["-----BEGIN KEY\nabcdef\n-----END"])
+    redactor = Redactor()
+    shown = [redactor.feed(piece) for piece in ("key: -----BEGIN KEY\n", "abcdef\n", "-----END\nnext\n")]
+    assert "".join([*shown, redactor.end()]) == f"key: {REDACTED}\nnext\n"
+
+
 @pytest.mark.parametrize("secret", [SECRET, "MY_KEY=hunter2hunter2", "https://me:hunter2hunter2@host"])
 @pytest.mark.parametrize("shift", [0, 5, 20])
 def test_a_secret_on_the_edge_of_a_line_without_an_end_is_redacted(

@@ -105,7 +105,7 @@ def test_a_run_on_another_host_is_shown_with_what_it_did_last(
     with hold(run_dir) as lease:
         lease.me = replace(lease.me, host="elsewhere")
         shown = told_status(run_dir, lease, capsys)
-    assert "update of step 21; held by process" in shown and "looking whether it is alive" in shown
+    assert "update of step 21; held by process" in shown and "checking whether it is alive" in shown
 
 
 def told_status(run_dir: Path, lease: Lease, capsys: pytest.CaptureFixture[str]) -> str:

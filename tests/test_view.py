@@ -51,12 +51,11 @@ from rollcall.observe.transcript import episode_columns
 from rollcall.types import FinishReason
 from rollcall.view.address import OPEN, Keys, PageRecord, parse_record
 from rollcall.view.curves import GROUPS, describe, group_of, thinned
-from rollcall.view.journal_index import Indexed, JournalIndex
-from rollcall.view.metrics_table import MetricsTable
+from rollcall.view.growing import MetricsTable
+from rollcall.view.journal_index import JournalIndex
 from rollcall.view.page_process import serving_page
 from rollcall.view.server import PageServer, make_app
 from rollcall.view.shown_runs import ShownRuns
-from rollcall.view.tail import FileTail
 
 HOSTILE = "<script>window.harmed=1</script>\u202e\u0000\ud800<img src=x onerror=window.harmed=1>"
 
@@ -245,7 +244,7 @@ def test_a_run_that_may_not_be_read_does_not_hide_the_others(tmp_path: Path, mon
     client = open_page(tmp_path)
     assert [run["name"] for run in client.get("/api/runs").json["runs"]] == ["open"]
     refused = PermissionError(errno.EACCES, "Permission denied", "events.jsonl")
-    monkeypatch.setattr("rollcall.view.timeline.read_timeline", mock.Mock(side_effect=refused))
+    monkeypatch.setattr("rollcall.view.processes.read_timeline", mock.Mock(side_effect=refused))
     answer = client.get("/api/timeline", run=only_run(client))
     assert (answer.status, answer.json) == (403, {"error": "events.jsonl cannot be read: Permission denied"})
 
@@ -366,14 +365,15 @@ def test_groups_are_sorted_filtered_and_paged(tmp_path: Path) -> None:
     assert indexed(client, run)["steps"] == [1, 3]
 
 
-def test_counts_of_groups_are_true_while_the_journal_is_read(tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path, steps=3, groups=2)
-    client = open_page(run_dir)
+def test_counts_of_groups_are_true_while_the_journal_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollcall.view.api.INDEX_S", 0.0)  # a record for each question
+    client = open_page(write_run(tmp_path, steps=3, groups=2))
     run = only_run(client)
-    indexed(client, run)
-    with mock.patch.object(JournalIndex, "ask", return_value=Indexed(files=1, total=3, groups=2)):
-        answer = client.get("/api/groups", run=run).json
-    assert answer["total"] == answer["index"]["groups"] == 6
+    answers = [client.get("/api/groups", run=run).json for _ in range(12)]
+    counts = [answer["total"] for answer in answers]
+    assert counts == [answer["index"]["groups"] for answer in answers] == [len(answer["rows"]) for answer in answers]
+    assert counts == sorted(counts) and counts[0] < 6 == counts[-1]
+    assert answers[0]["index"]["files"] < 3 == answers[-1]["index"]["files"]
 
 
 def test_an_episode_is_a_conversation_and_its_first_message_the_prompt(tmp_path: Path) -> None:
@@ -473,7 +473,7 @@ def test_the_index_is_kept_grows_with_the_journal_and_starts_over_with_another(t
     (file,) = (cache / "rollcall" / "view").iterdir()
     assert file.stat().st_mode & 0o777 == 0o600
     again = JournalIndex(run_dir)
-    assert again.ask().groups == 8  # before anything is read
+    assert again.find().groups == 8  # before anything is read
     shutil.rmtree(run_dir / "journal")
     append_groups(run_dir, [make_group(1, 0)])
     assert again.refresh().groups == 1
@@ -500,9 +500,10 @@ def test_a_run_that_began_again_under_the_numbers_of_its_old_files_is_read_again
     """A file that was removed leaves its number to the next. Here the new bytes are written into the old file."""
     run_dir = write_run(tmp_path, "old", steps=1, groups=1)
     other = write_run(tmp_path, "new", steps=3, groups=4)
-    index, metrics = JournalIndex(run_dir), FileTail(run_dir / "metrics.jsonl")
+    index, metrics = JournalIndex(run_dir), MetricsTable(run_dir)
     index.refresh()
-    before = metrics.new_lines()[1]
+    metrics.refresh()
+    assert metrics.column("step")[0].tolist() == [0, 1]
     for name, new in (
         ("journal/000001.groups", encode(make_group(1, 0, rewards=(9.0, 9.0)))),
         ("metrics.jsonl", b'{"time": 1.0}\n'),
@@ -512,8 +513,8 @@ def test_a_run_that_began_again_under_the_numbers_of_its_old_files_is_read_again
     row = index.get(step=1, draw=0)
     assert row is not None and row.reward == 9.0
     index.close()
-    again, after = metrics.new_lines()
-    assert again and len(after) > len(before) and metrics.new_lines() == (False, [])
+    metrics.refresh()
+    assert metrics.column("step")[0].tolist() == [0, 1, 2, 3] and metrics.version
 
 
 def test_damaged_and_foreign_records_are_passed_over(tmp_path: Path) -> None:
@@ -649,7 +650,7 @@ def test_a_run_serves_its_page_while_it_trains(tmp_path: Path) -> None:
     run_dir, said = tmp_path / "run", []
     with serving_page(run_dir, tell=said.append):
         write_run(tmp_path, steps=1, groups=1)
-        while not (run_dir / "page.json").exists():
+        while not (said and (run_dir / "page.json").exists()):
             time.sleep(0.02)
         record = parse_record((run_dir / "page.json").read_text())
         assert record is not None and (run_dir / "page.json").stat().st_mode & 0o777 == 0o600
@@ -668,9 +669,7 @@ def test_a_run_serves_its_page_while_it_trains(tmp_path: Path) -> None:
 def test_a_page_that_ends_before_its_run_is_not_named_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = write_run(tmp_path, steps=1, groups=1)
     page = tmp_path / "page"
-    page.write_text(
-        "#!/bin/sh\nread secret; echo '{\"port\": 9}'; while [ ! -e $3/end ]; do sleep 0.02; done; exit 3\n"
-    )
+    page.write_text("#!/bin/sh\ntouch $3/page.json; while [ ! -e $3/end ]; do sleep 0.02; done; exit 3\n")
     page.chmod(0o700)
     monkeypatch.setattr("rollcall.view.page_process.sys.executable", str(page))
     with serving_page(run_dir, tell=lambda text: None):
@@ -689,7 +688,7 @@ def test_a_lease_that_cannot_be_read_does_not_stop_the_page(tmp_path: Path) -> N
 
 def test_files_of_any_size_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = write_run(tmp_path, steps=50)
-    monkeypatch.setattr("rollcall.view.tail.PIECE", 5000)
+    monkeypatch.setattr("rollcall.view.growing.PIECE", 5000)
     with (run_dir / "metrics.jsonl").open("ab") as file:
         file.write(b"\0" * 12_000 + b"\n")
     write_metrics(run_dir, range(51, 61), num_steps=60)

@@ -33,7 +33,7 @@ def calm_transformers() -> None:
 
 
 def load_named(path: str, *, key: str, what: str, example: str) -> Any:
-    """What ``module:name`` names, where ``what`` is a function or a class. ValueError says what is wrong with the key.
+    """Import ``module:name``, where ``what`` is "function" or "class". A ValueError says what is wrong with the key.
 
     Only the standard library is imported here, because processes that run user code have to start fast.
     """

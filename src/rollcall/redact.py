@@ -38,7 +38,7 @@ _REFERENCE = re.compile(
 )
 # The same in YAML, also if it is not quite valid; the value ends at the next comma, bracket or line end.
 _YAML_ASSIGNMENT = re.compile(r"\b([A-Za-z][A-Za-z0-9_]*)(['\"]?\s*[:=]\s*)(\"[^\"\n]*\"|'[^'\n]*'|[^\n,}\]]+)")
-# scheme://user:password@host, or with one slash, as a path writes it; a user alone is a token where the scheme is the web's (https://TOKEN@host), not in ssh://git@host.
+# scheme://user:password@host, or with one slash, as a path writes it; a user without a password is a token where the scheme is the web's (https://TOKEN@host), not in ssh://git@host.
 # A scheme is short: without a bound, a long text of letters and dots takes the square of its length.
 _URL_PASSWORD = re.compile(r"\b([a-z][a-z0-9+.-]{0,40}:/{1,2}[^\s/:@?#'\"]*:)[^\s/?#'\"]+@", re.IGNORECASE)
 _URL_TOKEN = re.compile(r"\b(https?://)[^\s/:@?#'\"]+@", re.IGNORECASE)
@@ -50,7 +50,6 @@ _CONTROLS = re.compile(
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\n]{0,200}(?:\x07|\x1b\\)|[ -~])?|[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f"
     r"\u061c\u180e\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0001-\U000e007f]"
 )
-_PLACES = {"model": ("path",), "data": ("train", "val")}  # keys of a run file that name one
 _PROMPT_KEYS = ("prompt_key", "answer_key")  # columns' names in a run file
 
 _remembered: set[str] = set()
@@ -167,58 +166,42 @@ def redact_env(environment: Mapping[str, str]) -> dict[str, str]:
 def redact_run(run: dict[str, Any]) -> dict[str, Any]:
     """A run file's sections with the secrets of ``cluster.env`` and ``cluster.node_env`` redacted, and the secrets in URLs of
     paths. Prompts, templates and stop strings do not change: a URL there is ordinary text."""
-    named = {
-        section: {**run[section], **{key: redact_urls(run[section][key]) for key in keys if run[section][key]}}
-        for section, keys in _PLACES.items()
-    }
-    rewards = [
-        {**reward, "path": redact_urls(reward["path"])} if "path" in reward else reward for reward in run["reward"]
-    ]
-    run = {**run, **named, "reward": rewards}
-    cluster = run.get("cluster")
-    if not cluster:
-        return run
-    nodes = {rank: redact_env(environment) for rank, environment in cluster["node_env"].items()}
-    return {**run, "cluster": {**cluster, "env": redact_env(cluster["env"]), "node_env": nodes}}
+
+    def shown(section: dict[str, Any], *keys: str) -> dict[str, Any]:
+        return {**section, **{key: redact_urls(section[key]) for key in keys if section.get(key)}}
+
+    model, data = shown(run["model"], "path"), shown(run["data"], "train", "val")
+    run = {**run, "model": model, "data": data, "reward": [shown(reward, "path") for reward in run["reward"]]}
+    if cluster := run.get("cluster"):
+        nodes = {rank: redact_env(environment) for rank, environment in cluster["node_env"].items()}
+        run["cluster"] = {**cluster, "env": redact_env(cluster["env"]), "node_env": nodes}
+    return run
 
 
 def secrets_of_run(raw: Mapping[str, Any]) -> dict[str, str]:
-    """The secrets in the variables of a run file's cluster, by their name. The sections need not be valid: a map written as
-    text, as a list of ``NAME=value``, or in the wrong place holds the same secrets."""
-    cluster = raw.get("cluster")
-    return {name: value for name, value in _assignments(cluster) if is_secret(name)} if cluster else {}
+    """The secrets among the variables of a run file's cluster, by name. The sections need not be valid: a map written as text, as a
+    list of ``NAME=value`` or in the wrong place holds the same secrets."""
+    return {name: value for name, value in _assignments(raw.get("cluster"), "") if is_secret(name)}
 
 
-def _assignments(value: Any) -> Iterator[tuple[str, str]]:
-    """Every ``name: value`` in a value of any shape, the parts of texts too."""
-    if isinstance(value, str):
-        for match in _YAML_ASSIGNMENT.finditer(value):
-            yield match[1], match[3].strip("'\" ")
+def _assignments(value: Any, name: str) -> Iterator[tuple[str, str]]:
+    """Every leaf of a value of any shape with its name, and the assignments in its texts. What is below a secret's name is secret."""
+    if isinstance(value, dict):
+        if isinstance(value.get("name"), str) and "value" in value:  # as Kubernetes writes a variable
+            yield from _assignments(value["value"], value["name"])
+        for key, each in value.items():
+            yield from _assignments(each, name if is_secret(name) else str(key))
     elif isinstance(value, list | tuple):
         for each in value:
-            yield from _assignments(each)
-    elif isinstance(value, dict):
-        if isinstance(value.get("name"), str) and "value" in value:  # as Kubernetes writes a variable
-            yield value["name"], _text(value["value"])
-        for name, each in value.items():
-            if not isinstance(each, list | tuple | dict):
-                yield _text(name), _text(each)
-            elif is_secret(_text(name)):
-                yield from ((_text(name), leaf) for leaf in _leaves(each))
-            yield from _assignments(each)
-
-
-def _leaves(value: Any) -> Iterator[str]:
-    if isinstance(value, list | tuple | dict):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _leaves(each)
-    else:
-        yield _text(value)
-
-
-def _text(value: Any) -> str:
-    """A value as text; empty for a number too long for Python to print, which is refused later."""
-    return "" if isinstance(value, int) and value.bit_length() > 10_000 else str(value)
+            yield from _assignments(each, name)
+    elif isinstance(value, str):
+        yield name, value
+        for match in _YAML_ASSIGNMENT.finditer(value):
+            yield match[1], match[3].strip("'\" ")
+    elif (
+        not isinstance(value, int) or value.bit_length() < 10_000
+    ):  # Python prints no longer number; it is refused later
+        yield name, str(value)
 
 
 def guard_streams() -> None:
@@ -285,24 +268,18 @@ def harmless(text: str) -> str:
 
 
 class Redactor:
-    """Redacts a text that arrives in pieces: the end of a piece waits for the next one if it may be the start of a secret.
-
-    A line without an end does not wait for ever. What is older than its last ``LONGEST_SECRET`` characters goes on.
-    """
+    """Redacts a text that arrives in pieces. A line waits for its end, so that a secret is redacted as a whole; of a line that becomes
+    very long, all but the last ``LONGEST_SECRET`` characters are passed on."""
 
     def __init__(self) -> None:
         self._held = ""
 
     def feed(self, piece: str) -> str:
         text = self._held + piece
-        cut = len(text) - _overlap(text, _values())
-        # An assignment or a URL is redacted as a whole or not at all: its line must be complete.
-        line = text.rfind("\n") + 1
-        if line < cut and (":/" in text[line:] or _ASSIGNMENT.search(text, line)):
-            cut = line
+        cut = max(text.rfind("\n"), text.rfind("\r")) + 1
+        cut -= _begun(text[:cut])
         if len(text) - cut > LONGEST_LINE:
-            shown, self._held = cut_line(text)
-            return shown
+            cut = _cut(text)
         self._held = text[cut:]
         return redact(text[:cut])
 
@@ -311,8 +288,8 @@ class Redactor:
         return redact(held)
 
 
-def cut_line(text: str) -> tuple[str, str]:
-    """Of a line that has no end yet: what can be shown, redacted, and the rest, which waits. No secret is on both sides."""
+def _cut(text: str) -> int:
+    """Where a line that has no end yet can be cut: at no place within a secret."""
     values = _values()
     patterns = [*([_pattern(values)] if values else []), _ASSIGNMENT, _URL_PASSWORD, _URL_TOKEN, _URL_QUERY]
     cut, before = max(len(text) - LONGEST_SECRET, 0), -1
@@ -321,18 +298,18 @@ def cut_line(text: str) -> tuple[str, str]:
         for pattern in patterns:
             begin = next((match.start() for match in pattern.finditer(text) if match.start() < cut < match.end()), cut)
             cut = begin or cut  # what begins with the text is longer than any secret
-    return redact(text[:cut]), text[cut:]
+    return cut
 
 
-def _overlap(text: str, values: frozenset[str]) -> int:
-    """How many characters at the end of ``text`` begin one of the values without finishing it."""
-    longest = 0
-    for value in values:
-        for length in range(min(len(value) - 1, len(text)), longest, -1):
-            if text.endswith(value[:length]):
-                longest = length
-                break
-    return longest
+def _begun(text: str) -> int:
+    """How many characters at the end of ``text`` may begin a secret of several lines."""
+    lengths = (
+        length
+        for value in _values()
+        for length in range(min(len(value) - 1, len(text)), 0, -1)
+        if value[length - 1] in "\n\r" and text.endswith(value[:length])
+    )
+    return max(lengths, default=0)
 
 
 def _without_value(match: re.Match[str]) -> str:

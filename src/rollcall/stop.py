@@ -1,4 +1,4 @@
-"""How a run is stopped: SIGTERM (Slurm, Kubernetes, `rollcall job stop`), SIGUSR1, which Slurm's `--signal` sends ahead, and
+"""Stops a run on a signal: SIGTERM (Slurm, Kubernetes, `rollcall job stop`), SIGUSR1, which Slurm's `--signal` sends ahead, and
 SIGHUP, which a closed SSH session sends. Under `nohup` SIGHUP is ignored and stays so.
 
 The first signal asks. Before a run trains there is nothing to save, and it ends the command where it is, as Ctrl-C does.
@@ -6,10 +6,8 @@ While a run trains (``waiting``) the controller stops at the end of its step; wh
 is raised in the main thread wherever it is, but not within ``shielded``, where the weights or a checkpoint are half done.
 A second signal ends the process at once. Ctrl-C is different: it ends a run without saving (``noting_interrupts``).
 
-Handlers belong to a process, so there is one ``Stop`` for it: ``heed`` installs it, ``heeded`` returns it.
-
-Handlers run in the main thread. Where that has an event loop already (a notebook), the work is in a thread of its own, and the
-main thread waits for it and passes on what it hears (``outside_loop``).
+Handlers belong to a process and run in its main thread, so it has one ``Stop``: ``heed`` installs it, ``heeded`` returns it. Where the
+main thread already has an event loop (a notebook), another thread works, and the main one passes signals on to it (``outside_loop``).
 """
 
 from __future__ import annotations
@@ -27,8 +25,8 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# EX_TEMPFAIL: not done, nothing is wrong, the same command goes on. No supervisor treats it as a crash by default, and
-# each can be told to start such a command again (Slurm: `scontrol requeue`; systemd: RestartForceExitStatus).
+# EX_TEMPFAIL: not done, nothing is wrong, the same command continues. No supervisor treats it as a crash by default, and
+# each can be set up to start such a command again (Slurm: `scontrol requeue`; systemd: RestartForceExitStatus).
 STOPPED = 75
 INTERRUPTED = 130  # by Ctrl-C
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -37,7 +35,7 @@ AGAIN_S = 5.0  # an exception raised while an object is being destroyed gets los
 
 
 def status_words(status: int) -> str:
-    """How a run ended, by the exit status of its command, or as ``subprocess`` has it.
+    """How a run ended, in words, from the exit status of its command or a ``returncode`` of ``subprocess``.
 
     >>> status_words(0), status_words(143), status_words(-9)
     ('ended well (status 0)', 'was ended by SIGTERM (status 143)', 'was ended by SIGKILL (status 137)')
@@ -59,7 +57,7 @@ class Stopped(KeyboardInterrupt):
 
 
 def ended_by(heard: KeyboardInterrupt) -> tuple[str, int]:
-    """What ended a command, in words, and the status that it exits with."""
+    """The signal that ended a command, and the status that it exits with."""
     return (str(heard), STOPPED) if isinstance(heard, Stopped) else ("Ctrl-C", INTERRUPTED)
 
 
@@ -68,7 +66,7 @@ class Stop:
         self.asked: str | None = None  # the signal's name
         self.is_interrupted = False  # by Ctrl-C
         self._asked_s = 0.0
-        self._grace_s: float | None = None  # None: no run trains
+        self._grace_s: float | None = None  # None while no run trains
         self._num_shields = 0
         self._num_prompts = 0  # of a debugger, open in the main thread
         self._is_over = False
@@ -77,12 +75,12 @@ class Stop:
 
     @property
     def left_s(self) -> float:
-        """Of the grace, since the signal came."""
+        """What is left of the grace."""
         return max(self._asked_s + (self._grace_s or 0.0) - time.monotonic(), 0.0)
 
     @property
     def is_late(self) -> bool:
-        """Ctrl-C, or a signal whose grace is over: do not wait for anything."""
+        """Nothing may be waited for: after Ctrl-C, or a signal whose grace is over."""
         return self.is_interrupted or (self.asked is not None and self.left_s == 0)
 
     def check(self) -> None:
@@ -92,7 +90,7 @@ class Stop:
 
     @contextmanager
     def waiting(self, grace_s: float) -> Iterator[None]:
-        """A run trains: it has ``grace_s`` seconds from the signal on."""
+        """Around training, which has ``grace_s`` seconds after the signal."""
         self.check()
         self._grace_s = grace_s
         try:
@@ -120,7 +118,7 @@ class Stop:
     @contextmanager
     def at_prompt(self) -> Iterator[None]:
         """A debugger asks a person. When the grace ends, ``Stopped`` is raised at the prompt, also within ``shielded``; the prompt
-        then lets the block go on, since nothing else would end it."""
+        then lets the block continue, since nothing else would end it."""
         is_main = threading.current_thread() is threading.main_thread()
         self._num_prompts += is_main
         try:
@@ -159,7 +157,7 @@ class Stop:
             signal.signal(signal.SIGINT, inner)
 
     def pass_on(self, heard: KeyboardInterrupt, *, thread: threading.Thread) -> None:
-        """What the main thread has heard, to the thread that works: the first Ctrl-C cancels a run, as asyncio's handler does,
+        """Pass on what the main thread has heard to the thread that works: the first Ctrl-C cancels a run, as asyncio's handler does,
         the second ends it wherever it is."""
         is_first = not self.is_interrupted
         self.is_interrupted = self.is_interrupted or not isinstance(heard, Stopped)
@@ -188,13 +186,12 @@ class Stop:
         """Writing to a closed terminal fails, and that must not keep a run from saving."""
         for fd in self._terminals:
             if not os.isatty(fd):
-                null = os.open(os.devnull, os.O_RDWR)
-                os.dup2(null, fd)
-                os.close(null)
+                with open(os.devnull, "r+b", buffering=0) as null:
+                    os.dup2(null.fileno(), fd)
 
     def _end_grace(self, number: int, frame: FrameType | None) -> None:
         self._is_over = True
-        # It may be raised after a coroutine is made and before it starts, which is not a mistake.
+        # Stopped may be raised after a coroutine is made and before it starts, which is not a mistake.
         warnings.filterwarnings("ignore", message="coroutine .* was never awaited", category=RuntimeWarning)
         if self._num_shields == 0 or self._num_prompts:
             self.check()
@@ -216,7 +213,7 @@ def heed() -> Iterator[Stop]:
     finally:
         _heeded = None
         for number, handler in before.items():
-            if signal.getsignal(number) is not signal.SIG_IGN:  # a command that ends ignores what it is told again
+            if signal.getsignal(number) is not signal.SIG_IGN:  # a command that is ending ignores further signals
                 signal.signal(number, handler or signal.SIG_DFL)  # None: one that Python does not know
 
 
@@ -231,8 +228,8 @@ def heed_if_possible() -> Iterator[None]:
 
 
 def outside_loop(work: Callable[[], T]) -> T:
-    """What ``work`` returns. It may call ``asyncio.run``, so in a thread whose event loop runs it gets a thread of its own."""
-    import asyncio  # here: a command listens to signals as early as it can
+    """Returns ``work()``. It may call ``asyncio.run``, so where an event loop runs it gets another thread."""
+    import asyncio  # not at the top: a command listens to signals as early as it can
     from concurrent.futures import Future
 
     try:
@@ -247,29 +244,21 @@ def outside_loop(work: Callable[[], T]) -> T:
         except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
             result.set_exception(error)
 
-    stop = heeded()
+    stop, is_main = heeded(), threading.current_thread() is threading.main_thread()
     thread = threading.Thread(target=run, name="rollcall")
-    with _raising_interrupts():
+    # Ctrl-C raises here; asyncio's handler would cancel a task that waits in a blocking call and never learns of it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler) if is_main else None
+    try:
         thread.start()
         while thread.is_alive():
             try:
                 thread.join()
             except KeyboardInterrupt as heard:
                 stop.pass_on(heard, thread=thread)
-    return result.result()
-
-
-@contextmanager
-def _raising_interrupts() -> Iterator[None]:
-    """Ctrl-C raises here, where asyncio's handler would cancel a task that waits in a blocking call and never learns of it."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
     finally:
-        signal.signal(signal.SIGINT, before or signal.SIG_DFL)
+        if is_main:
+            signal.signal(signal.SIGINT, before or signal.SIG_DFL)
+    return result.result()
 
 
 def heeded() -> Stop:
@@ -284,8 +273,8 @@ def is_heeding() -> bool:
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """Around a call that installs handlers of its own, as ``ray.init`` does (2.60): its exits become ours, and ours come back. What
-    was ignored stays ignored."""
+    """Around a call that installs its own handlers, as ``ray.init`` does (2.60): its exits become ours, and our handlers come back. A
+    signal that was ignored stays ignored."""
     ignored = [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_IGN]
     try:
         yield

@@ -52,7 +52,7 @@ from rollcall.redact import redact
 from rollcall.reward.scorer import Scorer
 from rollcall.roles.local import build_workers
 from rollcall.stop import Stopped, heeded
-from rollcall.view.metrics_table import MetricsTable
+from rollcall.view.growing import MetricsTable
 from rollcall.view.summary import build_summary, finished, say_result, trained, write_summary
 from rollcall.wait import in_silence, on_stdout, say, speaking, warn
 from rollcall.words import counted

@@ -82,7 +82,7 @@ def span(first: int, last: int) -> str:
 
 
 def visible(text: str) -> str:
-    """What others wrote, such as a model, a tool or another machine: it must not control the terminal that shows it.
+    """Text that others wrote, such as a model, a tool or another machine, without what could control the terminal that shows it.
 
     >>> visible("done\\x1b[2J")
     'done\N{REPLACEMENT CHARACTER}[2J'

@@ -9,7 +9,8 @@ import inspect
 import json
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial, wraps
 from pathlib import Path
@@ -21,8 +22,8 @@ from rollcall.errors import in_one_line, is_out_of_memory
 from rollcall.importing import calm_transformers
 from rollcall.redact import OutputError
 from rollcall.stop import ended_by
-from rollcall.wait import say
-from rollcall.words import visible
+from rollcall.wait import Wait, say
+from rollcall.words import size, visible
 
 if TYPE_CHECKING:
     from rollcall.config import Config
@@ -35,6 +36,7 @@ Overrides = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else there.")]
 
+SAY_EVERY_S = 10.0  # how far something is, where there is no bar
 FAILED = 1  # an exit status; 2 is a usage error, stop.py has two more
 
 
@@ -81,7 +83,7 @@ def reported(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def answer(found: Any, show: Callable[[Any], None], *, as_json: bool) -> None:
-    """What a command has found: one JSON object on stdout, or what ``show`` makes of it for a reader."""
+    """Print a command's result: one JSON object, or what ``show`` makes of it for a reader."""
     if not as_json:
         show(found)
         return
@@ -94,6 +96,35 @@ def print_table(rows: list[tuple[str, ...]]) -> None:
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def print_rows(rows: Iterable[tuple[str, str]], *, width: int) -> None:
+    for label, text in rows:
+        print(f"{label:<{width}} {text}")
+
+
+@contextmanager
+def progress_bar(title: str, *, unit: str | None = None) -> Iterator[Callable[[int, int | None], None]]:
+    """A bar on a terminal; elsewhere a line every few seconds. It counts ``unit``, or bytes without one."""
+    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+    from rollcall.screen import Screen
+
+    console = Screen(stderr=True)
+    if not console.is_terminal:
+        wait = Wait(first_s=SAY_EVERY_S, every_s=SAY_EVERY_S)
+
+        def tell(done: int, total: int | None) -> None:
+            if done:
+                shown = [size(num) if unit is None else f"{num:,}" for num in (done, total) if num is not None]
+                wait.tell(f"{title}: {' of '.join(shown)}{f' {unit}' if unit else ''}")
+
+        yield tell
+        return
+    counts = DownloadColumn() if unit is None else MofNCompleteColumn()
+    with Progress(title, BarColumn(), counts, TimeRemainingColumn(), console=console, transient=True) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def calm_libraries() -> None:

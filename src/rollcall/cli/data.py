@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from rollcall.cli import Json
+from rollcall.cli import Json, answer, progress_bar
 from rollcall.data.make import TaskRows, make_task, write_parquet
-from rollcall.screen import Screen
 from rollcall.words import counted
 
 
@@ -51,25 +47,24 @@ def data(
     """
     made = make_task(task, num=num, seed=seed, source=source)
     written, example = _write(made, out)
-    if as_json:
-        files = [{"path": str(path), "rows": rows} for path, rows in written.items()]
-        print(json.dumps({"task": task, "files": files, "reward": made.reward, "example": example}))
-    else:
-        _show(written, example, made.reward)
+    files = [{"path": str(path), "rows": rows} for path, rows in written.items()]
+    found = {"task": task, "files": files, "reward": made.reward, "example": example}
+    answer(found, lambda _: _show(written, example, made.reward), as_json=as_json)
 
 
 def _write(made: TaskRows, out: Path) -> tuple[dict[Path, int], dict[str, Any]]:
     """The number of rows in each file, and the first row of all."""
     example: dict[str, Any] = {}
     written: dict[Path, int] = {}
-    with _late_progress(made.num_rows) as advance:
+    numbers = count(1)
+    with progress_bar("making rows", unit="rows") as progress:
 
         def watched(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             for row in rows:
                 if not example:
                     example.update(row)
-                advance()
                 yield row
+                progress(next(numbers), made.num_rows)
 
         for split, rows in (("train", made.train), ("test", made.test)):
             path = out / f"{split}.parquet"
@@ -78,30 +73,12 @@ def _write(made: TaskRows, out: Path) -> tuple[dict[Path, int], dict[str, Any]]:
 
 
 def _show(written: dict[Path, int], example: dict[str, Any], reward: str) -> None:
-    console = Screen(soft_wrap=True)
     for path, rows in written.items():
-        console.print(f"[green]wrote[/green] {escape(str(path))}  {counted(rows, 'row')}")
-    console.print("[bold]example[/bold]")
+        print(f"wrote {path}  {counted(rows, 'row')}")
+    print("example")
     for column, value in example.items():
         text = value if isinstance(value, str) else json.dumps(value)
         text = text if len(text) <= 400 else text[:397] + "..."
-        console.print(f"  [cyan]{escape(column)}[/cyan]  {escape(text.replace(chr(10), chr(10) + '    '))}")
-    train, test = (escape(str(path)) for path in written)
-    console.print(f"[bold]use[/bold]\n  data:   {{train: {train}, val: {test}}}\n  reward: \\[{{type: {reward}}}]")
-
-
-@contextmanager
-def _late_progress(total: int | None) -> Iterator[Callable[[], None]]:
-    """A progress bar on stderr that appears after two seconds. Call the result once for each row."""
-    columns = (SpinnerColumn(), TextColumn("making rows"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    progress = Progress(*columns, console=Screen(stderr=True), transient=True)
-    task = progress.add_task("rows", total=total)
-    timer = threading.Timer(2.0, progress.start)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield lambda: progress.advance(task)
-    finally:
-        timer.cancel()
-        timer.join()
-        progress.stop()
+        print(f"  {column}  {text.replace(chr(10), chr(10) + '    ')}")
+    train, test = written
+    print(f"use\n  data:   {{train: {train}, val: {test}}}\n  reward: [{{type: {reward}}}]")

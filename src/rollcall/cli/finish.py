@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollcall.cli import Json, Overrides, answer, calm_libraries, print_table
-from rollcall.cli.merge import progress_bar
+from rollcall.cli import Json, Overrides, answer, calm_libraries, print_table, progress_bar
 from rollcall.wait import say
 from rollcall.words import counted, size
 

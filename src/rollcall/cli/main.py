@@ -10,24 +10,17 @@ import typer
 
 from rollcall.cli import FAILED, reported
 from rollcall.cli.cluster import check, down, here, node, status
-from rollcall.cli.config import config, init
+from rollcall.cli.config import config, fetch_model, init, plan, prepare, simulate
 from rollcall.cli.data import data
-from rollcall.cli.debug import debug
 from rollcall.cli.doctor import doctor
-from rollcall.cli.eval import evaluate
 from rollcall.cli.finish import finish, gather, upload
 from rollcall.cli.jobs import env, job, submit
 from rollcall.cli.launch import launch, ssh, tunnel
-from rollcall.cli.merge import merge
-from rollcall.cli.plan import plan, simulate
-from rollcall.cli.prepare import fetch_model, prepare
+from rollcall.cli.models import evaluate, merge, serve
 from rollcall.cli.reward import reward
-from rollcall.cli.runs import compare, recover
-from rollcall.cli.serve import serve
-from rollcall.cli.stacks import profile, stacks
-from rollcall.cli.trace import trace
+from rollcall.cli.runs import compare, recover, trace, view
+from rollcall.cli.stacks import debug, profile, stacks
 from rollcall.cli.train import train
-from rollcall.cli.view import view
 from rollcall.redact import OutputError, guard_streams
 from rollcall.version import __version__, installed
 
@@ -108,34 +101,9 @@ def version() -> None:
 app.command("train")(reported(train))
 app.command("eval")(reported(evaluate))
 for command in (
-    recover,
-    compare,
-    trace,
-    view,
-    serve,
-    stacks,
-    profile,
-    merge,
-    init,
-    config,
-    data,
-    plan,
-    simulate,
-    doctor,
-    debug,
-    finish,
-    gather,
-    submit,
-    env,
-    node,
-    check,
-    status,
-    down,
-    ssh,
-    tunnel,
-    upload,
-    prepare,
-):
+    recover, compare, trace, view, serve, stacks, profile, merge, init, config, data, plan, simulate, doctor, debug, finish, gather,
+    submit, env, node, check, status, down, ssh, tunnel, upload, prepare,
+):  # fmt: skip
     app.command(command.__name__)(reported(command))
 app.command("fetch-model")(reported(fetch_model))
 app.command("here", hidden=True)(reported(here))

@@ -42,7 +42,7 @@ def test(
 
 
 def _show(trial: Trial) -> None:
-    # No markup and no emoji: what stands in a row is shown as it is.
+    # No markup and no emoji: the text of a row is shown as it is.
     console = Screen(markup=False, emoji=False, soft_wrap=True)
     if trial.scored:
         console.print(_table(trial))

@@ -1,4 +1,4 @@
-"""Verbs that read run directories, without a cluster: `rollcall recover`, `rollcall status RUN_DIR`, `rollcall compare`."""
+"""The commands that read run directories and need no cluster: `rollcall recover`, `status RUN_DIR`, `compare`, `trace`, `view`."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
-from rich.table import Table
-from rich.text import Text
 
-from rollcall.cli import Json, RunDir, answer
-from rollcall.screen import Screen
+from rollcall.cli import Json, RunDir, answer, print_rows
+from rollcall.wait import say
 from rollcall.words import counted, span
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from rollcall.view.compare import Comparison
     from rollcall.view.reader import RunState
     from rollcall.view.recover import RunReport
+
+LONG = 8 << 20  # bytes of calls; reading and writing all of them takes more than some seconds
 
 
 def recover(
@@ -52,28 +53,20 @@ def recover(
 
 
 def show_run(run_dir: Path, *, as_json: bool) -> None:
-    """What a run does now, and what its last steps did."""
-    from rollcall.checkpoint.run_dir import is_run
+    """Print the state of a run, and its last steps."""
     from rollcall.observe.events import read_phases
-    from rollcall.view.reader import RunReader, describe_holder, holder_as_json
+    from rollcall.view.reader import describe_holder, holder_as_json, open_run
 
-    run = RunReader(run_dir)
+    run = open_run(run_dir)
     holder = run.holder()
-    if not run_dir.is_dir() and (holder is None or holder.is_gone):
-        raise ValueError(
-            f"{run_dir} does not exist. A run makes it some seconds after its start; otherwise give the run.dir of a run, or nothing "
-            "to see the cluster"
-        )
-    if holder is None and not is_run(run_dir):
-        raise ValueError(f"{run_dir} holds no file of a run; give the run.dir of a run, or nothing to see the cluster")
     phases, state = read_phases(run_dir), run.state()
     steps = sorted({event.step for event in phases})[-3:]
     recent = [event for event in phases if event.step in steps]
-    stands = run.standing(state)
+    standing = run.standing(state)
     if as_json:
         shown = {
             "run_dir": str(run_dir),
-            **stands.as_json(),
+            **standing.as_json(),
             "state": state.word,
             "finished": state.word == "finished",
             "current": asdict(phases[-1]) if phases else None,
@@ -82,9 +75,13 @@ def show_run(run_dir: Path, *, as_json: bool) -> None:
         }
         print(json.dumps(shown))
         return
-    print(f"run      {run_dir}\nheld by  {describe_holder(holder)}")
-    print(f"{'last' if state.is_over else 'now':<8} {_in_words(state)}")
-    print(f"{'stands':<8} {', '.join(f'{label} {text}' for label, text in stands.rows())}")
+    rows = [
+        ("run", str(run_dir)),
+        ("held by", describe_holder(holder)),
+        ("last" if state.is_over else "now", _in_words(state)),
+        ("progress", ", ".join(f"{label} {text}" for label, text in standing.rows())),
+    ]
+    print_rows(rows, width=8)
     for step in steps:
         print(f"step {step}")
         for event in (event for event in recent if event.step == step):
@@ -140,8 +137,7 @@ def _show(report: RunReport) -> None:
     rows += [("torn", f"{one.path}: {one.why}") for one in report.audit.torn]
     counts = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in report.audit.counts().items())
     rows.append(("audit", counts))
-    for label, text in rows:
-        print(f"{label:<11} {text}")
+    print_rows(rows, width=11)
     print("the next `rollcall train` would")
     for line in report.next():
         print(f"  - {line}")
@@ -162,6 +158,10 @@ def compare(first: RunDir, second: RunDir, as_json: Json = False) -> None:
 
 
 def _show_both(comparison: Comparison) -> None:
+    from rich.text import Text
+
+    from rollcall.screen import Screen
+
     console = Screen(soft_wrap=True)
     settings = _table("setting", comparison)
     for key, pair in comparison.settings.items():
@@ -172,16 +172,105 @@ def _show_both(comparison: Comparison) -> None:
         console.print("all settings are the same")
     numbers = _table("number", comparison)
     numbers.add_column("second/first", justify="right")
-    for line in comparison.lines:
-        shown = ["-" if value is None else f"{value:,.{line.digits}f}" for value in line.values]
-        numbers.add_row(line.name, *shown, "" if line.ratio is None else f"{line.ratio:.2f}")
+    for name, (first, second), digits in comparison.numbers:
+        shown = ["-" if value is None else f"{value:,.{digits}f}" for value in (first, second)]
+        numbers.add_row(name, *shown, f"{second / first:.2f}" if first and second is not None else "")
     console.print(numbers)
 
 
 def _table(what: str, comparison: Comparison) -> Table:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column(what)
     right: Any = "right" if what == "number" else "left"
     for name in comparison.runs:
         table.add_column(Text(name), justify=right, overflow="fold")
     return table
+
+
+def trace(
+    run_dir: RunDir,
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="File to write.")] = Path("trace.json"),
+    first_step: Annotated[int | None, typer.Option("--from", metavar="STEP", min=0, help="First step.")] = None,
+    last_step: Annotated[int | None, typer.Option("--to", metavar="STEP", min=0, help="Last step.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write what the controller and every worker did over time, as a Chrome trace: open it on ui.perfetto.dev.
+
+    It works during a run and after it. It prints how much of the time each worker did nothing.
+
+    \b
+    Examples:
+      rollcall trace runs/gsm8k --out trace.json
+      rollcall trace runs/gsm8k --from 100 --to 110 --out slow_steps.json
+    """
+    from rollcall.durable.atomic import write_atomic
+    from rollcall.observe.calls import CALLS
+    from rollcall.observe.events import EVENTS
+    from rollcall.observe.timeline import chrome_trace, idle_shares, read_timeline
+    from rollcall.view.reader import open_run
+
+    open_run(run_dir)
+    if first_step is not None and last_step is not None and last_step < first_step:
+        raise ValueError(f"--from {first_step} --to {last_step} names no step; --to is the last one")
+    calls = run_dir / CALLS
+    if first_step is None and last_step is None and calls.exists() and calls.stat().st_size > LONG:
+        size = calls.stat().st_size >> 20
+        say(f"{calls} has {size:,} MiB, so all steps take long and much memory; --from and --to choose some")
+    found = read_timeline(run_dir, first_step=first_step, last_step=last_step)
+    if not found.spans:
+        raise ValueError(
+            f"{run_dir} has no phase of these steps in events.jsonl; `rollcall status {run_dir}` shows what it has"
+        )
+    if found.num_bytes_left_out:
+        say(
+            f"{run_dir / EVENTS} is too long to be read as a whole: its first {found.num_bytes_left_out:,} bytes are left out"
+        )
+    write_atomic(out, json.dumps(chrome_trace(found, name=run_dir.resolve().name)))
+    shown = {
+        "out": str(out),
+        "lanes": list(found.lanes),
+        "spans": len(found.spans),
+        "marks": len(found.marks),
+        "idle": {lane: round(share, 4) for lane, share in idle_shares(found).items()},
+    }
+    answer(shown, _show_trace, as_json=as_json)
+
+
+def _show_trace(shown: dict[str, Any]) -> None:
+    what = f"{counted(shown['spans'], 'span')} of {counted(len(shown['lanes']), 'lane')}, {counted(shown['marks'], 'mark')}"
+    print(f"{shown['out']}: {what}; open it on ui.perfetto.dev")
+    for lane, share in shown["idle"].items():
+        print(f"  {lane:<32} idle {share:.0%}")
+
+
+def view(
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="RUN_DIR|FOLDER", help="Run directories, or folders of runs. Default: runs/"),
+    ] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port on this machine. Default: one that is free.")] = 0,
+    open_browser: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+) -> None:
+    """Show runs on a page: curves, samples, tokens, timeline, cluster. It works during a run and afterwards.
+
+    The page is on this machine only, and each printed address works once. It reads run directories and changes nothing in them.
+    From another machine: ssh -L PORT:127.0.0.1:PORT HOST. Ctrl-C ends it.
+
+    \b
+    Examples:
+      rollcall view                        every run in runs/
+      rollcall view runs/gsm8k --open
+      rollcall view runs/grpo runs/dapo    two runs, to compare
+      rollcall view /shared/runs --port 8080
+    """
+    from rollcall.view.page_process import refuse_without_packages
+
+    refuse_without_packages()
+    from rollcall.view.server import serve
+    from rollcall.view.shown_runs import ShownRuns
+
+    serve(ShownRuns(runs or []), port=port, open_browser=open_browser, tell=say)

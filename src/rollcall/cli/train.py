@@ -28,7 +28,7 @@ def _split(text: str) -> Split:
         raise typer.BadParameter(f"{text!r} is not one of {', '.join(Split)}") from None
 
 
-@heed()  # from its first import on
+@heed()  # from the first import on
 def train(
     file: Annotated[
         str | None,
@@ -154,7 +154,7 @@ def train(
             )
     if local_debug:
         if master or worker is not None:
-            raise typer.BadParameter("--local-debug is one process; leave it out beside --master and --worker R")
+            raise typer.BadParameter("--local-debug is one process; leave it out with --master and --worker R")
         config = _for_local_debug(config, keeps_dir=any(change.startswith("run.dir=") for change in changes))
     own = {"--phase": phase, "--split": split, "--rank-weights": rank_weights, "--eval-interval": eval_interval}
     run = _on_a_folder(master=master, worker=worker, num_nodes=num_nodes, log_path=log_path, fresh=fresh, own=own)
@@ -179,16 +179,18 @@ def train(
             ).result
     except KeyboardInterrupt as stop:
         for number in (signal.SIGINT, *heeded_signals()):
-            signal.signal(number, signal.SIG_IGN)  # told again, the command still ends with this status
+            signal.signal(number, signal.SIG_IGN)  # a second signal does not change the status
         by, status = ended_by(stop)
-        say(_standing(config.run.dir, num_steps=config.trainer.steps, by=by, fresh=fresh))
+        from rollcall.view.summary import interrupted
+
+        say(interrupted(config.run.dir, num_steps=config.trainer.steps, by=by, fresh=fresh))
         raise typer.Exit(status) from None
     if as_json and result is not None:
         print(json.dumps(result, default=str))
 
 
 def _for_local_debug(config: Config, *, keeps_dir: bool) -> Config:
-    """In one process, and not in the directory of the real run: its checkpoints and its journal stay as they are."""
+    """In one process, and in another directory: the real run's checkpoints and journal stay as they are."""
     from rollcall.config.one_process import in_one_process
 
     config = in_one_process(config)
@@ -230,22 +232,3 @@ def _on_a_folder(
         return lambda config, **_: serve_as_worker(log_path, rank=worker, num_nodes=num_nodes, options=given)
     masters = {"--phase": str(Phase.BOTH), "--split": str(Split.TRAIN), **given}
     return partial(train_as_master, folder=log_path, num_nodes=num_nodes, rank_weights=weights, options=masters)
-
-
-def _standing(run_dir: Path, *, num_steps: int, by: str, fresh: bool) -> str:
-    """Where an interrupted run is, for the person who interrupted it."""
-    from rollcall.checkpoint.run_dir import newest_step
-    from rollcall.view.reader import RunReader
-
-    done = RunReader(run_dir).step
-    if not run_dir.exists():
-        return f"stopped by {by} before anything was trained; {run_dir} was not made"
-    saved = newest_step(run_dir)
-    same = "the same command without --fresh continues" if fresh else "the same command continues"
-    if done == saved:
-        return f"stopped by {by} after step {done} of {num_steps}; saved; {same}"
-    kept = "every finished group" if saved is None else f"a checkpoint of step {saved} and every group finished since"
-    return (
-        f"stopped by {by} after step {done} of {num_steps}; {run_dir} has {kept}: "
-        f"{same}, and so does `rollcall train {run_dir}`"
-    )

@@ -1,1 +1,1 @@
-"""What a run shows and leaves behind: metrics, sinks, console, learning curve, samples, summary."""
+"""The output and the records of a run: metrics, sinks, console, learning curve, samples, summary."""

@@ -1,4 +1,4 @@
-"""What each worker did, call by call: ``run_dir/calls.jsonl``.
+"""The calls that each worker answered: ``run_dir/calls.jsonl``.
 
 The controller appends a line every few seconds: a time, and by lane the calls that have ended since the line before. A lane
 is a worker as the timeline names it. Short calls of one method that follow each other are one entry with a count. Lines are in
@@ -11,13 +11,13 @@ import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from json import dumps
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Annotated, BinaryIO, NamedTuple
 
-from rollcall.durable.append_file import AppendFile, is_count, lines_end, parse_row
-from rollcall.durable.patience import disk_fault
-from rollcall.observe.events import is_time
+from pydantic import BaseModel, Field, ValidationError
+
+from rollcall.durable.append_file import parse_row
+from rollcall.observe.events import LineFile, is_time
 
 CALLS = "calls.jsonl"
 JOIN_S = 0.02  # calls of one method with a shorter pause between them are one entry
@@ -33,16 +33,21 @@ class RecordedCall(NamedTuple):
     count: int = 1
 
 
-class CallFile:
+_Seconds = Annotated[float, Field(gt=-1e11, lt=1e11, allow_inf_nan=False)]
+
+
+class _Line(BaseModel):
+    time: _Seconds
+    calls: dict[str, list[tuple[str, _Seconds, Annotated[_Seconds, Field(ge=0)], int]]]
+
+
+class CallFile(LineFile):
     """The controller's side."""
 
     def __init__(self, run_dir: Path) -> None:
-        self.path = Path(run_dir) / CALLS
-        self._file: AppendFile | None = None
-        self._waiting: list[bytes] = []
+        super().__init__(Path(run_dir) / CALLS)
 
     def append(self, calls: Mapping[str, Sequence[RecordedCall]], *, time_s: float) -> None:
-        """On a full disk the line is kept, and written with a later one."""
         rows = {
             lane: [
                 [one.name, round(one.start_s - time_s, 3), round(one.end_s - one.start_s, 4), one.count] for one in own
@@ -51,31 +56,11 @@ class CallFile:
             if own
         }
         if rows:
-            self._waiting.append((dumps({"time": round(time_s, 3), "calls": rows}) + "\n").encode())
-            del self._waiting[:-4096]
-        self.flush()
-
-    def flush(self) -> None:
-        try:
-            while self._waiting:
-                if self._file is None:
-                    self._file = AppendFile(self.path, good_end=lines_end)
-                self._file.append(self._waiting[0])
-                self._file.forget_unsynced()
-                del self._waiting[0]
-        except OSError as error:
-            if disk_fault(error, near=self.path) is None:
-                raise
-
-    def close(self) -> None:
-        self.flush()
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+            self.write({"time": round(time_s, 3), "calls": rows})
 
 
 class BusySpans:
-    """When something in this process was busy. Any thread may ask; one thread notes."""
+    """Records when something in this process was busy. Any thread may ask; one thread notes."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -84,7 +69,7 @@ class BusySpans:
         self._lock = threading.Lock()
 
     def note(self, is_busy: bool) -> None:
-        """It is busy from now on, or is not. To say the same again costs nothing."""
+        """Whether it is busy from now on. Repeating the same costs nothing."""
         if is_busy == (self._since is not None):
             return
         now = time.time()
@@ -100,14 +85,14 @@ class BusySpans:
                 self._ended.append(RecordedCall(self._name, since, now))
 
     def take(self) -> list[RecordedCall]:
-        """What has ended since it was last asked."""
+        """The calls that have ended since the last ``take``."""
         with self._lock:
             ended, self._ended = self._ended, []
         return ended
 
     @property
     def since_s(self) -> float | None:
-        """None: it is not busy."""
+        """Unix time, or None if it is not busy."""
         return self._since
 
 
@@ -124,15 +109,18 @@ def read_calls(run_dir: Path, *, first_s: float = -math.inf, last_s: float = mat
         past: set[str] = set()  # lanes that were seen after the window
         until: int | None = None
         while line := file.readline():
-            row = parse_row(line)
-            if row is None or not is_time(row.get("time")):
-                continue
-            for lane, call in _calls_of(row):
-                if call.start_s > last_s:
-                    past.add(lane)
-                elif call.end_s > first_s:
-                    found.setdefault(lane, []).append(call)
-            if row["time"] > last_s:
+            try:
+                row = _Line.model_validate_json(line)
+            except ValidationError:
+                continue  # it was cut by a kill
+            for lane, calls in row.calls.items():
+                for name, offset_s, took_s, count in calls:
+                    start_s = row.time + offset_s
+                    if start_s > last_s:
+                        past.add(lane)
+                    elif start_s + took_s > first_s:
+                        found.setdefault(lane, []).append(RecordedCall(name, start_s, start_s + took_s, count))
+            if row.time > last_s:
                 # A call is written when it has ended, which may be long after the window.
                 until = file.tell() + MOST_AFTER if until is None else until
                 if past >= found.keys() or file.tell() > until:
@@ -141,7 +129,7 @@ def read_calls(run_dir: Path, *, first_s: float = -math.inf, last_s: float = mat
 
 
 def _seek(file: BinaryIO, first_s: float) -> None:
-    """To a line before which all lines are older."""
+    """Moves to a line before which all lines are older."""
     low, high = 0, file.seek(0, 2)
     while high - low > 1 << 16:
         middle = (low + high) // 2
@@ -156,22 +144,3 @@ def _seek(file: BinaryIO, first_s: float) -> None:
     file.seek(low)
     if low:
         file.readline()
-
-
-def _calls_of(row: dict[str, Any]) -> list[tuple[str, RecordedCall]]:
-    lanes = row.get("calls")
-    if not isinstance(lanes, dict):
-        return []
-    found = []
-    for lane, entries in lanes.items():
-        for entry in entries if isinstance(entries, list) else []:
-            if not isinstance(entry, list) or len(entry) != 4:
-                continue
-            name, offset_s, took_s, count = entry
-            if not isinstance(name, str) or not is_count(count) or not is_time(took_s):
-                continue
-            if not isinstance(offset_s, int | float) or not is_time(row["time"] + offset_s):
-                continue
-            start_s = row["time"] + offset_s
-            found.append((lane, RecordedCall(name, start_s, start_s + took_s, count)))
-    return found

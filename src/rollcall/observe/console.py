@@ -1,20 +1,19 @@
-"""What `rollcall train` shows while it runs: a live panel on a terminal, plain lines in a log, nothing with `--json`.
+"""The output of `rollcall train` while it runs: a live panel on a terminal, plain lines in a log, nothing with `--json`.
 
-A console takes metrics like any other sink, and is told what the run does. It has no signal handlers: an interrupt passes
+A console takes metrics like any other sink, and the name of each phase. It has no signal handlers: an interrupt passes
 through, and ``close`` (or leaving the ``with`` block) restores the terminal. Any thread may call it.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Self, TextIO
+from typing import Self, TextIO
 
 from rich import box
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -25,11 +24,6 @@ from rollcall.debug.stopped import lend_terminal
 from rollcall.observe.headline import ACCURACY
 from rollcall.observe.progress import Progress, format_duration
 from rollcall.screen import Screen
-
-try:
-    import termios
-except ImportError:  # no such terminal here
-    termios = None
 
 SampleRow = tuple[str, str, str, float]  # prompt, completion, answer, reward
 _LINE_EVERY_S = 5.0
@@ -51,7 +45,7 @@ class Console:
         self.progress.restart(step)
 
     def phase(self, text: str | None) -> None:
-        """What the run does from now on; None: nothing that has a name."""
+        """The phase that runs from now on, or None."""
         self.progress.phase(text)
 
     def note(self, text: str) -> None: ...
@@ -84,7 +78,6 @@ class LiveConsole(Console):
     def __init__(self, progress: Progress, *, rich: Screen) -> None:
         super().__init__(progress)
         self._rich = rich
-        self._keys = _QuietKeys()
         self._is_closed = False
         self._keep_off = lend_terminal(self._away)
         self._live = Live(console=rich, get_renderable=self._draw, refresh_per_second=4)
@@ -100,7 +93,6 @@ class LiveConsole(Console):
         was_closed, self._is_closed = self._is_closed, True
         self.progress.phase(None)
         self._live.stop()
-        self._keys.close()
         if not was_closed:
             self._keep_off()
 
@@ -121,7 +113,7 @@ class LiveConsole(Console):
             self._live.transient = True
         self.close()
 
-    def _draw(self) -> Panel:
+    def _draw(self) -> RenderableType:
         progress = self.progress
         bar = ProgressBar(total=max(progress.num_steps, 1), completed=progress.step, width=None)
         # A grid, because a bar alone ends without a line break and would swallow what follows.
@@ -134,40 +126,9 @@ class LiveConsole(Console):
             seconds = progress.elapsed_s - doing.since_s if doing else 0.0
             shown = f"{doing.text}, {format_duration(seconds)}" if doing and seconds >= 1 else ""
             body.add_row(Text(shown, style="dim"))
-        return Panel(body, title=Text(progress.name), title_align="left", box=box.ROUNDED, padding=(0, 1))
-
-
-class _QuietKeys:
-    """Until ``close``, Ctrl-C does not write ``^C``: at the right edge of a panel it would begin a line, and what then
-    erases the panel would miss one. Does nothing if stdin is not a terminal or this process is in the background."""
-
-    def __init__(self) -> None:
-        self._before: list[Any] | None = None
-        self._fd = -1
-        if termios is None or not _in_foreground():
-            return
-        with contextlib.suppress(termios.error, OSError):
-            self._fd = sys.stdin.fileno()
-            before = termios.tcgetattr(self._fd)
-            quiet = [*before]
-            quiet[3] &= ~termios.ECHOCTL
-            termios.tcsetattr(self._fd, termios.TCSANOW, quiet)
-            self._before = before
-
-    def close(self) -> None:
-        before, self._before = self._before, None
-        if before is None or termios is None or not _in_foreground():
-            return
-        with contextlib.suppress(termios.error, OSError):
-            termios.tcsetattr(self._fd, termios.TCSANOW, before)
-
-
-def _in_foreground() -> bool:
-    """A process in the background that changes its terminal is stopped."""
-    try:
-        return sys.stdin.isatty() and os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
-    except (OSError, ValueError, AttributeError):
-        return False
+        panel = Panel(body, title=Text(progress.name), title_align="left", box=box.ROUNDED, padding=(0, 1))
+        # At the right edge of a panel, the ^C of Ctrl-C would begin a line, and what then erases the panel would miss one.
+        return panel if self._is_closed else Group(panel, Text())
 
 
 class LineConsole(Console):
@@ -233,15 +194,13 @@ class LineConsole(Console):
         self._print("  ".join(f"{label} {value}" for label, value in self.progress.fields()))
 
     def _watch(self) -> None:
-        """Say what takes long: each such phase until the first step is done, later only where the log is silent."""
+        """Name the phases that take long: all of them until the first step is done, later only while the log is silent."""
         said = None
         while not self._closed.wait(0.5):
             with self._lock:
                 doing, now_s = self.progress.current, self.progress.elapsed_s
-                silent_s, quiet_s = (
-                    now_s - (self._printed_s or 0.0),
-                    _LINE_EVERY_S if self.progress.has_stepped else 0.0,
-                )
+                silent_s = now_s - (self._printed_s or 0.0)
+                quiet_s = _LINE_EVERY_S if self.progress.has_stepped else 0.0
                 if doing is None or doing is said or now_s - doing.since_s < _PHASE_AFTER_S or silent_s < quiet_s:
                     continue
                 said, self._printed_s = doing, now_s

@@ -1,8 +1,8 @@
-"""What a run does and did: the phases of its steps, and marks, in ``run_dir/events.jsonl``.
+"""The phases of a run's steps, and marks, in ``run_dir/events.jsonl``.
 
-A phase is a line when it begins and a line when it ends; the second repeats the first and adds end, duration and who was
-waited for. A mark is one line: something was lost, or is back. Times are this host's wall clock, durations are not. Lines are appended by the controller and read by anyone;
-a last line that was cut by a kill is left out by readers and set aside by the next controller.
+A phase is a line when it begins and a line when it ends; the second repeats the first and adds the end, the duration and which worker
+it waited for. A mark is one line: something was lost, or is back. Times are this host's wall clock, durations are not. The controller
+appends lines and anyone reads them; readers leave out a last line that was cut by a kill, and the next controller sets it aside.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from rollcall.durable.append_file import LARGEST_COUNT, AppendFile, is_count, lines_end, parse_row
-from rollcall.durable.patience import disk_fault, persist
+from rollcall.durable.patience import disk_fault
 from rollcall.wait import warn
 from rollcall.words import are, counted
 
@@ -46,7 +46,7 @@ class StepPhase(StrEnum):
 
 @dataclass(slots=True, kw_only=True)
 class PhaseOutcome:
-    """What a phase tells of itself at its end."""
+    """What is recorded when a phase ends."""
 
     waited_for: str | None = None
     result: str | None = None
@@ -57,7 +57,7 @@ class PhaseEvent:
     phase: str
     step: int
     start_s: float  # unix time
-    end_s: float | None  # None: it still runs, or its process was killed
+    end_s: float | None  # None if it still runs, or its process was killed
     duration_s: float | None
     waited_for: str | None
     result: str | None
@@ -76,26 +76,59 @@ class Mark:
     at_s: float  # unix time
     name: str
     kind: str  # a MarkKind
-    lane: str | None  # of the timeline; None: it is about the whole run
+    lane: str | None  # of the timeline; None if it concerns the whole run
     note: str
 
 
-class Events:
-    """The controller's side. Any thread may write. ``show`` gets the name of a phase when it begins, and None when it ends."""
+class LineFile:
+    """Appends lines of JSON to a file that nobody syncs. It never holds up a run: on a full disk a line is kept, and written with a later
+    one. Any thread may write."""
 
-    def __init__(self, run_dir: Path, *, show: Callable[[str | None], None] = lambda text: None) -> None:
-        self.path = Path(run_dir) / EVENTS
-        self.current: tuple[str, int, float] | None = None  # the phase that runs, its step, and since when (unix time)
-        self._show = show
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self._lock = threading.Lock()
         self._file: AppendFile | None = None
         self._backlog: deque[bytes] = deque()
-        self._waiter: threading.Thread | None = None  # for the disk
-        self._closed = False
+
+    def write(self, row: dict[str, Any]) -> None:
+        with self._lock:
+            self._backlog.append((json.dumps(row) + "\n").encode())
+            self._drain()
+
+    def _drain(self) -> None:
+        try:
+            if self._file is None:
+                self._file = AppendFile(self.path, good_end=lines_end)
+            while self._backlog:
+                self._file.append(self._backlog[0])
+                self._file.forget_unsynced()
+                self._backlog.popleft()
+        except OSError as error:
+            if disk_fault(error, near=self.path) is None:
+                raise
+
+    def close(self) -> None:
+        with self._lock:
+            if self._backlog:
+                self._drain()
+            if num := len(self._backlog):
+                warn(f"{self.path}: {counted(num, 'line')} {are(num)} not written")
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+
+
+class Events(LineFile):
+    """The controller's side. ``show`` gets the name of a phase when it begins, and None when it ends."""
+
+    def __init__(self, run_dir: Path, *, show: Callable[[str | None], None] = lambda text: None) -> None:
+        super().__init__(Path(run_dir) / EVENTS)
+        self.current: tuple[str, int, float] | None = None  # the phase that runs, its step, and since when (unix time)
+        self._show = show
 
     @contextmanager
     def phase(self, phase: StepPhase, step: int) -> Iterator[PhaseOutcome]:
-        """A phase that lasts as long as the block; if the block raises, the phase says with which error."""
+        """A phase that lasts as long as the block. If the block raises, the phase records the error."""
         begun = {"phase": phase.value, "step": step, "start_s": round(time.time(), 3)}
         started, outcome = time.perf_counter(), PhaseOutcome()
         self.write(begun)
@@ -116,46 +149,6 @@ class Events:
     def mark(self, mark: Mark) -> None:
         row = {"mark": mark.name, "at_s": round(mark.at_s, 3), "kind": mark.kind, "lane": mark.lane, "note": mark.note}
         self.write(row)
-
-    def write(self, event: dict[str, Any]) -> None:
-        """Returns at once: on a full disk the event is kept, and a thread writes it later."""
-        with self._lock:
-            self._backlog.append((json.dumps(event) + "\n").encode())
-            if self._waiter is not None:
-                return
-            try:
-                self._drain()
-            except OSError as error:
-                if disk_fault(error, near=self.path) is None:
-                    raise
-                self._waiter = threading.Thread(target=self._wait, name="events", daemon=True)
-                self._waiter.start()
-
-    def _drain(self) -> None:
-        if self._file is None:
-            self._file = AppendFile(self.path, good_end=lines_end)
-        while self._backlog:
-            self._file.append(self._backlog[0])
-            self._file.forget_unsynced()
-            self._backlog.popleft()
-
-    def _wait(self) -> None:
-        def attempt() -> None:
-            with self._lock:
-                if not self._closed:
-                    self._drain()
-                self._waiter = None
-
-        persist(attempt, path=self.path, what="events")
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            if self._backlog:
-                warn(f"{self.path}: {counted(len(self._backlog), 'event')} {are(len(self._backlog))} not written")
-            if self._file is not None:
-                self._file.close()
-                self._file = None
 
 
 def read_phases(run_dir: Path, *, first_step: int | None = None, last_step: int | None = None) -> list[PhaseEvent]:
@@ -190,7 +183,7 @@ def last_phase(run_dir: Path) -> PhaseEvent | None:
 
 
 def last_phase_in(lines: Sequence[bytes]) -> PhaseEvent | None:
-    """The last that began, with its end where it has one; None: there is none among these lines."""
+    """The last phase that began in these lines, with its end if it has ended."""
     rows = (parse_row(line) for line in reversed(lines))
     return next((event for row in rows if row is not None and (event := _phase_event(row)) is not None), None)
 
@@ -200,7 +193,7 @@ def _text(value: Any) -> str | None:
 
 
 def _phase_event(row: dict[str, Any]) -> PhaseEvent | None:
-    """None: a line of another kind, or one that no controller wrote."""
+    """None for a line of another kind, or one that no controller wrote."""
     if not isinstance(row.get("phase"), str) or not is_count(row.get("step")) or not is_time(row.get("start_s")):
         return None
     rest: dict[str, Any] = {key: row[key] if is_time(row.get(key)) else None for key in ("end_s", "duration_s")}

@@ -1,7 +1,7 @@
-"""What every process of a run does now: ``run_dir/live.json``, replaced by the controller every couple of seconds.
+"""The present state of every process of a run: ``run_dir/live.json``, replaced by the controller every couple of seconds.
 
 It is small and holds nothing that matters after the run: who is where, busy with what, since when, with how much memory. Times are
-unix time by the clock of the controller's host. A file that is older than ``STALE_S`` tells of a controller that has ended or is
+unix time by the clock of the controller's host. A file that is older than ``STALE_S`` belongs to a controller that has ended or is
 stopped.
 """
 
@@ -44,7 +44,7 @@ class ProcessState:
     pid: int = 0
     state: str = WorkState.IDLE
     doing: str = ""  # a method, or a phase of the controller; empty: nothing
-    since_s: float | None = None  # when it began with that; idle: when it ended the last call. None: not known
+    since_s: float | None = None  # when it began with that; if idle, when the last call ended. None if not known
     num_calls: int = 0
     memory_bytes: int = 0  # resident
     device_bytes: int = 0  # that torch has taken of its accelerators
@@ -80,7 +80,7 @@ _READER = TypeAdapter(Live)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """What the roles of a run tell about their processes: how they are now, and what has happened since the last look."""
+    """The state of a run's workers, and what has happened since the last look."""
 
     processes: Sequence[ProcessState] = ()
     calls: Mapping[str, Sequence[RecordedCall]] = field(default_factory=dict)  # that have ended, by lane
@@ -91,7 +91,7 @@ class Look:
 
 
 def write_live(run_dir: Path, live: Live) -> None:
-    """Under one temporary name: only one controller writes a run directory, and a killed one leaves one file behind."""
+    """Under a fixed temporary name, since only one controller writes a run directory: a killed one leaves at most one file behind."""
     path = Path(run_dir) / LIVE
     temporary = path.with_name(f".tmp-{LIVE}")
     temporary.write_text(json.dumps(asdict(live)))
@@ -99,7 +99,7 @@ def write_live(run_dir: Path, live: Live) -> None:
 
 
 def read_live(run_dir: Path) -> Live | None:
-    """None: there is none, or something else has written it."""
+    """None if there is none, or something else has written it."""
     try:
         live = _READER.validate_json((Path(run_dir) / LIVE).read_bytes())
     except (OSError, ValueError):

@@ -1,17 +1,18 @@
-"""What child processes print, passed on to stderr: without secrets, and above a live panel while one is on the screen.
+"""Passes what child processes print on to stderr: without secrets, and above a live panel while one is on the screen.
 
 What this process prints goes through ``sys.stdout`` and ``sys.stderr``, which the command guards and a panel redirects. A child,
-and what it starts itself, has a file descriptor. So it gets a pipe, and a thread here prints what comes out of it.
+and what it starts itself, writes to a file descriptor. So it gets a pipe, and a thread here prints what comes out of it.
 """
 
 from __future__ import annotations
 
 import codecs
+import io
 import os
 import sys
 import threading
 
-from rollcall.redact import LONGEST_LINE, cut_line, redact
+from rollcall.redact import Redactor
 
 
 class ChildPrints:
@@ -29,25 +30,15 @@ class ChildPrints:
 
 
 def _pass_on(read_fd: int) -> None:
-    held: list[str] = []  # of a line that has not ended
-    num_held = 0
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    redactor = Redactor()
+    # Carriage returns become line ends: a progress bar only works at the left edge of its own line.
+    decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")("replace"), translate=True)
     with os.fdopen(read_fd, "rb", buffering=0) as source:
         while data := source.read(1 << 16):
-            whole, newline, rest = decoder.decode(data).rpartition("\n")
-            if newline:
-                _print(redact("".join([*held, whole])))
-                held, num_held = [], 0
-            held.append(rest)
-            num_held += len(rest)
-            if num_held > LONGEST_LINE:
-                shown, kept = cut_line("".join(held))
-                _print(shown)
-                held, num_held = [kept], len(kept)
-    if num_held:
-        _print(redact("".join(held)))
+            _print(redactor.feed(decoder.decode(data)))
+    _print(redactor.end())
 
 
 def _print(text: str) -> None:
-    # Carriage returns are of progress bars, which only work at the left edge of their own line.
-    print(text.replace("\r\n", "\n").replace("\r", "\n"), file=sys.stderr, flush=True)
+    if text:
+        print(text, end="" if text.endswith("\n") else "\n", file=sys.stderr, flush=True)

@@ -1,10 +1,10 @@
-"""How far a run is and how long it still takes: only the numbers, not how they are shown."""
+"""The progress of a run and the time it still needs: only the numbers, not their display."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from rollcall.observe.headline import headline_of
@@ -13,7 +13,7 @@ STEPS_COUNTED = 20  # recent ones: lengths drift
 
 
 class Doing(NamedTuple):
-    """What a run does, and how many seconds after its start it began."""
+    """The present phase, and how many seconds after the start it began."""
 
     text: str
     since_s: float
@@ -42,7 +42,7 @@ class Progress:
         self._marks: deque[tuple[int, float]] = deque(maxlen=STEPS_COUNTED + 1)
 
     def restart(self, step: int) -> None:
-        """The run goes on from ``step``: later steps are done again, and the pace is measured again."""
+        """The run continues from ``step``: later steps are done again, and the pace is measured again."""
         self.step = step
         self.metrics.clear()
         self._marks.clear()
@@ -70,11 +70,12 @@ class Progress:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds to the last step at the recent pace."""
-        pace = pace_s(self._marks)
-        if pace is None:
+        """Seconds to the last step at the recent pace, evaluations and saves between steps included. None before a whole step has
+        been measured: the first one after a start also loads, compiles and warms up."""
+        if len(self._marks) < 2 or self._marks[-1][0] <= self._marks[0][0]:
             return None
-        return max(0.0, pace * (self.num_steps - self.step) - (self._clock() - self._marks[-1][1]))
+        (first, began), (last, ended) = self._marks[0], self._marks[-1]
+        return max(0.0, (ended - began) / (last - first) * (self.num_steps - self.step) - (self._clock() - ended))
 
     def fields(self) -> list[tuple[str, str]]:
         """Label and value of each number there is."""
@@ -99,19 +100,6 @@ class Progress:
         else:
             found.append(("elapsed", format_duration(self.elapsed_s)))
         return found
-
-
-def pace_s(marks: Sequence[tuple[int, float]]) -> float | None:
-    """Seconds a step, evaluations and saves between steps included, from the (step, time) at which steps ended.
-
-    None before a whole step lies between two of them: the first one after a start also loads, compiles and warms up.
-
-    >>> pace_s([(21, 100.0), (22, 103.0), (23, 106.0)]), pace_s([(21, 100.0)])
-    (3.0, None)
-    """
-    if len(marks) < 2 or marks[-1][0] <= marks[0][0]:
-        return None
-    return (marks[-1][1] - marks[0][1]) / (marks[-1][0] - marks[0][0])
 
 
 def format_duration(seconds: float) -> str:

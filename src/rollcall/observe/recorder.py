@@ -1,4 +1,4 @@
-"""The thread of the controller that writes down what every process does: ``live.json``, ``calls.jsonl``, marks, logs.
+"""The controller's thread that records the processes of a run: ``live.json``, ``calls.jsonl``, marks, logs.
 
 It asks the roles for a ``Look`` every ``EVERY_S``. They answer from what they know already, so a look sends no messages and no
 step waits for it. Only the last look of an attempt asks them.
@@ -33,7 +33,7 @@ class Looking(Protocol):
 
 
 class Recorder:
-    """Begins when it is made. ``rewards`` tells when the reward functions of this process are busy."""
+    """Starts at once. ``rewards`` has the times when the reward functions of this process are busy."""
 
     def __init__(self, run_dir: Path, *, events: Events, look: Looking, rewards: BusySpans) -> None:
         self._run_dir = Path(run_dir)
@@ -116,10 +116,12 @@ class Recorder:
 
     @contextmanager
     def _noting_faults(self) -> Iterator[None]:
-        """A disk that is full or gone does not end a run because of this: it is said once, and the next look tries again."""
+        """A full or lost disk does not end a run because of this: there is one warning, and the next look tries again."""
         try:
             yield
         except OSError as error:
             if not self._has_warned:
                 self._has_warned = True
-                warn(f"{self._run_dir}: what the processes do cannot be written: {error.strerror}; the run goes on")
+                warn(
+                    f"{self._run_dir}: the state of its processes cannot be written: {error.strerror}; the run continues"
+                )

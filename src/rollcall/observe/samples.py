@@ -52,6 +52,6 @@ def sample_rows(groups: Iterable[Group], *, limit: int) -> list[tuple[str, str, 
 
 
 def _asked(prompt: Prompt) -> str:
-    """What the user says, without the chat template around it and without the system message."""
+    """The user's message, without the chat template around it and without the system message."""
     said = [message["content"] for message in prompt.metadata.get("prompt_messages", ()) if message["role"] == "user"]
     return said[-1] if said else prompt.text

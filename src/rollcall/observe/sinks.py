@@ -1,4 +1,4 @@
-"""Where metrics go: ``metrics.jsonl`` always, TensorBoard and Weights & Biases when asked.
+"""Sinks of metrics: ``metrics.jsonl`` always, TensorBoard and Weights & Biases when asked.
 
 A resumed run repeats the steps after its checkpoint, so each sink first removes their rows.
 """

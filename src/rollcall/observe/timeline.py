@@ -1,4 +1,4 @@
-"""What the controller and every worker of a run did, over time, read from its directory.
+"""The timeline of a run, read from its directory: what the controller and every worker did.
 
 The controller's lane has the phases of its steps (``events.jsonl``). A worker's lane has its calls (``calls.jsonl``), and between
 them its waits, with the worker that was waited for. Calls that have not ended are in ``live.json``.
@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rollcall.observe.calls import RecordedCall, read_calls
 from rollcall.observe.events import Mark, MarkKind, PhaseEvent, StepPhase, num_bytes_left_out, read_marks, read_phases
@@ -93,7 +94,6 @@ def read_timeline(run_dir: Path, *, first_step: int | None = None, last_step: in
     for lane, call in [] if live is None or live.is_over else live.under_way:
         if call.start_s <= last_s and call.end_s > first_s:
             calls.setdefault(lane, []).append(call)
-    marks += _killed(phases, marks)
     marks = sorted((mark for mark in marks if first_s <= mark.at_s <= last_s), key=lambda mark: mark.at_s)
     places = _Places(phases)
     own = {lane: _spans(lane, found, places) for lane, found in calls.items()}
@@ -131,7 +131,7 @@ def _ends(marks: Sequence[Mark], live: Live | None) -> list[float]:
 
 
 def _phases(events: Sequence[PhaseEvent], *, ends: Sequence[float]) -> list[TimeSpan]:
-    """The controller's lane. A phase without an end runs still, or ended with its controller."""
+    """The controller's lane. A phase without an end is still running, or ended with its controller."""
     events = sorted(events, key=lambda event: event.start_s)
     spans: list[TimeSpan] = []
     for index, event in enumerate(events):
@@ -150,19 +150,6 @@ def _phases(events: Sequence[PhaseEvent], *, ends: Sequence[float]) -> list[Time
         end_s = max(end_s, event.start_s)
         spans.append(TimeSpan(CONTROLLER, event.phase, event.start_s, end_s, kind, event.step, "; ".join(notes)))
     return spans
-
-
-def _killed(phases: Sequence[TimeSpan], marks: Sequence[Mark]) -> list[Mark]:
-    """A mark where a controller ended inside a phase and another went on, and none says so yet."""
-    known = sorted(mark.at_s for mark in marks if mark.name == CONTROLLER_ENDED)
-    found = []
-    for span, following in zip(phases, phases[1:], strict=False):
-        if not span.note.endswith("not ended"):
-            continue
-        if not _is_any(known, span.start_s, following.start_s):
-            note = f"in {span.name} of step {span.step}"
-            found.append(Mark(span.end_s, CONTROLLER_ENDED, MarkKind.FAULT, CONTROLLER, note))
-    return found
 
 
 def _is_any(times: Sequence[float], start_s: float, end_s: float) -> bool:
@@ -202,7 +189,7 @@ def _spans(lane: str, calls: Sequence[RecordedCall], places: _Places) -> list[Ti
     spans: list[TimeSpan] = []
     for call in sorted(calls, key=lambda call: (call.start_s, -call.end_s)):
         if spans and spans[-1].name == call.name and call.end_s <= spans[-1].end_s + SAME_S:
-            continue  # the end of a lost worker may be told twice
+            continue  # the end of a lost worker may be reported twice
         if spans and spans[-1].end_s > call.start_s:
             spans[-1] = replace(spans[-1], end_s=call.start_s)
         phase = places.at(call.start_s)
@@ -280,3 +267,64 @@ def _order(lane: str) -> tuple[bool, list[tuple[int, str]]]:
     """
     parts = lane.split()
     return lane == REWARDS, [(int(part), "") if part.isdecimal() and len(part) < 10 else (-1, part) for part in parts]
+
+
+# A timeline as a Chrome trace
+
+_NODE = re.compile(r"(?P<worker>.+) @ node (?P<node>\d{1,9})")
+_CONTROLLER = 1  # its process in the trace; a node has its rank + 2
+
+
+def chrome_trace(timeline: Timeline, *, name: str) -> dict[str, Any]:
+    """A timeline for Perfetto (ui.perfetto.dev) and chrome://tracing. ``name`` is the run's.
+
+    Each node is a process of the trace, each worker a thread of its node; the controller and its rewards share another process. Times
+    are microseconds since the first event. A fault is a line across the whole trace. Events are in the order of their times, after those
+    that name processes and threads.
+    """
+    places = {lane: _place(lane, number) for number, lane in enumerate(timeline.lanes)}
+    times = [*(span.start_s for span in timeline.spans), *(mark.at_s for mark in timeline.marks)]
+    first_s = min(times, default=0.0)
+    events: list[dict[str, Any]] = []
+    for span in timeline.spans:
+        pid, tid, _ = places[span.lane]
+        arguments = {key: value for key, value in (("step", span.step), ("note", span.note)) if value not in (None, "")}
+        events.append(
+            {"name": span.name, "cat": span.kind, "ph": "X", "ts": _micros(span.start_s - first_s),
+             "dur": _micros(span.end_s - span.start_s), "pid": pid, "tid": tid, "args": arguments}
+        )  # fmt: skip
+    for mark in timeline.marks:
+        pid, tid, _ = places.get(mark.lane or "", (_CONTROLLER, 0, ""))
+        scope = "g" if mark.kind == MarkKind.FAULT else "t"
+        events.append(
+            {"name": mark.name, "cat": mark.kind, "ph": "i", "s": scope, "ts": _micros(mark.at_s - first_s),
+             "pid": pid, "tid": tid, "args": {"note": mark.note}}
+        )  # fmt: skip
+    # Of two that begin together, the longer one first: it is drawn around the other.
+    events.sort(key=lambda event: (event["ts"], -event.get("dur", 0)))
+    return {
+        "traceEvents": [*_names(places, name), *events],
+        "displayTimeUnit": "ms",
+        "otherData": {"run": name, "first_event_unix_s": round(first_s, 6)},
+    }
+
+
+def _micros(seconds: float) -> int:
+    return round(max(seconds, 0.0) * 1e6)
+
+
+def _place(lane: str, number: int) -> tuple[int, int, str]:
+    """Process, thread and the thread's name."""
+    match = _NODE.fullmatch(lane)
+    return (_CONTROLLER, number, lane) if match is None else (int(match["node"]) + 2, number, match["worker"])
+
+
+def _names(places: dict[str, tuple[int, int, str]], name: str) -> list[dict[str, Any]]:
+    processes = {pid: name if pid == _CONTROLLER else f"node {pid - 2}" for pid, _, _ in places.values()}
+    named = [(pid, 0, "process", title, pid) for pid, title in sorted(processes.items())]
+    named += [(pid, tid, "thread", title, tid) for pid, tid, title in places.values()]
+    return [
+        {"name": f"{what}_{key}", "ph": "M", "ts": 0, "pid": pid, "tid": tid, "args": {key: value}}
+        for pid, tid, what, title, place in named
+        for key, value in (("name", title), ("sort_index", place))
+    ]

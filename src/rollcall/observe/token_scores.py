@@ -1,6 +1,6 @@
 """The learner's own numbers for the tokens of a few groups, in ``run_dir/token_scores/``: one file for each step that is saved.
 
-The journal has what the engine said when it sampled. Beside it, these show token by token where engine and learner differ, and
+The journal has the engine's numbers from when it sampled. Together they show, token by token, where engine and learner differ, and
 how sure the policy was.
 """
 
@@ -18,7 +18,7 @@ from rollcall.durable.atomic import write_atomic
 from rollcall.types import Floats, Group
 
 FOLDER = "token_scores"
-GROUPS = 4  # of a step: enough to look at, and little work beside the update
+GROUPS = 4  # of a step: enough to look at, and little work compared with the update
 
 
 def file_name(step: int) -> str:
@@ -45,7 +45,7 @@ def write_token_scores(
 
 
 def scores_in(file: IO[bytes], group: Group, *, completion: int) -> dict[str, Floats] | None:
-    """Those of one completion; None: the file does not have them, or is not whole."""
+    """Those of one completion, or None if the file does not have them or is not whole."""
     try:
         with np.load(file, allow_pickle=False) as held:
             draws, counts = held["draws"], held["counts"]

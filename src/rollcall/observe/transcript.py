@@ -44,7 +44,7 @@ def transcript(completion: Completion) -> str:
 
 
 def said_in(completion: Completion) -> list[tuple[str, str]]:
-    """Who said what, in order; of a single turn its text, said by nobody."""
+    """Pairs of speaker and text, in order; a single turn is its text without a speaker."""
     if completion.episode is None:
         return [("", completion.text)]
     num, said = len(completion.episode.branches), said_in_row(episode_columns(completion))
@@ -68,14 +68,14 @@ def said_in_row(row: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _line(who: str, text: str) -> str:
-    """Only its first line stands at the edge: a turn that writes `[call] test() -> passed` on a line of its own has called nothing, and
-    a reader can see that, a judge too."""
+    """Only the first line begins at the edge: if a turn itself writes the line `[call] test() -> passed`, readers and judges see that
+    nothing was called."""
     first, *others = text.splitlines() or [""]
     return "\n".join([f"[{who}] {first}", *(f"  {line}" for line in others)])
 
 
 def episode_columns(completion: Completion) -> dict[str, Any]:
-    """What a line of a samples file says of an episode, beside the completion's own; nothing for a single turn."""
+    """The columns of an episode in a samples file, in addition to the completion's; none for a single turn."""
     episode = completion.episode
     if episode is None:
         return {}

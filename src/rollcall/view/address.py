@@ -1,7 +1,6 @@
-"""Addresses of a page that work once, and where a run's page is served: ``page.json`` in its directory, while the run goes on.
+"""Addresses of a page that work once, and ``page.json`` in a run directory: where the run's page is served while it runs.
 
-The file is readable by its owner only. The secret in it makes addresses, so a process that may read it can open the page, as
-`rollcall tunnel` does."""
+Only its owner can read that file. The secret in it makes addresses, so `rollcall tunnel` can open the page from elsewhere."""
 
 from __future__ import annotations
 
@@ -13,6 +12,8 @@ import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pydantic import TypeAdapter, ValidationError
+
 from rollcall.durable.atomic import write_atomic
 
 OPEN = "/open/"
@@ -20,7 +21,7 @@ PAGE_FILE = "page.json"
 
 
 class Keys:
-    """They are made from a secret, so another process that knows it can make one too."""
+    """Keys of addresses. Another process that knows the secret can make one too."""
 
     def __init__(self, secret: str | None = None) -> None:
         self.secret = secret or secrets.token_urlsafe(32)
@@ -32,7 +33,7 @@ class Keys:
         return f"{nonce}.{_sign(self.secret, nonce)}"
 
     def use(self, key: str) -> bool:
-        """Whether it is one of ours that nobody has used."""
+        """Whether it is one of ours and unused until now."""
         nonce, _, mark = key.partition(".")
         if not hmac.compare_digest(mark.encode(), _sign(self.secret, nonce).encode()):
             return False
@@ -48,13 +49,13 @@ def _sign(secret: str, nonce: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageRecord:
-    host: str  # that serves it, on its loopback
+    host: str  # it listens on the loopback there
     port: int
     secret: str
     pid: int
 
     def address(self, port: int | None = None) -> str:
-        """One that works once. ``port``: of a tunnel to it."""
+        """An address that works once. ``port`` is that of a tunnel, if there is one."""
         return f"http://127.0.0.1:{port or self.port}{OPEN}{Keys(self.secret).new()}"
 
     def write(self, run_dir: Path) -> None:
@@ -62,12 +63,9 @@ class PageRecord:
 
 
 def parse_record(text: str) -> PageRecord | None:
-    """None: it is not such a file."""
+    """None if it is not such a file."""
     try:
-        found = json.loads(text)
-        record = PageRecord(
-            host=str(found["host"]), port=int(found["port"]), secret=str(found["secret"]), pid=int(found["pid"])
-        )
-    except (ValueError, KeyError, TypeError, RecursionError):
+        record = TypeAdapter(PageRecord).validate_json(text)
+    except ValidationError:
         return None
     return record if 0 < record.port < 65536 and record.secret else None

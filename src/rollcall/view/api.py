@@ -1,4 +1,4 @@
-"""What the page asks for: JSON, read from run directories when it is asked. Each function is one address."""
+"""Answers the page's questions in JSON, read from run directories when they are asked. Each method of ``Api`` is one address."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rollcall.config import public_dump
-from rollcall.loop.resume import differences
 from rollcall.redact import redact
-from rollcall.view import curves, groups
-from rollcall.view.cluster import show_cluster
-from rollcall.view.held_out import held_out_steps, show_held_out
+from rollcall.types import Group
+from rollcall.view import curves, samples
+from rollcall.view.compare import differing_settings
+from rollcall.view.growing import TrainedDraws
 from rollcall.view.journal_index import FILTERS, SORTS, JournalIndex
+from rollcall.view.processes import show_cluster, show_marks, show_timeline
 from rollcall.view.reader import RunReader
 from rollcall.view.shown_runs import ShownRuns, UnknownRunError
 from rollcall.view.standing import no_signal
-from rollcall.view.timeline import show_marks, show_timeline
-from rollcall.view.tokens import Vocabularies, read_scores, show_tokens
 
 MOST_ROWS = 200
 MOST_CURVES = 100
 MOST_RUNS = 12  # in one picture
 READ_S = 2.0  # of a file that grows, before a question is answered
+INDEX_S = 1.0  # of the journal
 
 
 class BadQuestionError(ValueError):
@@ -39,30 +39,28 @@ class BadQuestionError(ValueError):
 
 
 class WatchedRun(RunReader):
-    """A run directory that somebody looks at, with what only a page asks of it."""
+    """A run directory that somebody looks at, with what only the page asks of it."""
 
     def __init__(self, run_dir: Path) -> None:
         super().__init__(run_dir, read_s=READ_S)
-        self.trained = groups.TrainedDraws(run_dir, read_s=READ_S)
+        self.trained = TrainedDraws(run_dir, read_s=READ_S)
         self._making = threading.Lock()
         self._index: JournalIndex | None = None
         self._sizes: tuple[float, dict[str, int]] = (float("-inf"), {})
 
     @property
     def index(self) -> JournalIndex:
-        """Made when somebody looks at samples."""
+        """Made when somebody first looks at samples."""
         with self._making:
-            if self._index is None:
-                self._index = JournalIndex(self.dir)
+            self._index = self._index or JournalIndex(self.dir)
             return self._index
 
     def public_config(self) -> dict[str, Any] | None:
-        """The run file without its secrets; None: it cannot be read."""
-        config = self.config
-        return None if config is None else public_dump(config)
+        """The run file without its secrets, or None if it cannot be read."""
+        return None if (config := self.config) is None else public_dump(config)
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of the journal, the checkpoints and the model; counted now and then, for a large folder takes long."""
+        """Bytes of the journal, the checkpoints and the model, at most 30 s old: counting a large folder takes a while."""
         with self._making:
             if time.monotonic() - self._sizes[0] > 30.0:
                 found = {name: _folder_bytes(self.dir / name) for name in ("journal", "checkpoints", "model")}
@@ -70,7 +68,7 @@ class WatchedRun(RunReader):
             return self._sizes[1]
 
     def row(self) -> dict[str, Any]:
-        """How the run stands, in one row of the list of runs."""
+        """The run as one row of the list of runs."""
         config, state = self.config, self.state()
         stands = self.standing(state)
         num, num_steps = stands.without_signal
@@ -110,21 +108,13 @@ class WatchedRun(RunReader):
             for one in self.checkpoints(checksums=False)
         ]
 
-    def close(self) -> None:
-        if self._index is not None:
-            self._index.close()
-
 
 class Api:
     def __init__(self, places: ShownRuns) -> None:
         self._places = places
-        self._vocabularies = Vocabularies()
+        self._vocabularies = samples.Vocabularies()
         self._lock = threading.Lock()
         self._shown: dict[Path, WatchedRun] = {}
-
-    def close(self) -> None:
-        for one in self._shown.values():
-            one.close()
 
     def run(self, id: str) -> WatchedRun:
         root = self._places.find(id).dir
@@ -178,19 +168,17 @@ class Api:
 
     def difference(self, ask: QueryParams) -> Any:
         """The run files of several runs, key by key where they differ, and a few numbers of each."""
-        ids = _runs(ask)
-        runs = [self.run(id) for id in ids]
+        runs = [self.run(id) for id in _runs(ask)]
         dumps = [one.public_config() for one in runs]
-        keys: dict[str, None] = {}
-        first = next((dump for dump in dumps if dump is not None), None)
-        for dump in dumps:
-            if dump is not None and first is not None:
-                keys.update((change.key, None) for change in differences("", first, dump))
         settings = [
-            {"key": key, "values": [None if dump is None else _shown(_at(dump, key)) for dump in dumps]} for key in keys
+            {"key": key, "values": [_shown(value, dump) for value, dump in zip(values, dumps, strict=True)]}
+            for key, values in differing_settings(dumps).items()
         ]
-        problems = [one.config_problem for one in runs]
-        return {"settings": settings, "problems": problems, "rows": [one.row() for one in runs]}
+        return {
+            "settings": settings,
+            "problems": [one.config_problem for one in runs],
+            "rows": [one.row() for one in runs],
+        }
 
     def run_file(self, ask: QueryParams) -> Any:
         run = self.run(_one(ask))
@@ -199,59 +187,61 @@ class Api:
     def groups(self, ask: QueryParams) -> Any:
         """A page of groups."""
         run = self.run(_one(ask))
-        progress = run.index.ask()
         only, sort = ask.get("only") or None, ask.get("sort") or "newest"
         if (only is not None and only not in FILTERS) or sort not in SORTS:
             raise BadQuestionError(f"only is one of {', '.join(FILTERS)}; sort one of {', '.join(SORTS)}")
         limit = _whole(ask, "limit", 50, most=MOST_ROWS)
-        index = {"files": progress.files, "total": progress.total, "groups": progress.groups}
-        steps = run.index.steps()
-        answer = {"index": index, "steps": steps}
+        index = run.index.refresh(seconds=INDEX_S)._asdict()
+        answer = {"index": index, "steps": run.index.steps()}
         if needle := ask.get("search", ""):
             after = _cursor(ask.get("after"))
-            found = groups.search(run.dir, run.index, needle, only=only, after=after, limit=limit)
-            return {**answer, "rows": found.rows, "cursor": found.cursor, "looked_at": found.looked_at}
+            return {
+                **answer,
+                **samples.search(run.dir, run.index, needle, only=only, after=after, limit=limit)._asdict(),
+            }
         found = run.index.find(
             step=_whole(ask, "step", None),
             prompt=ask.get("prompt") or None,
             only=only,
             sort=sort,
             limit=limit,
-            offset=_whole(ask, "offset", 0) or 0,
+            offset=_whole(ask, "offset", 0),
         )
         index["groups"] = found.groups
-        shown = [groups.summary_of(row, text=groups.preview(run.dir, row)) for row in found.rows]
-        return {**answer, "rows": shown, "total": found.total}
+        rows = [{**row._asdict(), "text": samples.preview(run.dir, row)} for row in found.rows]
+        return {**answer, "rows": rows, "total": found.total}
 
     def group(self, ask: QueryParams) -> Any:
-        run = self.run(_one(ask))
-        group = groups.read_group(run.dir, run.index, **_which(ask))
-        return groups.show_group(group, config=run.config, trained_in=run.trained.step_of(group.draw))
+        run, group = self._group(ask)
+        return samples.show_group(group, config=run.config, trained_in=run.trained.step_of(group.draw))
 
     def text(self, ask: QueryParams) -> Any:
         """A text that ``group`` cut."""
-        run = self.run(_one(ask))
-        group = groups.read_group(run.dir, run.index, **_which(ask))
-        return {"said": groups.said_of(group, completion=_whole(ask, "completion", None))}
+        _, group = self._group(ask)
+        return {"said": samples.said_of(group, completion=_whole(ask, "completion", None))}
 
     def tokens(self, ask: QueryParams) -> Any:
-        run = self.run(_one(ask))
-        group = groups.read_group(run.dir, run.index, **_which(ask))
-        completion = _whole(ask, "completion", 0) or 0
-        return show_tokens(
+        run, group = self._group(ask)
+        completion = _whole(ask, "completion", 0)
+        return samples.show_tokens(
             group,
             completion=completion,
             config=run.config,
             vocabulary=self._vocabularies.of(run.dir),
-            learner=read_scores(run.dir, group, completion=completion, trained=run.trained),
+            learner=samples.read_scores(run.dir, group, completion=completion, trained=run.trained),
         )
+
+    def _group(self, ask: QueryParams) -> tuple[WatchedRun, Group]:
+        run, step, draw = self.run(_one(ask)), _whole(ask, "step", None), _whole(ask, "draw", None)
+        if step is None or draw is None:
+            raise BadQuestionError("name a group: step=N and draw=N")
+        return run, samples.read_group(run.dir, run.index, step=step, draw=draw)
 
     def held_out(self, ask: QueryParams) -> Any:
         run = self.run(_one(ask))
-        steps = held_out_steps(run.dir)
-        step = _whole(ask, "step", None)
-        step = steps[-1] if step is None and steps else step
-        rows = [] if step is None else show_held_out(run.dir, step=step, needle=ask.get("search", ""))
+        steps = samples.held_out_steps(run.dir)
+        step = _whole(ask, "step", steps[-1] if steps else None)
+        rows = [] if step is None else samples.show_held_out(run.dir, step=step, needle=ask.get("search", ""))
         return {"steps": steps, "step": step, "rows": rows}
 
     def timeline(self, ask: QueryParams) -> Any:
@@ -276,12 +266,12 @@ ADDRESSES = (
 
 
 def answering(ask: Callable[[QueryParams], Any]) -> Callable[[Request], Response]:
-    """An address of the server. It runs in a thread, for it reads files."""
+    """An address of the server. It runs in a thread, because it reads files."""
 
     def answer(request: Request) -> Response:
         try:
             return as_json(ask(request.query_params))
-        except (UnknownRunError, groups.NoGroupError, FileNotFoundError) as error:
+        except (UnknownRunError, samples.NoGroupError, FileNotFoundError) as error:
             return as_json({"error": str(error)}, status=404)
         except BadQuestionError as error:
             return as_json({"error": str(error)}, status=400)
@@ -294,7 +284,7 @@ def answering(ask: Callable[[QueryParams], Any]) -> Callable[[Request], Response
 
 
 def as_json(value: Any, *, status: int = 200) -> Response:
-    """All of it ASCII: a text may hold half a surrogate pair, which UTF-8 has no bytes for. What is not a number is null."""
+    """All of it is ASCII, since a text may hold half a surrogate pair, which UTF-8 cannot encode. NaN becomes null."""
     try:
         text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     except ValueError:
@@ -321,16 +311,9 @@ def _one(ask: QueryParams) -> str:
     return _runs(ask)[0]
 
 
-def _which(ask: QueryParams) -> dict[str, int]:
-    step, draw = _whole(ask, "step", None), _whole(ask, "draw", None)
-    if step is None or draw is None:
-        raise BadQuestionError("name a group: step=N and draw=N")
-    return {"step": step, "draw": draw}
-
-
 def _whole(ask: QueryParams, name: str, default: int | None, *, most: int = 1 << 40) -> Any:
     given = ask.get(name)
-    if given is None or given == "":
+    if not given:
         return default
     if not given.isdecimal() or len(given) > 15:
         raise BadQuestionError(f"{name}={given[:40]} is not a whole number")
@@ -339,15 +322,12 @@ def _whole(ask: QueryParams, name: str, default: int | None, *, most: int = 1 <<
 
 def _number(ask: QueryParams, name: str) -> float | None:
     given = ask.get(name)
-    if given is None or given == "":
+    if not given:
         return None
-    try:
-        value = float(given)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise BadQuestionError(f"{name}={given[:40]} is not a number")
-    return value
+    with suppress(ValueError):
+        if math.isfinite(value := float(given)):
+            return value
+    raise BadQuestionError(f"{name}={given[:40]} is not a number")
 
 
 def _cursor(given: str | None) -> tuple[int, int] | None:
@@ -359,19 +339,8 @@ def _cursor(given: str | None) -> tuple[int, int] | None:
     return int(step), int(draw)
 
 
-def _at(dump: Any, key: str) -> Any:
-    for part in key.split("."):
-        if isinstance(dump, dict):
-            dump = dump.get(part)
-        elif isinstance(dump, list) and part.isdecimal() and int(part) < len(dump):
-            dump = dump[int(part)]
-        else:
-            return None
-    return dump
-
-
-def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+def _shown(value: Any, dump: dict[str, Any] | None) -> str | None:
+    return None if dump is None else value if isinstance(value, str) else json.dumps(value)
 
 
 def _folder_bytes(folder: Path) -> int:

@@ -1,4 +1,4 @@
-"""What a run directory proves about its run: nothing skipped, nothing trained twice, nothing finished made again, nothing torn.
+"""Counts what a run directory proves about its run: nothing skipped, nothing trained twice, nothing finished made again, nothing torn.
 
 ``audit`` reads the journal, the record of trained steps, the checkpoints and the files of lines, changes nothing and trusts
 nothing: it counts. A killed run may have torn ends until it is resumed; after a run has ended, all counts are 0.
@@ -14,11 +14,10 @@ from pathlib import Path
 
 from rollcall.checkpoint.run_dir import WRITTEN_WHOLE
 from rollcall.checkpoint.store import CheckpointEntry, read_state, store_of
-from rollcall.config.yaml import read_yaml
 from rollcall.durable.append_file import lines_end, parse_row
 from rollcall.durable.journal import AttemptsFile, StepFile, inspect, inspect_attempts, is_trained_row
-from rollcall.errors import ConfigError
 from rollcall.loop.supply import Cursor
+from rollcall.view.reader import RunReader
 from rollcall.words import are, counted
 
 TRAINED = "trained.jsonl"
@@ -34,12 +33,10 @@ class Torn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
-    """What was counted, with what it was counted from. Lists of draws are ascending."""
+    """The counts, and what they were counted from. Lists of draws are ascending."""
 
     checkpoints: tuple[CheckpointEntry, ...]  # oldest first, every byte compared
-    trained: tuple[
-        tuple[int, list[int]], ...
-    ]  # steps and their draws in the order in which they were trained, replays included
+    trained: tuple[tuple[int, list[int]], ...]  # steps and their draws, in the order of training, replays included
     groups: dict[int, int]  # step -> finished groups in the journal
     steps: int  # trained
     skipped: tuple[int, ...]  # draws that came up before others that were trained, and were not
@@ -145,10 +142,12 @@ def _skipped(run_dir: Path, trained: set[int], journaled: set[int], checkpoints:
     if last > FARTHEST * (len(trained) + len(journaled)) + FARTHEST:
         raise ValueError(
             f"{run_dir / 'journal' / TRAINED} names draw {last}, and the run has {len(trained)} trained draws; the file is "
-            "damaged: restore it, or remove that line if the step it stands for is trained again"
+            "damaged: restore it, or remove that line if the step in it is trained again"
         )
     missing = set(range(last + 1)) - trained
-    if not missing or not _may_leave_out(run_dir):
+    run = RunReader(run_dir)
+    may_leave_out = run.setting("algorithm", "dynamic_sampling") or run.setting("trainer", "order") == "as_completed"
+    if not missing or not may_leave_out:
         return missing
     whole = [state for state in checkpoints if not state.reason]
     if not whole:
@@ -156,11 +155,3 @@ def _skipped(run_dir: Path, trained: set[int], journaled: set[int], checkpoints:
     cursor = Cursor.of(read_state(whole[-1].path), where=str(whole[-1].path))
     known = journaled | set(cursor.pending)
     return {draw for draw in missing - known if draw < cursor.next_draw}
-
-
-def _may_leave_out(run_dir: Path) -> bool:
-    try:
-        config = read_yaml(run_dir / "run.yaml", what="saved run file")
-        return bool(config["algorithm"].get("dynamic_sampling")) or config["trainer"].get("order") == "as_completed"
-    except (ConfigError, KeyError, TypeError, AttributeError):
-        return False

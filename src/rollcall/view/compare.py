@@ -1,59 +1,60 @@
-"""Two runs side by side: the settings that differ, and what came of them. Read from their directories alone."""
+"""Runs side by side: the settings that differ, and their results."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 from rollcall.config import public_dump
-from rollcall.loop.resume import differences
+from rollcall.loop.resume import Change, differences
 from rollcall.view.reader import RunReader
 
-# What a run is called and where it lies always differs.
-_NAMES = ("run.name", "run.dir")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComparedNumber:
-    """One number of both runs."""
-
+class ComparedNumber(NamedTuple):
     name: str
-    values: tuple[float | None, float | None]
+    values: tuple[float | None, float | None]  # of both runs
     digits: int
-
-    @property
-    def ratio(self) -> float | None:
-        """How much of the first run's number the second one's is."""
-        first, second = self.values
-        return None if first is None or second is None or first == 0 else second / first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     runs: tuple[str, str]
-    settings: dict[str, tuple[Any, Any]]  # key -> both values, where they differ
-    lines: tuple[ComparedNumber, ...]
+    settings: dict[str, list[Any]]  # key -> both values, where they differ
+    numbers: tuple[ComparedNumber, ...]
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "runs": list(self.runs),
-            "settings": {key: list(pair) for key, pair in self.settings.items()},
-            "numbers": {line.name: list(line.values) for line in self.lines},
-        }
+        return {**asdict(self), "numbers": {number.name: number.values for number in self.numbers}}
 
 
 def compare(first: RunReader, second: RunReader) -> Comparison:
-    before, after = public_dump(first.read_config()), public_dump(second.read_config())
-    changes = differences("", before, after)
-    numbers = [_numbers(run) for run in (first, second)]
+    before, after = _numbers(first), _numbers(second)
     return Comparison(
         runs=(str(first.dir), str(second.dir)),
-        settings={change.key: (change.before, change.after) for change in changes if change.key not in _NAMES},
-        lines=tuple(
-            ComparedNumber(name=name, values=(value, numbers[1][name][0]), digits=digits)
-            for name, (value, digits) in numbers[0].items()
+        settings=differing_settings([public_dump(run.read_config()) for run in (first, second)]),
+        numbers=tuple(
+            ComparedNumber(name, (value, after[name][0]), digits) for name, (value, digits) in before.items()
         ),
     )
+
+
+def differing_settings(dumps: Sequence[dict[str, Any] | None]) -> dict[str, list[Any]]:
+    """Key -> its value in each run file, for the keys that differ. None stands for a file that cannot be read. What a run is called and
+    where it lies always differs, and is left out."""
+    first = next((dump for dump in dumps if dump is not None), {})
+    changes = [{change.key: change for change in differences("", first, dump)} for dump in dumps if dump is not None]
+    before = {key: change.before for own in changes for key, change in own.items() if key != "run.name"}
+
+    def value(own: dict[str, Change], key: str) -> Any:
+        if key in own:
+            return own[key].after
+        return None if any(key.startswith(f"{other}.") for other in own) else before[key]
+
+    found: dict[str, list[Any]] = {}
+    for key in before:
+        values = iter([value(own, key) for own in changes])
+        found[key] = [None if dump is None else next(values) for dump in dumps]
+    return found
 
 
 def _numbers(run: RunReader) -> dict[str, tuple[float | None, int]]:

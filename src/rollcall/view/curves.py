@@ -1,4 +1,4 @@
-"""Curves for a screen: smoothed over all points first, then as many points as a screen shows. Spikes survive that."""
+"""Curves for a screen: smoothed over all points first, then thinned to what a screen shows. Spikes survive that."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollcall.observe.metrics import METRICS
-from rollcall.view.metrics_table import MetricsTable, Numbers
+from rollcall.view.growing import MetricsTable, Numbers
 
 MOST_POINTS = 4000
-SHOWN = ("step", "time")  # what may be on the horizontal axis
+SHOWN = ("step", "time")  # on the horizontal axis
 
 # In the order of the page; the first pattern that fits a name decides.
 GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -78,7 +78,7 @@ def curve(
     """``x`` and ``y`` between ``low`` and ``high``; with ``smooth``, ``even`` has the smoothed values at the same places."""
     steps, times, values = table.column(name)
     x = times if axis == "time" else steps
-    # Fewer points, such as evaluations, are shown as they are.
+    # Few points, such as evaluations, are shown as they are.
     even = smoothed(values, smooth) if smooth > 0 and len(values) >= 30 else None
     kept = np.isfinite(x)
     if low is not None:
@@ -111,8 +111,8 @@ def smoothed(values: Numbers, weight: float) -> Numbers:
 
 
 def thinned(values: Numbers, *, points: int) -> NDArray[np.intp]:
-    """Which values to show so that a line through ``points`` of them has the extremes of all: the smallest and the largest of
-    each of ``points / 2`` parts, and both ends.
+    """Chooses about ``points`` values so that a line through them has the extremes of all: the smallest and the largest of each of
+    ``points / 2`` parts, and both ends.
 
     >>> thinned(np.array([0.0, 9.0, 1.0, 2.0, -5.0, 3.0]), points=4).tolist()
     [0, 1, 4, 5]

@@ -1,22 +1,20 @@
 """A table of all groups of a journal: what they are sorted, filtered and found by, and where their records are.
 
-Made once, by a thread, and then only for files that have grown. It is a SQLite file in the user's cache folder (``_index_path``), or
-in memory where there is none. Of a file, the bytes up to ``end`` are in the table. A file that is shorter than that, or another
-file of the same name, is read again.
-
-The thread works while somebody looks: each question to the index asks for a refresh, and a refresh that took long is followed by
-a longer pause, so that a page beside a run costs little.
+It is a SQLite file in the user's cache folder, or in memory where that cannot be written. Each question brings it up to date first,
+for a bounded time: of a file, the bytes up to ``end`` are in the table, and only what was added is read. A file that is shorter than
+that, or another file of the same name, is read again.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
 import sqlite3
 import threading
 import time
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,46 +24,10 @@ from rollcall.wait import warn
 
 FOLDER = "journal"
 _STEP_FILE = re.compile(r"(\d{6,})\.groups")
-_SCHEMA = 4  # another number: the table is made again
-_TABLES = """
-create table if not exists files (name text primary key, inode integer, changed_ns integer, end integer, head blob);
-create table if not exists groups (
-    step integer, draw integer, start integer, header integer, header_bytes integer, prompt text, completions integer, tokens integer,
-    reward real, lowest real, highest real, truncated integer, failed integer, worker text, finished_s real,
-    primary key (step, draw)
-) without rowid;
-create index if not exists by_prompt on groups (prompt, step);
-"""
-COLUMNS = (
-    "step", "draw", "start", "header", "header_bytes", "prompt", "completions", "tokens", "reward", "lowest", "highest",
-    "truncated", "failed", "worker", "finished_s",
-)  # fmt: skip
-SORTS = {
-    "newest": "step desc, draw desc",
-    "oldest": "step, draw",
-    "best": "reward desc, highest desc, step desc, draw desc",
-    "worst": "reward, lowest, step desc, draw desc",
-    "longest": "tokens desc, step desc, draw desc",
-    "spread": "highest - lowest desc, step desc, draw desc",
-}
-FILTERS = {
-    "truncated": "truncated > 0",
-    "failed": "failed > 0",
-    "zero": "highest = lowest and completions > 1",
-    "mixed": "highest > lowest",
-}
+_SCHEMA = 5  # with another number, the table is made again
 
 
-class _Known(NamedTuple):
-    """A file of the journal as it was read."""
-
-    about: tuple[int, int, int]  # its number, when it was written (ns), its size
-    end: int  # of its last record
-    head: bytes  # of its first
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupRow:
+class GroupRow(NamedTuple):
     """A group in the table."""
 
     step: int
@@ -89,15 +51,36 @@ class GroupRow:
         return f"{self.step:06d}.groups"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Indexed:
+_TABLES = f"""
+create table if not exists files (name primary key, changed_ns, size, end, head);
+create table if not exists groups ({", ".join(GroupRow._fields)}, primary key (step, draw)) without rowid;
+create index if not exists by_prompt on groups (prompt, step);
+"""
+_INTO_GROUPS = f"into groups values ({', '.join('?' * len(GroupRow._fields))})"
+SORTS = {
+    "newest": "step desc, draw desc",
+    "oldest": "step, draw",
+    "best": "reward desc, highest desc, step desc, draw desc",
+    "worst": "reward, lowest, step desc, draw desc",
+    "longest": "tokens desc, step desc, draw desc",
+    "spread": "highest - lowest desc, step desc, draw desc",
+}
+FILTERS = {
+    "truncated": "truncated > 0",
+    "failed": "failed > 0",
+    "zero": "highest = lowest and completions > 1",
+    "mixed": "highest > lowest",
+}
+
+
+class Indexed(NamedTuple):
     files: int  # with all their groups in the table
     total: int
     groups: int
 
 
 class Found(NamedTuple):
-    """Counted at one moment, also while the journal is read."""
+    """A page of groups, with counts of the same moment."""
 
     rows: list[GroupRow]
     total: int  # that fit
@@ -105,146 +88,117 @@ class Found(NamedTuple):
 
 
 class JournalIndex:
-    def __init__(self, root: Path, *, path: Path | None = None) -> None:
-        self._root = root
-        self._path = path if path is not None else _index_path(root)
+    """Any thread may ask."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._folder = run_dir / FOLDER
+        self._path = _index_path(run_dir)
         self._lock = threading.RLock()  # of the one connection
         self._reading = threading.Lock()  # one thread at a time reads the journal
         self._db = self._open()
-        self._asked = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._closed = False
-        self._known: dict[str, _Known] = {}
+        self._pause_until = 0.0
         self._progress = Indexed(files=0, total=0, groups=self._count())
 
     def _open(self) -> sqlite3.Connection:
-        for attempt in range(2):
-            where = str(self._path) if self._path is not None else ":memory:"
-            db = sqlite3.connect(where, check_same_thread=False, timeout=30.0)
-            try:
-                # A cache: after a power loss it may be made again.
-                db.executescript("pragma journal_mode = memory; pragma synchronous = off;")
-                if db.execute("pragma user_version").fetchone()[0] != _SCHEMA:
-                    db.executescript(
-                        f"drop table if exists files; drop table if exists groups; pragma user_version = {_SCHEMA};"
-                    )
-                db.executescript(_TABLES)
-                db.execute("select count(*) from files").fetchone()
-                return db
-            except sqlite3.DatabaseError as error:
-                db.close()
-                if self._path is None or attempt:
-                    raise
-                warn(f"{self._path}: {error}; this index is made again")
-                self._path.unlink(missing_ok=True)
-        raise AssertionError("the second attempt returns or raises")
+        db = sqlite3.connect(self._path, check_same_thread=False, timeout=30.0)
+        try:
+            # A cache: after a power loss it may be made again.
+            db.executescript("pragma journal_mode = memory; pragma synchronous = off;")
+            if db.execute("pragma user_version").fetchone()[0] != _SCHEMA:
+                db.executescript(
+                    f"drop table if exists files; drop table if exists groups; pragma user_version = {_SCHEMA};"
+                )
+            db.executescript(_TABLES)
+            db.execute("select count(*) from files").fetchone()
+            return db
+        except sqlite3.DatabaseError as error:
+            db.close()
+            if not os.path.getsize(self._path):
+                raise
+            warn(f"{self._path}: {error}; this index is made again")
+            os.unlink(self._path)
+            Path(self._path).touch(mode=0o600)
+            return self._open()
 
     def close(self) -> None:
-        self._closed = True
-        self._asked.set()
-        if self._thread is not None:
-            self._thread.join()
-        with self._lock:
+        with self._reading, self._lock:
             self._db.close()
 
-    def ask(self) -> Indexed:
-        """How far the table is; a thread brings it up to date."""
-        with self._lock:
-            if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._work, name="journal index", daemon=True)
-                self._thread.start()
-        self._asked.set()
+    def refresh(self, *, seconds: float = math.inf) -> Indexed:
+        """Bring the table up to date, as far as that goes in this time. How far it is."""
+        if not self._reading.acquire(timeout=-1 if seconds == math.inf else seconds):
+            return self._progress  # another thread reads
+        try:
+            began = time.monotonic()
+            if began >= self._pause_until or seconds == math.inf:
+                self._progress = self._read(until=began + seconds)
+                took_s = time.monotonic() - began
+                if self._progress.files == self._progress.total:  # looking at a folder of many files takes a while too
+                    self._pause_until = time.monotonic() + min(took_s * 20, 30.0)
+        except (sqlite3.Error, OSError) as error:
+            warn(f"the journal in {self._folder} cannot be indexed: {error}")
+        finally:
+            self._reading.release()
         return self._progress
 
-    def _work(self) -> None:
-        while not self._closed:
-            self._asked.wait()
-            self._asked.clear()
-            if self._closed:
-                return
-            began = time.monotonic()
-            try:
-                self.refresh()
-            except (sqlite3.Error, OSError) as error:
-                warn(f"the journal of {self._root} cannot be indexed: {error}")
-            took = time.monotonic() - began
-            until = time.monotonic() + max(1.0, min(took * 20, 30.0))  # it takes at most a twentieth of the time
-            while not self._closed and time.monotonic() < until:
-                time.sleep(0.1)
-
-    def refresh(self) -> Indexed:
-        """Bring the table up to date; returns when it is."""
-        with self._reading:
-            return self._refresh()
-
-    def _refresh(self) -> Indexed:
-        found = {path.name: path for path in (self._root / FOLDER).glob("*.groups") if _STEP_FILE.fullmatch(path.name)}
-        if not self._known:
-            with self._lock:
-                rows = self._db.execute("select name, inode, changed_ns, end, head from files").fetchall()
-            # A file that was whole when it was read ended where its last record did.
-            self._known = {
-                name: _Known((inode, changed_ns, end), end, head) for name, inode, changed_ns, end, head in rows
-            }
-        for name in self._known.keys() - found.keys():
+    def _read(self, *, until: float) -> Indexed:
+        paths = {path.name: path for path in self._folder.glob("*.groups") if _STEP_FILE.fullmatch(path.name)}
+        with self._lock:
+            known = {name: rest for name, *rest in self._db.execute("select * from files").fetchall()}
+        for name in known.keys() - paths.keys():
             self._drop(name)
-            del self._known[name]
-        seen: dict[str, tuple[int, int, int]] = {}
-        for name, path in found.items():
-            try:
+        due: list[str] = []
+        for name, path in paths.items():
+            with suppress(FileNotFoundError):
                 about = path.stat()
-            except OSError:
-                continue
-            seen[name] = (about.st_ino, about.st_mtime_ns, about.st_size)
-        due = [name for name, about in seen.items() if name not in self._known or self._known[name].about != about]
+                if known.get(name, ())[:2] != [about.st_mtime_ns, about.st_size]:
+                    due.append(name)
         # The newest first: that is what people look at while an old journal is read.
         due.sort(key=lambda name: int(name.partition(".")[0]), reverse=True)
-        self._progress = Indexed(files=len(seen) - len(due), total=len(seen), groups=self._count())
-        committed = time.monotonic()
-        for number, name in enumerate(due, start=1):
-            if self._closed:
+        left = len(due)
+        for name in due:
+            left -= self._index(name, known.get(name), until=until)
+            if time.monotonic() >= until:
                 break
-            self._index(name, about=seen[name])
-            if number == len(due) or time.monotonic() - committed > 0.5:
-                with self._lock:
-                    self._db.commit()
-                committed = time.monotonic()
-                done = len(seen) - len(due) + number
-                self._progress = Indexed(files=done, total=len(seen), groups=self._count())
         with self._lock:
             self._db.commit()
-        return self._progress
+        return Indexed(files=len(paths) - left, total=len(paths), groups=self._count())
 
-    def _index(self, name: str, *, about: tuple[int, int, int]) -> None:
-        (inode, changed_ns, size), before = about, self._known.get(name)
-        end, head = 0, b""
-        rows, again = [], []
+    def _index(self, name: str, before: list[Any] | None, *, until: float) -> bool:
+        """Whether all of the file is in the table now."""
+        rows: list[GroupRow] = []
+        again: list[GroupRow] = []
         try:
-            with (self._root / FOLDER / name).open("rb") as file:
+            with (self._folder / name).open("rb") as file:
+                about = os.fstat(file.fileno())
                 head = file.read(HEAD_BYTES)
-                # A new file may have the number of one that was removed. Its first record has another checksum.
-                if before is not None and before.about[0] == inode and before.head == head:
-                    end = before.end if before.end <= size else 0
-                if end == 0:
+                _, _, end, known_head = before or (0, 0, 0, b"")
+                # Another file of this name has another checksum in its first record.
+                if head != known_head or end > about.st_size:
                     self._drop(name)
-                for start, payload in stream_records(file, start=end, end=size):
-                    row = _row(payload, start=start)
+                    end = 0
+                is_whole = True
+                for start, payload in stream_records(file, start=end, end=about.st_size):
                     end = start + HEAD_BYTES + len(payload)
-                    if row is not None:
-                        (again if row[1] else rows).append(row[0])
+                    if (found := _row(payload, start=start)) is not None:
+                        (again if found[1] else rows).append(found[0])
+                    if time.monotonic() >= until:
+                        is_whole = False
+                        break
         except FileNotFoundError:
-            return  # removed since the folder was listed; the next look drops it
+            return True  # removed since the folder was listed; the next look drops it
         except OSError as error:
             warn(f"{name} of the journal is not indexed: {error}")
-        marks = ", ".join("?" * len(COLUMNS))
+            return True
+        size = about.st_size if is_whole else -1
         with self._lock:
             # The first record of a draw counts, unless its group was scored again.
-            self._db.executemany(f"insert or ignore into groups values ({marks})", rows)
-            self._db.executemany(f"insert or replace into groups values ({marks})", again)
+            self._db.executemany(f"insert or ignore {_INTO_GROUPS}", rows)
+            self._db.executemany(f"insert or replace {_INTO_GROUPS}", again)
             self._db.execute(
-                "insert or replace into files values (?, ?, ?, ?, ?)", (name, inode, changed_ns, end, head)
+                "insert or replace into files values (?, ?, ?, ?, ?)", (name, about.st_mtime_ns, size, end, head)
             )
-        self._known[name] = _Known(about, end, head)
+        return is_whole
 
     def _drop(self, name: str) -> None:
         with self._lock:
@@ -252,8 +206,11 @@ class JournalIndex:
             self._db.execute("delete from files where name = ?", (name,))
 
     def _count(self) -> int:
+        return self._rows("select count(*) from groups")[0][0]
+
+    def _rows(self, query: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
         with self._lock:
-            return self._db.execute("select count(*) from groups").fetchone()[0]
+            return self._db.execute(query, values).fetchall()
 
     def find(
         self,
@@ -266,90 +223,74 @@ class JournalIndex:
         offset: int = 0,
     ) -> Found:
         """A page of groups."""
-        wanted: list[str] = []
-        values: list[Any] = []
-        if step is not None:
-            wanted.append("step = ?")
-            values.append(step)
-        if prompt is not None:
-            wanted.append("prompt = ?")
-            values.append(prompt)
-        if only:
-            wanted.append(FILTERS[only])
-        where = f"where {' and '.join(wanted)}" if wanted else ""
+        wanted = {"step = ?": step, "prompt = ?": prompt}
+        wanted = {test: value for test, value in wanted.items() if value is not None}
+        tests = [*wanted, *([FILTERS[only]] if only else [])]
+        where = f"where {' and '.join(tests)}" if tests else ""
         with self._lock:
-            total = self._db.execute(f"select count(*) from groups {where}", values).fetchone()[0]
+            ((total,),) = self._rows(f"select count(*) from groups {where}", tuple(wanted.values()))
             query = f"select * from groups {where} order by {SORTS[sort]} limit ? offset ?"
-            rows = self._db.execute(query, [*values, limit, offset]).fetchall()
-            return Found([_as_row(row) for row in rows], total, self._count())
+            rows = self._rows(query, (*wanted.values(), limit, offset))
+            return Found([GroupRow(*row) for row in rows], total, self._count())
 
     def get(self, *, step: int, draw: int) -> GroupRow | None:
-        with self._lock:
-            found = self._db.execute("select * from groups where step = ? and draw = ?", (step, draw)).fetchone()
-        return None if found is None else _as_row(found)
+        found = self._rows("select * from groups where step = ? and draw = ?", (step, draw))
+        return GroupRow(*found[0]) if found else None
 
     def before(self, *, step: int, draw: int, only: str | None, limit: int) -> list[GroupRow]:
         """The groups before this one, the newest first: what a search goes through piece by piece."""
         more = f"and {FILTERS[only]}" if only else ""
         query = f"select * from groups where (step, draw) < (?, ?) {more} order by step desc, draw desc limit ?"
-        with self._lock:
-            return [_as_row(row) for row in self._db.execute(query, (step, draw, limit)).fetchall()]
+        return [GroupRow(*row) for row in self._rows(query, (step, draw, limit))]
 
     def steps(self) -> tuple[int, int] | None:
         """The first and the last step that has groups."""
-        with self._lock:
-            first, last = self._db.execute("select min(step), max(step) from groups").fetchone()
+        ((first, last),) = self._rows("select min(step), max(step) from groups")
         return None if first is None else (first, last)
 
 
-def _as_row(values: tuple[Any, ...]) -> GroupRow:
-    return GroupRow(**dict(zip(COLUMNS, values, strict=True)))
-
-
-def _row(payload: memoryview, *, start: int) -> tuple[tuple[Any, ...], bool] | None:
-    """A record's values in the order of COLUMNS, and whether its group was scored again; None: it is not a group."""
+def _row(payload: memoryview, *, start: int) -> tuple[GroupRow, bool] | None:
+    """The row of a record, and whether its group was scored again. None if it is not a group."""
     try:
         header = header_of(payload)
         at, length = header_span(payload)
-        step, draw = header["step"], header["draw"]
-        rewards = [float(score["value"]) for score in header["scores"]]
+        rewards = [float(score["value"]) for score in header["scores"]] or [0.0]
         counts = [row["num_tokens"] for row in header["completions"]]
-        if not all(map(is_count, (step, draw, *counts))):
+        if not all(map(is_count, (header["step"], header["draw"], *counts))):
             return None
-        row = (
-            step,
-            draw,
-            start,
-            start + HEAD_BYTES + at,
-            length,
-            str(header["prompt"]["id"]).encode("utf-8", "replace").decode(),
-            len(counts),
-            sum(counts),
-            sum(rewards) / len(rewards) if rewards else 0.0,
-            min(rewards, default=0.0),
-            max(rewards, default=0.0),
-            sum(row["finish"] == "length" for row in header["completions"]),
-            sum(bool(score["errors"]) for score in header["scores"]),
-            str(header["worker"]).encode("utf-8", "replace").decode(),
-            float(header["finished_s"]),
+        row = GroupRow(
+            step=header["step"],
+            draw=header["draw"],
+            start=start,
+            header=start + HEAD_BYTES + at,
+            header_bytes=length,
+            prompt=str(header["prompt"]["id"]).encode("utf-8", "replace").decode(),
+            completions=len(counts),
+            tokens=sum(counts),
+            reward=sum(rewards) / len(rewards),
+            lowest=min(rewards),
+            highest=max(rewards),
+            truncated=sum(row["finish"] == "length" for row in header["completions"]),
+            failed=sum(bool(score["errors"]) for score in header["scores"]),
+            worker=str(header["worker"]).encode("utf-8", "replace").decode(),
+            finished_s=float(header["finished_s"]),
         )
         return row, bool(header.get("scored_again"))
     except NOT_A_GROUP:
         return None
 
 
-def _index_path(run_dir: Path) -> Path | None:
-    """The file for the index of this run directory; None: the cache folder cannot be written."""
+def _index_path(run_dir: Path) -> str:
+    """The file for the index of this run directory, or memory if the cache folder cannot be written."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     folder = Path(base) / "rollcall" / "view"
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        name = hashlib.blake2b(os.fsencode(run_dir), digest_size=12).hexdigest()
-        path = folder / f"{name}.sqlite"
+        path = folder / f"{hashlib.blake2b(os.fsencode(run_dir), digest_size=12).hexdigest()}.sqlite"
         path.touch(mode=0o600)
-        return path
+        return str(path)
     except OSError as error:
         warn(
             f"{folder} cannot be written ({error.strerror}); the index of {run_dir} is kept in memory and made again next time"
         )
-        return None
+        return ":memory:"

@@ -1,7 +1,7 @@
-"""One run directory, read: by `rollcall status`, recover and compare, by the page, by Python.
+"""Reads one run directory: for `rollcall status`, recover and compare, for the page, for Python.
 
-It only reads, also while the run goes on. Whoever asks again and again, as the page does, keeps a ``RunReader``: of files that grow,
-only what was added is read again. Any thread may ask.
+It only reads, also while the run is running. A caller that asks again and again, as the page does, keeps a ``RunReader``: of files that
+grow, only what was added is read again. Any thread may ask.
 """
 
 from __future__ import annotations
@@ -22,20 +22,19 @@ from rollcall.durable.append_file import is_count
 from rollcall.durable.heartbeat import Heartbeat
 from rollcall.durable.lease import WATCH_S, Holder, read_holder
 from rollcall.errors import ConfigError
-from rollcall.observe.events import EVENTS, Mark, PhaseEvent, last_phase_in, marks_in
+from rollcall.observe.events import EVENTS, Mark, PhaseEvent
 from rollcall.observe.timeline import ATTEMPT_LOST, RUN_FAILED
 from rollcall.redact import redact
-from rollcall.view.metrics_table import MetricsTable
+from rollcall.view.growing import EventLog, MetricsTable
 from rollcall.view.standing import Standing, standing
 from rollcall.view.summary import build_summary, trained
-from rollcall.view.tail import FileTail
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
     word: str  # running, waiting, finished, failed, stopped, killed, new
     text: str  # a sentence
-    since_s: float | None = None  # unix time; of a run that has ended: when it did. None: not known
+    since_s: float | None = None  # unix time, of a run that is over when it ended; None if not known
 
     @property
     def is_over(self) -> bool:
@@ -43,7 +42,7 @@ class RunState:
 
 
 class RunReader:
-    """``read_s``: how long a question may read; the rest of a long file comes with the next question."""
+    """``read_s`` bounds how long a question may read; the rest of a long file comes with the next question."""
 
     def __init__(self, run_dir: Path, *, read_s: float = math.inf) -> None:
         self.dir = Path(run_dir)
@@ -55,7 +54,7 @@ class RunReader:
 
     @property
     def config(self) -> Config | None:
-        """The settings that the run was last started with; None: they cannot be read (``config_problem`` says why)."""
+        """The settings that the run was last started with, or None if they cannot be read (``config_problem`` says why)."""
         return self._read_config()[0]
 
     @property
@@ -63,7 +62,7 @@ class RunReader:
         return self._read_config()[1]
 
     def read_config(self) -> Config:
-        """The same for those who cannot do without."""
+        """The same, or an error that says why they cannot be read."""
         config, problem = self._read_config()
         if config is None:
             raise ConfigError(f"{problem}\nThe settings of a run are only in this file; restore it to read them")
@@ -92,26 +91,29 @@ class RunReader:
 
     @property
     def num_steps(self) -> int | None:
-        """None: the run file does not say."""
-        return self.config.trainer.steps if self.config is not None else self._count("trainer", "steps")
+        """None if the run file does not say."""
+        steps = self.setting("trainer", "steps")
+        return steps if is_count(steps) else None
 
     @property
     def prompts_per_step(self) -> int | None:
-        return self.config.data.prompts_per_step if self.config is not None else self._count("data", "prompts_per_step")
+        count = self.setting("data", "prompts_per_step")
+        return count if is_count(count) else None
 
-    def _count(self, section: str, key: str) -> int | None:
-        """Of a run file that is partly damaged."""
+    def setting(self, section: str, key: str) -> Any:
+        """One key of the saved run file, also where other parts of it are damaged. None if it cannot be read."""
+        if (config := self.config) is not None:
+            return getattr(getattr(config, section), key, None)
         try:
-            value = read_yaml(self.dir / RUN_FILE, what="saved run file")[section][key]
+            return read_yaml(self.dir / RUN_FILE, what="saved run file")[section][key]
         except (ConfigError, KeyError, TypeError):
             return None
-        return value if is_count(value) else None
 
     def holder(self) -> Holder | None:
         """The process that has the run directory, or had it last."""
         try:
             return read_holder(self.dir)
-        except OSError:  # of another user, who lets nobody read it
+        except OSError:  # it belongs to another user and cannot be read
             return None
 
     def state(self) -> RunState:
@@ -128,7 +130,7 @@ class RunReader:
             doing = _at_work(phase)
             return RunState(
                 word="waiting",
-                text=f"{doing.text}; held by {holder}, looking whether it is alive",
+                text=f"{doing.text}; held by {holder}, checking whether it is alive",
                 since_s=doing.since_s,
             )
         return self._ended(phase, mark)
@@ -152,7 +154,7 @@ class RunReader:
         return RunState(word="stopped", text=f"stopped after step {step}; the same command continues it", since_s=at_s)
 
     def standing(self, state: RunState) -> Standing:
-        """``state``: only a run that works has time left."""
+        """Only a run whose ``state`` is running has time left."""
         self.metrics.refresh()
         holder = self.holder() if state.word == "running" else None
         return standing(self.metrics, num_steps=self.num_steps, holder=holder)
@@ -174,55 +176,30 @@ class RunReader:
         return max(moved, default=None)
 
     def checkpoints(self, *, checksums: bool = True) -> list[CheckpointEntry]:
-        """Those that are kept, oldest first. ``checksums``: every byte is read, which takes long."""
+        """Those that are kept, oldest first. ``checksums`` reads every byte, which takes long."""
         return store_of(self.dir).inspect(checksums=checksums)
 
 
 def open_run(run_dir: Path) -> RunReader:
-    """Refuses what is not a run directory."""
-    if not run_dir.is_dir():
-        raise ConfigError(f"{run_dir} is not a directory; give the run.dir of a run")
-    if not is_run(run_dir):
+    """Refuses what is not a run directory. The directory of a run that has just started may not exist yet."""
+    run = RunReader(run_dir)
+    holder = run.holder()
+    if not run_dir.is_dir() and (holder is None or holder.is_gone):
+        problem = "is a file" if run_dir.exists() else "does not exist. A run makes it some seconds after its start"
+        raise ConfigError(f"{run_dir} {problem}; give the run.dir of a run")
+    if holder is None and not is_run(run_dir):
         raise ConfigError(f"{run_dir} holds no file of a run; give the run.dir of a run")
-    return RunReader(run_dir)
-
-
-class EventLog:
-    """The marks and the last phase of a run, read where its events have grown."""
-
-    def __init__(self, run_dir: Path, *, read_s: float = math.inf) -> None:
-        self._file = FileTail(run_dir / EVENTS, read_s=read_s)
-        self._lock = threading.Lock()
-        self._marks: list[Mark] = []
-        self._phase: PhaseEvent | None = None
-
-    def marks(self) -> list[Mark]:
-        with self._lock:
-            self._refresh()
-            return list(self._marks)
-
-    def last_phase(self) -> PhaseEvent | None:
-        """The last that began, with its end where it has one."""
-        with self._lock:
-            self._refresh()
-            return self._phase
-
-    def _refresh(self) -> None:
-        for again, lines in self._file.pieces():
-            if again:
-                self._marks, self._phase = [], None
-            self._marks += marks_in(lines)
-            self._phase = last_phase_in(lines) or self._phase
+    return run
 
 
 class HolderWatch:
-    """Whether the holder of a run directory is alive. One on this machine is looked up; of one elsewhere the counter must move."""
+    """Whether the holder of a run directory is alive. A process on this machine is looked up; elsewhere its counter must move."""
 
     def __init__(self) -> None:
         self._beat = Heartbeat()
 
     def is_alive(self, holder: Holder | None) -> bool | None:
-        """None: not known yet."""
+        """None while that is not known yet."""
         if holder is None or holder.is_gone:
             return False
         if holder.is_here:
@@ -234,7 +211,7 @@ class HolderWatch:
 
 
 def describe_holder(holder: Holder | None) -> str:
-    """Who has the run directory, as far as this host can see at once."""
+    """The process that has the run directory, as far as this host can see at once."""
     if holder is None or holder.released:
         return "nobody"
     if holder.is_here:

@@ -1,6 +1,6 @@
-"""What a run directory holds after whatever happened to it, and what `rollcall train` would do with it.
+"""Explains a run directory after a crash or damage, and what `rollcall train` would do with it.
 
-``look`` changes nothing and may be used while the run goes on. ``repair`` moves torn things to ``RUN_DIR/set-aside/`` and
+``look`` changes nothing and may be used while the run is running. ``repair`` moves torn things to ``RUN_DIR/set-aside/`` and
 deletes nothing: of a file that is partly whole, the original goes there and its whole part takes its place. A run repairs
 itself when it is resumed; this is for looking first, and for directories that something else has damaged.
 """
@@ -27,7 +27,7 @@ from rollcall.words import all_of, counted, span
 class RunReport:
     run_dir: Path
     audit: Audit
-    num_steps: int | None  # of the whole run; None: its run file cannot be read
+    num_steps: int | None  # of the whole run; None if its run file cannot be read
     prompts_per_step: int | None
     holder: Holder | None
     state: RunState
@@ -52,8 +52,14 @@ class RunReport:
         return self.last.step if self.last else 0
 
     def next(self) -> list[str]:
-        """What the next `rollcall train` would do, in sentences."""
-        lines = [_about(self.holder)]
+        """The actions of the next `rollcall train`, in sentences."""
+        holder = self.holder
+        if holder is None or holder.is_gone:
+            lines = ["take the run directory at once: no process has it"]
+        elif holder.is_here:
+            lines = [f"refuse: {holder} has the run directory and is running"]
+        else:
+            lines = [f"watch {holder} for {WATCH_S:g} s, take over if its counter does not move, refuse if it does"]
         if self.num_steps is not None and self.start_step >= self.num_steps:
             has_model = (self.run_dir / "model").exists()
             done = "it is in model/" if has_model else "and write the model"
@@ -102,7 +108,7 @@ def look(run_dir: Path) -> RunReport:
 
 
 def repair(run_dir: Path) -> list[Path]:
-    """Set torn things aside; where they went. Refuses while a controller has the run directory."""
+    """Set torn things aside, and return where they went. Refuses while a controller has the run directory."""
     run_dir = Path(run_dir)
     with hold(run_dir):
         torn = audit(run_dir).torn
@@ -119,14 +125,6 @@ def repair(run_dir: Path) -> list[Path]:
             say(f"{one.path}: {one.why}; moved to {target}")
             moved.append(target)
         return moved
-
-
-def _about(holder: Holder | None) -> str:
-    if holder is None or holder.is_gone:
-        return "take the run directory at once: nobody has it"
-    if holder.is_here:
-        return f"refuse: {holder} has the run directory and runs"
-    return f"watch {holder} for {WATCH_S:g} s, take over if its counter does not move, refuse if it does"
 
 
 def _set_aside(torn: Torn, target: Path) -> None:

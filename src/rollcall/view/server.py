@@ -1,55 +1,70 @@
-"""The server of the page: Starlette on the loopback interface.
+"""The server of the page: Starlette on the loopback interface. ``Api`` answers questions in JSON; ``Guard`` decides who may ask.
 
-``Api`` answers questions in JSON, ``Guard`` decides who may ask. Charts are drawn by Plotly's own script, which is served from the
-installed ``plotly`` package.
+Only a browser that was opened with an address from this server sees the page. An address works once (``/open/KEY``). It sets a cookie,
+and without that cookie every answer is 401. A name in the Host header that is not this machine's loopback is refused: another site
+could otherwise give its own name our address (DNS rebinding) and read the answers. Only reading methods are answered, and every answer
+carries a strict policy: the browser runs no script and loads nothing except from this server.
 """
 
 from __future__ import annotations
 
-import gzip
+import hmac
 import os
+import re
+import secrets
 import webbrowser
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
-from functools import lru_cache
+from collections.abc import Callable
+from contextlib import suppress
+from http.cookies import CookieError, SimpleCookie
 from importlib.resources import files
+from pathlib import Path
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollcall.net.http_door import http_server, listen
-from rollcall.view.access import Guard
 from rollcall.view.address import OPEN, Keys
 from rollcall.view.api import ADDRESSES, Api, answering, as_json
 from rollcall.view.shown_runs import ShownRuns
 from rollcall.words import counted
 
 HOST = "127.0.0.1"
-KINDS = {
-    "html": "text/html; charset=utf-8", "css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8",
-    "svg": "image/svg+xml",
-}  # fmt: skip
+LOOPBACK = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?", re.IGNORECASE)
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; connect-src 'self'; font-src "
+    "'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "x-frame-options": "DENY",
+}
+# Not a redirect: where the address was opened from another page, the browser would not send a strict cookie along.
+OPENED = '<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0; url=/"><title>Rollcall</title><link rel="icon" href="/page/icon.svg">'
+PAGE = Path(__file__).with_name("page")
 
 
 def make_app(places: ShownRuns, *, keys: Keys, on_open: Callable[[], None] = lambda: None) -> ASGIApp:
     api = Api(places)
-
-    @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        yield
-        api.close()
-
     routes = [Route(f"/api/{name}", answering(getattr(api, name))) for name in ADDRESSES]
-    routes += [Route("/", _page_file), Route("/page/{name}", _page_file), Route("/plotly.js", _plotly)]
+    routes += [
+        Route("/", lambda request: FileResponse(PAGE / "index.html")),
+        Mount("/page", StaticFiles(directory=PAGE)),
+        Route("/plotly.js", _plotly),
+    ]
     app = Starlette(
         routes=routes,
-        lifespan=lifespan,
         middleware=[Middleware(GZipMiddleware, minimum_size=2000, compresslevel=2)],
         exception_handlers={HTTPException: _refused},
     )
@@ -61,25 +76,74 @@ def _refused(request: Request, error: Exception) -> Response:
     return as_json({"error": "there is nothing at this address"}, status=error.status_code)
 
 
-def _page_file(request: Request) -> Response:
-    name = request.path_params.get("name", "index.html")
-    kind = KINDS.get(name.rpartition(".")[2])
-    found = next((one for one in files("rollcall.view.page").iterdir() if one.name == name), None)
-    if kind is None or found is None:
-        raise HTTPException(404)
-    return Response(found.read_bytes(), media_type=kind, headers={"cache-control": "no-cache"})
-
-
-@lru_cache(maxsize=1)
-def _plotly_script() -> bytes:
-    """Compressed once: it is the largest part of the page."""
-    return gzip.compress((files("plotly") / "package_data" / "plotly.min.js").read_bytes(), 6)
-
-
 def _plotly(request: Request) -> Response:
+    script = files("plotly") / "package_data" / "plotly.min.js"
     # Its address has no version in it, so a browser keeps it for a session of work and not for longer.
-    headers = {"content-encoding": "gzip", "cache-control": "private, max-age=14400"}
-    return Response(_plotly_script(), media_type=KINDS["js"], headers=headers)
+    return FileResponse(str(script), headers={"cache-control": "private, max-age=14400"})
+
+
+class Guard:
+    """Wraps the app. ``on_open`` is called after an address was used."""
+
+    def __init__(self, app: ASGIApp, *, keys: Keys, on_open: Callable[[], None] = lambda: None) -> None:
+        self._app = app
+        self._keys = keys
+        self._on_open = on_open
+        self._session = secrets.token_urlsafe(32)
+        # Cookies do not know ports: each server has its own name, or two of them would log each other out.
+        self._cookie = f"rollcall-{secrets.token_hex(4)}"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        headers = Headers(scope=scope)
+        answer = self._refusal(scope, headers) or self._opened(scope)
+        if answer is None and not self._is_known(headers):
+            answer = _page(
+                401, "This page needs the address that Rollcall printed. Each address works once: look for the newest."
+            )
+
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                own = MutableHeaders(raw=message["headers"])
+                for name, value in HEADERS.items():
+                    own[name] = value
+                own.setdefault("cache-control", "no-store")
+                if answer is not None:
+                    own["connection"] = "close"  # a stranger keeps none
+            await send(message)
+
+        await (answer or self._app)(scope, receive, with_headers)
+
+    def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
+        hosts = headers.getlist("host")
+        if len(hosts) != 1 or not LOOPBACK.fullmatch(hosts[0]):
+            return _page(421, "This server answers only to 127.0.0.1 and localhost.")
+        if scope["method"] not in ("GET", "HEAD"):
+            return PlainTextResponse("this page only reads", status_code=405)
+        return None
+
+    def _opened(self, scope: Scope) -> Response | None:
+        path: str = scope["path"]
+        if not path.startswith(OPEN) or not self._keys.use(path.removeprefix(OPEN)):
+            return None
+        answer = HTMLResponse(OPENED)
+        answer.set_cookie(self._cookie, self._session, httponly=True, samesite="strict", path="/")
+        self._on_open()
+        return answer
+
+    def _is_known(self, headers: Headers) -> bool:
+        try:
+            cookies = SimpleCookie(headers.get("cookie", ""))
+        except CookieError:
+            return False
+        own = cookies.get(self._cookie)
+        return own is not None and hmac.compare_digest(own.value.encode(), self._session.encode())
+
+
+def _page(status: int, text: str) -> Response:
+    body = f'<!doctype html><meta charset="utf-8"><title>Rollcall</title><p>{text}</p>'
+    return HTMLResponse(body, status_code=status)
 
 
 class PageServer:
@@ -91,7 +155,7 @@ class PageServer:
         self.port: int = self._socket.getsockname()[1]
         self.on_open: Callable[[], None] = lambda: None
         app = make_app(places, keys=self.keys, on_open=lambda: self.on_open())
-        self._server = http_server(app, lifespan="on")
+        self._server = http_server(app, lifespan="off")
 
     def new_address(self) -> str:
         return f"http://{HOST}:{self.port}{OPEN}{self.keys.new()}"

@@ -1,4 +1,4 @@
-"""Which run directories a page shows: those that were named, and those in folders that were named."""
+"""The run directories that a page shows: those that were named, and those in folders that were named."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ LOOK_EVERY_S = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownRun:
-    """A run directory."""
-
     id: str  # in addresses; the same after a restart of the server
     name: str  # as the person who gave the folder would call it
     dir: Path  # resolved
@@ -33,11 +31,13 @@ class UnknownRunError(LookupError):
 
 class ShownRuns:
     def __init__(self, given: Sequence[Path], *, is_one: bool = False) -> None:
-        """``is_one``: the only one given is a run directory, also before it holds anything."""
+        """With ``is_one``, the only path given is a run directory, even before it holds anything."""
         self._given = [Path(path) for path in given] or [DEFAULT_FOLDER]
         self._is_one = is_one
         for path in self._given if not is_one else []:
-            _refuse_other(path, asked=bool(given))
+            if not path.is_dir():
+                problem = f"{path} is a file" if path.exists() else f"{path} does not exist"
+                raise ConfigError(f"{problem}; give a run directory (run.dir), or a folder of runs")
         self._lock = threading.Lock()
         self._found: dict[str, ShownRun] = {}
         self._looked = float("-inf")
@@ -59,23 +59,14 @@ class ShownRuns:
     def _look(self, path: Path) -> Iterator[ShownRun]:
         real = Path(os.path.realpath(path))
         if self._is_one or _is_run(real):
-            yield _place(real, name=real.name)
+            yield _shown(real, name=real.name)
             return
         for found in islice(_runs_below(real, depth=3), 1000):
-            yield _place(found, name=found.relative_to(real).as_posix())
-
-
-def _refuse_other(path: Path, *, asked: bool) -> None:
-    if not path.exists():
-        if not asked:
-            raise ConfigError(f"there is no folder {path} here; give a run directory (run.dir), or a folder of runs")
-        raise ConfigError(f"{path} does not exist; give a run directory (run.dir), or a folder of runs")
-    if not path.is_dir():
-        raise ConfigError(f"{path} is a file; give a run directory (run.dir), or a folder of runs")
+            yield _shown(found, name=found.relative_to(real).as_posix())
 
 
 def _runs_below(folder: Path, *, depth: int) -> Iterator[Path]:
-    """Links are not followed: a folder of runs shows what lies in it."""
+    """Links are not followed."""
     try:
         with os.scandir(folder) as found:
             below = sorted(entry.name for entry in found if entry.is_dir(follow_symlinks=False))
@@ -91,15 +82,14 @@ def _runs_below(folder: Path, *, depth: int) -> Iterator[Path]:
 
 
 def _is_run(path: Path) -> bool:
-    """A directory that belongs to somebody else may be closed: it is not shown, and the others are."""
+    """A directory that may not be read is not shown; the others are."""
     try:
         return is_run(path)
     except OSError:
         return False
 
 
-def _place(path: Path, *, name: str) -> ShownRun:
+def _shown(path: Path, *, name: str) -> ShownRun:
     mark = hashlib.blake2b(os.fsencode(path), digest_size=3).hexdigest()
     plain = "".join(char if char.isascii() and (char.isalnum() or char in "._-") else "-" for char in path.name)
-    shown = name.encode("utf-8", errors="replace").decode()
-    return ShownRun(id=f"{plain}~{mark}", name=shown, dir=path)
+    return ShownRun(id=f"{plain}~{mark}", name=name.encode("utf-8", errors="replace").decode(), dir=path)

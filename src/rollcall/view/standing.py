@@ -1,4 +1,4 @@
-"""How far a run is, by its metrics: step, reward, headline, time left."""
+"""The progress of a run, by its metrics: step, reward, headline, time left."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from rollcall.durable.lease import Holder
 from rollcall.observe.headline import Headline
 from rollcall.observe.progress import STEPS_COUNTED, format_duration
-from rollcall.view.metrics_table import MetricsTable
+from rollcall.view.growing import MetricsTable
 from rollcall.words import counted
 
 # Metrics under ``episode/``, and what they are called in a line.
@@ -33,16 +33,16 @@ ADVICE = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
     step: int  # the last that was trained
-    num_steps: int | None  # None: the run file does not say
+    num_steps: int | None  # None if the run file does not say
     reward: float | None  # of that step
     headline: Headline
     first: float | None
     last: float | None
     best: float | None
-    step_s: float | None  # in the middle of the recent ones
-    left_s: float | None  # None: nothing runs, it waits, or no whole step of this process has been measured
+    step_s: float | None  # the median of the recent ones
+    left_s: float | None  # None if nothing runs, it waits, or no whole step of this process has been measured
     without_signal: tuple[int, int]  # how many steps taught nothing, of how many
-    episodes: Mapping[str, float] | None  # what their turns were in that step, by metric; None: it had none
+    episodes: Mapping[str, float] | None  # metrics of that step's episodes, if it had any
 
     def rows(self) -> list[tuple[str, str]]:
         """Label and text of each number there is."""
@@ -115,7 +115,7 @@ def _in_words(episodes: Mapping[str, float]) -> str:
 
 
 def _left_s(metrics: MetricsTable, *, num_steps: int | None, since: float) -> float | None:
-    """At the pace of the recent steps that the present process has trained, without its first, which also warms up."""
+    """At the pace of the recent steps that the present process has trained, except its first, which also warms up."""
     steps, times, _ = metrics.column("time/step_s")
     recent = set(steps[times >= since][1:][-STEPS_COUNTED:].tolist())
     if not recent or num_steps is None or steps[-1] >= num_steps:
@@ -128,7 +128,7 @@ def _left_s(metrics: MetricsTable, *, num_steps: int | None, since: float) -> fl
 
 
 def _since(holder: Holder) -> float:
-    """When the holder took the directory, by the clock that its rows have too; 0 if it does not say."""
+    """When the holder took the directory, by the clock of its metrics too; 0 if it does not say."""
     try:
         return datetime.strptime(holder.since, "%Y-%m-%d %H:%M:%S UTC").replace(tzinfo=UTC).timestamp()
     except ValueError:
@@ -136,7 +136,7 @@ def _since(holder: Holder) -> float:
 
 
 def no_signal(num: int, *, num_steps: int) -> str | None:
-    """Steps that taught nothing, because every advantage was 0, in words; None: it is not worth a word.
+    """In words, that steps taught nothing because every advantage was 0. None if these are few.
 
     >>> no_signal(11, num_steps=12), no_signal(12, num_steps=12), no_signal(1, num_steps=12)
     ('11 of 12 steps had no signal', 'no step had a signal: nothing was learned in 12 steps', None)

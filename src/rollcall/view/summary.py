@@ -1,4 +1,4 @@
-"""``summary.json``: the numbers of a whole run, also of its earlier processes, and what is said of them at its end."""
+"""``summary.json``: the numbers of a whole run, its earlier processes included, and the messages at its end."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from rollcall.checkpoint.run_dir import newest_step
 from rollcall.durable.atomic import write_atomic
 from rollcall.observe.headline import ACCURACY, BY_METRIC, REWARD
 from rollcall.stored.find import ADAPTER_CONFIG
-from rollcall.view.metrics_table import MetricsTable
+from rollcall.view.growing import MetricsTable
 from rollcall.view.standing import ADVANTAGE, ADVICE, no_signal
 from rollcall.wait import say, warn
 from rollcall.words import all_of, are, counted
@@ -25,7 +26,7 @@ def build_summary(
     """``seconds`` and ``peak_gib`` are the wall time and memory of a process that trains; steps up to ``resume_step`` add what
     they took in earlier processes.
 
-    ``extra`` joins the result as it is (run name, model directory, ...). A number that no row holds is None.
+    ``extra`` joins the result unchanged (run name, model directory, ...). A number that no row holds is None.
     """
     metrics.refresh()
     before_s = 0.0
@@ -59,11 +60,9 @@ def write_summary(path: Path, summary: dict[str, Any]) -> None:
 
 
 def _course(values: list[float]) -> dict[str, float | None]:
-    return {
-        "first": values[0] if values else None,
-        "last": values[-1] if values else None,
-        "best": max(values, default=None),
-    }
+    return dict(
+        zip(("first", "last", "best"), (values[0], values[-1], max(values)) if values else (None,) * 3, strict=True)
+    )
 
 
 def _or_none(of: Callable[[list[float]], float], values: list[float]) -> float | None:
@@ -71,7 +70,7 @@ def _or_none(of: Callable[[list[float]], float], values: list[float]) -> float |
 
 
 def _median_generated(metrics: MetricsTable, name: str) -> float | None:
-    """Without replayed steps: they generate little or nothing, so their speed says nothing."""
+    """The median without replayed steps, which generate little or nothing."""
     replayed, _, groups = metrics.column("rollout/groups_from_journal")
     steps, _, values = metrics.column(name)
     return _or_none(median, values[~np.isin(steps, replayed[groups > 0])].tolist())
@@ -82,7 +81,7 @@ def trained(num_steps: int) -> str:
 
 
 def _headline_course(summary: dict[str, Any]) -> str | None:
-    """The headline, from the first evaluation to the last; None: the run has no evaluation."""
+    """The headline from the first evaluation to the last, or None if the run has no evaluation."""
     headline = BY_METRIC[summary["headline"]]
     course = summary["eval"][headline.key]
     if course["first"] is None:
@@ -109,6 +108,22 @@ def finished(run_dir: Path, summary: dict[str, Any]) -> str:
     )
 
 
+def interrupted(run_dir: Path, *, num_steps: int, by: str, fresh: bool) -> str:
+    """The state of an interrupted run, for the person who interrupted it."""
+    if not run_dir.exists():
+        return f"stopped by {by} before anything was trained; {run_dir} was not made"
+    metrics, saved = MetricsTable(run_dir), newest_step(run_dir)
+    metrics.refresh()
+    same = "the same command without --fresh continues" if fresh else "the same command continues"
+    if metrics.step == saved:
+        return f"stopped by {by} after step {saved} of {num_steps}; saved; {same}"
+    kept = "every finished group" if saved is None else f"a checkpoint of step {saved} and every group finished since"
+    return (
+        f"stopped by {by} after step {metrics.step} of {num_steps}; {run_dir} has {kept}: "
+        f"{same}, and so does `rollcall train {run_dir}`"
+    )
+
+
 def say_result(run_dir: Path, summary: dict[str, Any], curve: Path | None) -> None:
     if course := _headline_course(summary):
         say(f"{course} in {summary['seconds']:.0f} s")
@@ -119,7 +134,7 @@ def say_result(run_dir: Path, summary: dict[str, Any], curve: Path | None) -> No
     if told := _no_signal(run_dir, summary):
         warn(told)
     if not (run_dir / "model").exists():
-        say(f"trained to step {summary['steps']}; go on with --phase rollout, or with --phase both")
+        say(f"trained to step {summary['steps']}; continue with --phase rollout, or with --phase both")
         return
     opens = "peft's PeftModel" if (run_dir / "model" / ADAPTER_CONFIG).exists() else "AutoModelForCausalLM"
     say(f"model          {run_dir / 'model'}   (for {opens}.from_pretrained)")

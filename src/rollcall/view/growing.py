@@ -1,0 +1,212 @@
+"""Files of a run that grow: their lines are read once, and later only those that were added. Any thread may ask."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+import time
+from array import array
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollcall.durable.append_file import LARGEST_COUNT, is_count, parse_row
+from rollcall.durable.journal import is_trained_row
+from rollcall.observe.events import EVENTS, Mark, PhaseEvent, last_phase_in, marks_in
+from rollcall.observe.headline import GRADED, Headline, headline_of
+
+Numbers = NDArray[np.float64]
+PIECE = 16 << 20  # bytes in memory at once
+HEAD = 256  # bytes; a new file may get the inode of one that was removed, but does not begin like it
+
+
+class GrowingFile:
+    """Another file of the same name, or one that has become shorter, is read from its beginning. ``read_s`` bounds one ``refresh``; the
+    rest of a long file comes with the next."""
+
+    def __init__(self, path: Path, *, read_s: float = math.inf) -> None:
+        self._path, self._read_s = path, read_s
+        self._lock = threading.RLock()
+        self._file: tuple[int, int] | None = None  # device and inode
+        self._head = b""
+        self._read = 0  # bytes
+        self._forget()
+
+    def _forget(self) -> None:
+        """All lines so far are void."""
+        raise NotImplementedError
+
+    def _take(self, lines: list[bytes]) -> None:
+        """Whole lines, in their order."""
+        raise NotImplementedError
+
+    def refresh(self) -> None:
+        until = time.monotonic() + self._read_s
+        with self._lock:
+            while self._read_piece() and time.monotonic() < until:
+                pass
+
+    def _read_piece(self) -> bool:
+        """Whether there may be more."""
+        try:
+            with self._path.open("rb") as file:
+                about = os.fstat(file.fileno())
+                head = file.read(HEAD)
+                same = (about.st_dev, about.st_ino) == self._file and about.st_size >= self._read
+                if not (same and head.startswith(self._head)):
+                    self._start_over((about.st_dev, about.st_ino))
+                self._head = head[: head.rfind(b"\n") + 1]  # whole lines: the last may still grow
+                file.seek(self._read)
+                data = file.read(min(about.st_size - self._read, PIECE))
+        except OSError:
+            if self._file is not None:
+                self._start_over(None)
+            return False
+        # A line that is longer than a piece is none of ours: it is skipped, and the rest of it cannot be read as a row.
+        whole = len(data) if len(data) == PIECE and b"\n" not in data else data.rfind(b"\n") + 1
+        self._read += whole
+        self._take([line for line in data[:whole].split(b"\n") if line])
+        return whole > 0 and len(data) == PIECE
+
+    def _start_over(self, file: tuple[int, int] | None) -> None:
+        self._file, self._read = file, 0
+        self._forget()
+
+
+class EventLog(GrowingFile):
+    """The marks and the last phase of a run."""
+
+    def __init__(self, run_dir: Path, *, read_s: float = math.inf) -> None:
+        super().__init__(run_dir / EVENTS, read_s=read_s)
+
+    def _forget(self) -> None:
+        self._marks: list[Mark] = []
+        self._phase: PhaseEvent | None = None
+
+    def _take(self, lines: list[bytes]) -> None:
+        self._marks = [*self._marks, *marks_in(lines)]
+        self._phase = last_phase_in(lines) or self._phase
+
+    def marks(self) -> list[Mark]:
+        self.refresh()
+        return self._marks
+
+    def last_phase(self) -> PhaseEvent | None:
+        """The last that began, with its end if it has ended."""
+        self.refresh()
+        return self._phase
+
+
+class TrainedDraws(GrowingFile):
+    """Which step trained on which draw: ``journal/trained.jsonl``."""
+
+    def __init__(self, run_dir: Path, *, read_s: float = math.inf) -> None:
+        super().__init__(run_dir / "journal" / "trained.jsonl", read_s=read_s)
+
+    def _forget(self) -> None:
+        self._step_of: dict[int, int] = {}
+
+    def _take(self, lines: list[bytes]) -> None:
+        for row in map(parse_row, lines):
+            if row is not None and is_trained_row(row):
+                self._step_of.update(dict.fromkeys(row["draws"], row["step"]))
+
+    def step_of(self, draw: int) -> int | None:
+        """None if no step has trained on it yet."""
+        self.refresh()
+        return self._step_of.get(draw)
+
+
+@dataclass(slots=True)
+class _Column:
+    rows: array[int] = field(default_factory=lambda: array("q"))  # that have it
+    values: array[float] = field(default_factory=lambda: array("d"))
+    is_whole: bool = True  # all of them are whole numbers
+
+
+class MetricsTable(GrowingFile):
+    """``metrics.jsonl`` as columns. A resumed run writes the file again; it is then read again."""
+
+    def __init__(self, run_dir: Path, *, read_s: float = math.inf) -> None:
+        self.version = 0  # changes with every row
+        super().__init__(run_dir / "metrics.jsonl", read_s=read_s)
+
+    def _forget(self) -> None:
+        self.version += 1
+        self._row_of: dict[int, int] = {}  # step -> row
+        self._columns: dict[str, _Column] = {}
+
+    def _take(self, lines: list[bytes]) -> None:
+        rows = [row for row in _parsed(lines) if is_count(row.get("step"))]
+        self.version += len(rows)
+        for row in rows:
+            place = self._row_of.setdefault(row["step"], len(self._row_of))
+            for name, value in row.items():
+                if type(value) is float or (type(value) is int and abs(value) < LARGEST_COUNT):
+                    column = self._columns.setdefault(name, _Column())
+                    column.rows.append(place)
+                    column.values.append(value)
+                    column.is_whole = column.is_whole and type(value) is int
+
+    @property
+    def step(self) -> int:
+        """The last step that was trained, or 0. An evaluation does not count as one."""
+        steps = self.column("time/step_s")[0]
+        return int(steps[-1]) if len(steps) else 0
+
+    @property
+    def headline(self) -> Headline:
+        return headline_of({GRADED: value} for value in self.values(GRADED))
+
+    def names(self) -> list[str]:
+        with self._lock:
+            return [name for name in self._columns if name not in ("step", "time")]
+
+    def _values(self, name: str) -> Numbers:
+        """One for each row, NaN where a row does not have it. The last of a step counts."""
+        values = np.full(len(self._row_of), math.nan)
+        if column := self._columns.get(name):
+            values[np.array(column.rows)] = np.array(column.values)
+        return values
+
+    def column(self, name: str) -> tuple[Numbers, Numbers, Numbers]:
+        """Steps, times and values of the rows that have it, by step."""
+        with self._lock:
+            values, steps, times = (self._values(each) for each in (name, "step", "time"))
+        there = np.flatnonzero(np.isfinite(values) & np.isfinite(steps))
+        order = there[np.argsort(steps[there], kind="stable")]
+        return steps[order], times[order], values[order]
+
+    def values(self, name: str) -> list[float]:
+        """Those of a metric, by step."""
+        return self.column(name)[2].tolist()
+
+    def last(self, name: str) -> float | None:
+        return next(reversed(self.values(name)), None)
+
+    def whole_columns(self) -> dict[str, list[float | None]]:
+        """Every column with a place for each step, in the order of the steps; None where a step does not have it."""
+        with self._lock:
+            order = np.argsort(self._values("step"), kind="stable")
+            found: dict[str, list[float | None]] = {}
+            for name, column in self._columns.items():
+                kind = int if column.is_whole else float
+                values = self._values(name)[order].tolist()
+                found[name] = [kind(value) if math.isfinite(value) else None for value in values]
+        return found
+
+
+def _parsed(lines: list[bytes]) -> list[dict[str, Any]]:
+    """The rows among some lines."""
+    try:
+        rows = json.loads(b"[" + b",".join(lines) + b"]")  # all at once is a third faster than one by one
+        if len(rows) == len(lines) and all(type(row) is dict for row in rows):
+            return rows
+    except (ValueError, RecursionError):
+        pass  # one of them is not JSON: which one?
+    return [row for row in map(parse_row, lines) if row is not None]
