@@ -15,9 +15,8 @@ from rollcall.config.environments import (
 from rollcall.debug.here import POST_MORTEM
 from rollcall.environments.agent import AgentEnvironments
 from rollcall.environments.calls import format_of
-from rollcall.environments.children import Setup
 from rollcall.environments.host import RunsHere
-from rollcall.environments.processes import ProcessEnvironments
+from rollcall.environments.processes import ProcessEnvironments, Setup
 from rollcall.environments.program import ProgramsHere
 from rollcall.environments.protocol import Environments
 from rollcall.environments.server import refuse_without_packages
@@ -31,9 +30,9 @@ def make_environments(section: EnvironmentSection, *, chat_template: str | None)
     if isinstance(section, Driven):
         refuse_without_packages()
     made = make_here(section, chat_template=chat_template)
-    if isinstance(made, ProgramsHere):
-        return AgentEnvironments(section, chat_template=chat_template, programs=made)
-    return made
+    if isinstance(made, ProcessEnvironments):
+        return made
+    return AgentEnvironments(section, chat_template=chat_template, programs=made)
 
 
 def make_here(section: EnvironmentSection, *, chat_template: str | None) -> RunsHere:

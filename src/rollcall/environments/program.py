@@ -10,6 +10,7 @@ import asyncio
 import os
 import resource
 import signal
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,11 +18,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rollcall.environments.protocol import Ended, EnvironmentFailed
-from rollcall.environments.variables import variables_of
 from rollcall.process import allow_files
 from rollcall.process.ending import how_it_ended
 from rollcall.process_table import Process, living, session_of
-from rollcall.reward.confine import make_folder, remove_folder, sweep_folders
+from rollcall.reward.confine import Confinement, environment, make_folder, remove_folder, sweep_folders
 
 MAX_TAIL_BYTES = 1 << 16
 LONGEST_VARIABLE = 120_000  # bytes; Linux gives a variable 128 KiB
@@ -33,6 +33,12 @@ exec 3<&0 </dev/null
 exec 3<&-
 {command}
 """
+
+
+def variables_of(env: Sequence[str]) -> dict[str, str]:
+    """The variables of what plays episodes: those that every program needs, and those that `environment.env` names."""
+    confinement = Confinement(own_files=False, network=True, env=tuple(env), processes=0, memory_mb=0, file_mb=0)
+    return environment(confinement, folder=tempfile.gettempdir(), key="environment.env")
 
 
 class ProgramsHere:
@@ -53,7 +59,6 @@ class ProgramsHere:
         return self
 
     async def run(self, variables: Mapping[str, str], *, stop: asyncio.Event) -> Ended:
-        """In a folder of its own."""
         for name, value in variables.items():
             if (size := len(value.encode(errors="surrogateescape"))) > LONGEST_VARIABLE:
                 raise EnvironmentFailed(

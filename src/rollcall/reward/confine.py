@@ -19,7 +19,7 @@ import resource
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ from typing import Any
 from rollcall.redact import hide_from_proc, is_secret
 from rollcall.reward import landlock, seccomp
 
+ROOT = Path(__file__).resolve().parents[2]  # where the package lies
 # Where programs, libraries and the language are; nothing in them is a secret.
 _KEPT = ("PATH", "LANG", "LANGUAGE", "TZ", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "HOME")
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -81,21 +82,33 @@ def confinement_of(spec: Mapping[str, Any]) -> Confinement:
 # The parent's part
 
 
-def environment(confinement: Confinement, *, folder: str, environ: Mapping[str, str], root: Path) -> dict[str, str]:
+def environment(confinement: Confinement, *, folder: str, key: str) -> dict[str, str]:
     """A worker's variables: those above, those it is given by name, and one thread unless something else is asked for.
 
-    Secrets of this process are hidden from the worker's view of it in ``/proc``. ``root`` is where the package lies, which is on
-    the path only where it is not installed.
+    Secrets of this process are hidden from the worker's view of it in ``/proc``. ConfigError: a variable that ``key`` names is not set.
     """
+    refuse_unset(confinement.env, key=key)
+    environ = os.environ
     hide_from_proc(name for name in environ if is_secret(name) or name in confinement.env)
     found = {name: value for name, value in environ.items() if name in _KEPT or name.startswith("LC_")}
     found |= {name: environ.get(name, "1") for name in _THREADS}
     found |= {"TMPDIR": folder, "PYTHONDONTWRITEBYTECODE": "1"}
     if confinement.own_files:
         found["HOME"] = folder
-    if root.name not in ("site-packages", "dist-packages"):
-        found["PYTHONPATH"] = os.pathsep.join(filter(None, [found.get("PYTHONPATH"), str(root)]))
+    if ROOT.name not in ("site-packages", "dist-packages"):  # else the package is installed, and found without this
+        found["PYTHONPATH"] = os.pathsep.join(filter(None, [found.get("PYTHONPATH"), str(ROOT)]))
     return found | {name: environ[name] for name in confinement.env}
+
+
+def refuse_unset(names: Iterable[str], *, key: str) -> None:
+    """ConfigError: one of these variables, which ``key`` of the run file names, is not set."""
+    if missing := [name for name in names if name not in os.environ]:
+        from rollcall.errors import ConfigError  # a worker does without
+
+        it, is_not = ("it", "is not") if len(missing) == 1 else ("them", "are not")
+        raise ConfigError(
+            f"{key} names {', '.join(missing)}, which {is_not} set here; export {it}, or take {it} out of {key}"
+        )
 
 
 def make_folder() -> str:
@@ -104,18 +117,17 @@ def make_folder() -> str:
 
 
 def remove_folder(folder: str) -> None:
-    """Remove it, whatever a reward has put there. A warning names what cannot be removed."""
+    """Remove it, however deep a reward has made it. A warning names what cannot be removed."""
     with suppress(RecursionError):
         shutil.rmtree(folder, ignore_errors=True)
-    if not os.path.lexists(folder):
-        return
-    from rollcall.reward.deep_folder import remove_deep  # rarely needed, and a worker has to start fast
-    from rollcall.wait import warn
+    import subprocess  # rarely needed, and a worker has to start fast
 
-    try:
-        remove_deep(folder)
-    except OSError as error:
-        warn(f"{folder}, a reward's private folder, cannot be removed: {error}; remove it by hand")
+    for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]) if os.path.lexists(folder) else ():
+        subprocess.run([*command, "--", folder], stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    if os.path.lexists(folder):
+        from rollcall.wait import warn
+
+        warn(f"{folder}, a reward's private folder, cannot be removed; remove it by hand")
 
 
 def sweep_folders() -> None:
@@ -123,7 +135,7 @@ def sweep_folders() -> None:
     try:
         entries = list(os.scandir(tempfile.gettempdir()))
     except OSError:
-        return  # no folder can be made there either, which is said then
+        return  # no folder can be made there either, and that error is reported
     for entry in entries:
         match = _FOLDER.fullmatch(entry.name)
         if match and not os.path.exists(f"/proc/{match[1]}") and sys.platform == "linux":

@@ -34,8 +34,9 @@ from typing import Any
 from urllib.parse import urljoin, urlsplit
 
 from rollcall.config.rewards import AskedReward
+from rollcall.errors import ConfigError
 from rollcall.redact import redact, remember
-from rollcall.reward.user_function import RewardLoadError
+from rollcall.reward.confine import refuse_unset
 from rollcall.reward.worker import FailureKind
 from rollcall.wait import Wait, warn
 from rollcall.words import visible
@@ -325,12 +326,10 @@ def _advice(cause: Cause, place: int) -> str:
 def _authorization(key_env: str | None, *, place: int) -> dict[str, str]:
     if key_env is None:
         return {}
-    key = os.environ.get(key_env, "").strip()
+    refuse_unset([key_env], key=f"reward.{place}.key_env")
+    key = os.environ[key_env].strip()
     if not key or not key.isascii() or not key.isprintable():
-        what = "holds characters that no key has" if key else "is not set where rewards run (here)"
-        raise RewardLoadError(
-            f"reward.{place}.key_env names {key_env}, which {what}; export it, or take it out of reward.{place}.key_env"
-        )
+        raise ConfigError(f"reward.{place}.key_env names {key_env}, which does not hold a key; export the right one")
     remember([key])
     return {"Authorization": f"Bearer {key}"}
 
@@ -343,7 +342,7 @@ def _proxy_for(url: str, *, place: int) -> str | None:
     proxies = urllib.request.getproxies()
     proxy = proxies.get(parts.scheme) or proxies.get("all")
     if proxy and urlsplit(proxy if "://" in proxy else f"http://{proxy}").scheme not in ("http", "https"):
-        raise RewardLoadError(
+        raise ConfigError(
             f"reward.{place}.url={url} would go through the proxy {redact(proxy)}, and only http and https proxies can be used; set "
             f"{parts.scheme.upper()}_PROXY, or name {parts.hostname} in NO_PROXY"
         )

@@ -22,7 +22,6 @@ import sys
 from collections import deque
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter
@@ -37,6 +36,7 @@ from rollcall.reward.confine import (
     confinement_of,
     environment,
     make_folder,
+    refuse_unset,
     remove_folder,
     sweep_folders,
 )
@@ -48,7 +48,6 @@ from rollcall.words import visible
 START_TIMEOUT_S = 120.0
 _MAX_STARTS_LOST = 3  # in a row; then something is wrong with the machine, not with an item
 _MAX_CHUNK = 32
-_ROOT = Path(__file__).resolve().parents[2]
 _Said = Ready | list[RewardResult] | None
 _SAID: TypeAdapter[_Said] = TypeAdapter(_Said, config=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
 
@@ -204,7 +203,7 @@ class _Seat:
             self.worker: Worker = spawn(
                 "rollcall.reward.worker:RewardWorker",
                 name=f"reward worker {self._number}",
-                env=environment(confinement, folder=self._folder, environ=os.environ, root=_ROOT),
+                env=environment(confinement, folder=self._folder, key="env of a reward"),
                 cwd=self._folder if confinement.own_files else None,
                 fds=(line.theirs.fileno(),),
                 output=self._output_fd,
@@ -353,11 +352,7 @@ def _crews(specs: dict[int, dict[str, Any]]) -> list[_Crew]:
     crews: dict[Confinement, _Crew] = {}
     for index, spec in specs.items():
         confinement = confinement_of(spec)
-        if missing := [name for name in confinement.env if name not in os.environ]:
-            raise RewardLoadError(
-                f"reward.{index}.env names {', '.join(missing)}, which is not set where rewards run (here); export it, or "
-                f"take it out of reward.{index}.env"
-            )
+        refuse_unset(confinement.env, key=f"reward.{index}.env")
         crews.setdefault(confinement, _Crew(specs={}, confinement=confinement)).specs[index] = spec
     return list(crews.values())
 
