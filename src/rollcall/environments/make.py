@@ -15,11 +15,11 @@ from rollcall.config.environments import (
 from rollcall.debug.here import POST_MORTEM
 from rollcall.environments.agent import AgentEnvironments
 from rollcall.environments.calls import format_of
+from rollcall.environments.endpoint import refuse_without_packages
 from rollcall.environments.host import RunsHere
 from rollcall.environments.processes import ProcessEnvironments, Setup
 from rollcall.environments.program import ProgramsHere
 from rollcall.environments.protocol import Environments
-from rollcall.environments.server import refuse_without_packages
 from rollcall.environments.taskset import TasksetPrograms
 
 Driven = AgentEnvironment | VerifiersEnvironment  # by a program

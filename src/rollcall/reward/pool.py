@@ -42,14 +42,15 @@ from rollcall.reward.confine import (
 )
 from rollcall.reward.functions import check_score
 from rollcall.reward.user_function import RewardLoadError
-from rollcall.reward.worker import MAX_ANSWER_BYTES, FailureKind, Item, Ready, RewardResult, Setup
+from rollcall.reward.worker import MAX_ANSWER_BYTES, About, FailureKind, Item, Ready, RewardResult, Setup
 from rollcall.words import visible
 
 START_TIMEOUT_S = 120.0
 _MAX_STARTS_LOST = 3  # in a row; then something is wrong with the machine, not with an item
 _MAX_CHUNK = 32
-_Said = Ready | list[RewardResult] | None
-_SAID: TypeAdapter[_Said] = TypeAdapter(_Said, config=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
+_STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+_READY: TypeAdapter[Any] = TypeAdapter(Ready | None, config=_STRICT)
+_RESULTS: TypeAdapter[Any] = TypeAdapter(list[RewardResult] | None, config=_STRICT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +81,7 @@ class _Crew:
 
     specs: dict[int, dict[str, Any]]
     confinement: Confinement
-    told: Ready = Ready({}, {}, {}, {})  # by the worker that was ready last
+    ready: Ready = Ready({}, {})  # what the worker said that was ready last
     queue: deque[_Task] = field(default_factory=deque)
     seats: list[_Seat] = field(default_factory=list)
     ever_ready: bool = False
@@ -142,22 +143,12 @@ class RewardPool(AbstractContextManager["RewardPool"]):
     @property
     def in_force(self) -> dict[int, dict[str, str]]:
         """What confines each reward's processes on this machine, by thing; by place in the run file's list."""
-        return {index: crew.told.in_force for index, crew in self._crew_of.items()}
+        return {index: crew.ready.in_force for index, crew in self._crew_of.items()}
 
     @property
-    def kinds(self) -> dict[int, str]:
-        """Rewards that get all completions of a group at once, by place in the run file's list: "batched" or "async"."""
-        return {index: crew.told.kinds[index] for index, crew in self._crew_of.items() if index in crew.told.kinds}
-
-    @property
-    def needs(self) -> dict[int, list[str]]:
-        """Columns that the user's functions need, by place in the run file's list."""
-        return {index: crew.told.needs.get(index, []) for index, crew in self._crew_of.items()}
-
-    @property
-    def trl(self) -> dict[int, list[str]]:
-        """Rewards that are called as TRL calls them, with the arguments that they name."""
-        return {index: crew.told.trl[index] for index, crew in self._crew_of.items() if index in crew.told.trl}
+    def functions(self) -> dict[int, About]:
+        """How the user's functions are called, by place in the run file's list."""
+        return {index: about for crew in self._crews for index, about in crew.ready.functions.items()}
 
     def score(self, item: Item, *, timeout_s: float) -> asyncio.Future[list[RewardResult]]:
         """Queue an item at once; awaiting it brings a result for each of its completions."""
@@ -224,9 +215,9 @@ class _Seat:
         except (Raised, Lost) as error:
             raise self._cannot_start(error) from None
 
-    def _is_ready(self, told: Ready) -> None:
+    def _is_ready(self, ready: Ready) -> None:
         self._loading = None
-        self._crew.told, self._crew.ever_ready, self._crew.num_starts_lost = told, True, 0
+        self._crew.ready, self._crew.ever_ready, self._crew.num_starts_lost = ready, True, 0
 
     def _cannot_start(self, error: Raised | Lost) -> Exception:
         if isinstance(error, Raised):
@@ -326,23 +317,22 @@ def _failure(error: Lost | Raised | None, task: _Task) -> RewardResult:
 
 
 def read_ready(body: bytes) -> Ready:
-    """ValueError: no worker of ours says this."""
-    said = _SAID.validate_json(body)
-    if not isinstance(said, Ready):
+    """ValueError: a worker of ours does not say this."""
+    ready = _READY.validate_json(body)
+    if ready is None:
         raise ValueError("not what a worker that is ready says")
-    return said
+    return ready
 
 
 def read_results(body: bytes) -> list[RewardResult] | None:
-    """What a worker says of an item, and at the end None; ValueError: no worker of ours says this."""
-    said = _SAID.validate_json(body)
-    if said is None:
-        return None
-    if isinstance(said, Ready):
-        raise ValueError("not the results of an item")
-    return [
+    """The results of an item, and at the end None. ValueError: a worker of ours does not say this."""
+    said = _RESULTS.validate_json(body)
+    return said and [
         replace(
-            one, value=0.0 if one.kind else None if one.value is None else check_score(one.value), why=visible(one.why)
+            one,
+            value=0.0 if one.kind else None if one.value is None else check_score(one.value),
+            why=visible(one.why),
+            note="",
         )
         for one in said
     ]

@@ -61,9 +61,16 @@ class Item:
 @dataclass(frozen=True, slots=True)
 class Ready:
     in_force: dict[str, str]  # what confines this process, by thing
-    kinds: dict[int, str]  # rewards that take groups, by place: "batched" or "async"
-    needs: dict[int, list[str]]  # columns that the user's functions need, by place
-    trl: dict[int, list[str]]  # those that are called as TRL does -> the arguments that they name
+    functions: dict[int, About]  # the user's, by place
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """How a user's function is called."""
+
+    kind: str  # "batched" or "async": it takes groups; empty: single completions
+    needs: list[str]  # columns
+    trl: list[str]  # if it is called as TRL does, the arguments that it names
 
 
 FailureKind = Literal["", "raised", "hung", "nan", "died"]
@@ -77,6 +84,7 @@ class RewardResult:
     kind: FailureKind = ""  # "": scored; else `why` says what happened
     why: str = ""
     elapsed_s: float = 0.0
+    note: str = ""  # what a service said about it, for people to read
 
 
 class RewardWorker:
@@ -101,13 +109,14 @@ class RewardWorker:
                 self._loaded[index] = build_function(spec)
             except ValueError as error:
                 raise ValueError(f"reward.{index}.{error}") from None
-        own = {index: function for index, function in self._loaded.items() if isinstance(function, UserFunction)}
-        kinds = {index: function.kind for index, function in own.items() if function.kind}
-        needs = {index: sorted(function.needs) for index, function in own.items()}
-        trl = {index: list(function.names) for index, function in own.items() if function.is_trl}
+        functions = {
+            index: About(one.kind, sorted(one.needs), list(one.names) if one.is_trl else [])
+            for index, one in self._loaded.items()
+            if isinstance(one, UserFunction)
+        }
         examine = self._line.examine if setup.post_mortem else None
         self._caller = _Caller(memory_mb=setup.confinement.memory_mb, examine=examine)
-        return asdict(Ready(in_force, kinds, needs, trl))
+        return asdict(Ready(in_force, functions))
 
     def score(self, items: list[tuple[Item, float]]) -> Iterator[list[dict[str, Any]]]:
         for item, timeout_s in items:
