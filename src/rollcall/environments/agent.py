@@ -17,8 +17,6 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from rollcall.config.environments import EnvironmentBase
 from rollcall.engine.protocol import Sampling
 from rollcall.environments.callers import Caller, Callers, Served, room_for
@@ -34,7 +32,7 @@ from rollcall.environments.endpoint import (
     take_reward,
 )
 from rollcall.environments.episode import LONGEST_ERROR, one_ends_within, row_of, turn_seed
-from rollcall.environments.histories import Histories, Row, Templates
+from rollcall.environments.histories import Histories, HistoryRow, Templates
 from rollcall.environments.program import KEY
 from rollcall.environments.protocol import (
     Ended,
@@ -46,7 +44,7 @@ from rollcall.environments.protocol import (
     SampleTurn,
 )
 from rollcall.environments.wire import Refused, Wanted
-from rollcall.types import Completion, EndReason, Episode, FinishReason, Prompt
+from rollcall.types import Completion, EndReason, FinishReason, Prompt
 from rollcall.wait import warn
 from rollcall.words import visible
 
@@ -302,21 +300,14 @@ def _tail(text: str) -> str:
 def completion_of(prompt: Prompt, caller: Caller, *, seed: int, ended: EndReason, error: str) -> Completion:
     """The first history, with the others as its branches."""
     rows = caller.histories.rows
-    first = rows[0] if rows else Row(prompt_ids=prompt.token_ids, session="")
-    is_own = np.array_equal(first.prompt_ids, prompt.token_ids)
-    return Completion(
-        **first.joined(),
-        finish=first.finish if rows else FinishReason.ABORT,
+    first = rows[0] if rows else HistoryRow(prompt_ids=prompt.token_ids, session="")
+    return first.completion(
+        prompt,
         seed=seed,
-        text=first.turns[-1].text if first.turns else "",
-        episode=Episode(
-            prompt_ids=None if is_own else first.prompt_ids,
-            turns=tuple(first.turns),
-            branches=tuple(row.branch() for row in rows[1:]),
-            reward=caller.reward,
-            metrics={**caller.metrics, "requests_refused": float(caller.num_refused)},
-            ended=ended,
-            error=error[:LONGEST_ERROR],
-            opening="" if prompt.text else first.opening,
-        ),
+        branches=tuple(row.branch() for row in rows[1:]),
+        reward=caller.reward,
+        metrics={**caller.metrics, "requests_refused": float(caller.num_refused)},
+        ended=ended,
+        error=error[:LONGEST_ERROR],
+        opening="" if prompt.text else first.opening,
     )

@@ -17,16 +17,16 @@ import hashlib
 import json
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from rollcall.environments.conversation import Conversations
 from rollcall.environments.protocol import EnvironmentFailed, Message
-from rollcall.environments.tokens import Tokens
+from rollcall.environments.rows import Row
 from rollcall.errors import ConfigError
-from rollcall.types import Branch, Completion, FinishReason, Ints, ToolCall, Turn
+from rollcall.types import Branch, Completion, FinishReason, Ints, ToolCall
 
 MAX_TEMPLATES = 1000
 FOLLOWING = ("user", "tool", "system")  # roles of messages that may follow an answer
@@ -34,39 +34,11 @@ Given = TypeVar("Given", bytes, str)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Row(Tokens):
-    """A training row while it is played."""
-
-    prompt_ids: Ints
+class HistoryRow(Row):
     session: str
     opening: str = ""  # the text of its prompt
-    turns: list[Turn] = field(default_factory=list)
     tip: _Answer | None = None  # the answer at its end
-    finish: FinishReason = FinishReason.ABORT
     is_extended: bool = False  # by a request on its way
-
-    def add_sampled(self, completion: Completion, calls: Sequence[Call]) -> None:
-        self.append_sampled(completion)
-        self.finish = completion.finish
-        self.turns.append(
-            Turn(
-                num_sampled=len(completion.token_ids),
-                num_observed=0,
-                text=completion.text,
-                observation="",
-                calls=tuple(ToolCall(name=call.name, arguments=call.shown, result="", failed=False) for call in calls),
-                reward=None,
-            )
-        )
-
-    def add_observed(self, asked: Asked) -> None:
-        ids = asked.added
-        self.append_observed(ids)
-        last = self.turns[-1]
-        calls = tuple(
-            replace(call, result=result) for call, result in zip(last.calls, asked.results(last.calls), strict=True)
-        )
-        self.turns[-1] = replace(last, num_observed=len(ids), observation=asked.observation, calls=calls)
 
     def branch(self) -> Branch:
         return Branch(prompt_ids=self.prompt_ids, **self.joined())
@@ -90,7 +62,7 @@ class _Answer:
     """The state behind one answer."""
 
     ids: Ints  # all, to its end
-    row: Row
+    row: HistoryRow
     key: bytes | None  # of the messages, the answer among them; None: not a chat
     text: str | None  # prompt and answer; None: not plain text
     ends_at_stop: bool
@@ -114,14 +86,13 @@ class Asked:
     def observation(self) -> str:
         return "\n".join(message["content"] for message in self.messages)
 
-    def results(self, calls: Sequence[ToolCall]) -> list[str]:
-        """What the program says each call has returned, by its id, else in order."""
+    def note_in(self, row: HistoryRow) -> None:
+        """Add the new messages to the row that they extend, with the results of its last calls."""
         assert self.behind is not None
-        said = [message for message in self.messages if message["role"] == "tool"]
-        by_id = {message.get("tool_call_id"): message["content"] for message in said}
-        if len(self.behind.calls) != len(calls):
-            return ["" for _ in calls]
-        return [by_id.get(call.id, "") for call in self.behind.calls]
+        results = {one.get("tool_call_id"): one["content"] for one in self.messages if one["role"] == "tool"}
+        row.add_observed(self.added, self.observation)
+        made = zip(row.turns[-1].calls, self.behind.calls, strict=True)
+        row.change_last(calls=tuple(replace(call, result=results.get(found.id, "")) for call, found in made))
 
 
 class Templates:
@@ -133,19 +104,18 @@ class Templates:
 
     def why_not(self, messages: Sequence[dict[str, Any]], *, tools: Sequence[dict[str, Any]], key: bytes) -> str:
         """Why these messages cannot follow an answer as they are; empty: they can. ``key`` is of the tools."""
-        roles = sorted({message["role"] for message in messages})
-        return next((why for role in roles if (why := self._of_role(role, tools, key))), "")
-
-    def _of_role(self, role: str, tools: Sequence[dict[str, Any]], key: bytes) -> str:
-        if (key, role) not in self._known:
-            try:
-                self.conversations.check_extension(tools=tools, role=role)
-                self._known[key, role] = ""
-            except ConfigError as error:
-                self._known[key, role] = str(error)
-            while len(self._known) > MAX_TEMPLATES:
-                self._known.popitem(last=False)
-        return self._known[key, role]
+        for role in sorted({message["role"] for message in messages}):
+            if (key, role) not in self._known:
+                try:
+                    self.conversations.check_extension(tools=tools, role=role)
+                    self._known[key, role] = ""
+                except ConfigError as error:
+                    self._known[key, role] = str(error)
+                while len(self._known) > MAX_TEMPLATES:
+                    self._known.popitem(last=False)
+            if why := self._known[key, role]:
+                return why
+        return ""
 
 
 class Histories:
@@ -162,7 +132,7 @@ class Histories:
         self._by_text: _Prefixes[str] = _Prefixes()
         self._num_kept = 0
         self._num_sessions = 0
-        self.rows: list[Row] = []
+        self.rows: list[HistoryRow] = []
         self.num_extended = 0  # requests that went on from an answer
 
     # Requests
@@ -222,14 +192,15 @@ class Histories:
         self.give_up(asked)
         row = asked.behind.row if asked.behind is not None and asked.behind.row.tip is asked.behind else None
         if row is None:
-            row = Row(prompt_ids=asked.prompt_ids, session=session)
+            row = HistoryRow(prompt_ids=asked.prompt_ids, session=session)
             if self._max_kept is None:
                 row.opening = asked.text or asked.observation
                 self.rows.append(row)
         elif self._max_kept is None:
-            row.add_observed(asked)
+            asked.note_in(row)
         if self._max_kept is None:
-            row.add_sampled(completion, calls)
+            made = [ToolCall(name=call.name, arguments=call.shown, result="", failed=False) for call in calls]
+            row.add_sampled(completion, tuple(made))
         stops = completion.finish is FinishReason.STOP and bool(len(completion.token_ids))
         shown = "" if not stops else self._tokenizer.decode(completion.token_ids[-1:], skip_special_tokens=True)
         answer = _Answer(

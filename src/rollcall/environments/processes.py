@@ -24,13 +24,15 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter
 
+from rollcall.config.environments import ClassEnvironment, StepEnvironment, kinds_of
+from rollcall.debug.here import POST_MORTEM
 from rollcall.debug.line import DebugLine
+from rollcall.environments.calls import format_of
 from rollcall.environments.program import variables_of
 from rollcall.environments.protocol import Environment, EnvironmentFailed, Opening, StepResult
 from rollcall.environments.zygote import MAX_ANSWER_BYTES
@@ -44,6 +46,7 @@ from rollcall.process.worker import Ending, Lost, Raised, Worker
 from rollcall.process_table import Process, descendants
 from rollcall.reward.confine import ROOT
 
+START_TIMEOUT_S = 120.0
 _END_S = 10.0
 _COLUMN = "environment"  # names the class where there are several, and is not for that class
 _GONE = "the process that environments are forked from is gone"
@@ -69,30 +72,14 @@ ANSWERS = {  # by method; None says that a call is still running
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """What a zygote loads."""
-
-    type: str  # "class" or "step"
-    paths: dict[str, str]  # kind -> module:Class; empty: functions only
-    kwargs: dict[str, dict[str, Any]]  # kind -> arguments of its class
-    tools: list[str]
-    call_format: str
-    is_chat: bool  # the model has a chat template
-    env: list[str]  # names of variables
-    memory_mb: int
-    python: str | None  # None: this one
-    post_mortem: bool  # what user code raises opens the debugger
-
-
 class ProcessEnvironments:
     """Implements ``protocol.Environments``. Making it waits for the zygote, so a class that cannot be used is refused here."""
 
-    def __init__(self, setup: Setup, *, max_processes: int, start_timeout_s: float = 120.0) -> None:
-        allow_files(2 * max_processes)  # a socket and a debugger's line each
-        self._setup = replace(setup, python=find_python(setup.python))
-        self._max_processes = max_processes
-        self._start_timeout_s = start_timeout_s
+    def __init__(self, section: ClassEnvironment | StepEnvironment, *, chat_template: str | None) -> None:
+        allow_files(2 * section.max_running)  # a socket and a debugger's line each
+        self._section = section
+        self._python = find_python(section.python)
+        self._setup = setup_of(section, chat_template=chat_template)
         self._prints = ChildPrints()
         self._idle: dict[str, list[Worker]] = {}
         self._is_closed = False
@@ -106,7 +93,7 @@ class ProcessEnvironments:
     @property
     def needs_ids(self) -> bool:
         """Whether a step gets the turn's token ids."""
-        return self._setup.type == "step"
+        return isinstance(self._section, StepEnvironment)
 
     @property
     def pids(self) -> list[int]:
@@ -131,7 +118,7 @@ class ProcessEnvironments:
         await self._ensure_zygote()
         worker = await self._take_idle(name)
         if worker is None:
-            is_full = len(self._zygote.pids) >= self._max_processes
+            is_full = len(self._zygote.pids) >= self._section.max_running
             if is_full and (others := next(filter(None, self._idle.values()), None)):
                 await others.pop(0).end()  # an idle child of another kind makes room
             worker = await self._zygote.start(name)
@@ -152,7 +139,7 @@ class ProcessEnvironments:
         self._idle.setdefault(kind, []).append(worker)
 
     def _new_zygote(self) -> Zygote:
-        return Zygote(self._setup, output_fd=self._prints.fd, timeout_s=self._start_timeout_s)
+        return Zygote(self._setup, python=self._python, env=self._section.env, output_fd=self._prints.fd)
 
     async def _ensure_zygote(self) -> None:
         if self._is_closed:
@@ -242,7 +229,7 @@ class Zygote:
     """The parent's side of the process that environments are forked from. Calls to it are made in threads, one at a time; its children are
     called in whatever event loop runs."""
 
-    def __init__(self, setup: Setup, *, output_fd: int, timeout_s: float) -> None:
+    def __init__(self, setup: dict[str, Any], *, python: str | None, env: Sequence[str], output_fd: int) -> None:
         self.pids: dict[int, int] = {}  # of its children, by number
         self._num_started = 0
         self._one_calls = threading.Lock()
@@ -251,8 +238,8 @@ class Zygote:
         line = DebugLine(role="environment", number=0)
         try:
             fds = (theirs.fileno(), lifeline_fd, line.theirs.fileno())
-            command = command_for("rollcall.environments.zygote:Zygote", python=setup.python)
-            link = LinkHere(command, env=variables_of(setup.env), fds=fds, output=output_fd)
+            command = command_for("rollcall.environments.zygote:Zygote", python=python)
+            link = LinkHere(command, env=variables_of(env), fds=fds, output=output_fd)
         except BaseException:
             self._control.close()
             os.close(self._lifeline_fd)
@@ -268,7 +255,8 @@ class Zygote:
         self._watcher = threading.Thread(target=self._end_children_after, name="zygote", daemon=True)
         self._watcher.start()
         try:
-            self.tools = self._load(setup, timeout_s)
+            # Another Python has its own libraries.
+            self.tools = self._load(setup | {"sys_path": [os.getcwd(), *(sys.path if python is None else [])]})
         except BaseException:
             self.close()
             raise
@@ -305,15 +293,13 @@ class Zygote:
         self._watcher.join(_END_S)
         self._control.close()
 
-    def _load(self, setup: Setup, timeout_s: float) -> dict[str, list[dict[str, Any]]]:
-        # Another Python has its own libraries.
-        given = asdict(setup) | {"sys_path": [os.getcwd(), *(sys.path if setup.python is None else [])]}
+    def _load(self, setup: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
         check = "check what its module does when imported"
         try:
-            return self.worker.ask("load", given, deadline_s=timeout_s)
+            return self.worker.ask("load", setup, deadline_s=START_TIMEOUT_S)
         except Lost as lost:
             if lost.is_late:
-                raise ConfigError(f"the environment was not ready within {timeout_s:g} s; {check}") from None
+                raise ConfigError(f"the environment was not ready within {START_TIMEOUT_S:g} s; {check}") from None
             raise ConfigError(f"the environment's process ended at its start: it {lost.why}; {check}") from None
         except Raised as raised:
             raise ConfigError(raised.message if raised.kind == "Refused" else f"{raised}; {check}") from None
@@ -381,6 +367,23 @@ def _end_unwanted(starting: asyncio.Future[Worker]) -> None:
     """End a child that nobody waits for any more."""
     if not starting.cancelled() and starting.exception() is None:
         threading.Thread(target=partial(starting.result().close), daemon=True).start()
+
+
+def setup_of(section: ClassEnvironment | StepEnvironment, *, chat_template: str | None) -> dict[str, Any]:
+    """What a zygote loads."""
+    setup: dict[str, Any] = {
+        "paths": kinds_of(section.path),  # kind -> module:Class; empty: functions only
+        "kwargs": {"": section.kwargs} if isinstance(section.path, str) else section.kwargs,  # of each kind
+        "env": section.env,
+        "memory_mb": section.memory_mb,
+        "post_mortem": bool(os.environ.get(POST_MORTEM)),  # what user code raises opens the debugger
+        "class": None,
+    }
+    if isinstance(section, ClassEnvironment):
+        call_format = format_of(chat_template) if section.call_format == "auto" else section.call_format
+        chat = {"call_format": call_format, "is_chat": chat_template is not None}
+        setup["class"] = {"functions": list(section.tools), **chat}
+    return setup
 
 
 def find_python(given: str | None) -> str | None:

@@ -25,6 +25,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -32,8 +33,8 @@ from typing import Any
 import asyncio  # noqa: F401 isort:skip - children share it
 from rollcall.debug.child import ChildLine, Examined
 from rollcall.environments import class_env, stepwise
-from rollcall.environments.class_env import ClassKind, ClassPlayer, load_class
-from rollcall.environments.stepwise import StepKind, StepPlayer, WrongResult, load_stepwise
+from rollcall.environments.class_env import ClassPlayer, load_class
+from rollcall.environments.stepwise import StepPlayer, WrongResult, load_stepwise
 from rollcall.process.child import end_with, own_fds, serve
 from rollcall.process.framing import JSON, Body
 from rollcall.process.pause import patient_loop
@@ -45,9 +46,7 @@ _MAX_OPENING_CHARS = 1_000_000
 _MB = 1 << 20
 # Frames that say nothing to the author of an environment.
 _OWN_FILES = (__file__, class_env.__file__, stepwise.__file__)
-Kind = ClassKind | StepKind
-Examine = Callable[[BaseException], None]
-"""Called with what user code has raised, before anything is made of it."""
+Player = ClassPlayer | StepPlayer
 
 
 class Refused(ValueError):  # noqa: N818 - the message is the user's
@@ -65,7 +64,7 @@ class Zygote:
         self._control = socket.socket(fileno=control_fd)
         self._lifeline_fd = lifeline_fd
         self._line = ChildLine(line_fd, of="environment")
-        self._kinds: dict[str, Kind] = {}
+        self._kinds: dict[str, Player] = {}
         self._pids: dict[int, int] = {}  # number -> process
         self._examined = Examined()
 
@@ -149,8 +148,9 @@ class Zygote:
                 if self._post_mortem and frames is not None and not isinstance(error, WrongResult):
                     line.examine(error.with_traceback(frames))
 
-            player = self._kinds[kind].make(examine)
-            serve(connection_fd, EnvironmentChild(player, memory_mb=self._memory_mb, examine=examine))
+            player = self._kinds[kind]
+            player.examine = examine
+            serve(connection_fd, EnvironmentChild(player, memory_mb=self._memory_mb))
             status = 0
         except BaseException:  # noqa: BLE001
             traceback.print_exc()
@@ -159,19 +159,16 @@ class Zygote:
             os._exit(status)
 
 
-def _load(setup: dict[str, Any]) -> dict[str, Kind]:
+def _load(setup: dict[str, Any]) -> dict[str, Player]:
     """The classes by kind; ValueError: one of them cannot be used."""
-    kinds: dict[str, Kind] = {}
-    paths: dict[str, Any] = setup["paths"] or {"": None}
-    for name, path in paths.items():
+    players: dict[str, Player] = {}
+    for name, path in (setup["paths"] or {"": None}).items():
         key = f"environment.path.{name}" if name else "environment.path"
         kwargs = setup["kwargs"].get(name, {})
-        if setup["type"] == "step":
-            kinds[name] = load_stepwise(path, key=key, kwargs=kwargs)
-        else:
-            chat = {each: setup[each] for each in ("call_format", "is_chat")}
-            kinds[name] = load_class(path, key=key, kwargs=kwargs, functions=setup["tools"], **chat)
-    return kinds
+        given = setup["class"]
+        load = load_stepwise if given is None else partial(load_class, **given)
+        players[name] = load(path, key=key, kwargs=kwargs)
+    return players
 
 
 def _end_all() -> None:
@@ -249,10 +246,9 @@ def _encoded(answer: Any) -> bytes:
 class EnvironmentChild:
     hears, says = JSON, Body(_encoded, json.loads)
 
-    def __init__(self, player: ClassPlayer | StepPlayer, *, memory_mb: int, examine: Examine) -> None:
+    def __init__(self, player: Player, *, memory_mb: int) -> None:
         self._player = player
         self._memory_mb = memory_mb
-        self._examine = examine
         self._runner: Any = None
 
     def reset(self, row: dict[str, Any]) -> str | None:
@@ -271,7 +267,7 @@ class EnvironmentChild:
         try:
             return work()
         except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit too
-            self._examine(error)
+            self._player.examine(error)
             raise Failed(self._why(error)) from None
         finally:
             _flush()
