@@ -1,6 +1,6 @@
 """Episodes that a program drives itself: it speaks the OpenAI API and knows nothing of training.
 
-    Episodes ──▶ AgentPlayer.play: a key, and the program as a process of its own, here or on a host
+    Episodes ──▶ AgentPlayer.play: a key, and the program as a separate process, here or on a host
                      program ──HTTP──▶ endpoint (its own thread) ──▶ histories ──▶ sample, in the loop of the run
                      program ends, or a limit is met; its host is lost: again from the beginning, on another one
                  ◀── the first history as the Completion, the others as its branches
@@ -48,7 +48,7 @@ from rollcall.types import Completion, EndReason, FinishReason, Prompt
 from rollcall.wait import warn
 from rollcall.words import visible
 
-GRACE_S = 10.0  # for a program that was told that a limit is met
+GRACE_S = 10.0  # for a program to end by itself once a limit is met
 
 
 class AgentEnvironments:
@@ -94,7 +94,7 @@ class AgentEnvironments:
 
 @dataclass(slots=True, kw_only=True)
 class EpisodeRules:
-    """What the program of an episode may ask for."""
+    """The rules of an episode: what its program may ask for."""
 
     section: EnvironmentBase
     served: Served

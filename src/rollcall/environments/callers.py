@@ -1,4 +1,4 @@
-"""Who may ask the endpoint, and by which rules: each key has one caller, with histories of its own.
+"""Who may use the endpoint, and under which rules: each key belongs to one caller, which has its own histories.
 
 ``Open`` are the rules of `rollcall serve`: a request says how it is sampled. An episode has its own (``agent.py``).
 """
@@ -19,12 +19,12 @@ from rollcall.types import Ints
 
 
 class Rules(Protocol):
-    """What a caller may ask for. Each method refuses by raising ``Refused``."""
+    """Decides on the requests of a caller. Each method refuses by raising ``Refused``."""
 
     def model(self, name: str | None) -> None: ...
 
     def sampling(self, wanted: Wanted, *, num_prompt: int, num_added: int) -> Sampling:
-        """``num_added``: tokens of the prompt behind the answer that it goes on from."""
+        """``num_added``: tokens of the prompt behind the answer that it extends."""
         ...
 
     def admit(self, num_choices: int) -> None:

@@ -3,7 +3,7 @@
 ``hermes``   ``<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>``, any number of them anywhere in the text.
 ``llama``    ``{"name": "add", "parameters": {"a": 1}}`` as the whole text or behind ``<|python_tag|>``; several are separated by
              ``;`` or white space, or stand in a list.
-``text``     a line of its own, ``add(a=1, b="x")`` or ``add: {"a": 1}``, that begins with the name of a tool. Inside the brackets
+``text``     a separate line, ``add(a=1, b="x")`` or ``add: {"a": 1}``, that begins with the name of a tool. Inside the brackets
              are Python literals, by name or in the order of the tool's arguments; nothing is ever evaluated.
 
 What a model wrote before ``</think>`` is thought, not said. A call that cannot be read is a ``Call`` with an ``error`` for the model. The
@@ -113,7 +113,7 @@ def _llama(text: str, tools: Mapping[str, Sequence[str]]) -> Iterator[Call]:
             found, at = _decode(body, at)
             calls = [_call(each) for each in (found if isinstance(found, list) else [found])]
         except _Unreadable as error:
-            # A model may answer with JSON that is no call, or go on in words behind one.
+            # A model may answer with JSON that is no call, or add words behind one.
             if is_first and (is_tagged or '"name"' in body[:_MAX_CALL_CHARS]):
                 example = '{"name": "...", "parameters": {...}}'
                 yield Call(name="", error=f"the call cannot be read: {error}; write {example}")

@@ -14,7 +14,15 @@ from typing import Any
 
 from rollcall.environments.calls import Call, CallFormat, parse_calls
 from rollcall.environments.stepwise import WrongResult, check_made, number
-from rollcall.environments.tools import Tool, WrongArguments, check_arguments, describe, tool_of, tools_of_class
+from rollcall.environments.tools import (
+    Tool,
+    WrongArguments,
+    check_arguments,
+    cut_end,
+    describe,
+    tool_of,
+    tools_of_class,
+)
 from rollcall.importing import load_named
 
 MAX_RESULT_CHARS = 1_000_000  # of one tool call
@@ -54,7 +62,7 @@ class ClassPlayer:
     def step(self, text: str, token_ids: list[int], run: Callable[[Any], Any]) -> dict[str, Any]:
         names = {name: tuple(tool.hints) for name, tool in self.tools.items()}
         made = [self._answer(call, run) for call in parse_calls(text, call_format=self.call_format, tools=names)]
-        calls = [each | {"result": _shown(each["result"])} for each in made]
+        calls = [each | {"result": cut_end(each["result"], 10_000)} for each in made]
         return {"messages": self._messages(made), "done": not made, "reward": None, "metrics": {}, "calls": calls}
 
     def reward(self, run: Callable[[Any], Any]) -> float | None:
@@ -62,7 +70,7 @@ class ClassPlayer:
         return None if get_reward is None else number(run(get_reward()), what="get_reward returned")
 
     def _answer(self, call: Call, run: Callable[[Any], Any]) -> dict[str, Any]:
-        """What became of a call. What a tool raises is for the model to read, except where its process is no longer sound."""
+        """Make a call. The model reads what a tool raises, except where its process is no longer sound."""
         error = call.error
         result = ""
         if not error:
@@ -71,21 +79,30 @@ class ClassPlayer:
                     there_are = ", ".join(self.tools) or "none"
                     raise WrongArguments(f"there is no tool {call.name[:80]!r}; there are {there_are}")
                 function = self.functions.get(call.name) or getattr(self.instance, call.name)
-                result = _text(run(function(**check_arguments(tool, call.arguments))))
+                returned = run(function(**check_arguments(tool, call.arguments)))
+                result = (
+                    returned if isinstance(returned, str) else json.dumps(returned, default=str, ensure_ascii=False)
+                )
+                if (size := len(result)) > MAX_RESULT_CHARS:
+                    raise WrongArguments(
+                        f"the result has {size:,} characters; at most {MAX_RESULT_CHARS:,} can be read"
+                    )
             except MemoryError:
                 raise
             except WrongArguments as wrong:
                 error = str(wrong)
             except Exception as raised:  # noqa: BLE001 - a tool may raise anything
                 self.examine(raised)
-                error = _told(raised)
+                # A ValueError is how a tool says what is wrong, so its name adds nothing.
+                is_plain = type(raised) is ValueError and str(raised)
+                error = str(raised) if is_plain else f"{type(raised).__name__}: {raised}".removesuffix(": ")
         if error:
             result = json.dumps({"error": error[:10_000]}, ensure_ascii=False)
         return {"name": call.name, "arguments": call.arguments, "result": result, "failed": bool(error)}
 
     def _messages(self, made: list[dict[str, Any]]) -> list[dict[str, str]]:
         """A chat template without tools has no role for them, and often refuses two messages of the user in a row. Without a chat
-        template the results follow the model's own text, so they are on lines of their own."""
+        template the results follow the model's own text, so they are on separate lines."""
         if self.call_format != "text":
             return [{"role": "tool", "content": each["result"], "name": each["name"]} for each in made]
         if not made:
@@ -109,7 +126,12 @@ def load_class(
     cls: Any = None
     if path is not None:
         cls = load_named(path, key=key, what="Class", example="my_env:Game")
-        _check_class(cls, kwargs=kwargs, named=f"{key}={path!r}")
+        named = f"{key}={path!r}"
+        if not inspect.isclass(cls):
+            raise ValueError(f"{named} is {type(cls).__name__}, not a class; give a class with reset(**row)")
+        if not callable(getattr(cls, "reset", None)):
+            raise ValueError(f"{named} has no reset; give it reset(self, **row) -> str | None, which begins an episode")
+        check_made(cls, kwargs=kwargs, named=named)
         tools |= tools_of_class(cls, path=path)
     found: dict[str, Callable[..., Any]] = {}
     for index, each in enumerate(functions):
@@ -121,22 +143,7 @@ def load_class(
         if tool.name in tools:
             raise ValueError(f"{named}={each!r}: there is already a tool {tool.name}; give one of them another name")
         tools[tool.name], found[tool.name] = tool, function
-    return ClassPlayer(
-        cls=cls,
-        kwargs=kwargs,
-        tools=tools,
-        functions=found,
-        call_format=call_format,
-        is_chat=is_chat,
-    )
-
-
-def _check_class(cls: Any, *, kwargs: Mapping[str, Any], named: str) -> None:
-    if not inspect.isclass(cls):
-        raise ValueError(f"{named} is {type(cls).__name__}, not a class; give a class with reset(**row)")
-    if not callable(getattr(cls, "reset", None)):
-        raise ValueError(f"{named} has no reset; give it reset(self, **row) -> str | None, which begins an episode")
-    check_made(cls, kwargs=kwargs, named=named)
+    return ClassPlayer(cls=cls, kwargs=kwargs, tools=tools, functions=found, call_format=call_format, is_chat=is_chat)
 
 
 def _taken(reset: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,23 +153,3 @@ def _taken(reset: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
         return dict(row)
     names = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
     return {name: value for name, value in row.items() if name in names}
-
-
-def _text(result: Any) -> str:
-    """A tool's result as the model reads it."""
-    text = result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
-    if len(text) > MAX_RESULT_CHARS:
-        raise WrongArguments(f"the result has {len(text):,} characters; at most {MAX_RESULT_CHARS:,} can be read")
-    return text
-
-
-def _told(error: Exception) -> str:
-    """An exception in the model's words. A ValueError is how a tool says what is wrong, so its name adds nothing."""
-    said = str(error)
-    name = type(error).__name__
-    return said if said and type(error) is ValueError else f"{name}: {said}" if said else name
-
-
-def _shown(result: str) -> str:
-    """For people to read."""
-    return result if len(result) <= 10_000 else f"{result[:10_000]}..."

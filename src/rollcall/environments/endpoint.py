@@ -149,7 +149,12 @@ class Endpoint:
         """The reply, unless the client hangs up before or the key ends: then the work ends too."""
         task = asyncio.current_task()
         assert task is not None
-        gone = asyncio.create_task(_until_gone(receive))
+
+        async def until_gone() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        gone = asyncio.create_task(until_gone())
         gone.add_done_callback(lambda done: None if done.cancelled() else task.cancel())
         caller.tasks.add(task)
         try:
@@ -183,11 +188,11 @@ class Endpoint:
         if len(messages) > self._served.max_model_len:
             raise too_long(self._served, f"the request has {len(messages):,} messages")
         # A call's arguments are counted as the template may write them; names and keys are part of it too.
-        beside = [{key: value for key, value in message.items() if key != "content"} for message in messages]
-        told = [
-            json.dumps(one, ensure_ascii=False) for one in (request.tools, *(one for one in beside if len(one) > 1))
+        others = [{key: value for key, value in message.items() if key != "content"} for message in messages]
+        written = [
+            json.dumps(one, ensure_ascii=False) for one in (request.tools, *(one for one in others if len(one) > 1))
         ]
-        self._refuse_endless([*(message["content"] for message in messages), *told])
+        self._refuse_endless([*(message["content"] for message in messages), *written])
         if request.finds_calls and self._call_format == "text":  # its template would leave them out without a word
             raise Refused(
                 400,
@@ -228,7 +233,7 @@ class Endpoint:
         return Reply(body=to_bytes({"reward": caller.reward}))
 
     def _refuse_endless(self, texts: Sequence[str]) -> None:
-        """What cannot fit, whatever its tokens are: to tokenise it may take minutes, and all others wait meanwhile."""
+        """Refuse what cannot fit, whatever its tokens are: tokenising it could take minutes, and all others would wait."""
         if (num_chars := sum(map(len, texts))) > self._most_chars:
             raise too_long(self._served, f"the request has {num_chars:,} characters, which cannot fit")
 
@@ -242,27 +247,32 @@ class Endpoint:
 
     async def _sample(self, caller: Caller, asked: list[Asked], wanted: Wanted, chat: ChatRequest | None) -> Answered:
         """``wanted.n`` completions of each prompt, side by side."""
+        turns: list[asyncio.Future[Completion]] = []
         try:
             # Before it is admitted: what is refused is not a turn.
             samplings = [
                 caller.rules.sampling(wanted, num_prompt=len(one.prompt_ids), num_added=len(one.added)) for one in asked
             ]
             caller.rules.admit(len(asked) * wanted.n)
-            turns: list[Awaitable[Completion]] = []
             sessions: list[str] = []
             for one, sampling in zip(asked, samplings, strict=True):
                 for place in range(wanted.n):
                     sessions.append(one.session if place == 0 else caller.histories.new_session())
                     seed = caller.rules.seed(wanted, len(turns))
-                    turns.append(caller.sample(one.prompt_ids, seed=seed, sampling=sampling, session=sessions[-1]))
-            completions = await _all(turns)
+                    turn = caller.sample(one.prompt_ids, seed=seed, sampling=sampling, session=sessions[-1])
+                    turns.append(asyncio.ensure_future(turn))
+            completions = await asyncio.gather(*turns)
         except BaseException:
+            for turn in turns:  # the first failure ends the others
+                turn.cancel()
             for one in asked:
                 caller.histories.give_up(one)
             raise
         choices: list[Choice] = []
         for index, (completion, session) in enumerate(zip(completions, sessions, strict=True)):
-            content, calls = _without(completion, wanted.stop), ()
+            content, calls = completion.text, ()
+            if completion.finish is FinishReason.STOP:  # the API does not return the stop string
+                content = content[: min((at for stop in wanted.stop if (at := content.find(stop)) >= 0), default=None)]
             if chat is not None and chat.finds_calls:
                 content, calls = self._find_calls(content, chat.tools)
             place = index // wanted.n
@@ -274,7 +284,7 @@ class Endpoint:
         return Answered(model=self._served.name, prompts=prompts, choices=tuple(choices), tokenizer=self._tokenizer)
 
     def _find_calls(self, text: str, tools: list[dict[str, Any]]) -> tuple[str, tuple[Call, ...]]:
-        """What is said beside the calls, and the calls. Where one of them cannot be read, all of it stays text."""
+        """The text without the calls, and the calls. If one of them cannot be read, all of it stays text."""
         known: dict[str, list[str]] = {}
         for function in (tool["function"] for tool in tools):
             parameters = function.get("parameters")
@@ -307,24 +317,6 @@ class _Left(Exception):  # noqa: N818 - an outcome
     """The client has hung up."""
 
 
-def _without(completion: Completion, stops: list[str]) -> str:
-    """The text up to the stop string that ended it: the API does not return these."""
-    text = completion.text
-    if completion.finish is not FinishReason.STOP:
-        return text
-    return text[: min([place for stop in stops if (place := text.find(stop)) >= 0], default=len(text))]
-
-
-async def _all(turns: list[Awaitable[Completion]]) -> list[Completion]:
-    """All of them; the first failure ends the others."""
-    tasks = [asyncio.ensure_future(turn) for turn in turns]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
 # Bytes
 
 
@@ -349,11 +341,6 @@ async def _body(scope: Message, receive: Receive) -> bytes:
                     return b"".join(parts)
     except TimeoutError:
         raise Refused(408, f"the body did not come within {READ_TIMEOUT_S:g} s", code="too_slow") from None
-
-
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _send(reply: Reply, send: Send) -> None:
@@ -399,7 +386,7 @@ class EndpointServer:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def close(self) -> None:
-        """Ends requests on their way. What runs in the loop besides is the caller's to end first."""
+        """End requests on their way. The caller first ends what else runs in the loop."""
         self._server.should_exit = True
         self._thread.join(10.0)
 

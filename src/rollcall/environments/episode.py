@@ -124,7 +124,7 @@ class _Limit:
         self._look()
 
     def has_ended_it(self) -> bool:
-        """Whether it was this limit, and nobody else, that cancelled the task; the task is then as before."""
+        """Whether only this limit has cancelled the task; the task is then as before."""
         return self._is_over and self._uncancel() <= self._num_cancels
 
     def close(self) -> None:
@@ -228,7 +228,7 @@ class _OneEpisode:
         return self._player.conversations.extend(result.messages, is_chat=is_chat, tools=tools, last_id=last_id)
 
     def _why_ended(self, turn: Completion, observed: Ints | None) -> EndReason | None:
-        """None: it continues."""
+        """None if it continues."""
         row, section, most = self._row, self._player.section, self._sampling.max_tokens
         if observed is None:
             # A class's episode ends with a turn without a call, and one that was cut short may have been on its way to a call.

@@ -44,7 +44,7 @@ class HostPlace:
 
 
 class EnvironmentHost:
-    """Serves in a thread of its own until the process ends."""
+    """Serves in a separate thread until the process ends."""
 
     def __init__(self, here: RunsHere) -> None:
         self._here = here
@@ -105,7 +105,7 @@ class EnvironmentHost:
 
 
 class _Episode:
-    """What a connection has started."""
+    """The environment or program that a connection has started."""
 
     def __init__(self, here: RunsHere) -> None:
         self._here = here

@@ -277,7 +277,7 @@ async def _connect_in_time(place: HostPlace) -> socket.socket:
         while True:
             try:
                 return await _connect(place)
-            except (ConnectionRefusedError, _Stranger):  # nobody listens there any more
+            except (ConnectionRefusedError, _Stranger):  # nothing listens there any more
                 raise
             except (ConnectionError, EOFError):
                 await asyncio.sleep(AGAIN_S)

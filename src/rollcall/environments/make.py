@@ -26,7 +26,7 @@ def make_environments(section: EnvironmentSection, *, chat_template: str | None)
 
 
 def make_here(section: EnvironmentSection, *, chat_template: str | None) -> RunsHere:
-    """What runs in processes of this node; the same on a host as in the process of the run."""
+    """Starts the processes that play on this node; the same on a host as in the process of the run."""
     if isinstance(section, AgentEnvironment):
         return ProgramsHere(section.run, env=section.env, memory_mb=section.memory_mb, max_running=section.max_running)
     if isinstance(section, VerifiersEnvironment):

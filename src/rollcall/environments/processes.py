@@ -48,7 +48,7 @@ from rollcall.reward.confine import ROOT
 
 START_TIMEOUT_S = 120.0
 _END_S = 10.0
-_COLUMN = "environment"  # names the class where there are several, and is not for that class
+_COLUMN = "environment"  # names the class where there are several, and is not passed to it
 _GONE = "the process that environments are forked from is gone"
 
 
@@ -359,7 +359,7 @@ class _ForkedLink(SocketLink):
         self.connection.close()
         how, status = self._zygote.end(self._number)
         if grace_s and is_alive and status is not None:
-            how = "user code closed the connection; it must leave file descriptors alone that it did not open"
+            how = "user code closed the connection; it must not touch file descriptors that it did not open"
         return Ending(how=how, status=status)
 
 
@@ -370,7 +370,7 @@ def _end_unwanted(starting: asyncio.Future[Worker]) -> None:
 
 
 def setup_of(section: ClassEnvironment | StepEnvironment, *, chat_template: str | None) -> dict[str, Any]:
-    """What a zygote loads."""
+    """The setup that a zygote loads."""
     setup: dict[str, Any] = {
         "paths": kinds_of(section.path),  # kind -> module:Class; empty: functions only
         "kwargs": {"": section.kwargs} if isinstance(section.path, str) else section.kwargs,  # of each kind
@@ -404,7 +404,7 @@ def command_for(target: str, *, python: str | None) -> list[str]:
     module, *arguments = ["rollcall.process.child", target] if ":" in target else [target]
     if python is None:
         return [sys.executable, "-m", module, *arguments]
-    # Last in its path: another Python has libraries of its own, and the folder of this package may hold this one's too.
+    # Last in its path: another Python has its own libraries, and the folder of this package may hold this one's too.
     begin = f"import runpy, sys; sys.path.append({str(ROOT)!r}); runpy.run_module({module!r}, run_name='__main__')"
     return [python, "-P", "-c", begin, *arguments]
 

@@ -34,7 +34,7 @@ _MAX_METRICS = 100
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What the model reads."""
+    """Text for the model to read."""
 
     text: str
     role: Literal["user", "tool", "system"] = "user"  # of the message, in the chat template
@@ -43,10 +43,10 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a turn came to."""
+    """The outcome of a turn."""
 
     observation: Observation | str | None = None  # what the model reads next; None only where `done`
-    reward: float | None = None  # for this turn alone; None: none along the way
+    reward: float | None = None  # for this turn
     done: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
 
@@ -56,7 +56,7 @@ class WrongResult(ValueError):  # noqa: N818 - an outcome of the user's code
 
 
 def opening_of(returned: Any) -> str | None:
-    """What ``reset`` returned, as text."""
+    """Makes text of what ``reset`` returned."""
     if isinstance(returned, Observation):
         returned = returned.text
     if returned is not None and not isinstance(returned, str):
@@ -65,7 +65,7 @@ def opening_of(returned: Any) -> str | None:
 
 
 def result_of(returned: Any) -> StepResult:
-    """What ``step`` returned, with each field checked; its observation is an ``Observation`` or None."""
+    """Checks each field of what ``step`` returned; the observation becomes an ``Observation`` or None."""
     result = _as_result(returned)
     observation = result.observation
     if isinstance(observation, str):
@@ -139,7 +139,7 @@ class StepPlayer:
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """Such a class has no tools that anybody but itself knows."""
+        """Such a class has no tools that others know."""
         return []
 
     def reset(self, row: Mapping[str, Any], run: Callable[[Any], Any]) -> str | None:

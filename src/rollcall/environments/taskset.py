@@ -28,7 +28,7 @@ from rollcall.process import allow_files
 from rollcall.process.framing import JSON
 from rollcall.process.here import LinkHere
 from rollcall.process.worker import Lost, Raised, Worker
-from rollcall.reward.confine import make_folder, remove_folder
+from rollcall.reward.confine import make_folder, remove_folder, sweep_folders
 from rollcall.wait import warn
 
 START_TIMEOUT_S = 300.0  # a taskset may download its data
@@ -49,6 +49,7 @@ class TasksetPrograms:
         self._failed_s = -math.inf  # when a new server could not be started
         self._num_played = 0
         allow_files(8 * section.max_running)
+        sweep_folders()  # of a process that was killed
 
     async def find_host(self) -> TasksetPrograms:
         return self
@@ -129,7 +130,7 @@ class TasksetServer:
     def close(self) -> None:
         """It ends its episodes; what is left of it and of its harnesses is killed."""
         self.worker.close(grace_s=END_TIMEOUT_S)
-        kill_leftovers(self.worker.pid, mark=f"{MARK}={self._folder}".encode())
+        kill_leftovers(self.worker.pid, mark=(MARK, self._folder))
         self._prints.close()
         remove_folder(self._folder)
 

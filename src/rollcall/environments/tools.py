@@ -116,7 +116,7 @@ def _parameters(function: Callable[..., Any], *, path: str, is_method: bool) -> 
     for name, parameter in parameters.items():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise ToolRefused(
-                f"{path} takes {parameter}, and a tool's arguments are given by name; give each a name of its own"
+                f"{path} takes {parameter}, and a tool's arguments are given by name; give each its own name"
                 if parameter.kind is not parameter.POSITIONAL_ONLY
                 else f"{path}: argument {name} cannot be given by name; take the `/` out of its signature"
             )
@@ -179,7 +179,7 @@ def _with_description(schema: dict[str, Any], told: str, *, path: str) -> dict[s
 
 
 def _read_docstring(doc: str) -> tuple[str, dict[str, str], str]:
-    """What it does, what its arguments are, what it returns: a docstring in Google's style.
+    """Splits a docstring in Google's style: the description, the arguments, what is returned.
 
     >>> _read_docstring("Add.\\n\\nArgs:\\n    a: The first\\n        number.\\n\\nReturns:\\n    The sum.")
     ('Add.', {'a': 'The first number.'}, 'The sum.')
@@ -248,7 +248,7 @@ def check_arguments(tool: Tool, given: Mapping[str, Any]) -> dict[str, Any]:
                 raise ValueError
         except (ValueError, RecursionError):
             raise WrongArguments(
-                f"{tool.name}: {name} is {_short(value)}, and it must be {_kind(properties[name])}"
+                f"{tool.name}: {name} is {cut_end(json.dumps(value, default=str), 80)}, and it must be {_kind(properties[name])}"
             ) from None
     return found
 
@@ -329,6 +329,5 @@ def _convert_plain(value: Any, kind: Any) -> Any:
     return value
 
 
-def _short(value: Any) -> str:
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 80 else f"{text[:80]}..."
+def cut_end(text: str, longest: int) -> str:
+    return text if len(text) <= longest else f"{text[:longest]}..."

@@ -182,7 +182,7 @@ def _kill(pid: int) -> None:
     """With its group. Its status has not been taken, so the number is still its own."""
     try:
         os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:  # it has no group of its own, or not yet
+    except ProcessLookupError:  # it leads no group, or not yet
         os.kill(pid, signal.SIGKILL)
 
 
@@ -320,7 +320,7 @@ def _depth(value: Any) -> int:
 
 
 def _flush() -> None:
-    """What user code has printed is shown before its answer is read."""
+    """Show what user code has printed before its answer is read."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -88,7 +88,7 @@ class Asker:
             raise
         except Problem as problem:
             return [RewardResult(0.0, problem.kind, str(problem))] * question.count
-        except Exception:  # noqa: BLE001 - counted like any failure of a reward, and the run goes on
+        except Exception:  # noqa: BLE001 - counted like any failure of a reward, and the run continues
             return [RewardResult(0.0, "raised", traceback.format_exc())] * question.count
 
 

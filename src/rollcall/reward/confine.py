@@ -1,4 +1,4 @@
-"""What a reward's process may do, and how that is enforced.
+"""Confines the process of a reward.
 
 A scorer that comes with Rollcall needs only its text. So its process gets no secrets, no network, no other processes, and
 no files except Python's own and a private folder (``BUILT_IN``). A user's function is the user's own code: it gets the
@@ -41,7 +41,7 @@ _MAX_OPEN_FILES = 256
 _CAPABILITY_VERSION = 0x20080522
 _KEPT_CAPABILITIES = 1 << 1 | 1 << 2  # to read and write what belongs to others, which landlock keeps to few folders
 # To trace processes, to make device files, to watch performance. The kernel lets nobody trace a process that has a capability
-# more, and of the three a container usually gives root the second alone.
+# more, and of the three a container usually gives root only the second.
 _CAPABILITIES_TO_LOOK = (19, 27, 38)
 _PR_CAPBSET_DROP = 24
 _MB = 1 << 20
@@ -52,7 +52,7 @@ _RESTRICTED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confinement:
-    """What the rewards of one process may do; rewards with the same one share processes."""
+    """The limits of a process; rewards with the same limits share processes."""
 
     own_files: bool  # only a private folder to write in, only Python and the system's libraries to read
     network: bool
@@ -120,13 +120,15 @@ def remove_folder(folder: str) -> None:
     """Remove it, however deep a reward has made it. A warning names what cannot be removed."""
     with suppress(RecursionError):
         shutil.rmtree(folder, ignore_errors=True)
+    if not os.path.lexists(folder):
+        return
     import subprocess  # rarely needed, and a worker has to start fast
 
-    for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]) if os.path.lexists(folder) else ():
+    from rollcall.wait import warn
+
+    for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
         subprocess.run([*command, "--", folder], stdin=subprocess.DEVNULL, capture_output=True, check=False)
     if os.path.lexists(folder):
-        from rollcall.wait import warn
-
         warn(f"{folder}, a reward's private folder, cannot be removed; remove it by hand")
 
 

@@ -57,12 +57,12 @@ class EndpointLostError(RuntimeError, ValueError):
 
 
 class Cause(StrEnum):
-    """What kept a question from its answer."""
+    """Why a question got no answer."""
 
     PASSING = "passing"  # ask again
     LIMIT = "limit"  # too many questions: ask again, later
     REFUSED = "refused"  # the key, the address or the model, and so probably every question
-    QUESTION = "question"  # this question alone
+    QUESTION = "question"  # only this question
 
 
 class Problem(Exception):  # noqa: N818 - an outcome, not a defect of ours
@@ -246,7 +246,7 @@ class Endpoint:
 
 
 async def _body(answer: Any) -> bytes:
-    """What was answered; Problem, if that is not an answer."""
+    """The body of an answer; Problem if it is none."""
     is_good = 200 <= answer.status < 300
     said, most = bytearray(), MAX_ANSWER_BYTES if is_good else 4096
     async for piece in answer.content.iter_chunked(1 << 16):

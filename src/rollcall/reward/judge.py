@@ -1,7 +1,7 @@
 """A language model as a judge: what it is asked, and the score in its answer.
 
-The completion is data. It stands in the question between two lines with a random code that it does not contain, so it cannot end
-its own place, and the judge is told to take neither orders nor scores from it. Rubric, prompt, completion and answer are put
+The completion is data. In the question it is between two lines with a random code that it does not contain, so it cannot end its own
+part, and the judge is told to take neither orders nor scores from it. Rubric, prompt, completion and answer are put
 together in one pass: a completion that says ``{answer}`` stays as it is.
 """
 
@@ -156,7 +156,7 @@ def _object_at(text: str, start: int) -> tuple[dict[str, Any] | None, int]:
 
 
 def _text_of(answer: Any) -> str:
-    """What a chat completion says."""
+    """The text of a chat completion."""
     try:
         choice = answer["choices"][0]
         content = choice["message"]["content"]

@@ -1,11 +1,11 @@
 r"""The ``math`` reward: is the final answer of a completion, as math-verify understands it, the row's answer?
 
-Both texts are read by the same rule. The final answer is what stands in the last mark: ``\boxed{...}``, after ``####``, or
+Both texts are read by the same rule. The final answer is the content of the last mark: ``\boxed{...}``, after ``####``, or
 in ``<answer>...</answer>``. Where there is no mark it follows the last "answer is" or "answer:", else it is the last line;
-of a sentence, what follows its last word. math-verify reads LaTeX inside ``\boxed{}`` alone as a whole, so the answer is
+of a sentence, what follows its last word. math-verify reads only LaTeX inside ``\boxed{}`` as a whole, so the answer is
 boxed before it is parsed; a sentence that ends in a word ("72 apples") is left to math-verify's own search for numbers.
 
-math-verify reads a word as a product of its letters, in any order. So letters alone are compared as text. Only a row's answer
+math-verify reads a word as a product of its letters, in any order. So an answer of nothing but letters is compared as text. Only a row's answer
 of the unknowns w, x, y and z (``xy``), or one between dollar signs (``$ab$``), is a product.
 """
 
@@ -88,7 +88,7 @@ def _same(wanted: str, given: str) -> bool:
 
 
 def _quantity(answer: str) -> Quantity | None:
-    """A number with a unit, or a list of them, at the end of a sentence too; None: there is no unit, or letters stand before it
+    """A number with a unit, or a list of them, at the end of a sentence too; None if there is no unit, or if there are letters before it
     (``2m + 3h``)."""
     found = split_unit(answer)
     if found is None:
@@ -123,7 +123,7 @@ def final_answer(text: str) -> str | None:
 
 
 def _final(text: str) -> str:
-    """The final answer with what stands around it."""
+    """The final answer with what is around it."""
     marked = last_marked(text)
     # A box or a #### may stand inside a tag, a box after a ####.
     while marked is not None and (inner := last_marked(marked)) is not None:
@@ -132,7 +132,7 @@ def _final(text: str) -> str:
 
 
 def last_marked(text: str) -> str | None:
-    """What the last mark of a text holds; None if it has none."""
+    """The content of the last mark of a text; None if it has none."""
     box, hashes, tag = _last_box(text), text.rfind("####"), last_tagged(text)
     found = []
     if box is not None:
@@ -140,26 +140,26 @@ def last_marked(text: str) -> str | None:
     if hashes >= 0:
         found.append((hashes, text[hashes + 4 :].strip().partition("\n")[0]))
     if tag is not None:
-        found.append((text.rfind(_TAG_CLOSE), tag))  # its place is its end: what stands inside is part of it
+        found.append((text.rfind(_TAG_CLOSE), tag))  # its place is its end: what is inside is part of it
     return max(found)[1] if found else None
 
 
 def last_tagged(text: str) -> str | None:
-    """What the last ``<answer>...</answer>`` holds; None if there is none."""
+    """The content of the last ``<answer>...</answer>``; None if there is none."""
     close = text.rfind(_TAG_CLOSE)
     start = text.rfind(_TAG_OPEN, 0, close) if close >= 0 else -1
     return text[start + len(_TAG_OPEN) : close] if start >= 0 else None
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What the last complete ``\boxed{...}`` holds, inner braces included; None when there is none."""
+    r"""The content of the last complete ``\boxed{...}``, inner braces included; None if there is none."""
     box = _last_box(text)
     return text[box[0] : box[1]].strip() if box else None
 
 
 def _last_box(text: str) -> tuple[int, int] | None:
     """Where the content of the last complete box begins and ends; found in one pass, however many are left open."""
-    open_braces: list[int | None] = []  # where a box's content begins; None: an ordinary brace
+    open_braces: list[int | None] = []  # where a box's content begins; None for an ordinary brace
     last: tuple[int, int] | None = None
     for match in re.finditer(r"\\boxed\{|\\.|[{}]", text, re.DOTALL):
         if match[0] == "}":
@@ -189,11 +189,11 @@ def _unmarked(text: str) -> str:
         return said.partition("\n")[0].rstrip(" *.!")
     lines = [line for line in end.splitlines() if line.strip()]
     last = lines[-1] if lines else ""
-    return last.rstrip(" *.!") if _WORD.search(last) else last  # "it is 5!" is a sentence, "5!" alone is 120
+    return last.rstrip(" *.!") if _WORD.search(last) else last  # "it is 5!" is a sentence, just "5!" is 120
 
 
 def _bare(text: str) -> str:
-    """Without what stands around an answer: spaces, Markdown's stars, a full stop, dollar signs."""
+    """Strips an answer of what is around it: spaces, Markdown's stars, a full stop, dollar signs."""
     text = text.strip().strip("*").strip().rstrip(".,;").strip().strip("*")
     if wrapped := _WRAPPED.fullmatch(text):
         return next(part for part in wrapped.groups() if part is not None).strip().rstrip(".,;")
@@ -213,7 +213,7 @@ def _readable(answer: str) -> str:
 
 
 def _after_words(sentence: str) -> str:
-    """What follows the last word; all of it where there is none."""
+    """The part behind the last word; all of it where there is none."""
     hidden = _TEXT_COMMAND.sub(lambda match: " " * len(match[0]), sentence)
     hidden = _NOT_SENTENCE.sub(lambda match: " " * len(match[0]), hidden)
     words = [match for match in _WORD.finditer(hidden) if match[0] not in _NOT_WORDS]

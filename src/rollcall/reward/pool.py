@@ -3,14 +3,14 @@
 Rewards that may do the same (confine.py) share worker processes, a crew; each crew has its queue. While there is something in it, a
 task of the event loop that asked serves each worker:
 
-    queue --chunk--> worker: item, item, item --results, in order--> whoever awaits them
+    queue --chunk--> worker: item, item, item --results, in order--> the caller of score
                         |
                         +-- no result within the item's limit, or the process is gone:
                             that item is an error, the items behind it go back to the front of the queue,
                             and the process is replaced
 
-The limit of an item runs from the worker's last sign of progress (process/worker.py), and never includes a worker's start, which has a
-limit of its own. It is paused while somebody debugs the worker (debug/line.py).
+The limit of an item runs from the worker's last sign of progress (process/worker.py), and never includes a worker's start, which has its
+own limit. It is paused while somebody debugs the worker (debug/line.py).
 """
 
 from __future__ import annotations
@@ -66,9 +66,7 @@ class _Task:
 
     def finish(self, results: list[RewardResult]) -> None:
         for place, result in enumerate(results):
-            if (
-                result.elapsed_s > self.timeout_s
-            ):  # this process was busy and could not stop it in time; the rule is the same
+            if result.elapsed_s > self.timeout_s:  # this process was too busy to stop it in time; the rule is the same
                 why = f"took {result.elapsed_s:.1f} s; its limit is timeout_s={self.timeout_s:g}"
                 results[place] = RewardResult(0.0, "hung", why)
         if not self.done.done():
@@ -81,10 +79,9 @@ class _Crew:
 
     specs: dict[int, dict[str, Any]]
     confinement: Confinement
-    ready: Ready = Ready({}, {})  # what the worker said that was ready last
+    ready: Ready | None = None  # what the worker said that was ready last
     queue: deque[_Task] = field(default_factory=deque)
     seats: list[_Seat] = field(default_factory=list)
-    ever_ready: bool = False
     num_starts_lost: int = 0
 
     def take(self) -> deque[_Task]:
@@ -94,7 +91,7 @@ class _Crew:
         chunk: deque[_Task] = deque()
         while self.queue and len(chunk) < share and (not chunk or self.queue[0].timeout_s == chunk[0].timeout_s):
             task = self.queue.popleft()
-            if not task.done.done():  # else nobody waits for it any more
+            if not task.done.done():  # else its group has been given up
                 chunk.append(task)
         return chunk
 
@@ -142,13 +139,13 @@ class RewardPool(AbstractContextManager["RewardPool"]):
 
     @property
     def in_force(self) -> dict[int, dict[str, str]]:
-        """What confines each reward's processes on this machine, by thing; by place in the run file's list."""
-        return {index: crew.ready.in_force for index, crew in self._crew_of.items()}
+        """The confinement of each reward's processes on this machine, by place in the run file's list."""
+        return {index: crew.ready.in_force for index, crew in self._crew_of.items() if crew.ready}
 
     @property
     def functions(self) -> dict[int, About]:
         """How the user's functions are called, by place in the run file's list."""
-        return {index: about for crew in self._crews for index, about in crew.ready.functions.items()}
+        return {index: about for crew in self._crews if crew.ready for index, about in crew.ready.functions.items()}
 
     def score(self, item: Item, *, timeout_s: float) -> asyncio.Future[list[RewardResult]]:
         """Queue an item at once; awaiting it brings a result for each of its completions."""
@@ -217,7 +214,7 @@ class _Seat:
 
     def _is_ready(self, ready: Ready) -> None:
         self._loading = None
-        self._crew.ready, self._crew.ever_ready, self._crew.num_starts_lost = ready, True, 0
+        self._crew.ready, self._crew.num_starts_lost = ready, 0
 
     def _cannot_start(self, error: Raised | Lost) -> Exception:
         if isinstance(error, Raised):
@@ -236,7 +233,7 @@ class _Seat:
                     if self.chunk:
                         await self._score_chunk()
         except asyncio.CancelledError:
-            if self.chunk:  # the event loop ends, and the worker is at what nobody wants
+            if self.chunk:  # the event loop ends, and the worker is busy with what nobody wants
                 self.chunk.clear()
                 self._replace()
             raise
@@ -258,7 +255,7 @@ class _Seat:
             raise self._cannot_start(error) from None
         except Lost as error:
             self._crew.num_starts_lost += 1
-            if self._crew.num_starts_lost >= _MAX_STARTS_LOST or not self._crew.ever_ready:
+            if self._crew.num_starts_lost >= _MAX_STARTS_LOST or self._crew.ready is None:
                 raise self._cannot_start(error) from None
             self._replace()
             return False
@@ -271,7 +268,7 @@ class _Seat:
             if results is None or not chunk or last is not None or len(results) != chunk[0].num_results:
                 raise ValueError("not a result for each completion of an item")
             if len(chunk) == 1:
-                last = results  # until the call has returned: whoever gets it may end the event loop
+                last = results  # until the call has returned: its receiver may end the event loop
             else:
                 chunk.popleft().finish(results)
 

@@ -116,8 +116,8 @@ class Scorer(AbstractContextManager["Scorer"]):
 
     @property
     def in_force(self) -> dict[str, dict[str, str]]:
-        """What confines each reward's processes on this machine, by thing; rewards that run in this process are not there."""
-        return {self.names[index]: told for index, told in (self._pool.in_force if self._pool else {}).items()}
+        """The confinement of each reward's processes on this machine; rewards that run in this process have none."""
+        return {self.names[index]: limits for index, limits in (self._pool.in_force if self._pool else {}).items()}
 
     @property
     def environment_readers(self) -> list[str]:
@@ -171,15 +171,18 @@ class Scorer(AbstractContextManager["Scorer"]):
             texts = [completions[place].text for place in group]
             item = Item(index, prompt.text, texts if kind else texts[0], prompt.answer, prompt.metadata, lists)
             asked.append(self._pool.score(item, timeout_s=limit_s))
+        together = asyncio.gather(*asked)
 
         async def collect() -> Results:
             found = [RewardResult(0.0)] * len(completions)
-            for group, results in zip(groups, await asyncio.gather(*asked), strict=True):
+            for group, results in zip(groups, await together, strict=True):
                 for place, result in zip(group, results, strict=True):
                     found[place] = result
             return found
 
-        return asyncio.ensure_future(collect())
+        collecting = asyncio.ensure_future(collect())
+        collecting.add_done_callback(lambda _: together.cancel())  # if it was cancelled before it began
+        return collecting
 
     async def _ask_service(self, index: int, prompt: Prompt, completions: tuple[Completion, ...]) -> Results:
         assert self._asker is not None
@@ -199,7 +202,7 @@ class Scorer(AbstractContextManager["Scorer"]):
                 raise ValueError(f"returned {len(values)} scores for {len(completions)} completions")
         except WorkerLostError:
             raise  # says nothing of the completion, which another attempt scores
-        except Exception:  # noqa: BLE001 - a model may fail in any way; it is counted, and the run goes on
+        except Exception:  # noqa: BLE001 - a model may fail in any way; it is counted, and the run continues
             return [RewardResult(0.0, "raised", traceback.format_exc())] * len(completions)
         return [checked(value) for value in values]
 
@@ -263,7 +266,7 @@ def _has_failed(completion: Completion) -> bool:
 
 
 def environment_reward(completion: Completion) -> RewardResult:
-    """What an episode's environment gave, at its end and along the way."""
+    """The reward that an episode's environment gave, at its end and along the way."""
     episode = completion.episode
     if episode is None:
         return RewardResult(0.0, "nan", "this completion is not an episode, so no environment has scored it")
@@ -289,7 +292,7 @@ def _failed_score(names: Iterable[str], episode: Episode) -> Score:
 
 
 def why_unscored(groups: Sequence[Group], *, reward: str, scorer: Scorer) -> str:
-    """What to tell of a reward that failed on every completion of these groups: how, and the first failure whole."""
+    """Explains that a reward failed on every completion of these groups: how, and the first failure in full."""
     scores = [score for group in groups for score in group.scores]
     told = scores[0].errors[reward]
     # An evaluation may have failed before, in another way.
@@ -321,7 +324,7 @@ def columns_needed(rewards: Sequence[Any]) -> dict[str, str]:
 
 
 def _spec(reward: Any, *, index: int) -> dict[str, Any]:
-    """What a worker process gets of a reward."""
+    """The fields of a reward for a worker process."""
     spec = with_pickled(reward.model_dump(), index=index)
     # They reach code that may raise them, and what it raises is shown.
     remember(os.environ.get(name, "") for name in spec.get("env", ()))

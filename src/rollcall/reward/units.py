@@ -41,7 +41,7 @@ _CURRENCIES = {"$": "dollars", "€": "euros", "£": "pounds"}
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    number: str  # what stands before the unit
+    number: str  # the text before the unit
     unit: str
     is_sure: bool  # a single letter directly behind a number, as in 3m, may be a factor
 
@@ -63,7 +63,7 @@ def split_unit(answer: str) -> Quantity | None:
 
 
 def mark_units(number: str) -> str:
-    """What stands before a unit, with the units in it marked: ``3 hours 20`` as ``3<h> 20``. A range is an interval."""
+    """The text before a unit, with the units in it marked: ``3 hours 20`` as ``3<h> 20``. A range is an interval."""
 
     def marked(match: re.Match[str]) -> str:
         unit = _canonical(match["unit"]) if match["gap"] or len(match["unit"]) > 1 else None

@@ -160,11 +160,11 @@ def _is_trl(path: str, signature: inspect.Signature) -> bool:
     if native := sorted(names & {"prompt", "completion", "metadata"}):
         raise RewardLoadError(
             f"path={path!r} takes {signature}, which may mean two things: with **kwargs it is called as TRL calls it, with lists, and "
-            f"TRL has no {native[0]}. Leave out **kwargs, or {native[0]} (each column of the row is a list of its own)"
+            f"TRL has no {native[0]}. Leave out **kwargs, or {native[0]} (each column of the row is a separate list)"
         )
     if positional := [each.name for each in parameters if each.kind is each.POSITIONAL_ONLY]:
         raise RewardLoadError(
-            f"path={path!r} takes {signature}: {positional[0]} stands before a /, and TRL's functions are called by name; remove the /"
+            f"path={path!r} takes {signature}: {positional[0]} is before a /, and TRL's functions are called by name; remove the /"
         )
     if "trainer_state" in required:
         raise RewardLoadError(
@@ -186,7 +186,7 @@ def _needed_columns(signature: inspect.Signature) -> frozenset[str]:
 
 
 def _named(signature: inspect.Signature) -> tuple[str, ...] | None:
-    """The arguments to give by name; None: some that must be given have other names, or no name decides."""
+    """The arguments to give by name; None if some that must be given have other names, or no name decides."""
     known: list[str] = []
     for name, parameter in signature.parameters.items():
         if parameter.kind is parameter.VAR_POSITIONAL:
@@ -201,7 +201,7 @@ def _named(signature: inspect.Signature) -> tuple[str, ...] | None:
 
 
 def check_scores(values: Any, *, count: int) -> list[Any]:
-    """What a function that takes ``completions`` returned, a value for each; ValueError if it is not."""
+    """Checks that a function that takes ``completions`` returned a value for each."""
     if isinstance(values, str | bytes | dict) or not hasattr(values, "__iter__"):
         raise ValueError(
             f"returned {repr(values)[:80]} ({type(values).__name__}); a reward of completions returns a list of numbers"

@@ -1,6 +1,6 @@
 """Environments of other packages as classes of the step-by-step interface, one module for each package.
 
-A module imports its package when an environment is made, and of Rollcall only what needs the standard library alone: with
+A module imports its package when an environment is made, and only those modules of Rollcall that need nothing but the standard library: with
 ``environment.python`` it runs in the Python that has the package.
 """
 

@@ -90,6 +90,7 @@ class _Server:
             return {} if playing.cancelled() else playing.result()
         finally:
             playing.cancel()
+            await asyncio.wait({playing})
             del self._playing[number]
 
     async def _play(self, given: dict[str, Any]) -> dict[str, Any]:
