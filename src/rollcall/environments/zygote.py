@@ -39,7 +39,7 @@ from rollcall.process.child import end_with, own_fds, serve
 from rollcall.process.framing import JSON, Body
 from rollcall.process.pause import patient_loop
 from rollcall.redact import guard_streams, remember
-from rollcall.reward.confine import see_no_others
+from rollcall.reward.confine import limit, see_no_others
 
 MAX_ANSWER_BYTES = 32 << 20
 _MAX_OPENING_CHARS = 1_000_000
@@ -137,10 +137,9 @@ class Zygote:
             _end_with_parent(self._lifeline_fd)
             _adopt_orphans()
             sys.breakpointhook = line.stop
-            _limit(
-                resource.RLIMIT_DATA, self._memory_mb * _MB
-            )  # address space includes what browsers and GPU libraries never use
-            _limit(resource.RLIMIT_CORE, 0)
+            # Not the address space, which includes what browsers and GPU libraries reserve and never use.
+            limit(resource.RLIMIT_DATA, self._memory_mb * _MB)
+            limit(resource.RLIMIT_CORE, 0)
             _reseed()
 
             def examine(error: BaseException) -> None:
@@ -218,12 +217,6 @@ def _end_with_parent(lifeline_fd: int) -> None:
         return
     os.close(lifeline_fd)
     end_with(own_fd)
-
-
-def _limit(kind: int, most: int) -> None:
-    hard = resource.getrlimit(kind)[1]
-    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-    resource.setrlimit(kind, (most, most))
 
 
 def _reseed() -> None:

@@ -152,8 +152,8 @@ def confine(confinement: Confinement, *, folder: str, readable: list[str]) -> di
     # For a user's function the memory that it writes to: address space includes what GPU libraries reserve and never use.
     memory = resource.RLIMIT_AS if confinement.own_files else resource.RLIMIT_DATA
     told = {
-        "memory": _limit(memory, confinement.memory_mb * _MB) or f"{confinement.memory_mb} MB",
-        "file size": _limit(resource.RLIMIT_FSIZE, confinement.file_mb * _MB) or f"{confinement.file_mb} MB",
+        "memory": limit(memory, confinement.memory_mb * _MB) or f"{confinement.memory_mb} MB",
+        "file size": limit(resource.RLIMIT_FSIZE, confinement.file_mb * _MB) or f"{confinement.file_mb} MB",
         "processes": _limit_processes(confinement),
         "files": "the user's own",
         "network": "on",
@@ -164,7 +164,7 @@ def confine(confinement: Confinement, *, folder: str, readable: list[str]) -> di
         code = (*_SYSTEM, sys.prefix, sys.base_prefix, sys.exec_prefix, *readable)
         told["files"] = _restricted("files", landlock.restrict(readable=code, writable=[folder]))
         _keep_capabilities(_KEPT_CAPABILITIES)
-        _limit(resource.RLIMIT_NOFILE, _MAX_OPEN_FILES)
+        limit(resource.RLIMIT_NOFILE, _MAX_OPEN_FILES)
     refused = {"network": not confinement.network, "processes": confinement.processes == 0}
     if any(refused.values()):
         why_not = seccomp.refuse(**refused)
@@ -203,11 +203,11 @@ def _limit_processes(confinement: Confinement) -> str:
         return ""  # the filter refuses them
     if os.geteuid() == 0:
         return "not limited (the kernel does not count root's)"
-    told = _limit(resource.RLIMIT_NPROC, _num_tasks(os.getuid()) + confinement.processes)
+    told = limit(resource.RLIMIT_NPROC, _num_tasks(os.getuid()) + confinement.processes)
     return told or f"at most {confinement.processes}"
 
 
-def _limit(kind: int, most: int) -> str:
+def limit(kind: int, most: int) -> str:
     """Set a limit, never above what this process was given; why not, or ""."""
     hard = resource.getrlimit(kind)[1]
     most = min(most, sys.maxsize) if hard == resource.RLIM_INFINITY else min(most, hard)
