@@ -19,6 +19,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Literal
 
 from rollcall.errors import ConfigError
@@ -63,20 +64,13 @@ def format_of(chat_template: str | None) -> CallFormat:
 
 def parse_calls(text: str, *, call_format: CallFormat, tools: Mapping[str, Sequence[str]]) -> list[Call]:
     """The calls in their order; empty: there is none. ``tools``: name -> arguments in their order."""
-    said = _said(text)
-    found = {"hermes": _hermes, "llama": _llama, "text": _lines}[call_format](said, tools)
-    calls: list[Call] = []
-    for call in found:
-        if len(calls) == MAX_CALLS:
-            calls.append(Call(name="", error=f"more than {MAX_CALLS} calls in one turn; the others were not made"))
-            break
-        calls.append(call)
-    return calls
-
-
-def _said(text: str) -> str:
     _, thought, said = text.rpartition(_THOUGHT)
-    return "" if not thought and text.lstrip().startswith(_THINK) else said
+    if not thought and text.lstrip().startswith(_THINK):
+        return []
+    calls = list(islice({"hermes": _hermes, "llama": _llama, "text": _lines}[call_format](said, tools), MAX_CALLS + 1))
+    if len(calls) > MAX_CALLS:
+        calls[-1] = Call(name="", error=f"more than {MAX_CALLS} calls in one turn; the others were not made")
+    return calls
 
 
 def _hermes(text: str, tools: Mapping[str, Sequence[str]]) -> Iterator[Call]:

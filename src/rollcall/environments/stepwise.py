@@ -149,7 +149,8 @@ class StepPlayer:
 
     def step(self, text: str, token_ids: list[int], run: Callable[[Any], Any]) -> dict[str, Any]:
         result = result_of(run(self.instance.step(text, token_ids)))
-        seen, messages = result.observation, []
+        seen = result.observation
+        messages: list[dict[str, str]] = []
         if isinstance(seen, Observation) and not result.done:
             messages = [{"role": seen.role, "content": seen.text, "name": seen.name}]
         metrics = dict(result.metrics)

@@ -211,8 +211,9 @@ class Scorer(AbstractContextManager["Scorer"]):
     ) -> tuple[Score, ...]:
         scores: list[Score] = []
         for place, completion in enumerate(completions):
-            parts, errors, notes = dict.fromkeys(self.names, 0.0), {}, {}
-            is_given = False
+            parts, is_given = dict.fromkeys(self.names, 0.0), False
+            errors: dict[str, str] = {}
+            notes: dict[str, str] = {}
             for index, name in enumerate(self.names):
                 result = results[index][place]
                 kind, why = result.kind, redact(result.why) if result.why else ""
