@@ -12,6 +12,7 @@ import json
 import math
 import os
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -119,8 +120,8 @@ class TasksetServer:
         variables["PATH"] = os.pathsep.join(filter(None, [str(Path(python).parent), variables.get("PATH")]))
         command = command_for("rollcall.environments.packages.verifiers", python=python)
         link = LinkHere(command, env=variables, output=self._prints.fd)
-        answers = dict.fromkeys(("ready", "play", "stop"), json.loads)
-        self.worker = Worker(link, name="the environment server of verifiers", hears=JSON, answers=answers)
+        name, answers = "the environment server of verifiers", defaultdict(lambda: json.loads)
+        self.worker = Worker(link, name=name, hears=JSON, answers=answers)
         try:
             self.worker.ask("ready", deadline_s=START_TIMEOUT_S)
         except (Lost, Raised) as error:

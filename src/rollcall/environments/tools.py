@@ -305,9 +305,10 @@ def _parsed(value: Any, kind: type) -> Any:
 
 def _convert_plain(value: Any, kind: Any) -> Any:
     """A model may write a number or true as text, and a whole number as 2.0."""
-    is_text, is_number = isinstance(value, str), isinstance(value, int | float) and not isinstance(value, bool)
+    text = value if isinstance(value, str) else None
     if kind in (int, float):
-        if not is_number and not (is_text and len(value) <= _MAX_DIGITS):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number and (text is None or len(text) > _MAX_DIGITS):
             raise ValueError
         if isinstance(value, float) and kind is int and not value.is_integer():
             raise ValueError
@@ -318,9 +319,9 @@ def _convert_plain(value: Any, kind: Any) -> Any:
         if isinstance(found, float) and not math.isfinite(found):
             raise ValueError
         return found
-    if kind is bool and is_text and value.lower() in ("true", "false"):
-        return value.lower() == "true"
-    if kind is str and not is_text and value is not None and not isinstance(value, list | dict):
+    if kind is bool and text is not None and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if kind is str and text is None and value is not None and not isinstance(value, list | dict):
         return json.dumps(value)
     if kind is type(None) and value in (None, "null"):
         return None

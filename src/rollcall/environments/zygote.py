@@ -161,7 +161,8 @@ class Zygote:
 def _load(setup: dict[str, Any]) -> dict[str, Player]:
     """The classes by kind; ValueError: one of them cannot be used."""
     players: dict[str, Player] = {}
-    for name, path in (setup["paths"] or {"": None}).items():
+    paths: dict[str, Any] = setup["paths"] or {"": None}
+    for name, path in paths.items():
         key = f"environment.path.{name}" if name else "environment.path"
         kwargs = setup["kwargs"].get(name, {})
         given = setup["class"]
