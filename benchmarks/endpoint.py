@@ -16,9 +16,8 @@ from rollcall.engine.protocol import Request, Sampling
 from rollcall.engine.ticker import Ticker
 from rollcall.environments.callers import Caller, Callers, Open, Served
 from rollcall.environments.conversation import Conversations
-from rollcall.environments.endpoint import Endpoint
+from rollcall.environments.endpoint import Endpoint, EndpointServer, in_loop
 from rollcall.environments.histories import Histories, Templates
-from rollcall.environments.server import EndpointServer, in_loop
 from rollcall.types import Completion, Ints
 
 KEPT_TOKENS = 4_000_000

@@ -15,9 +15,8 @@ from rollcall.engine.protocol import Sampling
 from rollcall.environments.callers import Caller, Callers, Open, Served
 from rollcall.environments.calls import CallFormat
 from rollcall.environments.conversation import Conversations
-from rollcall.environments.endpoint import Endpoint
+from rollcall.environments.endpoint import Endpoint, EndpointServer, in_loop
 from rollcall.environments.histories import Histories, Templates
-from rollcall.environments.server import EndpointServer, in_loop
 from rollcall.model.tiny import char_tokenizer
 from rollcall.types import Completion, FinishReason, Segment
 

@@ -19,9 +19,7 @@ def run(returned: Any) -> Any:
 
 def player(path: str | None, *functions: str, call_format: Any = "text", is_chat: bool = True) -> ClassPlayer:
     key = "environment.path"
-    return load_class(
-        path, key=key, kwargs={}, functions=list(functions), call_format=call_format, is_chat=is_chat
-    ).make(lambda error: None)
+    return load_class(path, key=key, kwargs={}, functions=list(functions), call_format=call_format, is_chat=is_chat)
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from rollcall.reward import confine, deep_folder
+from rollcall.reward import confine
 
 DEPTH = 3000  # levels; a path to the bottom is longer than the kernel takes
 
@@ -45,11 +46,8 @@ def test_a_folder_is_removed_however_deep_and_links_are_not_followed(tmp_path: P
 def test_what_cannot_be_removed_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(folder: str) -> None:
-        raise PermissionError(1, "Operation not permitted")
-
     monkeypatch.setattr(confine.shutil, "rmtree", lambda folder, ignore_errors: None)
-    monkeypatch.setattr(deep_folder, "remove_deep", refuse)
+    monkeypatch.setattr(subprocess, "run", lambda command, **how: None)
     monkeypatch.setattr(logging.getLogger("rollcall"), "propagate", True)
     confine.remove_folder(str(tmp_path))
     assert f"{tmp_path}, a reward's private folder, cannot be removed" in caplog.text

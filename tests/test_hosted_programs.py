@@ -24,8 +24,7 @@ from programs import TWO_TURNS, prompt_of
 
 from rollcall.config import parse_config
 from rollcall.config.environments import AgentEnvironment
-from rollcall.environments import host as host_module
-from rollcall.environments import hosted
+from rollcall.environments import answering, hosted
 from rollcall.environments import program as program_module
 from rollcall.environments.agent import AgentEnvironments
 from rollcall.environments.host import EnvironmentHost, HostPlace
@@ -382,7 +381,7 @@ def test_a_process_whose_name_is_no_text_is_in_nobodys_way(tmp_path: Path, token
 def test_a_host_goes_on_speaking_while_it_ends_programs(
     tmp_path: Path, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_module, "BEAT_S", 0.1)
+    monkeypatch.setattr(answering, "BEAT_S", 0.1)
     monkeypatch.setattr(hosted, "SILENT_S", 3.0)
     kill = program_module.kill_leftovers
     monkeypatch.setattr(program_module, "kill_leftovers", lambda *args, **keys: (time.sleep(4), kill(*args, **keys)))
@@ -477,7 +476,7 @@ def test_a_program_ends_when_its_connection_breaks_or_nobody_waits_for_it(
         running = asyncio.create_task(line.run(variables(), stop=asyncio.Event()))
         await appears(tmp_path / "pid")
         if how == "cut":
-            line._link.abort()
+            line.link.abort()
             with pytest.raises(EnvironmentLost, match="the connection broke off"):
                 await running
         else:
@@ -527,7 +526,7 @@ def test_a_host_that_says_nothing_of_its_program_is_lost(
     tmp_path: Path, hosts: Hosts, stuck: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As long as it speaks, a program may take its time."""
-    monkeypatch.setattr(host_module, "BEAT_S", 0.1)
+    monkeypatch.setattr(answering, "BEAT_S", 0.1)
     monkeypatch.setattr(hosted, "SILENT_S", 3.0)
     place = hosts.open(f"touch {tmp_path}/began; sleep 4; echo well")
     environments = hosted_at(place, renew=lambda number: place)
@@ -587,10 +586,10 @@ def test_a_host_runs_nothing_but_its_own_command(tmp_path: Path, hosts: Hosts) -
     async def work() -> None:
         line = await environments.find_host()
         with pytest.raises(EnvironmentFailed, match="its host failed: TypeError"):
-            await line._call("run", variables(), f"touch {tmp_path}/started")
+            await line.call("run", variables(), f"touch {tmp_path}/started")
         await line.close(broken=True)
         line = await environments.find_host()
-        said = await line._call("run", {**variables(), "command": f"touch {tmp_path}/started"})
+        said = await line.call("run", {**variables(), "command": f"touch {tmp_path}/started"})
         assert isinstance(said, Ended) and said.stdout == "mine\n"
         await line.close(broken=False)
         line = await environments.find_host()

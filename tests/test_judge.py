@@ -19,13 +19,12 @@ import pytest
 from judge_server import Asked, Reply, Service, said, scored, serving
 
 from rollcall.config.rewards import HttpReward, JudgeReward
+from rollcall.errors import ConfigError
 from rollcall.reward import endpoint as endpoint_module
 from rollcall.reward import judge as judge_module
-from rollcall.reward.asked import MAX_NOTE
 from rollcall.reward.endpoint import EndpointLostError
 from rollcall.reward.judge import ask, read_score
-from rollcall.reward.scorer import Scorer
-from rollcall.reward.user_function import RewardLoadError
+from rollcall.reward.scorer import MAX_NOTE, Scorer
 from rollcall.stop import Stopped, heed
 from rollcall.types import Completion, EndReason, Episode, Prompt, Score, Turn
 from rollcall.wait import waiting
@@ -337,7 +336,7 @@ def test_the_key_and_a_long_answer_do_not_reach_the_notes() -> None:
 
 def test_a_key_that_is_not_set_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JUDGE_KEY")
-    with pytest.raises(RewardLoadError, match="reward.0.key_env names JUDGE_KEY, which is not set"):
+    with pytest.raises(ConfigError, match="reward.0.key_env names JUDGE_KEY, which is not set"):
         scores_of(a_judge("http://127.0.0.1:1", key_env="JUDGE_KEY"), "x")
 
 

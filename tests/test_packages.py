@@ -48,8 +48,8 @@ async def play(section: StepEnvironment, moves: list[str], **row: Any) -> tuple[
 
 
 def test_a_class_gets_its_arguments_and_wrong_ones_are_refused() -> None:
-    kind = load_stepwise(f"{USERS}:Countdown", key="environment.path", kwargs={"start": 3})
-    assert kind.make(lambda error: None).reset({}, lambda value: value) == "3"
+    player = load_stepwise(f"{USERS}:Countdown", key="environment.path", kwargs={"start": 3})
+    assert player.reset({}, lambda value: value) == "3"
     with pytest.raises(ValueError, match=r"cannot be made with environment.kwargs=\{'begin': 3\}"):
         load_stepwise(f"{USERS}:Countdown", key="environment.path", kwargs={"begin": 3})
 

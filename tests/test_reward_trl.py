@@ -129,7 +129,7 @@ def test_what_is_missing_or_ambiguous_is_refused_with_the_reason() -> None:
     for name, why in {
         "only_prompts": "prompts is TRL's, and TRL passes more than this by name; add \\*\\*kwargs",
         "two_meanings": "may mean two things: with \\*\\*kwargs it is called as TRL calls it, with lists, and TRL has no metadata",
-        "by_place": "prompts stands before a /, and TRL's functions are called by name; remove the /",
+        "by_place": "prompts is before a /, and TRL's functions are called by name; remove the /",
         "progress": "a reward does not know how far the run is",
     }.items():
         with pytest.raises(ValueError, match=why):

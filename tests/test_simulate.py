@@ -110,7 +110,7 @@ def test_an_environment_is_rehearsed_where_it_is_placed(tmp_path: Path) -> None:
     )
     small = rehearsed(config, tmp_path, model=tmp_path / "model", reward_model=None)
     assert small.cluster is not None and small.cluster.component_placement == placement
-    assert isinstance(small.environment, StepEnvironment) and "rehearsal:Echo" in small.environment.path
+    assert isinstance(small.environment, StepEnvironment) and "packages:Echo" in small.environment.path
 
 
 def test_what_belongs_to_gpus_is_not_rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

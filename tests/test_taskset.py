@@ -23,7 +23,7 @@ from rollcall.environments.make import make_environments, make_here
 from rollcall.environments.taskset import MARK, TasksetPrograms
 from rollcall.errors import ConfigError
 from rollcall.net.door import new_secret
-from rollcall.process_table import Process
+from rollcall.process_table import Process, environment_of
 from rollcall.types import Completion, EndReason, Prompt
 
 HANGMAN = {"taskset": {"id": "textarena", "game": "Hangman-v0"}}
@@ -205,13 +205,13 @@ def test_a_server_that_has_died_is_started_again_and_leaves_no_harness(
 ) -> None:
     given = stand_in(tmp_path, monkeypatch)
     programs = TasksetPrograms(given)
-    mark = {MARK: "=".join(programs._server._mark).partition("=")[2]}
+    pid = programs.server.worker.pid
+    mark = {MARK: (environment_of(pid) or {})[MARK]}
     harness = subprocess.Popen(["sleep", "600"], env={**os.environ, **mark}, start_new_session=True)
-    os.kill(programs._server.process.pid, signal.SIGKILL)
-    programs._server.process.wait()
+    os.kill(pid, signal.SIGKILL)
     completions = play_in(AgentEnvironments(given, chat_template=None, programs=programs), count=2)
     episodes = [one.episode for one in completions if one.episode is not None]
     assert [(one.ended, one.error) for one in episodes] == [(EndReason.DONE, "")] * 2
-    assert "ended with SIGKILL" in caplog.text and caplog.text.count("it is started again") == 1
+    assert "died (SIGKILL" in caplog.text and caplog.text.count("it is started again") == 1
     assert harness.wait(60) == -signal.SIGKILL
     assert Process.of(int((tmp_path / "pid").read_text())) is None

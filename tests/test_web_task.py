@@ -58,7 +58,7 @@ def test_eight_browsers_at_once_and_one_that_is_killed_fails_its_own_episode_alo
 
         async def kill_the_third(index: int) -> None:
             if index == 3:
-                browser_of(started[3]._worker.pid).kill()
+                browser_of(started[3].worker.pid).kill()
 
         try:
             worth = await asyncio.gather(

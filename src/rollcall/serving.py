@@ -1,6 +1,6 @@
 """What `rollcall serve` does: find the model, build its engine, and offer it behind the endpoint until it is stopped.
 
-The main thread steps the engine; the endpoint's server has a thread of its own (``environments/server.py``).
+The main thread steps the engine; the endpoint's server has its own thread (``environments/endpoint.py``).
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from rollcall.engine.protocol import Engine, Refused, Request, Sampling
 from rollcall.engine.ticker import Ticker
 from rollcall.environments.callers import Caller, Callers, Open, Served
 from rollcall.environments.conversation import Conversations
-from rollcall.environments.endpoint import Endpoint, call_format_of
+from rollcall.environments.endpoint import Endpoint, EndpointServer, call_format_of, in_loop
 from rollcall.environments.histories import Histories, Templates
-from rollcall.environments.server import EndpointServer, in_loop
 from rollcall.errors import ConfigError
 from rollcall.evaluation import adapter_beside, newest_model_of, sets_model
 from rollcall.loop.aside import together

@@ -115,7 +115,7 @@ def rehearsed(config: Config, root: Path, *, model: Path, reward_model: Path | N
     if config.environment is not None:
         document["environment"] = {
             "type": "step",
-            "path": "rollcall.environments.packages.rehearsal:Echo",
+            "path": "rollcall.environments.packages:Echo",
             "max_turns": 2,
         }
         document["reward"].append({"type": "environment"})

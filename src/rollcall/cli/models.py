@@ -121,7 +121,7 @@ def serve(
       rollcall serve builtin:arithmetic rollout.max_running=64
       rollcall serve models/mine --engine vllm --key-file serve.key --host 0.0.0.0
     """
-    from rollcall.environments.server import refuse_without_packages
+    from rollcall.environments.endpoint import refuse_without_packages
 
     refuse_without_packages()
     say("loading torch and transformers")

@@ -1,6 +1,6 @@
 """Episodes that a program drives itself: it speaks the OpenAI API and knows nothing of training.
 
-    Episodes ──▶ AgentPlayer.play: a key, and the program as a process of its own, here or on a host
+    Episodes ──▶ AgentPlayer.play: a key, and the program as a separate process, here or on a host
                      program ──HTTP──▶ endpoint (its own thread) ──▶ histories ──▶ sample, in the loop of the run
                      program ends, or a limit is met; its host is lost: again from the beginning, on another one
                  ◀── the first history as the Completion, the others as its branches
@@ -17,16 +17,22 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from rollcall.config.environments import EnvironmentBase
 from rollcall.engine.protocol import Sampling
 from rollcall.environments.callers import Caller, Callers, Served, room_for
 from rollcall.environments.calls import CallFormat
 from rollcall.environments.conversation import Conversations
-from rollcall.environments.endpoint import EPISODES, Endpoint, call_format_of, take_reward
+from rollcall.environments.endpoint import (
+    EPISODES,
+    LOOPBACK,
+    Endpoint,
+    EndpointServer,
+    call_format_of,
+    in_loop,
+    take_reward,
+)
 from rollcall.environments.episode import LONGEST_ERROR, one_ends_within, row_of, turn_seed
-from rollcall.environments.histories import Histories, Row, Templates
+from rollcall.environments.histories import Histories, HistoryRow, Templates
 from rollcall.environments.program import KEY
 from rollcall.environments.protocol import (
     Ended,
@@ -37,20 +43,17 @@ from rollcall.environments.protocol import (
     Programs,
     SampleTurn,
 )
-from rollcall.environments.server import LOOPBACK, EndpointServer, in_loop
 from rollcall.environments.wire import Refused, Wanted
-from rollcall.types import Completion, EndReason, Episode, FinishReason, Prompt
+from rollcall.types import Completion, EndReason, FinishReason, Prompt
 from rollcall.wait import warn
 from rollcall.words import visible
 
-GRACE_S = 10.0  # for a program that was told that a limit is met
+GRACE_S = 10.0  # for a program to end by itself once a limit is met
 
 
 class AgentEnvironments:
-    """What programs play. It does not fit ``reset`` and ``step``: ``player`` plays whole episodes.
-
-    ``address`` is where the endpoint listens, and has to be one that the programs can reach.
-    """
+    """Episodes of programs, which do not fit ``reset`` and ``step``: ``player`` plays whole episodes. The endpoint listens on ``address``,
+    which the programs must be able to reach."""
 
     def __init__(
         self, section: EnvironmentBase, *, chat_template: str | None, programs: Programs, address: str = LOOPBACK
@@ -91,7 +94,7 @@ class AgentEnvironments:
 
 @dataclass(slots=True, kw_only=True)
 class EpisodeRules:
-    """What the program of an episode may ask for."""
+    """The rules of an episode: what its program may ask for."""
 
     section: EnvironmentBase
     served: Served
@@ -163,7 +166,7 @@ class AgentPlayer:
         call_format: CallFormat,
     ) -> None:
         self.section = section
-        self._programs = programs  # used in the server's loop alone
+        self._programs = programs  # used in the server's loop only
         self._tokenizer = copy.deepcopy(tokenizer)  # the run's is used by another thread
         self._templates = Templates(Conversations(self._tokenizer))
         self._served = Served(name="policy", max_model_len=max_row, vocabulary=len(tokenizer))
@@ -171,51 +174,41 @@ class AgentPlayer:
         app = Endpoint(self._callers, served=self._served, tokenizer=self._tokenizer, call_format=call_format)
         self._server = EndpointServer(app, host=address)
         self._playing: set[asyncio.Task[Any]] = set()
-        self._is_told = False
+        self._has_warned = False
 
     async def play(
-        self,
-        prompt: Prompt,
-        *,
-        seed: int,
-        sampling: Sampling,
-        session: str,
-        sample: SampleTurn,
+        self, prompt: Prompt, *, seed: int, sampling: Sampling, session: str, sample: SampleTurn
     ) -> Completion:
         """One attempt at a prompt. ``sampling.max_tokens`` bounds all tokens behind the prompts of its histories."""
         crossing = in_loop(sample, asyncio.get_running_loop())
-        work = self._play(prompt, seed=seed, sampling=sampling, session=session, sample=crossing)
-        return await asyncio.wrap_future(self._server.run(work))
+
+        async def there() -> Completion:
+            task = asyncio.current_task()
+            assert task is not None
+            self._playing.add(task)
+            try:
+                while True:
+                    host = await self._programs.find_host()
+                    try:
+                        return await self._play_at(host, prompt, seed, sampling, session, crossing)
+                    except EnvironmentLost:
+                        continue  # its loss was reported; find_host gives up when no host comes back
+            finally:
+                self._playing.discard(task)
+
+        return await asyncio.wrap_future(self._server.run(there()))
 
     async def aclose(self) -> None:
-        await asyncio.wrap_future(self._server.run(self._stop()))
+        async def stop() -> None:
+            for task in self._playing:
+                task.cancel()
+            await asyncio.gather(*self._playing, return_exceptions=True)
+
+        await asyncio.wrap_future(self._server.run(stop()))
         await asyncio.to_thread(self._server.close)
 
-    async def _stop(self) -> None:
-        for task in self._playing:
-            task.cancel()
-        await asyncio.gather(*self._playing, return_exceptions=True)
-
-    async def _play(
-        self, prompt: Prompt, *, seed: int, sampling: Sampling, session: str, sample: SampleTurn
-    ) -> Completion:
-        task = asyncio.current_task()
-        assert task is not None
-        self._playing.add(task)
-        try:
-            while True:
-                host = await self._programs.find_host()
-                try:
-                    return await self._play_at(
-                        host, prompt, seed=seed, sampling=sampling, session=session, sample=sample
-                    )
-                except EnvironmentLost:
-                    continue  # its loss was reported; find_host gives up when no host comes back
-        finally:
-            self._playing.discard(task)
-
     async def _play_at(
-        self, host: ProgramHost, prompt: Prompt, *, seed: int, sampling: Sampling, session: str, sample: SampleTurn
+        self, host: ProgramHost, prompt: Prompt, seed: int, sampling: Sampling, session: str, sample: SampleTurn
     ) -> Completion:
         histories = Histories(self._templates, self._tokenizer, name=session)
         rules = EpisodeRules(
@@ -223,15 +216,20 @@ class AgentPlayer:
         )
         caller = Caller(name=session, rules=rules, histories=histories, sample=sample, takes_reward=True)
         key = self._callers.add(caller)
+        variables = {
+            "OPENAI_BASE_URL": f"{self._server.address}{EPISODES}{session}/v1",
+            KEY: key,
+            "ROLLCALL_ROW": json.dumps(row_of(prompt), default=str),
+        }
         try:
-            ended, error = await self._run_program(host, caller, rules, variables=self._variables(prompt, session, key))
+            ended, error = await self._run_program(host, caller, rules, variables)
         finally:
             self._callers.remove(key)
             await caller.end_requests()
         return completion_of(prompt, caller, seed=seed, ended=ended, error=error)
 
     async def _run_program(
-        self, host: ProgramHost, caller: Caller, rules: EpisodeRules, *, variables: dict[str, str]
+        self, host: ProgramHost, caller: Caller, rules: EpisodeRules, variables: dict[str, str]
     ) -> tuple[EndReason, str]:
         """Why the episode ended, and what was wrong."""
         limit_s = self.section.episode_timeout_s
@@ -241,7 +239,12 @@ class AgentPlayer:
             return EndReason.ERROR, str(error)
         if rules.met is None and is_late:
             return EndReason.TIMEOUT, f"the episode took longer than environment.episode_timeout_s={limit_s:g}"
-        self._tell(rules.overruled)
+        if rules.overruled and not self._has_warned:
+            self._has_warned = True
+            warn(
+                f"the program sets {', '.join(sorted(rules.overruled))} in its requests; the run's own values are used, since only "
+                "what was sampled with them can be trained on"
+            )
         _take_printed_reward(caller, program.stdout)
         if rules.met is not None:
             return rules.met, ""
@@ -250,21 +253,6 @@ class AgentPlayer:
         if not caller.histories.rows:
             return EndReason.ERROR, _why_no_answer(caller, program)
         return EndReason.TOKENS if rules.is_cut else EndReason.DONE, ""
-
-    def _variables(self, prompt: Prompt, name: str, key: str) -> dict[str, str]:
-        return {
-            "OPENAI_BASE_URL": f"{self._server.address}{EPISODES}{name}/v1",
-            KEY: key,
-            "ROLLCALL_ROW": json.dumps(row_of(prompt), default=str),
-        }
-
-    def _tell(self, overruled: set[str]) -> None:
-        if overruled and not self._is_told:
-            self._is_told = True
-            warn(
-                f"the program sets {', '.join(sorted(overruled))} in its requests; the run's own values are used, since only what was "
-                "sampled with them can be trained on"
-            )
 
 
 async def _run_within(
@@ -312,21 +300,14 @@ def _tail(text: str) -> str:
 def completion_of(prompt: Prompt, caller: Caller, *, seed: int, ended: EndReason, error: str) -> Completion:
     """The first history, with the others as its branches."""
     rows = caller.histories.rows
-    first = rows[0] if rows else Row(prompt_ids=prompt.token_ids, session="")
-    is_own = np.array_equal(first.prompt_ids, prompt.token_ids)
-    return Completion(
-        **first.joined(),
-        finish=first.finish if rows else FinishReason.ABORT,
+    first = rows[0] if rows else HistoryRow(prompt_ids=prompt.token_ids, session="")
+    return first.completion(
+        prompt,
         seed=seed,
-        text=first.turns[-1].text if first.turns else "",
-        episode=Episode(
-            prompt_ids=None if is_own else first.prompt_ids,
-            turns=tuple(first.turns),
-            branches=tuple(row.branch() for row in rows[1:]),
-            reward=caller.reward,
-            metrics={**caller.metrics, "requests_refused": float(caller.num_refused)},
-            ended=ended,
-            error=error[:LONGEST_ERROR],
-            opening="" if prompt.text else first.opening,
-        ),
+        branches=tuple(row.branch() for row in rows[1:]),
+        reward=caller.reward,
+        metrics={**caller.metrics, "requests_refused": float(caller.num_refused)},
+        ended=ended,
+        error=error[:LONGEST_ERROR],
+        opening="" if prompt.text else first.opening,
     )

@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from rollcall.environments.histories import Call
@@ -63,54 +64,29 @@ class Answered:
 def chat_body(answered: Answered, request: ChatRequest) -> dict[str, Any]:
     choices: list[dict[str, Any]] = []
     for choice in answered.choices:
-        message = {
-            "role": "assistant",
-            "content": None if choice.calls and not choice.content else choice.content,
-            "refusal": None,
-        }
+        content = None if choice.calls and not choice.content else choice.content
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if choice.calls:
             message["tool_calls"] = _calls(choice.calls)
-        choices.append(
-            {
-                "index": choice.index,
-                "message": message,
-                "logprobs": _chat_logprobs(choice.completion, answered, request),
-                "finish_reason": choice.finish_reason,
-                **_token_ids(choice, request),
-            }
-        )
-    body = {**_head("chatcmpl", "chat.completion", answered), "choices": choices, "usage": answered.usage()}
-    return {**body, "prompt_token_ids": answered.prompts[0].tolist()} if request.return_token_ids else body
+        logprobs = _chat_logprobs(choice.completion, answered, request)
+        part = {"index": choice.index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+        choices.append(part | _token_ids(choice, request))
+    return _body("chatcmpl", "chat.completion", answered, choices) | _prompt_ids(0, answered, request)
 
 
 def text_body(answered: Answered, request: TextRequest) -> dict[str, Any]:
-    choices = [
-        {
-            "index": choice.index,
-            "text": choice.content,
-            "logprobs": _text_logprobs(choice.completion, answered, request),
-            "finish_reason": choice.finish_reason,
-            **_token_ids(choice, request),
-            **_prompt_ids(choice, answered, request),
-        }
-        for choice in answered.choices
-    ]
-    body = {**_head("cmpl", "text_completion", answered), "choices": choices, "usage": answered.usage()}
-    return {**body, **_prompt_ids(answered.choices[0], answered, request)} if len(answered.prompts) == 1 else body
+    choices = [_text_choice(choice, answered, request) for choice in answered.choices]
+    body = _body("cmpl", "text_completion", answered, choices)
+    return body | _prompt_ids(0, answered, request) if len(answered.prompts) == 1 else body
 
 
 def generate_body(answered: Answered, request: GenerateRequest) -> dict[str, Any]:
-    choices = [
-        {
-            "index": choice.index,
-            "token_ids": choice.completion.token_ids.tolist(),
-            "finish_reason": choice.finish_reason,
-            "logprobs": {"content": _contents(choice.completion, None)}
-            if request.sampling_params.logprobs is not None
-            else None,
-        }
-        for choice in answered.choices
-    ]
+    choices: list[dict[str, Any]] = []
+    for choice in answered.choices:
+        ids, is_wanted = choice.completion.token_ids.tolist(), request.sampling_params.logprobs is not None
+        logprobs = {"content": _contents(choice.completion, None)} if is_wanted else None
+        reason = choice.finish_reason
+        choices.append({"index": choice.index, "token_ids": ids, "finish_reason": reason, "logprobs": logprobs})
     head = {"request_id": request.request_id or f"gen-{secrets.token_hex(12)}", "model": answered.model}
     return {**head, "choices": choices, "usage": answered.usage()}
 
@@ -119,9 +95,7 @@ def chat_events(answered: Answered, request: ChatRequest) -> Iterator[bytes]:
     """A stream: who speaks, what is said, why it ended; then the usage, if that was wanted."""
     head = _head("chatcmpl", "chat.completion.chunk", answered)
     for choice in answered.choices:
-        first = (
-            {"prompt_token_ids": answered.prompts[0].tolist()} if request.return_token_ids and choice.index == 0 else {}
-        )
+        first = _prompt_ids(0, answered, request) if choice.index == 0 else {}
         yield _event({**head, **first, "choices": [_part(choice, {"role": "assistant", "content": ""})]}, request)
         said: dict[str, Any] = {"content": choice.content} if choice.content else {}
         if choice.calls:
@@ -136,15 +110,7 @@ def chat_events(answered: Answered, request: ChatRequest) -> Iterator[bytes]:
 def text_events(answered: Answered, request: TextRequest) -> Iterator[bytes]:
     head = _head("cmpl", "text_completion", answered)
     for choice in answered.choices:
-        part = {
-            "index": choice.index,
-            "text": choice.content,
-            "logprobs": _text_logprobs(choice.completion, answered, request),
-            "finish_reason": choice.finish_reason,
-            **_token_ids(choice, request),
-            **_prompt_ids(choice, answered, request),
-        }
-        yield _event({**head, "choices": [part]}, request)
+        yield _event({**head, "choices": [_text_choice(choice, answered, request)]}, request)
     yield from _last_events(head, answered, request)
 
 
@@ -169,8 +135,23 @@ def _head(prefix: str, kind: str, answered: Answered) -> dict[str, Any]:
     return {"id": identity, "object": kind, "created": int(time.time()), "model": answered.model}
 
 
+def _body(prefix: str, kind: str, answered: Answered, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    return {**_head(prefix, kind, answered), "choices": choices, "usage": answered.usage()}
+
+
 def _part(choice: Choice, delta: dict[str, Any]) -> dict[str, Any]:
     return {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+def _text_choice(choice: Choice, answered: Answered, request: TextRequest) -> dict[str, Any]:
+    return {
+        "index": choice.index,
+        "text": choice.content,
+        "logprobs": _text_logprobs(choice.completion, answered, request),
+        "finish_reason": choice.finish_reason,
+        **_token_ids(choice, request),
+        **_prompt_ids(choice.prompt, answered, request),
+    }
 
 
 def _calls(calls: Sequence[Call]) -> list[dict[str, Any]]:
@@ -188,8 +169,8 @@ def _token_ids(choice: Choice, request: Request) -> dict[str, Any]:
     return {"token_ids": choice.completion.token_ids.tolist()} if request.return_token_ids else {}
 
 
-def _prompt_ids(choice: Choice, answered: Answered, request: Request) -> dict[str, Any]:
-    return {"prompt_token_ids": answered.prompts[choice.prompt].tolist()} if request.return_token_ids else {}
+def _prompt_ids(prompt: int, answered: Answered, request: Request) -> dict[str, Any]:
+    return {"prompt_token_ids": answered.prompts[prompt].tolist()} if request.return_token_ids else {}
 
 
 def _chat_logprobs(completion: Completion, answered: Answered, request: ChatRequest) -> dict[str, Any] | None:
@@ -213,12 +194,6 @@ def _text_logprobs(completion: Completion, answered: Answered, request: TextRequ
         return None
     tokenizer = None if request.return_tokens_as_token_ids else answered.tokenizer
     tokens = [entry["token"] for entry in _contents(completion, tokenizer)]
-    offsets = [0]
-    for token in tokens:
-        offsets.append(offsets[-1] + len(token))
-    return {
-        "tokens": tokens,
-        "token_logprobs": completion.logprobs.tolist(),
-        "top_logprobs": None,
-        "text_offset": offsets[:-1],
-    }
+    offsets = [0, *accumulate(map(len, tokens))][:-1]
+    logprobs = completion.logprobs.tolist()
+    return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": offsets}

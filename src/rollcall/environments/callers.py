@@ -1,4 +1,4 @@
-"""Who may ask the endpoint, and by which rules: each key has one caller, with histories of its own.
+"""Who may use the endpoint, and under which rules: each key belongs to one caller, which has its own histories.
 
 ``Open`` are the rules of `rollcall serve`: a request says how it is sampled. An episode has its own (``agent.py``).
 """
@@ -19,12 +19,12 @@ from rollcall.types import Ints
 
 
 class Rules(Protocol):
-    """What a caller may ask for. Each method refuses by raising ``Refused``."""
+    """Decides on the requests of a caller. Each method refuses by raising ``Refused``."""
 
     def model(self, name: str | None) -> None: ...
 
     def sampling(self, wanted: Wanted, *, num_prompt: int, num_added: int) -> Sampling:
-        """``num_added``: tokens of the prompt behind the answer that it goes on from."""
+        """``num_added``: tokens of the prompt behind the answer that it extends."""
         ...
 
     def admit(self, num_choices: int) -> None:
@@ -47,14 +47,12 @@ class Caller:
     metrics: dict[str, float] = field(default_factory=dict)
     takes_reward: bool = False
     last_refusal: str = ""
-
     is_ended: bool = False
 
     async def end_requests(self) -> None:
         """Its key is gone: those on their way are answered with that."""
         self.is_ended = True
-        tasks = list(self.tasks)
-        for task in tasks:
+        for task in (tasks := list(self.tasks)):
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
@@ -83,23 +81,20 @@ def _digest(key: str) -> bytes:
 
 @dataclass(slots=True, kw_only=True)
 class Served:
-    """What is served."""
-
     name: str
     max_model_len: int
     vocabulary: int
 
 
+def too_long(served: Served, what: str) -> Refused:
+    text = f"This model's maximum context length is {served.max_model_len} tokens, and {what}; send fewer"
+    return Refused(400, text, code="context_length_exceeded", param="messages")
+
+
 def room_for(num_prompt: int, served: Served) -> int:
     """How many tokens can follow a prompt; refuses one that leaves no room."""
     if num_prompt >= served.max_model_len:
-        raise Refused(
-            400,
-            f"This model's maximum context length is {served.max_model_len} tokens, and the request has {num_prompt} before the "
-            "first new one; send fewer",
-            code="context_length_exceeded",
-            param="messages",
-        )
+        raise too_long(served, f"the request has {num_prompt} before the first new one")
     return served.max_model_len - num_prompt
 
 

@@ -3,7 +3,7 @@
 ``hermes``   ``<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>``, any number of them anywhere in the text.
 ``llama``    ``{"name": "add", "parameters": {"a": 1}}`` as the whole text or behind ``<|python_tag|>``; several are separated by
              ``;`` or white space, or stand in a list.
-``text``     a line of its own, ``add(a=1, b="x")`` or ``add: {"a": 1}``, that begins with the name of a tool. Inside the brackets
+``text``     a separate line, ``add(a=1, b="x")`` or ``add: {"a": 1}``, that begins with the name of a tool. Inside the brackets
              are Python literals, by name or in the order of the tool's arguments; nothing is ever evaluated.
 
 What a model wrote before ``</think>`` is thought, not said. A call that cannot be read is a ``Call`` with an ``error`` for the model. The
@@ -19,6 +19,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Literal
 
 from rollcall.errors import ConfigError
@@ -63,20 +64,13 @@ def format_of(chat_template: str | None) -> CallFormat:
 
 def parse_calls(text: str, *, call_format: CallFormat, tools: Mapping[str, Sequence[str]]) -> list[Call]:
     """The calls in their order; empty: there is none. ``tools``: name -> arguments in their order."""
-    said = _said(text)
-    found = {"hermes": _hermes, "llama": _llama, "text": _lines}[call_format](said, tools)
-    calls: list[Call] = []
-    for call in found:
-        if len(calls) == MAX_CALLS:
-            calls.append(Call(name="", error=f"more than {MAX_CALLS} calls in one turn; the others were not made"))
-            break
-        calls.append(call)
-    return calls
-
-
-def _said(text: str) -> str:
     _, thought, said = text.rpartition(_THOUGHT)
-    return "" if not thought and text.lstrip().startswith(_THINK) else said
+    if not thought and text.lstrip().startswith(_THINK):
+        return []
+    calls = list(islice({"hermes": _hermes, "llama": _llama, "text": _lines}[call_format](said, tools), MAX_CALLS + 1))
+    if len(calls) > MAX_CALLS:
+        calls[-1] = Call(name="", error=f"more than {MAX_CALLS} calls in one turn; the others were not made")
+    return calls
 
 
 def _hermes(text: str, tools: Mapping[str, Sequence[str]]) -> Iterator[Call]:
@@ -113,7 +107,7 @@ def _llama(text: str, tools: Mapping[str, Sequence[str]]) -> Iterator[Call]:
             found, at = _decode(body, at)
             calls = [_call(each) for each in (found if isinstance(found, list) else [found])]
         except _Unreadable as error:
-            # A model may answer with JSON that is no call, or go on in words behind one.
+            # A model may answer with JSON that is no call, or add words behind one.
             if is_first and (is_tagged or '"name"' in body[:_MAX_CALL_CHARS]):
                 example = '{"name": "...", "parameters": {...}}'
                 yield Call(name="", error=f"the call cannot be read: {error}; write {example}")

@@ -14,37 +14,102 @@ from typing import Any
 
 from rollcall.environments.calls import Call, CallFormat, parse_calls
 from rollcall.environments.stepwise import WrongResult, check_made, number
-from rollcall.environments.tools import Tool, WrongArguments, check_arguments, describe, tool_of, tools_of_class
+from rollcall.environments.tools import (
+    Tool,
+    WrongArguments,
+    check_arguments,
+    cut_end,
+    describe,
+    tool_of,
+    tools_of_class,
+)
 from rollcall.importing import load_named
 
 MAX_RESULT_CHARS = 1_000_000  # of one tool call
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClassKind:
-    """A class with its tools, and functions beside it; or functions alone."""
+@dataclass(slots=True, kw_only=True)
+class ClassPlayer:
+    """A class with its tools, and functions next to it; or functions only. Forked processes play episodes of it; ``examine`` gets what a
+    tool raised, and ``run`` waits for what an async method returned."""
 
-    path: str
     cls: type | None
     kwargs: Mapping[str, Any]
     tools: dict[str, Tool]
     functions: dict[str, Callable[..., Any]]
     call_format: CallFormat
     is_chat: bool  # the model has a chat template
+    instance: Any = None
+    examine: Callable[[BaseException], None] = lambda error: None
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """What the chat template gets."""
+        """For the chat template."""
         return [] if self.call_format == "text" else [tool.schema for tool in self.tools.values()]
 
-    @property
-    def told(self) -> str:
-        """What the prompt says of the tools, where there is a chat and its template does not."""
-        is_told = self.is_chat and self.call_format == "text" and self.tools
-        return f"\n\n{describe(self.tools)}" if is_told else ""
+    def reset(self, row: Mapping[str, Any], run: Callable[[Any], Any]) -> str | None:
+        text = None
+        if self.cls is not None:
+            if self.instance is None:
+                self.instance = self.cls(**self.kwargs)
+            text = run(self.instance.reset(**_taken(self.instance.reset, row)))
+        if text is not None and not isinstance(text, str):
+            raise WrongResult(f"reset returned {type(text).__name__}; return a string or None")
+        if self.is_chat and self.call_format == "text" and self.tools:  # the template does not describe them
+            return f"{text or ''}\n\n{describe(self.tools)}"
+        return text
 
-    def make(self, examine: Callable[[BaseException], None]) -> ClassPlayer:
-        return ClassPlayer(self, examine=examine)
+    def step(self, text: str, token_ids: list[int], run: Callable[[Any], Any]) -> dict[str, Any]:
+        names = {name: tuple(tool.hints) for name, tool in self.tools.items()}
+        made = [self._answer(call, run) for call in parse_calls(text, call_format=self.call_format, tools=names)]
+        calls = [each | {"result": cut_end(each["result"], 10_000)} for each in made]
+        return {"messages": self._messages(made), "done": not made, "reward": None, "metrics": {}, "calls": calls}
+
+    def reward(self, run: Callable[[Any], Any]) -> float | None:
+        get_reward = getattr(self.instance, "get_reward", None)
+        return None if get_reward is None else number(run(get_reward()), what="get_reward returned")
+
+    def _answer(self, call: Call, run: Callable[[Any], Any]) -> dict[str, Any]:
+        """Make a call. The model reads what a tool raises, except where its process is no longer sound."""
+        error = call.error
+        result = ""
+        if not error:
+            try:
+                if (tool := self.tools.get(call.name)) is None:
+                    there_are = ", ".join(self.tools) or "none"
+                    raise WrongArguments(f"there is no tool {call.name[:80]!r}; there are {there_are}")
+                function = self.functions.get(call.name) or getattr(self.instance, call.name)
+                returned = run(function(**check_arguments(tool, call.arguments)))
+                result = (
+                    returned if isinstance(returned, str) else json.dumps(returned, default=str, ensure_ascii=False)
+                )
+                if (size := len(result)) > MAX_RESULT_CHARS:
+                    raise WrongArguments(
+                        f"the result has {size:,} characters; at most {MAX_RESULT_CHARS:,} can be read"
+                    )
+            except MemoryError:
+                raise
+            except WrongArguments as wrong:
+                error = str(wrong)
+            except Exception as raised:  # noqa: BLE001 - a tool may raise anything
+                self.examine(raised)
+                # A ValueError is how a tool says what is wrong, so its name adds nothing.
+                is_plain = type(raised) is ValueError and str(raised)
+                error = str(raised) if is_plain else f"{type(raised).__name__}: {raised}".removesuffix(": ")
+        if error:
+            result = json.dumps({"error": error[:10_000]}, ensure_ascii=False)
+        return {"name": call.name, "arguments": call.arguments, "result": result, "failed": bool(error)}
+
+    def _messages(self, made: list[dict[str, Any]]) -> list[dict[str, str]]:
+        """A chat template without tools has no role for them, and often refuses two messages of the user in a row. Without a chat
+        template the results follow the model's own text, so they are on separate lines."""
+        if self.call_format != "text":
+            return [{"role": "tool", "content": each["result"], "name": each["name"]} for each in made]
+        if not made:
+            return []
+        lines = [each["result"] if len(made) == 1 else f"{each['name'] or 'error'}: {each['result']}" for each in made]
+        text = "\n".join(lines)
+        return [{"role": "user", "content": text if self.is_chat else f"\n{text}\n", "name": ""}]
 
 
 def load_class(
@@ -55,13 +120,18 @@ def load_class(
     functions: list[str],
     call_format: CallFormat,
     is_chat: bool,
-) -> ClassKind:
+) -> ClassPlayer:
     """ValueError: the class or a function cannot be used; the message says which and what to do."""
     tools: dict[str, Tool] = {}
     cls: Any = None
     if path is not None:
         cls = load_named(path, key=key, what="Class", example="my_env:Game")
-        _check_class(cls, kwargs=kwargs, named=f"{key}={path!r}")
+        named = f"{key}={path!r}"
+        if not inspect.isclass(cls):
+            raise ValueError(f"{named} is {type(cls).__name__}, not a class; give a class with reset(**row)")
+        if not callable(getattr(cls, "reset", None)):
+            raise ValueError(f"{named} has no reset; give it reset(self, **row) -> str | None, which begins an episode")
+        check_made(cls, kwargs=kwargs, named=named)
         tools |= tools_of_class(cls, path=path)
     found: dict[str, Callable[..., Any]] = {}
     for index, each in enumerate(functions):
@@ -73,84 +143,7 @@ def load_class(
         if tool.name in tools:
             raise ValueError(f"{named}={each!r}: there is already a tool {tool.name}; give one of them another name")
         tools[tool.name], found[tool.name] = tool, function
-    return ClassKind(
-        path=path or ", ".join(functions),
-        cls=cls,
-        kwargs=kwargs,
-        tools=tools,
-        functions=found,
-        call_format=call_format,
-        is_chat=is_chat,
-    )
-
-
-def _check_class(cls: Any, *, kwargs: Mapping[str, Any], named: str) -> None:
-    if not inspect.isclass(cls):
-        raise ValueError(f"{named} is {type(cls).__name__}, not a class; give a class with reset(**row)")
-    if not callable(getattr(cls, "reset", None)):
-        raise ValueError(f"{named} has no reset; give it reset(self, **row) -> str | None, which begins an episode")
-    check_made(cls, kwargs=kwargs, named=named)
-
-
-class ClassPlayer:
-    """Episodes of one process. ``run`` waits for what an async method returned. ``examine`` gets what a tool raised."""
-
-    def __init__(self, kind: ClassKind, *, examine: Callable[[BaseException], None]) -> None:
-        self._kind = kind
-        self._examine = examine
-        self.instance: Any = None
-
-    def reset(self, row: Mapping[str, Any], run: Callable[[Any], Any]) -> str | None:
-        if self._kind.cls is None:
-            text = None
-        else:
-            if self.instance is None:
-                self.instance = self._kind.cls(**self._kind.kwargs)
-            reset = self.instance.reset
-            text = run(reset(**_taken(reset, row)))
-        if text is not None and not isinstance(text, str):
-            raise WrongResult(f"reset returned {type(text).__name__}; return a string or None")
-        return f"{text or ''}{self._kind.told}" if self._kind.told else text
-
-    def step(self, text: str, token_ids: list[int], run: Callable[[Any], Any]) -> dict[str, Any]:
-        kind = self._kind
-        names = {name: tuple(tool.hints) for name, tool in kind.tools.items()}
-        made = [self._answer(call, run) for call in parse_calls(text, call_format=kind.call_format, tools=names)]
-        return {
-            "messages": _messages(made, kind),
-            "done": not made,
-            "reward": None,
-            "metrics": {},
-            "calls": [each | {"result": _shown(each["result"])} for each in made],
-        }
-
-    def reward(self, run: Callable[[Any], Any]) -> float | None:
-        get_reward = getattr(self.instance, "get_reward", None)
-        if get_reward is None:
-            return None
-        return number(run(get_reward()), what="get_reward returned")
-
-    def _answer(self, call: Call, run: Callable[[Any], Any]) -> dict[str, Any]:
-        """What became of a call. What a tool raises is for the model to read, except where its process is no longer sound."""
-        error = call.error
-        result = ""
-        if not error:
-            try:
-                if (tool := self._kind.tools.get(call.name)) is None:
-                    there_are = ", ".join(self._kind.tools) or "none"
-                    raise WrongArguments(f"there is no tool {call.name[:80]!r}; there are {there_are}")
-                function = self._kind.functions.get(call.name) or getattr(self.instance, call.name)
-                result = _text(run(function(**check_arguments(tool, call.arguments))))
-            except MemoryError:
-                raise
-            except WrongArguments as wrong:
-                error = str(wrong)
-            except Exception as raised:  # noqa: BLE001 - a tool may raise anything
-                self._examine(raised)
-                error = _told(raised)
-        if error:
-            result = json.dumps({"error": error[:10_000]}, ensure_ascii=False)
-        return {"name": call.name, "arguments": call.arguments, "result": result, "failed": bool(error)}
+    return ClassPlayer(cls=cls, kwargs=kwargs, tools=tools, functions=found, call_format=call_format, is_chat=is_chat)
 
 
 def _taken(reset: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,35 +153,3 @@ def _taken(reset: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
         return dict(row)
     names = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
     return {name: value for name, value in row.items() if name in names}
-
-
-def _text(result: Any) -> str:
-    """A tool's result as the model reads it."""
-    text = result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
-    if len(text) > MAX_RESULT_CHARS:
-        raise WrongArguments(f"the result has {len(text):,} characters; at most {MAX_RESULT_CHARS:,} can be read")
-    return text
-
-
-def _told(error: Exception) -> str:
-    """An exception in the model's words. A ValueError is how a tool says what is wrong, so its name adds nothing."""
-    said = str(error)
-    name = type(error).__name__
-    return said if said and type(error) is ValueError else f"{name}: {said}" if said else name
-
-
-def _messages(made: list[dict[str, Any]], kind: ClassKind) -> list[dict[str, str]]:
-    """A chat template without tools has no role for them, and often refuses two messages of the user in a row. Without a chat
-    template the results follow the model's own text, so they stand on lines of their own."""
-    if kind.call_format != "text":
-        return [{"role": "tool", "content": each["result"], "name": each["name"]} for each in made]
-    if not made:
-        return []
-    lines = [each["result"] if len(made) == 1 else f"{each['name'] or 'error'}: {each['result']}" for each in made]
-    text = "\n".join(lines)
-    return [{"role": "user", "content": text if kind.is_chat else f"\n{text}\n", "name": ""}]
-
-
-def _shown(result: str) -> str:
-    """For people to read."""
-    return result if len(result) <= 10_000 else f"{result[:10_000]}..."

@@ -51,7 +51,7 @@ class Conversations:
         self._cut = f"ROLLCALLCUT{secrets.token_hex(8)}"  # in nothing that anybody says
 
     def open(self, prompt: Prompt, *, added: str | None, tools: Tools) -> Opened:
-        """What the model reads first: the row's prompt, with what the environment said added to its last message."""
+        """Begin an episode: the row's prompt, with the text of the environment added to its last message."""
         messages = prompt.metadata.get(MESSAGES)
         if messages is None:
             text = prompt.text + (added or "")
@@ -161,7 +161,7 @@ def unknown_characters(text: str, token_ids: Ints, tokenizer: Any) -> list[str]:
 
 
 def _plain_backend(tokenizer: Any) -> Any:
-    """What encodes as the tokenizer does, in half the time; None: the tokenizer does more in Python."""
+    """The part of the tokenizer that encodes as all of it does, in half the time; None if the tokenizer does more in Python."""
     from transformers import PreTrainedTokenizerFast
 
     kind, plain = type(tokenizer), PreTrainedTokenizerFast

@@ -1,13 +1,17 @@
-"""The OpenAI API over a sampler: an ASGI app.
+"""The OpenAI API over a sampler: an ASGI app, and the thread that serves it.
 
     POST /v1/chat/completions    messages in, a message out; tools, streaming, token ids, log-probs
     POST /v1/completions         text or token ids in, text out
     POST /inference/v1/generate  token ids in and out
     GET  /v1/models              what is served, with `max_model_len`
-    POST /v1/reward              what an episode was worth; for the program of an episode alone
+    POST /v1/reward              the reward of an episode, from its program
 
 Every address needs a key. The same addresses below ``/episodes/NAME`` are those of one episode, and its key opens no others. The
 body is read only when the key is known, and up to ``MAX_BODY_BYTES``.
+
+The server is uvicorn in a thread with its own event loop. An engine in this process decodes inside one call of the run's loop, for as
+long as a chunk of tokens takes; meanwhile this thread reads requests, renders and tokenises, so that the next chunk begins with all of
+them. A request crosses to the engine's loop once, and its completion comes back once.
 """
 
 from __future__ import annotations
@@ -16,12 +20,17 @@ import asyncio
 import json
 import logging
 import secrets
+import socket
+import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, TypeVar
 
 import numpy as np
 
+from rollcall.engine.protocol import Sampling
 from rollcall.environments.answers import (
     Answered,
     Choice,
@@ -32,17 +41,20 @@ from rollcall.environments.answers import (
     text_events,
     to_bytes,
 )
-from rollcall.environments.callers import Caller, Callers, Served, check_ids
+from rollcall.environments.callers import Caller, Callers, Served, check_ids, too_long
 from rollcall.environments.calls import CallFormat, format_of, parse_calls
 from rollcall.environments.histories import Asked, Call
-from rollcall.environments.protocol import EnvironmentFailed, add_metrics
+from rollcall.environments.protocol import EnvironmentFailed, SampleTurn, add_metrics
 from rollcall.environments.wire import ChatRequest, GenerateRequest, Refused, TextRequest, Wanted, Worth, read
 from rollcall.errors import ConfigError
-from rollcall.types import Completion, FinishReason
+from rollcall.net.http_door import http_server, listen
+from rollcall.types import Completion, FinishReason, Ints
 
 MAX_BODY_BYTES = 16 << 20  # ids of a million tokens have half of it
 READ_TIMEOUT_S = 60.0  # for a body, from its first byte to its last
 EPISODES = "/episodes/"
+LOOPBACK = "127.0.0.1"
+T = TypeVar("T")
 
 Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -129,20 +141,20 @@ class Endpoint:
         return await self._unless_left(caller, work(caller, body), receive)
 
     def _model(self) -> dict[str, Any]:
-        length = self._served.max_model_len
-        return {
-            "id": self._served.name,
-            "object": "model",
-            "created": 0,
-            "owned_by": "rollcall",
-            "max_model_len": length,
-        }
+        served = self._served
+        model = {"id": served.name, "object": "model", "created": 0, "owned_by": "rollcall"}
+        return model | {"max_model_len": served.max_model_len}
 
     async def _unless_left(self, caller: Caller, work: Coroutine[Any, Any, Reply], receive: Receive) -> Reply:
         """The reply, unless the client hangs up before or the key ends: then the work ends too."""
         task = asyncio.current_task()
         assert task is not None
-        gone = asyncio.create_task(_until_gone(receive))
+
+        async def until_gone() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        gone = asyncio.create_task(until_gone())
         gone.add_done_callback(lambda done: None if done.cancelled() else task.cancel())
         caller.tasks.add(task)
         try:
@@ -174,14 +186,13 @@ class Endpoint:
             )
         messages = request.conversation()
         if len(messages) > self._served.max_model_len:
-            text = f"This model's maximum context length is {self._served.max_model_len} tokens, and the request has {len(messages):,} messages"
-            raise Refused(400, f"{text}; send fewer", code="context_length_exceeded", param="messages")
+            raise too_long(self._served, f"the request has {len(messages):,} messages")
         # A call's arguments are counted as the template may write them; names and keys are part of it too.
-        beside = [{key: value for key, value in message.items() if key != "content"} for message in messages]
-        told = [
-            json.dumps(one, ensure_ascii=False) for one in (request.tools, *(one for one in beside if len(one) > 1))
+        others = [{key: value for key, value in message.items() if key != "content"} for message in messages]
+        written = [
+            json.dumps(one, ensure_ascii=False) for one in (request.tools, *(one for one in others if len(one) > 1))
         ]
-        self._refuse_endless([*(message["content"] for message in messages), *told])
+        self._refuse_endless([*(message["content"] for message in messages), *written])
         if request.finds_calls and self._call_format == "text":  # its template would leave them out without a word
             raise Refused(
                 400,
@@ -222,15 +233,9 @@ class Endpoint:
         return Reply(body=to_bytes({"reward": caller.reward}))
 
     def _refuse_endless(self, texts: Sequence[str]) -> None:
-        """What cannot fit, whatever its tokens are: to tokenise it may take minutes, and all others wait meanwhile."""
+        """Refuse what cannot fit, whatever its tokens are: tokenising it could take minutes, and all others would wait."""
         if (num_chars := sum(map(len, texts))) > self._most_chars:
-            raise Refused(
-                400,
-                f"This model's maximum context length is {self._served.max_model_len} tokens, and the request has {num_chars:,} "
-                "characters, which cannot fit; send fewer",
-                code="context_length_exceeded",
-                param="messages",
-            )
+            raise too_long(self._served, f"the request has {num_chars:,} characters, which cannot fit")
 
     def _by_ids(self, caller: Caller, given: list[int]) -> Asked:
         asked = caller.histories.ids(np.array(given, dtype=np.int32))
@@ -242,49 +247,49 @@ class Endpoint:
 
     async def _sample(self, caller: Caller, asked: list[Asked], wanted: Wanted, chat: ChatRequest | None) -> Answered:
         """``wanted.n`` completions of each prompt, side by side."""
+        turns: list[asyncio.Future[Completion]] = []
         try:
             # Before it is admitted: what is refused is not a turn.
             samplings = [
                 caller.rules.sampling(wanted, num_prompt=len(one.prompt_ids), num_added=len(one.added)) for one in asked
             ]
             caller.rules.admit(len(asked) * wanted.n)
-            turns: list[Awaitable[Completion]] = []
             sessions: list[str] = []
             for one, sampling in zip(asked, samplings, strict=True):
                 for place in range(wanted.n):
                     sessions.append(one.session if place == 0 else caller.histories.new_session())
                     seed = caller.rules.seed(wanted, len(turns))
-                    turns.append(caller.sample(one.prompt_ids, seed=seed, sampling=sampling, session=sessions[-1]))
-            completions = await _all(turns)
+                    turn = caller.sample(one.prompt_ids, seed=seed, sampling=sampling, session=sessions[-1])
+                    turns.append(asyncio.ensure_future(turn))
+            completions = await asyncio.gather(*turns)
         except BaseException:
+            for turn in turns:  # the first failure ends the others
+                turn.cancel()
             for one in asked:
                 caller.histories.give_up(one)
             raise
         choices: list[Choice] = []
         for index, (completion, session) in enumerate(zip(completions, sessions, strict=True)):
-            choice = self._choice(index, index // wanted.n, completion, wanted=wanted, chat=chat)
+            content, calls = completion.text, ()
+            if completion.finish is FinishReason.STOP:  # the API does not return the stop string
+                content = content[: min((at for stop in wanted.stop if (at := content.find(stop)) >= 0), default=None)]
+            if chat is not None and chat.finds_calls:
+                content, calls = self._find_calls(content, chat.tools)
+            place = index // wanted.n
+            choice = Choice(index=index, prompt=place, completion=completion, content=content, calls=calls)
             message = choice.message() if chat is not None else None
-            one = asked[choice.prompt]
-            caller.histories.note(one, completion, session=session, message=message, calls=choice.calls)
+            caller.histories.note(asked[place], completion, session=session, message=message, calls=calls)
             choices.append(choice)
-        return Answered(
-            model=self._served.name,
-            prompts=tuple(one.prompt_ids for one in asked),
-            choices=tuple(choices),
-            tokenizer=self._tokenizer,
-        )
-
-    def _choice(
-        self, index: int, prompt: int, completion: Completion, *, wanted: Wanted, chat: ChatRequest | None
-    ) -> Choice:
-        content, calls = _without(completion, wanted.stop), ()
-        if chat is not None and chat.finds_calls:
-            content, calls = self._find_calls(content, chat.tools)
-        return Choice(index=index, prompt=prompt, completion=completion, content=content, calls=calls)
+        prompts = tuple(one.prompt_ids for one in asked)
+        return Answered(model=self._served.name, prompts=prompts, choices=tuple(choices), tokenizer=self._tokenizer)
 
     def _find_calls(self, text: str, tools: list[dict[str, Any]]) -> tuple[str, tuple[Call, ...]]:
-        """What is said beside the calls, and the calls. Where one of them cannot be read, all of it stays text."""
-        known = {tool["function"]["name"]: _argument_names(tool["function"]) for tool in tools}
+        """The text without the calls, and the calls. If one of them cannot be read, all of it stays text."""
+        known: dict[str, list[str]] = {}
+        for function in (tool["function"] for tool in tools):
+            parameters = function.get("parameters")
+            properties = parameters.get("properties") if isinstance(parameters, dict) else None
+            known[function["name"]] = list(properties) if isinstance(properties, dict) else []
         found = parse_calls(text, call_format=self._call_format, tools=known)
         if not found or any(call.error for call in found):
             return text, ()
@@ -310,32 +315,6 @@ def take_reward(caller: Caller, body: bytes) -> None:
 
 class _Left(Exception):  # noqa: N818 - an outcome
     """The client has hung up."""
-
-
-def _argument_names(function: dict[str, Any]) -> list[str]:
-    parameters = function.get("parameters")
-    properties = parameters.get("properties") if isinstance(parameters, dict) else None
-    return list(properties) if isinstance(properties, dict) else []
-
-
-def _without(completion: Completion, stops: list[str]) -> str:
-    """The text up to the stop string that ended it: the API does not return these."""
-    text = completion.text
-    if completion.finish is not FinishReason.STOP:
-        return text
-    return text[: min([place for stop in stops if (place := text.find(stop)) >= 0], default=len(text))]
-
-
-async def _all(turns: list[Awaitable[Completion]]) -> list[Completion]:
-    """All of them; the first failure ends the others."""
-    if len(turns) == 1:
-        return [await turns[0]]
-    tasks = [asyncio.ensure_future(turn) for turn in turns]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
 
 
 # Bytes
@@ -364,11 +343,6 @@ async def _body(scope: Message, receive: Receive) -> bytes:
         raise Refused(408, f"the body did not come within {READ_TIMEOUT_S:g} s", code="too_slow") from None
 
 
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 async def _send(reply: Reply, send: Send) -> None:
     kind = b"application/json" if reply.events is None else b"text/event-stream"
     headers = [(b"content-type", kind), (b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff")]
@@ -380,3 +354,59 @@ async def _send(reply: Reply, send: Send) -> None:
     for event in reply.events or ():
         await send({"type": "http.response.body", "body": event, "more_body": True})
     await send({"type": "http.response.body", "body": reply.body})
+
+
+# The thread
+
+
+def refuse_without_packages() -> None:
+    if find_spec("uvicorn") is None:
+        raise ValueError("the endpoint needs uvicorn, which is not installed; run: pip install 'rollcall-rl[view]'")
+
+
+class EndpointServer:
+    """Listens from the moment it is made. Coroutines that touch what the app owns run in its loop (``run``)."""
+
+    def __init__(self, app: Any, *, host: str = LOOPBACK, listener: socket.socket | None = None) -> None:
+        refuse_without_packages()
+        self._socket = listener or listen(host, 0)
+        self.host, self.port = host, int(self._socket.getsockname()[1])
+        self._server = http_server(app, lifespan="off")
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._work, name="endpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def address(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+    def run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """In this server's loop, from any thread."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def close(self) -> None:
+        """End requests on their way. The caller first ends what else runs in the loop."""
+        self._server.should_exit = True
+        self._thread.join(10.0)
+
+    def _work(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_until_complete(self._server.serve(sockets=[self._socket]))
+            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+        finally:
+            self._socket.close()
+            self.loop.close()
+
+
+def in_loop(sample: SampleTurn, loop: asyncio.AbstractEventLoop) -> SampleTurn:
+    """``sample``, which belongs to ``loop``, for coroutines of another one."""
+
+    async def crossing(prompt_ids: Ints, /, *, seed: int, sampling: Sampling, session: str) -> Completion:
+        async def there() -> Completion:
+            return await sample(prompt_ids, seed=seed, sampling=sampling, session=session)
+
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(there(), loop))
+
+    return crossing

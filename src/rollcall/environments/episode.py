@@ -31,11 +31,11 @@ from rollcall.environments.protocol import (
     StepResult,
     add_metrics,
 )
-from rollcall.environments.tokens import Tokens
+from rollcall.environments.rows import Row
 from rollcall.process.pause import running_s
 from rollcall.reward.functions import LARGEST_SCORE
 from rollcall.reward.trl import TEXT
-from rollcall.types import Completion, EndReason, Episode, FinishReason, Ints, Prompt, Turn
+from rollcall.types import Completion, EndReason, FinishReason, Ints, Prompt
 
 T = TypeVar("T")
 KIND = "environment"  # the column that names a row's environment, where there are several
@@ -124,7 +124,7 @@ class _Limit:
         self._look()
 
     def has_ended_it(self) -> bool:
-        """Whether it was this limit, and nobody else, that cancelled the task; the task is then as before."""
+        """Whether only this limit has cancelled the task; the task is then as before."""
         return self._is_over and self._uncancel() <= self._num_cancels
 
     def close(self) -> None:
@@ -153,24 +153,19 @@ class _Limit:
 
 
 class _OneEpisode:
-    """What an episode has come to."""
+    """An episode, and its outcome so far."""
 
     def __init__(
         self, player: Player, prompt: Prompt, *, seed: int, sampling: Sampling, session: str, sample: SampleTurn
     ) -> None:
         self._player, self._prompt, self._seed, self._sampling = player, prompt, seed, sampling
         self._session, self._sample = session, sample
-        self._opened: Ints | None = None  # where it is not the row's own prompt
+        self._row = Row(prompt_ids=prompt.token_ids)
         self._opening = ""  # what reset returned
-        self._row = Tokens()
-        self._turns: list[Turn] = []
-        self._unanswered: Completion | None = None  # the turn that the environment has before it
         self._metrics: dict[str, float] = {}
         self._reward: float | None = None
         self._attributes: dict[str, Any] = {}
-        self._finish = FinishReason.ABORT  # until a turn is sampled
-        self._ended = EndReason.DONE
-        self.error = ""
+        self._ended, self._error = EndReason.DONE, ""
 
     async def run(self, host: Host) -> None:
         call, kind = self._player.call, str(self._prompt.metadata.get(KIND) or "")
@@ -189,10 +184,8 @@ class _OneEpisode:
             await environment.close(broken=broken)
 
     def fail(self, reason: EndReason, error: str) -> None:
-        """It failed; the turns so far stay, also the one that it failed at."""
-        if (turn := self._unanswered) is not None:
-            self._turns.append(_turn_of(turn))
-        self._ended, self.error = reason, error[:LONGEST_ERROR] or "no reason was given"
+        """It failed; the turns so far stay, including the one that it failed at."""
+        self._ended, self._error = reason, error[:LONGEST_ERROR] or "no reason was given"
 
     def _open(self, opening: Opening) -> None:
         self._opening = opening.text or ""
@@ -205,91 +198,57 @@ class _OneEpisode:
                 f"the episode opens with {len(opened.token_ids)} tokens, and data.max_prompt_tokens={most}; raise it, or let "
                 "reset return less"
             )
-        if not np.array_equal(opened.token_ids, self._prompt.token_ids):
-            self._opened = opened.token_ids
+        self._row.prompt_ids = opened.token_ids
 
     async def _take_turns(self, environment: Environment, tools: Tools) -> EndReason:
+        row = self._row
         while True:
-            turn = await self._next_turn()
+            left, most = self._sampling.max_tokens - row.length, self._player.section.max_turn_tokens
+            turn = await self._sample(
+                np.concatenate((row.prompt_ids, *row.token_ids)),
+                seed=turn_seed(self._seed, len(row.turns)),
+                sampling=replace(self._sampling, max_tokens=min(left, most or left)),
+                session=self._session,
+            )
+            row.add_sampled(turn)
             result = await self._player.call(environment.step(turn.text, turn.token_ids.tolist()), "step")
-            observed = self._observed(turn, result, tools)
-            ended = self._why_ended(turn, result, observed)
-            self._note(turn, result, None if ended else observed)
-            if ended:
-                return ended
+            observed = None if result.done else self._observed(turn, result, tools)
+            ended = self._why_ended(turn, observed)
+            told = {name: _number(value, f"the metric {name!r}") for name, value in result.metrics.items()}
+            reward = None if result.reward is None else _reward(result.reward, "the reward of a turn")
+            add_metrics(self._metrics, told)
+            row.change_last(calls=result.calls, reward=reward)
+            if observed is None or ended is not None:
+                return ended or EndReason.DONE
+            row.add_observed(observed, "\n".join(message.content for message in result.messages))
 
-    async def _next_turn(self) -> Completion:
-        """The model's next turn."""
-        left, most = self._sampling.max_tokens - self._row.length, self._player.section.max_turn_tokens
-        opened = self._prompt.token_ids if self._opened is None else self._opened
-        turn = await self._sample(
-            np.concatenate((opened, *self._row.token_ids)),
-            seed=turn_seed(self._seed, len(self._turns)),
-            sampling=replace(self._sampling, max_tokens=min(left, most or left)),
-            session=self._session,
-        )
-        self._row.append_sampled(turn)
-        self._finish, self._unanswered = turn.finish, turn
-        return turn
+    def _observed(self, turn: Completion, result: StepResult, tools: Tools) -> Ints:
+        """The ids of what the environment said."""
+        is_chat, last_id = MESSAGES in self._prompt.metadata, int(turn.token_ids[-1])
+        return self._player.conversations.extend(result.messages, is_chat=is_chat, tools=tools, last_id=last_id)
 
-    def _observed(self, turn: Completion, result: StepResult, tools: Tools) -> Ints | None:
-        """The ids of what the environment said; None: it said nothing, and the episode is done."""
-        if result.done:
-            return None
-        return self._player.conversations.extend(
-            result.messages,
-            is_chat=MESSAGES in self._prompt.metadata,
-            tools=tools,
-            last_id=int(turn.token_ids[-1]),
-        )
-
-    def _why_ended(self, turn: Completion, result: StepResult, observed: Ints | None) -> EndReason | None:
-        """None: it goes on."""
+    def _why_ended(self, turn: Completion, observed: Ints | None) -> EndReason | None:
+        """None if it continues."""
+        row, section, most = self._row, self._player.section, self._sampling.max_tokens
         if observed is None:
             # A class's episode ends with a turn without a call, and one that was cut short may have been on its way to a call.
-            by_limit = self._row.length >= self._sampling.max_tokens or isinstance(
-                self._player.section, ClassEnvironment
-            )
+            by_limit = row.length >= most or isinstance(section, ClassEnvironment)
             return EndReason.TOKENS if turn.finish is FinishReason.LENGTH and by_limit else EndReason.DONE
-        if len(self._turns) + 1 >= self._player.section.max_turns:
+        if len(row.turns) >= section.max_turns:
             return EndReason.TURNS
-        if self._row.length + len(observed) >= self._sampling.max_tokens:
-            return EndReason.TOKENS
-        return None
-
-    def _note(self, turn: Completion, result: StepResult, observed: Ints | None) -> None:
-        told = {name: _number(value, f"the metric {name!r}") for name, value in result.metrics.items()}
-        add_metrics(self._metrics, told)
-        self._turns.append(
-            replace(
-                _turn_of(turn),
-                num_observed=0 if observed is None else len(observed),
-                observation="" if observed is None else "\n".join(message.content for message in result.messages),
-                calls=result.calls,
-                reward=None if result.reward is None else _reward(result.reward, "the reward of a turn"),
-            )
-        )
-        self._unanswered = None
-        if observed is not None:
-            self._row.append_observed(observed)
+        return EndReason.TOKENS if row.length + len(observed) >= most else None
 
     def completion(self) -> Completion:
-        return Completion(
-            **self._row.joined(),
-            finish=self._finish,
+        return self._row.completion(
+            self._prompt,
             seed=self._seed,
-            text=self._turns[-1].text if self._turns else "",
-            episode=Episode(
-                prompt_ids=self._opened,
-                turns=tuple(self._turns),
-                branches=(),
-                reward=self._reward,
-                metrics=self._metrics,
-                ended=self._ended,
-                error=self.error,
-                opening=self._opening,
-                attributes=self._attributes,
-            ),
+            branches=(),
+            reward=self._reward,
+            metrics=self._metrics,
+            ended=self._ended,
+            error=self._error,
+            opening=self._opening,
+            attributes=self._attributes,
         )
 
 
@@ -307,11 +266,6 @@ def turn_seed(seed: int, turn: int) -> int:
         return seed
     digest = hashlib.blake2b(f"{seed}/{turn}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
-
-
-def _turn_of(turn: Completion) -> Turn:
-    """A turn without an answer."""
-    return Turn(num_sampled=len(turn.token_ids), num_observed=0, text=turn.text, observation="", calls=(), reward=None)
 
 
 def _number(value: Any, what: str) -> float:

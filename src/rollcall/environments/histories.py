@@ -1,8 +1,8 @@
-"""What a program asks, request by request, as sequences of tokens: nothing sampled is tokenised again.
+"""Turns the requests of a program into sequences of tokens; nothing sampled is tokenised again.
 
-Each answer is kept with the exact ids up to its end. A request that goes on from an answer (its messages begin with those before,
+Each answer is kept with the exact ids up to its end. A request that extends an answer (its messages begin with those before,
 and then the answer as it was returned) is the ids up to there and, behind them, the ids of the new messages. Any other request
-begins another row: a program that rewrites its history, or that asks for something else beside it.
+begins another row: a program may rewrite its history, or ask for something else in between.
 
     row 0   prompt  [sampled] observed [sampled] observed [sampled]       first history: the episode's own row
     row 1   the same tokens up to the second answer, as its prompt, then observed' [sampled']     went back to that answer
@@ -15,58 +15,29 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from rollcall.environments.conversation import Conversations
 from rollcall.environments.protocol import EnvironmentFailed, Message
-from rollcall.environments.tokens import Tokens
+from rollcall.environments.rows import Row
 from rollcall.errors import ConfigError
-from rollcall.types import Branch, Completion, FinishReason, Ints, ToolCall, Turn
+from rollcall.types import Branch, Completion, FinishReason, Ints, ToolCall
 
 MAX_TEMPLATES = 1000
 FOLLOWING = ("user", "tool", "system")  # roles of messages that may follow an answer
-Given = TypeVar("Given", bytes, str)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Row(Tokens):
-    """A training row while it is played."""
-
-    prompt_ids: Ints
+class HistoryRow(Row):
     session: str
     opening: str = ""  # the text of its prompt
-    turns: list[Turn] = field(default_factory=list)
     tip: _Answer | None = None  # the answer at its end
-    finish: FinishReason = FinishReason.ABORT
     is_extended: bool = False  # by a request on its way
-
-    def add_sampled(self, completion: Completion, calls: Sequence[Call]) -> None:
-        self.append_sampled(completion)
-        self.finish = completion.finish
-        self.turns.append(
-            Turn(
-                num_sampled=len(completion.token_ids),
-                num_observed=0,
-                text=completion.text,
-                observation="",
-                calls=tuple(ToolCall(name=call.name, arguments=call.shown, result="", failed=False) for call in calls),
-                reward=None,
-            )
-        )
-
-    def add_observed(self, asked: Asked) -> None:
-        ids = asked.added
-        self.append_observed(ids)
-        last = self.turns[-1]
-        calls = tuple(
-            replace(call, result=result) for call, result in zip(last.calls, asked.results(last.calls), strict=True)
-        )
-        self.turns[-1] = replace(last, num_observed=len(ids), observation=asked.observation, calls=calls)
 
     def branch(self) -> Branch:
         return Branch(prompt_ids=self.prompt_ids, **self.joined())
@@ -90,9 +61,10 @@ class _Answer:
     """The state behind one answer."""
 
     ids: Ints  # all, to its end
-    row: Row
-    key: bytes | None  # of the messages, the answer among them; None: not a chat
-    text: str | None  # prompt and answer; None: not plain text
+    ids_bytes: bytes
+    row: HistoryRow
+    key: bytes | None  # of the messages with the answer; None if it is not a chat
+    text: str | None  # prompt and answer; None if they are not plain text
     ends_at_stop: bool
     calls: tuple[Call, ...]
 
@@ -103,7 +75,7 @@ class Asked:
 
     prompt_ids: Ints
     session: str
-    behind: _Answer | None  # the answer that it goes on from
+    behind: _Answer | None  # the answer that it extends
     added: Ints  # the ids behind that answer
     key: bytes | None = None
     text: str | None = None
@@ -114,14 +86,13 @@ class Asked:
     def observation(self) -> str:
         return "\n".join(message["content"] for message in self.messages)
 
-    def results(self, calls: Sequence[ToolCall]) -> list[str]:
-        """What the program says each call has returned, by its id, else in order."""
+    def note_in(self, row: HistoryRow) -> None:
+        """Add the new messages to the row that they extend, with the results of its last calls."""
         assert self.behind is not None
-        said = [message for message in self.messages if message["role"] == "tool"]
-        by_id = {message.get("tool_call_id"): message["content"] for message in said}
-        if len(self.behind.calls) != len(calls):
-            return ["" for _ in calls]
-        return [by_id.get(call.id, "") for call in self.behind.calls]
+        results = {one.get("tool_call_id"): one["content"] for one in self.messages if one["role"] == "tool"}
+        row.add_observed(self.added, self.observation)
+        made = zip(row.turns[-1].calls, self.behind.calls, strict=True)
+        row.change_last(calls=tuple(replace(call, result=results.get(found.id, "")) for call, found in made))
 
 
 class Templates:
@@ -133,24 +104,23 @@ class Templates:
 
     def why_not(self, messages: Sequence[dict[str, Any]], *, tools: Sequence[dict[str, Any]], key: bytes) -> str:
         """Why these messages cannot follow an answer as they are; empty: they can. ``key`` is of the tools."""
-        roles = sorted({message["role"] for message in messages})
-        return next((why for role in roles if (why := self._of_role(role, tools, key))), "")
-
-    def _of_role(self, role: str, tools: Sequence[dict[str, Any]], key: bytes) -> str:
-        if (key, role) not in self._known:
-            try:
-                self.conversations.check_extension(tools=tools, role=role)
-                self._known[key, role] = ""
-            except ConfigError as error:
-                self._known[key, role] = str(error)
-            while len(self._known) > MAX_TEMPLATES:
-                self._known.popitem(last=False)
-        return self._known[key, role]
+        for role in sorted({message["role"] for message in messages}):
+            if (key, role) not in self._known:
+                try:
+                    self.conversations.check_extension(tools=tools, role=role)
+                    self._known[key, role] = ""
+                except ConfigError as error:
+                    self._known[key, role] = str(error)
+                while len(self._known) > MAX_TEMPLATES:
+                    self._known.popitem(last=False)
+            if why := self._known[key, role]:
+                return why
+        return ""
 
 
 class Histories:
-    """Of one key. ``max_kept``: forget the answers used longest ago beyond this many tokens, and keep no rows; None: keep all,
-    and the rows."""
+    """Of one key. ``max_kept``: forget the answers used longest ago beyond this many tokens, and keep no rows. Without it,
+    all are kept, and the rows."""
 
     def __init__(self, templates: Templates, tokenizer: Any, *, name: str, max_kept: int | None = None) -> None:
         self._templates, self._tokenizer = templates, tokenizer
@@ -158,17 +128,17 @@ class Histories:
         self._name, self._max_kept = name, max_kept
         self._answers: OrderedDict[int, _Answer] = OrderedDict()
         self._by_key: dict[bytes, _Answer] = {}
-        self._by_ids: _Prefixes[bytes] = _Prefixes()
-        self._by_text: _Prefixes[str] = _Prefixes()
         self._num_kept = 0
         self._num_sessions = 0
-        self.rows: list[Row] = []
-        self.num_extended = 0  # requests that went on from an answer
+        self.rows: list[HistoryRow] = []
+        self.num_extended = 0  # requests that extended an answer
 
     # Requests
 
     def chat(self, messages: Sequence[dict[str, Any]], *, tools: Sequence[dict[str, Any]]) -> Asked:
-        keys = _keys(messages, tools)
+        keys = [_digest(b"", json.dumps(tools, sort_keys=True))]  # one for each number of messages from the beginning
+        for message in messages:
+            keys.append(_next_key(keys[-1], message))
         for count in range(len(messages), 0, -1):
             answer = self._by_key.get(keys[count])
             new = messages[count:]
@@ -176,7 +146,7 @@ class Histories:
                 if why := self._templates.why_not(new, tools=tools, key=keys[0]):
                     if self._max_kept is None:
                         raise EnvironmentFailed(why)
-                    break  # nobody trains on it: it is rendered as it stands
+                    break  # nobody trains on it, so it is rendered as it is
                 added = self._conversations.extend(
                     [_plain(message) for message in new], is_chat=True, tools=tools, last_id=int(answer.ids[-1])
                 )
@@ -185,18 +155,21 @@ class Histories:
         return self._opened(opened.token_ids, key=keys[-1], messages=tuple(messages))
 
     def ids(self, token_ids: Ints) -> Asked:
-        """A prompt of token ids goes on from the longest answer that it begins with."""
-        longest = self._by_ids.longest(token_ids.tobytes())
-        if longest is None:
+        """A prompt of token ids extends the longest answer that it begins with."""
+        given = token_ids.tobytes()
+        begins = [answer for answer in self._answers.values() if given.startswith(answer.ids_bytes)]
+        if not begins:
             return self._opened(token_ids)
+        longest = max(reversed(begins), key=lambda answer: len(answer.ids))
         return self._extended(longest, token_ids[len(longest.ids) :])
 
     def plain(self, text: str) -> Asked:
         """The same for text. Where an answer ended at a stop token, which its text does not show, the prompt has none either: it
-        is the ids before that token, and a row of its own."""
-        longest = self._by_text.longest(text)
-        if longest is None:
+        is the ids before that token, and begins another row."""
+        begins = [answer for answer in self._answers.values() if answer.text and text.startswith(answer.text)]
+        if not begins:
             return self._opened(self._encode(text, special=True), text=text)
+        longest = max(reversed(begins), key=lambda answer: len(answer.text or ""))
         added = self._encode(text[len(longest.text or "") :])
         if longest.ends_at_stop:
             return self._opened(np.concatenate((longest.ids[:-1], added)), text=text)
@@ -222,18 +195,21 @@ class Histories:
         self.give_up(asked)
         row = asked.behind.row if asked.behind is not None and asked.behind.row.tip is asked.behind else None
         if row is None:
-            row = Row(prompt_ids=asked.prompt_ids, session=session)
+            row = HistoryRow(prompt_ids=asked.prompt_ids, session=session)
             if self._max_kept is None:
                 row.opening = asked.text or asked.observation
                 self.rows.append(row)
         elif self._max_kept is None:
-            row.add_observed(asked)
+            asked.note_in(row)
         if self._max_kept is None:
-            row.add_sampled(completion, calls)
+            made = [ToolCall(name=call.name, arguments=call.shown, result="", failed=False) for call in calls]
+            row.add_sampled(completion, tuple(made))
         stops = completion.finish is FinishReason.STOP and bool(len(completion.token_ids))
         shown = "" if not stops else self._tokenizer.decode(completion.token_ids[-1:], skip_special_tokens=True)
+        ids = np.concatenate((asked.prompt_ids, completion.token_ids))
         answer = _Answer(
-            ids=np.concatenate((asked.prompt_ids, completion.token_ids)),
+            ids=ids,
+            ids_bytes=ids.tobytes(),
             row=row,
             key=None if asked.key is None or message is None else _next_key(asked.key, message),
             text=None if asked.text is None else asked.text + completion.text,
@@ -273,57 +249,16 @@ class Histories:
     def _keep(self, answer: _Answer) -> None:
         self._answers[id(answer)] = answer
         self._num_kept += len(answer.ids)
-        self._by_ids.add(answer.ids.tobytes(), answer)
         if answer.key is not None:
             self._by_key[answer.key] = answer
-        if answer.text is not None:
-            self._by_text.add(answer.text, answer)
         while self._max_kept is not None and self._num_kept > self._max_kept and len(self._answers) > 1:
-            self._forget(self._answers.popitem(last=False)[1])
-
-    def _forget(self, answer: _Answer) -> None:
-        self._num_kept -= len(answer.ids)
-        self._by_ids.remove(answer.ids.tobytes(), answer)
-        if answer.key is not None and self._by_key.get(answer.key) is answer:
-            del self._by_key[answer.key]
-        if answer.text is not None:
-            self._by_text.remove(answer.text, answer)
+            forgotten = self._answers.popitem(last=False)[1]
+            self._num_kept -= len(forgotten.ids)
+            if forgotten.key is not None and self._by_key.get(forgotten.key) is forgotten:
+                del self._by_key[forgotten.key]
 
     def _encode(self, text: str, *, special: bool = False) -> Ints:
         return np.array(self._tokenizer(text, add_special_tokens=special)["input_ids"], dtype=np.int32)
-
-
-class _Prefixes(Generic[Given]):
-    """Answers by what a later prompt begins with."""
-
-    def __init__(self) -> None:
-        self._found: dict[Given, _Answer] = {}
-        self._lengths: Counter[int] = Counter()
-
-    def add(self, prefix: Given, answer: _Answer) -> None:
-        if prefix not in self._found:
-            self._lengths[len(prefix)] += 1
-        self._found[prefix] = answer  # the newest
-
-    def remove(self, prefix: Given, answer: _Answer) -> None:
-        if self._found.get(prefix) is answer:
-            del self._found[prefix]
-            self._lengths[len(prefix)] -= 1
-            self._lengths += Counter()  # without those that are 0
-
-    def longest(self, given: Given) -> _Answer | None:
-        for length in sorted((length for length in self._lengths if length <= len(given)), reverse=True):
-            if (answer := self._found.get(given[:length])) is not None:
-                return answer
-        return None
-
-
-def _keys(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[bytes]:
-    """One for each number of messages from the beginning, none of them first."""
-    keys = [_digest(b"", json.dumps(tools, sort_keys=True))]
-    for message in messages:
-        keys.append(_next_key(keys[-1], message))
-    return keys
 
 
 def _next_key(key: bytes, message: dict[str, Any]) -> bytes:

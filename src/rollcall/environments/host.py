@@ -1,37 +1,34 @@
 """Environments on another node than the controller: a process there lets the controller in, and plays with its own processes.
 
     HostedEnvironments (hosted.py, the controller) --a connection for each episode--> EnvironmentHost --> ProcessEnvironments --> children
-                                                                                                     `--> ProgramsHere --> programs
+                                                                                                     `--> programs
 
-A connection is one episode, and to the controller a ``Worker``. An environment is called as a child is (child.py), after ``start``; a
-program is called with ``run``, which says every ``BEAT_S`` that it goes on. One such call is under way at a time. ``stop`` and ``close`` may
-come meanwhile, and end it. A connection that breaks off ends what runs for it: the controller is gone, or has given up on it. Who wants
-in must know the secret of the run (net/door.py), and can start nothing but what this host was made for.
+A connection is one episode, and to the controller a ``Worker``. An environment is called as a child is (zygote.py), after ``start``; a
+program is called with ``run``. ``stop`` and ``close`` may come meanwhile. A connection that ends also ends what runs for it: the episode is
+over, or the controller is gone or has given up on it. A caller must know the secret of the run (net/door.py), and can start nothing but
+what this host was made for.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import socket
 import threading
-import traceback
-from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import TypeAdapter
+
+from rollcall.environments.answering import answer_calls
 from rollcall.environments.processes import ProcessEnvironments
 from rollcall.environments.program import ProgramsHere
-from rollcall.environments.protocol import Ended, Environment, EnvironmentFailed
-from rollcall.environments.results import Answer, Left, Opened, Worth, answer_bytes
+from rollcall.environments.protocol import Environment
+from rollcall.environments.taskset import TasksetPrograms
 from rollcall.net.door import Door, listen_at, watch_peer
-from rollcall.process.framing import DONE, HEAD, JSON, LENGTH, PART, RAISED, frame
-from rollcall.wait import warn
 
-BEAT_S = 5.0
-RunsHere = ProcessEnvironments | ProgramsHere
+_ANSWER: TypeAdapter[Any] = TypeAdapter(Any)
+RunsHere = ProcessEnvironments | ProgramsHere | TasksetPrograms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +44,7 @@ class HostPlace:
 
 
 class EnvironmentHost:
-    """Serves in a thread of its own until the process ends."""
+    """Serves in a separate thread until the process ends."""
 
     def __init__(self, here: RunsHere) -> None:
         self._here = here
@@ -100,95 +97,46 @@ class EnvironmentHost:
 
     async def _serve(self, connection: socket.socket) -> None:
         watch_peer(connection)
-        reader, writer = await asyncio.open_connection(sock=connection)
-        episode = _Episode(self._here, writer)
-        broken = True
+        episode = _Episode(self._here)
         try:
-            broken = await episode.serve(reader)
-        except (OSError, EOFError):
-            pass  # the controller is gone, or its node
+            await answer_calls(connection, episode.do, dumps=_ANSWER.dump_json)
         finally:
-            writer.close()
-            await episode.end(broken=broken)
+            await episode.end()
 
 
 class _Episode:
-    """What a connection has started."""
+    """The environment or program that a connection has started."""
 
-    def __init__(self, here: RunsHere, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, here: RunsHere) -> None:
         self._here = here
-        self._writer = writer
         self._environment: Environment | None = None
         self._stop = asyncio.Event()  # of its program
-        self._work: asyncio.Task[None] | None = None
+        self._is_broken = True  # unless it is closed as sound
+        self._num_running = 0
 
-    async def serve(self, reader: asyncio.StreamReader) -> bool:
-        """Until it is closed. Whether it is broken."""
-        while True:
-            (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-            message = await reader.readexactly(size)
-            number, _ = HEAD.unpack_from(message)
-            method, args = json.loads(message[HEAD.size :])
-            if method in ("close", "stop"):
-                await self._say(number, DONE, answer_bytes(None))
-                if method == "close":
-                    return bool(args[0])
-                self._stop.set()
-                continue
-            assert self._work is None or self._work.done(), "the controller asks one thing at a time"
-            self._work = asyncio.create_task(self._answer(number, method, args))
-
-    async def end(self, *, broken: bool) -> None:
-        is_asked = self._work is not None and not self._work.done()
-        if self._work is not None:
-            self._work.cancel()
-            await asyncio.gather(self._work, return_exceptions=True)
-        if self._environment is not None:
-            await self._environment.close(broken=broken or is_asked)
-
-    async def _answer(self, number: int, method: str, args: list[Any]) -> None:
-        try:
-            kind, body = DONE, answer_bytes(await self._do(number, method, args))
-        except EnvironmentFailed as error:
-            kind, body = RAISED, JSON.dumps(["EnvironmentFailed", str(error), ""])
-        except Exception as error:  # noqa: BLE001 - a host that says nothing would count as lost, with all that it plays
-            warn(f"{method} failed on this host: {''.join(traceback.format_exception(error)).strip()}")
-            kind, body = RAISED, JSON.dumps(["", f"its host failed: {type(error).__name__}: {error}", ""])
-        await self._say(number, kind, body)
-
-    async def _say(self, number: int, kind: int, body: bytes) -> None:
-        with suppress(OSError):  # the controller is gone, which the next read says too
-            self._writer.write(frame(HEAD.pack(number, kind) + body))
-            await self._writer.drain()
-
-    async def _do(self, number: int, method: str, args: list[Any]) -> Answer:
-        if isinstance(self._here, ProgramsHere):
-            assert method == "run", f"the controller asked a program for {method!r}"
-            return await self._run(number, self._here, *args)
-        if method == "start":
-            self._environment = await self._here.start(*args)
+    async def do(self, method: str, arguments: list[Any]) -> Any:
+        if method == "stop":
+            return self._stop.set()
+        if method == "close":
+            self._is_broken = arguments[0] or self._num_running > 0
             return None
-        environment = self._environment
-        assert environment is not None, "start comes first"
-        match method:
-            case "reset":
-                return Opened((await environment.reset(*args)).text)
-            case "step":
-                return await environment.step(*args)
-            case "reward":
-                return Worth(await environment.reward())
-            case "attributes":
-                return Left(await environment.attributes())
-            case other:
-                raise AssertionError(f"the controller asked for {other!r}")
-
-    async def _run(self, number: int, programs: ProgramsHere, variables: Mapping[str, str]) -> Ended:
-        running = asyncio.create_task(programs.run(variables, stop=self._stop))
+        self._num_running += 1
         try:
-            while not (await asyncio.wait({running}, timeout=BEAT_S))[0]:
-                await self._say(number, PART, answer_bytes(None))
-            return running.result()
+            return await self._play(method, arguments)
         finally:
-            if not running.done():
-                running.cancel()
-                await asyncio.gather(running, return_exceptions=True)
+            self._num_running -= 1
+
+    async def _play(self, method: str, arguments: list[Any]) -> Any:
+        if not isinstance(self._here, ProcessEnvironments):
+            assert method == "run", f"the controller asked a program for {method!r}"
+            return await self._here.run(*arguments, stop=self._stop)
+        if method == "start":
+            self._environment = await self._here.start(*arguments)
+            return None
+        assert method in ("reset", "step", "reward", "attributes") and self._environment is not None, method
+        returned = await getattr(self._environment, method)(*arguments)
+        return returned.text if method == "reset" else returned
+
+    async def end(self) -> None:
+        if self._environment is not None:
+            await self._environment.close(broken=self._is_broken)

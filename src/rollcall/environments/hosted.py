@@ -1,29 +1,26 @@
 """Environments and programs on the nodes that the placement names, as the controller uses them (host.py is the other side).
 
-An episode goes to the host with the fewest episodes for its CPUs, and has a connection of its own there. A host is lost when a
-connection to it breaks off, cannot be made within ``CONNECT_S``, does not answer within ``ANSWER_S`` that an episode is closed, or says
-nothing of its program for ``SILENT_S``; the kernel finds a node that is gone within ``net.door.SILENT_S``. Episodes that a lost host was
-playing are not failures of the environment: ``EnvironmentLost`` has them played again on another host. ``renew`` makes a new host in a
-thread; with none left, the run waits for one.
+An episode goes to the host with the fewest episodes for its CPUs, over its own connection. A host is lost when a connection to it breaks
+off, cannot be made within ``CONNECT_S``, or says nothing for ``SILENT_S`` while a call runs, or for ``ANSWER_S`` when an episode is
+closed; the kernel finds a node that is gone within ``net.door.SILENT_S``. A lost host is not the fault of its episodes:
+``EnvironmentLost`` has them played again on another host. ``renew`` makes a new host in a thread; with none left, the run waits for one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-import math
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from rollcall.environments.child import MAX_ANSWER_BYTES
 from rollcall.environments.host import HostPlace
-from rollcall.environments.processes import kind_of
-from rollcall.environments.protocol import Ended, Environment, EnvironmentFailed, EnvironmentLost, Opening, StepResult
-from rollcall.environments.results import REQUEST, Left, Opened, Worth, reader
-from rollcall.errors import WorkerLostError
+from rollcall.environments.processes import ANSWERS, REQUEST, CalledEnvironment, kind_of, reader
+from rollcall.environments.protocol import Ended, Environment, EnvironmentFailed, EnvironmentLost
+from rollcall.environments.zygote import MAX_ANSWER_BYTES
+from rollcall.errors import ConfigError, WorkerLostError
 from rollcall.net.door import CHALLENGE, answer, watch_peer
 from rollcall.process.framing import Body
 from rollcall.process.here import SocketLink
@@ -33,17 +30,9 @@ from rollcall.wait import say, warn
 CONNECT_S = 20.0
 AGAIN_S = 0.2
 ANSWER_S = 15.0
-SILENT_S = 60.0  # a host speaks of its program every BEAT_S (host.py)
-_ANSWERS = {
-    "start": reader(None),
-    "reset": reader(Opened),
-    "step": reader(StepResult),
-    "reward": reader(Worth),
-    "attributes": reader(Left),
-    "run": reader(Ended, None),  # None: it goes on
-    "stop": reader(None),
-    "close": reader(None),
-}
+SILENT_S = 60.0  # a host speaks of a running call every BEAT_S (answering.py)
+_NOTHING = reader(None)
+_ANSWERS = {**ANSWERS, "run": reader(Ended | None), "start": _NOTHING, "stop": _NOTHING, "close": _NOTHING}
 
 
 class _Host:
@@ -73,7 +62,7 @@ class HostedEnvironments:
         self._renew = renew
         self._wait_s = wait_s
         self._failure: Exception | None = None
-        self._changed: asyncio.Event | None = None
+        self._changed = asyncio.Event()
         self._is_closed = False
 
     def tools_of(self, kind: str) -> tuple[dict[str, Any], ...]:
@@ -88,7 +77,7 @@ class HostedEnvironments:
             try:
                 connection = await _connect_in_time(place)
             except (OSError, EOFError) as error:  # a wait that is over is an OSError too
-                self._lose(host, place, f"it cannot be reached: {_shown(error)}")
+                self.lose(host, place, f"it cannot be reached: {str(error) or 'no answer in time'}")
                 continue
             finally:
                 host.num_coming -= 1
@@ -117,7 +106,6 @@ class HostedEnvironments:
                 raise EnvironmentFailed("environments are closed: the run has ended")
             if there := [host for host in self._hosts if host.place is not None]:
                 return min(there, key=lambda host: host.load)
-            self._changed = self._changed or asyncio.Event()
             self._changed.clear()
             try:
                 async with asyncio.timeout(self._wait_s):  # wait_for (3.11) may forget that it is cancelled
@@ -130,40 +118,32 @@ class HostedEnvironments:
                     node_ranks=[],
                 ) from None
 
-    def lose(self, playing: _Hosted, why: str) -> None:
-        self._lose(playing.host, playing.place, why)
-
-    def _lose(self, host: _Host, place: HostPlace, why: str) -> None:
+    def lose(self, host: _Host, place: HostPlace, why: str) -> None:
         if host.place is not place or self._is_closed:
             return  # known
         host.place = None
         warn(f"{place.name} is lost; its episodes are played again elsewhere: {why}")
         for playing in list(host.playing):
             playing.abort()
-        loop = asyncio.get_running_loop()
-        arguments = (self._hosts.index(host), place.name, loop)
+        arguments = (host, place.name, asyncio.get_running_loop())
         threading.Thread(target=self._replace, args=arguments, name=f"replacing {place.name}", daemon=True).start()
 
-    def _replace(self, number: int, name: str, loop: asyncio.AbstractEventLoop) -> None:
-        place: HostPlace | Exception
+    def _replace(self, host: _Host, name: str, loop: asyncio.AbstractEventLoop) -> None:
+        found: HostPlace | Exception
         try:
-            place = self._renew(number)
+            found = self._renew(self._hosts.index(host))
         except Exception as error:  # noqa: BLE001 - raised where a host is looked for, whatever it is
-            place = error
-        try:
-            loop.call_soon_threadsafe(self._take, number, name, place)
-        except RuntimeError:
-            pass  # the loop has ended, and with it the run
+            found = error
+        with suppress(RuntimeError):  # the loop has ended, and with it the run
+            loop.call_soon_threadsafe(self._take, host, name, found)
 
-    def _take(self, number: int, name: str, place: HostPlace | Exception) -> None:
-        if isinstance(place, Exception):
-            self._failure = place
+    def _take(self, host: _Host, name: str, found: HostPlace | Exception) -> None:
+        if isinstance(found, Exception):
+            self._failure = found
         else:
-            host = self._hosts[number]
-            host.place, host.num_cpus = place, place.num_cpus
+            host.place, host.num_cpus = found, found.num_cpus
             say(f"{name} is replaced and plays again")
-        if self._changed is not None:
-            self._changed.set()
+        self._changed.set()
 
 
 class _Connection(SocketLink):
@@ -195,59 +175,50 @@ class _Connection(SocketLink):
         return Ending(how="the connection broke off", status=None)
 
 
-class _Hosted:
+class _Hosted(CalledEnvironment):
     """A connection to a host, and what is behind it. Implements ``protocol.Host`` with ``protocol.Environment``, and
     ``protocol.ProgramHost``."""
 
     def __init__(self, owner: HostedEnvironments, host: _Host, place: HostPlace, *, connection: socket.socket) -> None:
+        super().__init__(tools=(), needs_ids=owner.needs_ids)
         self.host = host
         self.place = place
         self._owner = owner
-        self._link = _Connection(connection, where=place.name)
+        self.link = _Connection(connection, where=place.name)
         hears = Body(_sendable, REQUEST.loads)
         self._worker = Worker(
-            self._link, name=place.name, hears=hears, answers=_ANSWERS, longest=MAX_ANSWER_BYTES + 1024
+            self.link, name=place.name, hears=hears, answers=_ANSWERS, longest=MAX_ANSWER_BYTES + 1024
         )
-        self._tools: tuple[dict[str, Any], ...] = ()
         self._is_lost = False
         self._is_closed = False
 
     async def start(self, kind: str) -> Environment:
-        is_started = False
         try:
-            try:
-                self._tools = self._owner.tools_of(kind)
-            except ValueError as error:
+            self.tools = self._owner.tools_of(kind)
+            await self.call("start", kind)
+        except BaseException as error:
+            await self.close(broken=True)
+            if isinstance(error, ConfigError):
                 raise EnvironmentFailed(str(error)) from None
-            await self._call("start", kind)
-            is_started = True
-        finally:
-            if not is_started:
-                await self.close(broken=True)
+            raise
         return self
-
-    async def reset(self, row: Mapping[str, Any]) -> Opening:
-        return Opening(text=(await self._call("reset", dict(row))).text, tools=self._tools)
-
-    async def step(self, text: str, token_ids: Sequence[int]) -> StepResult:
-        return await self._call("step", text, [int(token) for token in token_ids] if self._owner.needs_ids else [])
-
-    async def reward(self) -> float | None:
-        return (await self._call("reward")).worth
-
-    async def attributes(self) -> dict[str, Any]:
-        return (await self._call("attributes")).attributes
 
     async def run(self, variables: Mapping[str, str], *, stop: asyncio.Event) -> Ended:
         """``EnvironmentLost``: its host is gone, and the program is not to blame."""
-        telling = asyncio.create_task(self._tell(stop))
+
+        async def tell() -> None:
+            await stop.wait()
+            with suppress(Lost):  # the call of the program is lost then too
+                await self._worker.call("stop", deadline_s=SILENT_S)
+
+        telling = asyncio.create_task(tell())
         has_ended = False
         try:
-            ended = await self._call("run", dict(variables), deadline_s=SILENT_S)
+            ended = await self.call("run", dict(variables))
             has_ended = True
             return ended
         except asyncio.CancelledError:
-            with suppress(EnvironmentLost):  # who gave it up does not want it played again
+            with suppress(EnvironmentLost):  # it is not to be played again
                 await self.close(broken=True)
             raise
         finally:
@@ -272,24 +243,22 @@ class _Hosted:
     def abort(self) -> None:
         """Its host is lost: end the call that waits for it."""
         self._is_lost = True
-        self._link.abort()
+        self.link.abort()
 
-    async def _call(self, method: str, *args: Any, deadline_s: float = math.inf) -> Any:
+    async def call(self, method: str, *args: Any) -> Any:
         try:
-            return await self._worker.call(method, *args, deadline_s=deadline_s)
+            return await self._worker.call(method, *args, deadline_s=SILENT_S)
         except Lost as lost:
             raise self._lose(lost) from None
         except Raised as raised:
-            raise EnvironmentFailed(raised.message) from None
-
-    async def _tell(self, stop: asyncio.Event) -> None:
-        await stop.wait()
-        with suppress(Lost):  # which who waits for the end hears too
-            await self._worker.call("stop", deadline_s=SILENT_S)
+            why = raised.message
+            if raised.kind != "EnvironmentFailed":
+                why = f"its host failed: {raised.kind}: {why}\n{raised.trace}"
+            raise EnvironmentFailed(why) from None
 
     def _lose(self, lost: Lost) -> EnvironmentLost:
         self._is_lost = True
-        self._owner.lose(self, lost.why)
+        self._owner.lose(self.host, self.place, lost.why)
         return EnvironmentLost(f"{self.place.name} is lost: it {lost.why}")
 
 
@@ -308,7 +277,7 @@ async def _connect_in_time(place: HostPlace) -> socket.socket:
         while True:
             try:
                 return await _connect(place)
-            except (ConnectionRefusedError, _Stranger):  # nobody listens there any more
+            except (ConnectionRefusedError, _Stranger):  # nothing listens there any more
                 raise
             except (ConnectionError, EOFError):
                 await asyncio.sleep(AGAIN_S)
@@ -344,7 +313,3 @@ async def _connect(place: HostPlace) -> socket.socket:
         connection.close()
         raise
     return connection
-
-
-def _shown(error: Exception) -> str:
-    return str(error) or "no answer in time"

@@ -1,51 +1,91 @@
-"""Environments in processes of their own, so that user code which hangs, dies or eats memory costs one episode and nothing more.
+"""Environments in separate processes, so that user code which hangs, dies or eats memory costs one episode and nothing more.
 
-    ProcessEnvironments --start, end--> zygote (zygote.py) --fork--> a child for each running episode (child.py)
-             |                                                          |
-             +---- a Worker: calls and answers, as JSON ----------------+
+    ProcessEnvironments ----> Zygote --start, end--> the process that imports the user's class (zygote.py)
+             |                                          | fork
+             +---- a Worker: calls and answers -------- a child for each running episode
 
-A child is kept when its episode ends, and reset for the next one of its kind; one that failed is killed with all it started. A child that
-dies fails its own episode. The zygote's death fails those that run, and the next start makes a new one. The time limit of a call is the
-caller's: it gives up, and closes the environment as broken.
+A child is kept when its episode ends and reset for the next one of its kind; one that failed is killed with all it started. When a child
+dies, its episode fails. When the zygote dies, all running episodes fail, and the next start makes a new zygote. The caller limits the time
+of each call: it gives up, and closes the environment as broken. What these processes say is JSON, checked field by field.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import math
+import os
 import select
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
-from rollcall.environments.children import FILES_OF_CHILD, Setup, Zygote, find_python
+from pydantic import ConfigDict, TypeAdapter
+
+from rollcall.config.environments import ClassEnvironment, StepEnvironment, kinds_of
+from rollcall.debug.here import POST_MORTEM
+from rollcall.debug.line import DebugLine
+from rollcall.environments.calls import format_of
+from rollcall.environments.program import variables_of
 from rollcall.environments.protocol import Environment, EnvironmentFailed, Opening, StepResult
-from rollcall.environments.results import Failed
+from rollcall.environments.zygote import MAX_ANSWER_BYTES
 from rollcall.errors import ConfigError
 from rollcall.observe.prints import ChildPrints
 from rollcall.process import allow_files
-from rollcall.process.worker import Lost, Raised, Worker
-from rollcall.words import visible
+from rollcall.process.ending import how_it_ended
+from rollcall.process.framing import Body
+from rollcall.process.here import LinkHere, SocketLink
+from rollcall.process.worker import Ending, Lost, Raised, Worker
+from rollcall.process_table import Process, descendants
+from rollcall.reward.confine import ROOT
 
 START_TIMEOUT_S = 120.0
-_COLUMN = "environment"  # names the class where there are several, and is not for that class
+_END_S = 10.0
+_COLUMN = "environment"  # names the class where there are several, and is not passed to it
+_GONE = "the process that environments are forked from is gone"
+
+
+def reader(kind: Any) -> Callable[[bytes], Any]:
+    """Reads JSON as this union of types; ValueError if it is something else."""
+    adapter: TypeAdapter[Any] = TypeAdapter(kind, config=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
+    return adapter.validate_json
+
+
+def _plain(value: Any) -> Any:
+    """A column's value that JSON does not have: an array as a list, a date as text. NaN is written: a row may hold it."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+REQUEST = Body(lambda value: json.dumps(value, default=_plain).encode(), json.loads)
+ANSWERS = {  # by method; None says that a call is still running
+    "reset": reader(str | None),
+    "step": reader(StepResult | None),
+    "reward": reader(float | None),
+    "attributes": reader(dict[str, Any] | None),
+}
 
 
 class ProcessEnvironments:
     """Implements ``protocol.Environments``. Making it waits for the zygote, so a class that cannot be used is refused here."""
 
-    def __init__(self, setup: Setup, *, max_processes: int, start_timeout_s: float = START_TIMEOUT_S) -> None:
-        allow_files(FILES_OF_CHILD * max_processes)
-        setup = replace(setup, python=find_python(setup.python))
-        self._setup = setup
-        self._max_processes = max_processes
-        self._start_timeout_s = start_timeout_s
+    def __init__(self, section: ClassEnvironment | StepEnvironment, *, chat_template: str | None) -> None:
+        allow_files(2 * section.max_running)  # a socket and a debugger's line each
+        self._section = section
+        self._python = find_python(section.python)
+        self._setup = setup_of(section, chat_template=chat_template)
         self._prints = ChildPrints()
         self._idle: dict[str, list[Worker]] = {}
         self._is_closed = False
-        self._starting: asyncio.Task[None] | None = None  # in place of one that is gone
+        self._starting: asyncio.Task[None] | None = None
         try:
-            self._zygote = Zygote(setup, output_fd=self._prints.fd, timeout_s=start_timeout_s)
+            self._zygote = self._new_zygote()
         except BaseException:
             self._prints.close()
             raise
@@ -53,7 +93,7 @@ class ProcessEnvironments:
     @property
     def needs_ids(self) -> bool:
         """Whether a step gets the turn's token ids."""
-        return self._setup.type == "step"
+        return isinstance(self._section, StepEnvironment)
 
     @property
     def pids(self) -> list[int]:
@@ -62,7 +102,6 @@ class ProcessEnvironments:
 
     @property
     def tools(self) -> dict[str, list[dict[str, Any]]]:
-        """Of each kind."""
         return self._zygote.tools
 
     def tools_of(self, kind: str) -> tuple[dict[str, Any], ...]:
@@ -76,12 +115,14 @@ class ProcessEnvironments:
             name = kind_of(kind, self.tools)
         except ValueError as error:
             raise EnvironmentFailed(str(error)) from None
-        await self._attend()
-        worker = await self._take(name)
+        await self._ensure_zygote()
+        worker = await self._take_idle(name)
         if worker is None:
-            await self._make_room()
+            is_full = len(self._zygote.pids) >= self._section.max_running
+            if is_full and (others := next(filter(None, self._idle.values()), None)):
+                await others.pop(0).end()  # an idle child of another kind makes room
             worker = await self._zygote.start(name)
-        return _ProcessEnvironment(self, worker, kind=name, tools=self.tools_of(kind))
+        return _ProcessEnvironment(self, worker, kind=name)
 
     async def aclose(self) -> None:
         if self._is_closed:
@@ -94,11 +135,13 @@ class ProcessEnvironments:
         self._prints.close()
 
     def give_back(self, worker: Worker, kind: str) -> None:
-        """Its episode has ended well."""
+        """Keep the process of an episode that has ended well."""
         self._idle.setdefault(kind, []).append(worker)
 
-    async def _attend(self) -> None:
-        """A zygote that lives."""
+    def _new_zygote(self) -> Zygote:
+        return Zygote(self._setup, python=self._python, env=self._section.env, output_fd=self._prints.fd)
+
+    async def _ensure_zygote(self) -> None:
         if self._is_closed:
             raise EnvironmentFailed("environments are closed: the run has ended")
         if self._zygote.has_ended:
@@ -111,76 +154,259 @@ class ProcessEnvironments:
     async def _start_again(self) -> None:
         try:
             await asyncio.to_thread(self._zygote.close)
-            self._zygote = await asyncio.to_thread(
-                Zygote, self._setup, output_fd=self._prints.fd, timeout_s=self._start_timeout_s
-            )
+            self._zygote = await asyncio.to_thread(self._new_zygote)
         except ConfigError as error:
             raise EnvironmentFailed(str(error)) from None
         finally:
             self._starting = None
 
-    async def _take(self, kind: str) -> Worker | None:
-        """An idle one."""
+    async def _take_idle(self, kind: str) -> Worker | None:
         while idle := self._idle.get(kind):
             worker = idle.pop()
             poll = select.poll()
             poll.register(worker.link.fileno(), select.POLLIN)
-            if not poll.poll(0):  # it says nothing unless it is asked, or has ended
+            if not poll.poll(0):  # an idle child that has something to say has ended
                 return worker
             await worker.end()
         return None
 
-    async def _make_room(self) -> None:
-        """A child of another kind, which nobody uses, makes way."""
-        if len(self._zygote.pids) >= self._max_processes and (idle := next(filter(None, self._idle.values()), None)):
-            await idle.pop(0).end()
+
+class CalledEnvironment:
+    """Implements ``protocol.Environment`` by calls to the process that plays it, or to its host."""
+
+    def __init__(self, *, tools: tuple[dict[str, Any], ...], needs_ids: bool) -> None:
+        self.tools, self._needs_ids = tools, needs_ids
+
+    async def call(self, method: str, *args: Any) -> Any:
+        raise NotImplementedError
+
+    async def close(self, *, broken: bool) -> None:
+        raise NotImplementedError
+
+    async def reset(self, row: Mapping[str, Any]) -> Opening:
+        return Opening(text=await self.call("reset", dict(row)), tools=self.tools)
+
+    async def step(self, text: str, token_ids: Sequence[int]) -> StepResult:
+        return await self.call("step", text, [int(token) for token in token_ids] if self._needs_ids else [])
+
+    async def reward(self) -> float | None:
+        return await self.call("reward")
+
+    async def attributes(self) -> dict[str, Any]:
+        return await self.call("attributes")
 
 
-class _ProcessEnvironment:
-    """Implements ``protocol.Environment``."""
-
-    def __init__(
-        self, owner: ProcessEnvironments, worker: Worker, *, kind: str, tools: tuple[dict[str, Any], ...]
-    ) -> None:
+class _ProcessEnvironment(CalledEnvironment):
+    def __init__(self, owner: ProcessEnvironments, worker: Worker, *, kind: str) -> None:
+        super().__init__(tools=owner.tools_of(kind), needs_ids=owner.needs_ids)
         self._owner = owner
-        self._worker = worker
+        self.worker = worker
         self._kind = kind
-        self._tools = tools
         self._is_closed = False
 
     async def reset(self, row: Mapping[str, Any]) -> Opening:
-        given = {name: value for name, value in row.items() if name != _COLUMN or not self._kind}
-        return Opening(text=(await self._call("reset", given)).text, tools=self._tools)
-
-    async def step(self, text: str, token_ids: Sequence[int]) -> StepResult:
-        return await self._call("step", text, [int(token) for token in token_ids] if self._owner.needs_ids else [])
-
-    async def reward(self) -> float | None:
-        return (await self._call("reward")).worth
-
-    async def attributes(self) -> dict[str, Any]:
-        return (await self._call("attributes")).attributes
+        return await super().reset({name: value for name, value in row.items() if name != _COLUMN or not self._kind})
 
     async def close(self, *, broken: bool) -> None:
         if self._is_closed:
             return
         self._is_closed = True
-        if broken or self._worker.is_lost:
-            await self._worker.end()
+        if broken or self.worker.is_lost:
+            await self.worker.end()
         else:
-            self._owner.give_back(self._worker, self._kind)
+            self._owner.give_back(self.worker, self._kind)
 
-    async def _call(self, method: str, *args: Any) -> Any:
-        """The time limit is the caller's, who closes what it has given up."""
+    async def call(self, method: str, *args: Any) -> Any:
         try:
-            answer = await self._worker.call(method, *args, deadline_s=math.inf)
+            return await self.worker.call(method, *args, deadline_s=math.inf)
         except Lost as lost:
             raise EnvironmentFailed(f"its process {lost.why}") from None
         except Raised as raised:
-            raise EnvironmentFailed(visible(f"it answered with what cannot be read: {raised.message}")) from None
-        if isinstance(answer, Failed):
-            raise EnvironmentFailed(visible(answer.failed))
-        return answer
+            raise EnvironmentFailed(raised.message) from None
+
+
+class Zygote:
+    """The parent's side of the process that environments are forked from. Calls to it are made in threads, one at a time; its children are
+    called in whatever event loop runs."""
+
+    def __init__(self, setup: dict[str, Any], *, python: str | None, env: Sequence[str], output_fd: int) -> None:
+        self.pids: dict[int, int] = {}  # of its children, by number
+        self._num_started = 0
+        self._one_calls = threading.Lock()
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        lifeline_fd, self._lifeline_fd = os.pipe()
+        line = DebugLine(role="environment", number=0)
+        try:
+            fds = (theirs.fileno(), lifeline_fd, line.theirs.fileno())
+            command = command_for("rollcall.environments.zygote:Zygote", python=python)
+            link = LinkHere(command, env=variables_of(env), fds=fds, output=output_fd)
+        except BaseException:
+            self._control.close()
+            os.close(self._lifeline_fd)
+            line.close()
+            raise
+        finally:
+            theirs.close()
+            os.close(lifeline_fd)
+            line.theirs.close()
+        answers = {"load": json.loads, "start": reader(int | None), "end": reader(int | None)}
+        name = "the environment's process"
+        self.worker = Worker(link, name=name, hears=REQUEST, answers=answers, line=line, longest=64 << 20)
+        self._watcher = threading.Thread(target=self._end_children_after, name="zygote", daemon=True)
+        self._watcher.start()
+        try:
+            # Another Python has its own libraries.
+            self.tools = self._load(setup | {"sys_path": [os.getcwd(), *(sys.path if python is None else [])]})
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def has_ended(self) -> bool:
+        return self.worker.is_lost or not self._watcher.is_alive()
+
+    async def start(self, kind: str) -> Worker:
+        """A new child."""
+        starting = asyncio.ensure_future(asyncio.to_thread(self._start, kind))
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            starting.add_done_callback(_end_unwanted)
+            raise
+
+    def end(self, number: int) -> tuple[str, int | None]:
+        """Kill a child with all that it started, unless it has ended: how it ended, in words and as a status."""
+        with self._one_calls:
+            try:
+                status = self.worker.ask("end", number, deadline_s=_END_S)
+            except (Lost, Raised):
+                return _GONE, None
+            finally:
+                self.pids.pop(number, None)
+        return how_it_ended(status), status
+
+    def close(self) -> None:
+        """It ends its children, and itself."""
+        with self._one_calls:
+            self.pids.clear()
+            self.worker.close(grace_s=_END_S)
+        self._watcher.join(_END_S)
+        self._control.close()
+
+    def _load(self, setup: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+        check = "check what its module does when imported"
+        try:
+            return self.worker.ask("load", setup, deadline_s=START_TIMEOUT_S)
+        except Lost as lost:
+            if lost.is_late:
+                raise ConfigError(f"the environment was not ready within {START_TIMEOUT_S:g} s; {check}") from None
+            raise ConfigError(f"the environment's process ended at its start: it {lost.why}; {check}") from None
+        except Raised as raised:
+            raise ConfigError(raised.message if raised.kind == "Refused" else f"{raised}; {check}") from None
+
+    def _start(self, kind: str) -> Worker:
+        try:
+            ours, theirs = socket.socketpair()
+            line = DebugLine(role="environment", number=self._num_started + 1)
+        except OSError as error:  # each child needs file descriptors here
+            raise EnvironmentFailed(
+                f"no process can be started ({error}); raise the limit of open files (ulimit -n)"
+            ) from None
+        try:
+            with theirs, line.theirs, self._one_calls:
+                self._num_started += 1
+                number = self._num_started
+                socket.send_fds(self._control, [b"."], [theirs.fileno(), line.theirs.fileno()])
+                pid = self.pids[number] = self.worker.ask("start", number, kind, deadline_s=_END_S)
+        except (Lost, Raised, OSError) as error:
+            ours.close()
+            line.close()
+            why = error.message if isinstance(error, Raised) else _GONE
+            raise EnvironmentFailed(f"no process can be started ({why})") from None
+        link = _ForkedLink(self, number, pid=pid, connection=ours)
+        longest = MAX_ANSWER_BYTES + 1024
+        return Worker(link, name="its process", hears=REQUEST, answers=ANSWERS, line=line, longest=longest)
+
+    def _end_children_after(self) -> None:
+        """Close the lifeline of its children once it has ended, and kill what they started."""
+        with suppress(ChildProcessError):  # somebody has taken its status
+            os.waitid(os.P_PID, self.worker.pid, os.WEXITED | os.WNOWAIT)
+        # While its children live, each is still the parent of what left its group.
+        started = descendants(*self.pids.values()) if self.pids else []
+        os.close(self._lifeline_fd)
+        for process in started:
+            if process.is_alive():
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(process.pid, signal.SIGKILL)
+
+
+class _ForkedLink(SocketLink):
+    """A child of the zygote. Implements ``process.worker.Link``."""
+
+    def __init__(self, zygote: Zygote, number: int, *, pid: int, connection: socket.socket) -> None:
+        super().__init__(connection)
+        self._zygote, self._number = zygote, number
+        self.pid = pid
+        self.where = f"process {pid}"
+
+    def log_tail(self, lines: int) -> str:
+        return ""  # what it prints is shown
+
+    def end(self, *, grace_s: float, ask_stack: bool = False) -> Ending:
+        until_s = time.monotonic() + grace_s
+        while (is_alive := Process.of(self.pid) is not None) and time.monotonic() < until_s:
+            time.sleep(0.005)
+        self.connection.close()
+        how, status = self._zygote.end(self._number)
+        if grace_s and is_alive and status is not None:
+            how = "user code closed the connection; it must not touch file descriptors that it did not open"
+        return Ending(how=how, status=status)
+
+
+def _end_unwanted(starting: asyncio.Future[Worker]) -> None:
+    """End a child that nobody waits for any more."""
+    if not starting.cancelled() and starting.exception() is None:
+        threading.Thread(target=partial(starting.result().close), daemon=True).start()
+
+
+def setup_of(section: ClassEnvironment | StepEnvironment, *, chat_template: str | None) -> dict[str, Any]:
+    """The setup that a zygote loads."""
+    setup: dict[str, Any] = {
+        "paths": kinds_of(section.path),  # kind -> module:Class; empty: functions only
+        "kwargs": {"": section.kwargs} if isinstance(section.path, str) else section.kwargs,  # of each kind
+        "env": section.env,
+        "memory_mb": section.memory_mb,
+        "post_mortem": bool(os.environ.get(POST_MORTEM)),  # what user code raises opens the debugger
+        "class": None,
+    }
+    if isinstance(section, ClassEnvironment):
+        call_format = format_of(chat_template) if section.call_format == "auto" else section.call_format
+        chat = {"call_format": call_format, "is_chat": chat_template is not None}
+        setup["class"] = {"functions": list(section.tools), **chat}
+    return setup
+
+
+def find_python(given: str | None) -> str | None:
+    """Where ``environment.python`` is. Its link to another Python is what makes it an environment, so that is not followed."""
+    if given is None:
+        return None
+    found = shutil.which(os.path.expanduser(given))
+    if found is None:
+        raise ConfigError(
+            f"environment.python={given} is not a program that can be run here; make an environment with `python3 -m venv DIR`, "
+            "install the package there, and give DIR/bin/python"
+        )
+    return os.path.abspath(found)
+
+
+def command_for(target: str, *, python: str | None) -> list[str]:
+    """Runs ``module:Class`` as a child (process/child.py), or a module as a program, in this Python or in another one."""
+    module, *arguments = ["rollcall.process.child", target] if ":" in target else [target]
+    if python is None:
+        return [sys.executable, "-m", module, *arguments]
+    # Last in its path: another Python has its own libraries, and the folder of this package may hold this one's too.
+    begin = f"import runpy, sys; sys.path.append({str(ROOT)!r}); runpy.run_module({module!r}, run_name='__main__')"
+    return [python, "-P", "-c", begin, *arguments]
 
 
 def kind_of(kind: str, kinds: Collection[str]) -> str:

@@ -1,4 +1,4 @@
-"""A user's program as a process of its own: with limits, in a session that ends with it, and never longer than this process.
+"""Runs a user's program as a separate process: with limits, in a session that ends with it, and never longer than this process.
 
 This process is the run's own, or a host on another node (host.py). The shell that starts the program holds the read end of a pipe.
 When this process dies, however that happens, the pipe ends, and the shell's watcher kills the whole group.
@@ -10,18 +10,18 @@ import asyncio
 import os
 import resource
 import signal
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from rollcall.environments.protocol import Ended, EnvironmentFailed
-from rollcall.environments.variables import variables_of
 from rollcall.process import allow_files
 from rollcall.process.ending import how_it_ended
-from rollcall.process_table import Process, living, session_of
-from rollcall.reward.confine import make_folder, remove_folder, sweep_folders
+from rollcall.process_table import Process, environment_of, living, session_of
+from rollcall.reward.confine import Confinement, environment, make_folder, remove_folder, sweep_folders
 
 MAX_TAIL_BYTES = 1 << 16
 LONGEST_VARIABLE = 120_000  # bytes; Linux gives a variable 128 KiB
@@ -33,6 +33,12 @@ exec 3<&0 </dev/null
 exec 3<&-
 {command}
 """
+
+
+def variables_of(env: Sequence[str]) -> dict[str, str]:
+    """The variables of what plays episodes: those that every program needs, and those that `environment.env` names."""
+    confinement = Confinement(own_files=False, network=True, env=tuple(env), processes=0, memory_mb=0, file_mb=0)
+    return environment(confinement, folder=tempfile.gettempdir(), key="environment.env")
 
 
 class ProgramsHere:
@@ -53,7 +59,6 @@ class ProgramsHere:
         return self
 
     async def run(self, variables: Mapping[str, str], *, stop: asyncio.Event) -> Ended:
-        """In a folder of its own."""
         for name, value in variables.items():
             if (size := len(value.encode(errors="surrogateescape"))) > LONGEST_VARIABLE:
                 raise EnvironmentFailed(
@@ -97,15 +102,15 @@ def past_proxies(variables: Mapping[str, str]) -> dict[str, str]:
     return {**variables, **{name: value for name, value in found.items() if value}}
 
 
-async def _in_thread(work: Callable[..., Any], *args: Any) -> None:
-    """Beside the loop, and to its end, also where this is given up."""
-    await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, partial(work, *args)))
+async def _in_thread(work: Callable[..., Any], *args: Any, **keys: Any) -> None:
+    """To its end, even where this is given up. The thread starts at once, also while the loop is being closed."""
+    await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, partial(work, *args, **keys)))
 
 
 class Program:
     """Made by ``start``."""
 
-    def __init__(self, process: asyncio.subprocess.Process, *, mark: bytes) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, *, mark: tuple[str, str]) -> None:
         assert process.stdout is not None and process.stderr is not None
         self._process = process
         self._mark = mark
@@ -123,10 +128,10 @@ class Program:
         process = await asyncio.create_subprocess_exec(
             "/bin/sh", "-c", script, stdin=pipe, stdout=pipe, stderr=pipe, env=dict(variables), start_new_session=True
         )
-        return cls(process, mark=f"{own}={variables[own]}".encode())
+        return cls(process, mark=(own, variables[own]))
 
     async def wait(self) -> None:
-        """Until it has ended. asyncio's own wait (3.11) goes on until nobody holds its output, which what it left behind may."""
+        """Until it has ended. asyncio's own wait (3.11) lasts until no process holds its output, and what it left behind may hold it."""
         ending = asyncio.ensure_future(self._process.wait())
         try:
             while self._process.returncode is None:
@@ -137,8 +142,11 @@ class Program:
     async def end(self) -> Ended:
         """Kill what is left of it, and take in what it has printed."""
         if self._process.returncode is not None:
-            _kill_group(self._process.pid)  # its watcher is still in it, so no other group has this number
-        await _in_thread(partial(kill_leftovers, self._process.pid, mark=self._mark))
+            with suppress(ProcessLookupError, PermissionError):  # of another user, as what `sudo` starts is
+                os.killpg(
+                    self._process.pid, signal.SIGKILL
+                )  # its watcher is still in it, so no other group has this number
+        await _in_thread(kill_leftovers, self._process.pid, mark=self._mark)
         await self.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()
@@ -157,44 +165,25 @@ async def _keep_tail(stream: asyncio.StreamReader, tail: bytearray) -> None:
         del tail[:-MAX_TAIL_BYTES]
 
 
-def kill_leftovers(leader: int, *, mark: bytes | None = None) -> None:
-    """All that is left of the session that this process leads, and who has ``mark`` among its variables."""
-    for _ in range(3):  # it may start others while it is killed
+def kill_leftovers(leader: int, *, mark: tuple[str, str]) -> None:
+    """All that is left of the session that this process leads, and all processes that have this variable with this value."""
+    for _ in range(3):  # they may start others while they are killed
         victims = _leftovers(leader, mark)
         for victim in victims:
-            _kill(victim)
+            if victim.is_alive():
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(victim.pid, signal.SIGKILL)
         if not victims:
             break
 
 
-def _leftovers(leader: int, mark: bytes | None) -> list[Process]:
+def _leftovers(leader: int, mark: tuple[str, str]) -> list[Process]:
     """The processes of its session, also those whose parent has ended, and what they have started in other sessions."""
+    name, value = mark
     parents = {process.pid: process.info["ppid"] for process in living()}
-    found = {pid for pid in parents if session_of(pid) == leader or _has(pid, mark)}
+    found = {pid for pid in parents if session_of(pid) == leader or (environment_of(pid) or {}).get(name) == value}
     while more := {pid for pid, parent in parents.items() if parent in found} - found:
         found |= more
     # A shell that outlives its command would end by itself, with the command's status.
     processes = (Process.of(pid) for pid in sorted(found, key=lambda pid: (pid != leader, pid)))
     return [process for process in processes if process is not None]
-
-
-def _has(pid: int, mark: bytes | None) -> bool:
-    try:
-        return mark is not None and mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:  # somebody else's, or gone
-        return False
-
-
-def _kill_group(group: int) -> None:
-    try:
-        os.killpg(group, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):  # of another user, as what `sudo` starts is
-        return
-
-
-def _kill(process: Process) -> None:
-    if process.is_alive():
-        try:
-            os.kill(process.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            return

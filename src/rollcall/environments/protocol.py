@@ -1,4 +1,4 @@
-"""What an environment is to the loop: it opens an episode, answers each turn, and says what the episode was worth.
+"""An environment as the loop sees it: it opens an episode, answers each turn, and gives the episode its reward.
 
 Every call may take long, raise or never return. The loop (``episode.py``) puts a deadline around each, and ends only that
 episode. A program that drives its own episode (``agent.py``) is run to its end instead.
@@ -38,7 +38,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
-    text: str | None  # added to the row's prompt; the whole prompt where there is no dataset; None: nothing
+    text: str | None  # added to the row's prompt; the whole prompt where there is no dataset
     tools: tuple[dict[str, Any], ...]  # JSON schemas, as chat templates take them
 
 
@@ -46,16 +46,16 @@ class Opening:
 class StepResult:
     messages: tuple[Message, ...]  # what the model reads next; with ``done`` it reads nothing more
     done: bool
-    reward: float | None  # for this turn alone; None: the environment gives none along the way
+    reward: float | None  # for this turn; None if the environment gives none along the way
     metrics: dict[str, float]
     calls: tuple[ToolCall, ...]  # for people to read
 
 
-def add_metrics(known: dict[str, float], told: Mapping[str, float]) -> None:
+def add_metrics(known: dict[str, float], new: Mapping[str, float]) -> None:
     """Of an episode. Names are data, perhaps a model's words: an empty one, one that reads like another of the same call, and those
     beyond the limit are dropped and counted."""
     taken: set[str] = set()
-    for given, value in told.items():
+    for given, value in new.items():
         name = visible(" ".join(given.split()))[:LONGEST_NAME]
         if not name or name in taken or (name not in known and len(known) >= MOST_METRICS):
             known[DROPPED] = known.get(DROPPED, 0.0) + 1
@@ -84,11 +84,11 @@ class Environment(Protocol):
         ...
 
     async def reward(self) -> float | None:
-        """What the episode was worth, asked once after the last step; None: other rewards decide."""
+        """The reward of the episode, asked for once after the last step; None if other rewards decide."""
         ...
 
     async def attributes(self) -> dict[str, Any]:
-        """What the episode left in the object of the user's class, as far as JSON can hold it."""
+        """The attributes that the episode left in the object of the user's class, as far as JSON can hold them."""
         ...
 
     async def close(self, *, broken: bool) -> None:
@@ -129,7 +129,7 @@ class ProgramHost(Protocol):
     """Where one program runs."""
 
     async def run(self, variables: Mapping[str, str], *, stop: asyncio.Event) -> Ended:
-        """To its end, or until ``stop`` is set. ``variables`` are those of the episode, beside the ones that every program gets."""
+        """To its end, or until ``stop`` is set. ``variables`` are those of the episode; every program gets others too."""
         ...
 
 

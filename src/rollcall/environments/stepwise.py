@@ -34,7 +34,7 @@ _MAX_METRICS = 100
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What the model reads."""
+    """Text for the model to read."""
 
     text: str
     role: Literal["user", "tool", "system"] = "user"  # of the message, in the chat template
@@ -43,10 +43,10 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a turn came to."""
+    """The outcome of a turn."""
 
     observation: Observation | str | None = None  # what the model reads next; None only where `done`
-    reward: float | None = None  # for this turn alone; None: none along the way
+    reward: float | None = None  # for this turn
     done: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
 
@@ -56,7 +56,7 @@ class WrongResult(ValueError):  # noqa: N818 - an outcome of the user's code
 
 
 def opening_of(returned: Any) -> str | None:
-    """What ``reset`` returned, as text."""
+    """Makes text of what ``reset`` returned."""
     if isinstance(returned, Observation):
         returned = returned.text
     if returned is not None and not isinstance(returned, str):
@@ -65,7 +65,7 @@ def opening_of(returned: Any) -> str | None:
 
 
 def result_of(returned: Any) -> StepResult:
-    """What ``step`` returned, with each field checked; its observation is an ``Observation`` or None."""
+    """Checks each field of what ``step`` returned; the observation becomes an ``Observation`` or None."""
     result = _as_result(returned)
     observation = result.observation
     if isinstance(observation, str):
@@ -126,23 +126,41 @@ def _shown(value: Any) -> str:
 # Played in the environment's process
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepKind:
-    path: str
+@dataclass(slots=True, kw_only=True)
+class StepPlayer:
+    """A class, and in a forked process one object of it, which is kept and reset."""
+
     cls: type
     kwargs: Mapping[str, Any]
+    instance: Any = None
+    examine: Callable[[BaseException], None] = lambda error: (
+        None
+    )  # whatever it raises fails the episode, and is examined there
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """What the chat template gets: such a class has no tools that anybody but itself knows."""
+        """Such a class has no tools that others know."""
         return []
 
-    def make(self, examine: Callable[[BaseException], None]) -> StepPlayer:
-        """What it raises fails the episode, so it is looked at there."""
-        return StepPlayer(self)
+    def reset(self, row: Mapping[str, Any], run: Callable[[Any], Any]) -> str | None:
+        if self.instance is None:
+            self.instance = self.cls(**self.kwargs)
+        return opening_of(run(self.instance.reset(dict(row))))
+
+    def step(self, text: str, token_ids: list[int], run: Callable[[Any], Any]) -> dict[str, Any]:
+        result = result_of(run(self.instance.step(text, token_ids)))
+        seen = result.observation
+        messages: list[dict[str, str]] = []
+        if isinstance(seen, Observation) and not result.done:
+            messages = [{"role": seen.role, "content": seen.text, "name": seen.name}]
+        metrics = dict(result.metrics)
+        return {"messages": messages, "done": result.done, "reward": result.reward, "metrics": metrics, "calls": []}
+
+    def reward(self, run: Callable[[Any], Any]) -> float | None:
+        return None
 
 
-def load_stepwise(path: str, *, key: str, kwargs: Mapping[str, Any]) -> StepKind:
+def load_stepwise(path: str, *, key: str, kwargs: Mapping[str, Any]) -> StepPlayer:
     """ValueError: the class cannot be used; the message says what to do."""
     cls = load_named(path, key=key, what="Class", example="my_env:Game")
     wanted = "give a class with reset(self, row) and step(self, text, token_ids)"
@@ -161,7 +179,7 @@ def load_stepwise(path: str, *, key: str, kwargs: Mapping[str, Any]) -> StepKind
             ) from None
         except ValueError:
             continue  # it does not say what it takes
-    return StepKind(path=path, cls=cls, kwargs=kwargs)
+    return StepPlayer(cls=cls, kwargs=kwargs)
 
 
 def check_made(cls: type, *, kwargs: Mapping[str, Any], named: str) -> None:
@@ -175,33 +193,3 @@ def check_made(cls: type, *, kwargs: Mapping[str, Any], named: str) -> None:
         ) from None
     except ValueError:
         pass  # its constructor does not say what it takes
-
-
-class StepPlayer:
-    """Episodes of one process: one object of the class, kept and reset."""
-
-    def __init__(self, kind: StepKind) -> None:
-        self._kind = kind
-        self.instance: Any = None
-
-    def reset(self, row: Mapping[str, Any], run: Callable[[Any], Any]) -> str | None:
-        if self.instance is None:
-            self.instance = self._kind.cls(**self._kind.kwargs)
-        return opening_of(run(self.instance.reset(dict(row))))
-
-    def step(self, text: str, token_ids: list[int], run: Callable[[Any], Any]) -> dict[str, Any]:
-        result = result_of(run(self.instance.step(text, token_ids)))
-        seen = result.observation
-        messages = (
-            [{"role": seen.role, "content": seen.text, "name": seen.name}] if isinstance(seen, Observation) else []
-        )
-        return {
-            "messages": [] if result.done else messages,
-            "done": result.done,
-            "reward": result.reward,
-            "metrics": dict(result.metrics),
-            "calls": [],
-        }
-
-    def reward(self, run: Callable[[Any], Any]) -> float | None:
-        return None

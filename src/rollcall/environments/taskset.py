@@ -1,8 +1,8 @@
-"""Episodes of a verifiers taskset: its environment server, in a Python of its own, plays them and asks the run's model over the OpenAI
-API. To the run each is a program that drives itself: one that asks the server and prints the reward.
+"""Episodes of a verifiers taskset. Its environment server (packages/verifiers.py), a process in the Python that has verifiers, plays them
+and asks the run's model over the OpenAI API. To the run each is a program that drives itself.
 
-A server is where these programs run: one, or one on each host. It begins before the run does and ends with it, also when this process is
-killed: its stdin ends then.
+There is a server where programs would run: one, or one on each host. It begins before the run does and ends with it, even when this
+process is killed.
 """
 
 from __future__ import annotations
@@ -11,155 +11,137 @@ import asyncio
 import json
 import math
 import os
-import select
-import shlex
-import subprocess
-import sys
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from rollcall.config.environments import VerifiersEnvironment
-from rollcall.environments.children import find_python
-from rollcall.environments.program import ProgramsHere, kill_leftovers
+from rollcall.environments.packages.verifiers import SETUP
+from rollcall.environments.processes import command_for, find_python
+from rollcall.environments.program import KEY, kill_leftovers, variables_of
 from rollcall.environments.protocol import Ended, EnvironmentFailed
-from rollcall.environments.variables import variables_of
 from rollcall.errors import ConfigError
 from rollcall.observe.prints import ChildPrints
-from rollcall.process.ending import how_it_ended
-from rollcall.reward.confine import make_folder, remove_folder
+from rollcall.process import allow_files
+from rollcall.process.framing import JSON
+from rollcall.process.here import LinkHere
+from rollcall.process.worker import Lost, Raised, Worker
+from rollcall.reward.confine import make_folder, remove_folder, sweep_folders
 from rollcall.wait import warn
 
 START_TIMEOUT_S = 300.0  # a taskset may download its data
 END_TIMEOUT_S = 15.0  # it gives itself 10
 AGAIN_S = 30.0  # between two attempts to start a server that has ended
 MARK = "ROLLCALL_TASKSET"  # a variable of a server and its harnesses, which have sessions of their own
-_FILE = Path(__file__).parent / "packages" / "verifiers.py"
 
 
-class TasksetPrograms(ProgramsHere):
-    """Making it waits for the server, so a taskset that cannot be used is refused here."""
+class TasksetPrograms:
+    """Implements ``protocol.Programs``. Making it waits for the server, so a taskset that cannot be used is refused here."""
+
+    tools: dict[str, list[dict[str, Any]]] = {}  # a taskset brings its own
 
     def __init__(self, section: VerifiersEnvironment) -> None:
         self._section = section
-        self._server = TasksetServer(section)
+        self.server = TasksetServer(section)
         self._starting: asyncio.Task[None] | None = None
         self._failed_s = -math.inf  # when a new server could not be started
-        limits = {"memory_mb": section.memory_mb, "max_running": section.max_running}
-        try:
-            super().__init__(_asks(self._server), env=section.env, **limits)
-        except BaseException:
-            self._server.close()
-            raise
+        self._num_played = 0
+        allow_files(8 * section.max_running)
+        sweep_folders()  # of a process that was killed
+
+    async def find_host(self) -> TasksetPrograms:
+        return self
+
+    def ends(self) -> None:
+        return  # nothing here is replaced
 
     async def run(self, variables: Mapping[str, str], *, stop: asyncio.Event) -> Ended:
-        if self._server.process.poll() is not None:
-            self._starting = self._starting or asyncio.create_task(self._start_again())
-            await asyncio.shield(self._starting)
-        return await super().run(variables, stop=stop)
+        await self._ensure_server()
+        worker = self.server.worker
+        self._num_played += 1
+        number = self._num_played
+        row = json.loads(variables["ROLLCALL_ROW"])
+        given = {"base_url": variables["OPENAI_BASE_URL"], "key": variables[KEY], "row": row}
+        playing = asyncio.create_task(worker.call("play", number, given, deadline_s=math.inf))
+        stopping = asyncio.create_task(stop.wait())
+        try:
+            await asyncio.wait({playing, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopping.cancel()
+            if not playing.done():
+                with suppress(Lost):
+                    await worker.call("stop", number, deadline_s=END_TIMEOUT_S)
+        try:
+            return Ended(how="", stdout=json.dumps(await playing), stderr="")
+        except Raised as raised:
+            return Ended(how="an error", stdout="", stderr=f"verifiers: {raised.kind}: {raised.message}")
+        except Lost as lost:
+            raise EnvironmentFailed(f"{lost.who} {lost.why} during the episode; its output says why") from None
 
-    async def _start_again(self) -> None:
+    async def aclose(self) -> None:
+        if self._starting is not None:
+            await asyncio.gather(self._starting, return_exceptions=True)
+        await asyncio.to_thread(self.server.close)
+
+    async def _ensure_server(self) -> None:
+        server = self.server
+        try:
+            await server.worker.call("ready", deadline_s=math.inf)
+        except Lost as lost:
+            if server is self.server:
+                self._starting = self._starting or asyncio.create_task(self._start_again(lost))
+                await asyncio.shield(self._starting)
+
+    async def _start_again(self, lost: Lost) -> None:
         try:
             if time.monotonic() < self._failed_s + AGAIN_S:
-                raise EnvironmentFailed(
-                    "the environment server of verifiers has ended, and a new one could not be started"
-                )
-            warn(f"the environment server of verifiers ended with {self._server.how_it_ended}; it is started again")
-            await asyncio.to_thread(self._server.close)
-            self._server = await asyncio.to_thread(TasksetServer, self._section)
-            self._command = _asks(self._server)
+                raise EnvironmentFailed(f"{lost.who} has ended, and a new one could not be started")
+            warn(f"{lost.who} {lost.why}; it is started again")
+            await asyncio.to_thread(self.server.close)
+            self.server = await asyncio.to_thread(TasksetServer, self._section)
         except ConfigError as error:
             self._failed_s = time.monotonic()
             raise EnvironmentFailed(str(error)) from None
         finally:
             self._starting = None
 
-    async def aclose(self) -> None:
-        if self._starting is not None:
-            await asyncio.gather(self._starting, return_exceptions=True)
-        await asyncio.to_thread(self._server.close)
-
-
-def _asks(server: TasksetServer) -> str:
-    """The program of an episode."""
-    return shlex.join([sys.executable, "-S", "-E", "-P", str(_FILE), "ask", server.address])
-
 
 class TasksetServer:
-    """The process of ``packages/verifiers.py``."""
-
     def __init__(self, section: VerifiersEnvironment) -> None:
         python = find_python(section.python)
         assert python is not None, "the key has no default"
-        variables = variables_of(section.env)
-        # Beside its Python is `uv`, with which verifiers starts its harnesses.
+        setup = {"config": section.config, "max_turns": section.max_turns, "memory_mb": section.memory_mb}
+        self._folder, self._prints = make_folder(), ChildPrints()
+        variables = variables_of(section.env) | {"TMPDIR": self._folder, MARK: self._folder, SETUP: json.dumps(setup)}
+        # Next to its Python is `uv`, with which verifiers starts its harnesses.
         variables["PATH"] = os.pathsep.join(filter(None, [str(Path(python).parent), variables.get("PATH")]))
-        self._folder = variables["TMPDIR"] = make_folder()
-        self._prints = ChildPrints()
-        self.address = str(Path(self._folder) / "asks")
-        self._mark = (MARK, self._folder)
-        self._is_closed = False
-        self.process = subprocess.Popen(
-            [python, "-P", str(_FILE), "serve"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._prints.fd,
-            env=variables | dict([self._mark]),
-            start_new_session=True,  # Ctrl-C is for this process
-        )
+        command = command_for("rollcall.environments.packages.verifiers", python=python)
+        link = LinkHere(command, env=variables, output=self._prints.fd)
+        name, answers = "the environment server of verifiers", defaultdict(lambda: json.loads)
+        self.worker = Worker(link, name=name, hears=JSON, answers=answers)
         try:
-            self._send(section)
-            self._wait_until_ready()
-        except BaseException:
+            self.worker.ask("ready", deadline_s=START_TIMEOUT_S)
+        except (Lost, Raised) as error:
             self.close()
-            raise
+            raise ConfigError(_why_not_ready(error)) from None
 
     def close(self) -> None:
-        """It ends its episodes; what is left of it and of its harnesses is killed. A second time does nothing."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        assert self.process.stdin is not None and self.process.stdout is not None
-        with suppress(BrokenPipeError):
-            self.process.stdin.close()
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(END_TIMEOUT_S)
-        kill_leftovers(self.process.pid, mark="=".join(self._mark).encode())
-        self.process.wait()
-        self.process.stdout.close()
+        """It ends its episodes; what is left of it and of its harnesses is killed."""
+        self.worker.close(grace_s=END_TIMEOUT_S)
+        kill_leftovers(self.worker.pid, mark=(MARK, self._folder))
         self._prints.close()
         remove_folder(self._folder)
 
-    @property
-    def how_it_ended(self) -> str:
-        return how_it_ended(self.process.wait())
 
-    def _send(self, section: VerifiersEnvironment) -> None:
-        assert self.process.stdin is not None
-        told = {
-            "config": section.config,
-            "max_turns": section.max_turns,
-            "memory_mb": section.memory_mb,
-            "address": self.address,
-        }
-        with suppress(BrokenPipeError):  # it has ended, which is noticed in a moment
-            self.process.stdin.write(json.dumps(told).encode() + b"\n")
-            self.process.stdin.flush()
-
-    def _wait_until_ready(self) -> None:
-        assert self.process.stdout is not None
-        end_s, told = time.monotonic() + START_TIMEOUT_S, b""
-        while not told.endswith(b"\n"):
-            left_s = max(0.0, end_s - time.monotonic())
-            if not select.select([self.process.stdout], [], [], left_s)[0]:
-                raise ConfigError(f"the environment server of verifiers was not ready within {START_TIMEOUT_S:g} s")
-            if not (data := os.read(self.process.stdout.fileno(), 1 << 16)):
-                how = how_it_ended(self.process.wait())
-                raise ConfigError(
-                    f"the environment server of verifiers ended at its start ({how}); its output is above. environment.python must "
-                    "have verifiers 0.4 (scripts/setup_peers.sh DIR verifiers)"
-                )
-            told += data
-        if refused := json.loads(told).get("refused"):
-            raise ConfigError(f"verifiers refuses environment.config: {refused}")
+def _why_not_ready(error: Lost | Raised) -> str:
+    if isinstance(error, Raised):
+        return f"verifiers refuses environment.config: {error.kind}: {error.message}"
+    if error.is_late:
+        return f"{error.who} was not ready within {START_TIMEOUT_S:g} s"
+    return (
+        f"{error.who} {error.why} at its start; its output is above. environment.python must have verifiers 0.4 "
+        "(scripts/setup_peers.sh DIR verifiers)"
+    )

@@ -111,13 +111,12 @@ def _parameters(function: Callable[..., Any], *, path: str, is_method: bool) -> 
         raise ToolRefused(
             f"{path} does not say which arguments it takes; give a function that is written in Python"
         ) from None
-    first = next(iter(parameters), None)
-    if is_method and not inspect.ismethod(function) and first is not None:
-        del parameters[first]  # self
+    if is_method and not inspect.ismethod(function) and parameters:
+        del parameters[next(iter(parameters))]  # self
     for name, parameter in parameters.items():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise ToolRefused(
-                f"{path} takes {parameter}, and a tool's arguments are given by name; give each a name of its own"
+                f"{path} takes {parameter}, and a tool's arguments are given by name; give each its own name"
                 if parameter.kind is not parameter.POSITIONAL_ONLY
                 else f"{path}: argument {name} cannot be given by name; take the `/` out of its signature"
             )
@@ -180,7 +179,7 @@ def _with_description(schema: dict[str, Any], told: str, *, path: str) -> dict[s
 
 
 def _read_docstring(doc: str) -> tuple[str, dict[str, str], str]:
-    """What it does, what its arguments are, what it returns: a docstring in Google's style.
+    """Splits a docstring in Google's style: the description, the arguments, what is returned.
 
     >>> _read_docstring("Add.\\n\\nArgs:\\n    a: The first\\n        number.\\n\\nReturns:\\n    The sum.")
     ('Add.', {'a': 'The first number.'}, 'The sum.')
@@ -249,7 +248,7 @@ def check_arguments(tool: Tool, given: Mapping[str, Any]) -> dict[str, Any]:
                 raise ValueError
         except (ValueError, RecursionError):
             raise WrongArguments(
-                f"{tool.name}: {name} is {_short(value)}, and it must be {_kind(properties[name])}"
+                f"{tool.name}: {name} is {cut_end(json.dumps(value, default=str), 80)}, and it must be {_kind(properties[name])}"
             ) from None
     return found
 
@@ -262,48 +261,37 @@ def _convert(value: Any, hint: Any) -> Any:
     if origin in (Union, types.UnionType):
         return _convert_to_one(value, args)
     if origin is Literal:
-        return next(arg for arg in _or_wrong(args, value))
+        return _choose(value, args)
     kind = origin or hint
-    if kind in _CONVERTERS:
-        return _CONVERTERS[kind](value)
     if kind in (list, tuple):
-        return _convert_list(value, kind, args)
+        items = _parsed(value, list)
+        if kind is tuple and args and len(items) != len(args):
+            raise ValueError
+        hints = args if kind is tuple else args * len(items)
+        return kind(_convert(item, arg) for item, arg in zip(items, hints, strict=True)) if args else kind(items)
     if kind is dict:
         found = _parsed(value, dict)
         return {key: _convert(each, args[1]) for key, each in found.items()} if len(args) == 2 else found
-    return value
+    return _convert_plain(value, kind)
 
 
 def _convert_to_one(value: Any, args: tuple[Any, ...]) -> Any:
     """One of several types: the one that it is, else the first that it can become."""
-    for arg in args:
-        if type(value) is (get_origin(arg) or arg):
-            return _convert(value, arg)
-    for arg in args:
+    for arg in sorted(args, key=lambda arg: type(value) is not (get_origin(arg) or arg)):
         try:
             return _convert(value, arg)
         except ValueError:
-            continue
+            if type(value) is (get_origin(arg) or arg):
+                raise
     raise ValueError
 
 
-def _or_wrong(choices: tuple[Any, ...], value: Any) -> list[Any]:
+def _choose(value: Any, choices: tuple[Any, ...]) -> Any:
     found = [each for each in choices if type(each) is type(value) and each == value]
     found = found or [each for each in choices if not isinstance(each, str) and str(each) == value]
     if not found:
         raise ValueError
-    return found
-
-
-def _convert_list(value: Any, kind: type, args: tuple[Any, ...]) -> Any:
-    items = _parsed(value, list)
-    if kind is tuple and args:
-        if len(items) != len(args):
-            raise ValueError
-        items = [_convert(item, arg) for item, arg in zip(items, args, strict=True)]
-    elif args:
-        items = [_convert(item, args[0]) for item in items]
-    return kind(items)
+    return found[0]
 
 
 def _parsed(value: Any, kind: type) -> Any:
@@ -315,55 +303,32 @@ def _parsed(value: Any, kind: type) -> Any:
     return value
 
 
-def _int(value: Any) -> int:
-    if isinstance(value, str) and len(value) <= _MAX_DIGITS:
-        return int(value)
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or (isinstance(value, float) and not value.is_integer())
-    ):
-        raise ValueError
-    return int(value)
-
-
-def _float(value: Any) -> float:
-    is_text = isinstance(value, str) and len(value) <= _MAX_DIGITS
-    if not is_text and (isinstance(value, bool) or not isinstance(value, int | float)):
-        raise ValueError
-    try:
-        found = float(value)
-    except OverflowError:
-        raise ValueError from None
-    if not math.isfinite(found):
-        raise ValueError
-    return found
-
-
-def _bool(value: Any) -> bool:
-    if isinstance(value, str) and value.lower() in ("true", "false"):
-        return value.lower() == "true"
-    if not isinstance(value, bool):
+def _convert_plain(value: Any, kind: Any) -> Any:
+    """A model may write a number or true as text, and a whole number as 2.0."""
+    text = value if isinstance(value, str) else None
+    if kind in (int, float):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number and (text is None or len(text) > _MAX_DIGITS):
+            raise ValueError
+        if isinstance(value, float) and kind is int and not value.is_integer():
+            raise ValueError
+        try:
+            found = kind(value)
+        except OverflowError:
+            raise ValueError from None
+        if isinstance(found, float) and not math.isfinite(found):
+            raise ValueError
+        return found
+    if kind is bool and text is not None and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if kind is str and text is None and value is not None and not isinstance(value, list | dict):
+        return json.dumps(value)
+    if kind is type(None) and value in (None, "null"):
+        return None
+    if kind in (bool, str, type(None)) and not isinstance(value, kind):
         raise ValueError
     return value
 
 
-def _str(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    if value is None or isinstance(value, list | dict):
-        raise ValueError
-    return json.dumps(value)
-
-
-def _none(value: Any) -> None:
-    if value is not None and value != "null":
-        raise ValueError
-
-
-_CONVERTERS: dict[Any, Callable[[Any], Any]] = {int: _int, float: _float, bool: _bool, str: _str, type(None): _none}
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 80 else f"{text[:80]}..."
+def cut_end(text: str, longest: int) -> str:
+    return text if len(text) <= longest else f"{text[:longest]}..."

@@ -1,4 +1,4 @@
-"""What the endpoint understands: requests of the OpenAI API, and what a program says its episode was worth.
+"""Reads what the endpoint is sent: requests of the OpenAI API, and the reward that a program reports.
 
 A parameter that this endpoint cannot honour is refused by its name, never ignored. ``LABELS`` only describe a request; ``NEUTRAL``
 parameters are accepted with the value that asks for nothing, which some clients always send. A list is checked up to its first mistake.
@@ -94,7 +94,7 @@ class _Parameters(BaseModel):
 
 
 class Wanted(_Parameters):
-    """How to sample. None: as the server does."""
+    """How to sample. The server decides what is None."""
 
     n: Annotated[StrictInt, Field(ge=1, le=128)] = 1
     temperature: Annotated[float, Field(strict=True, ge=0, le=100)] | None = None

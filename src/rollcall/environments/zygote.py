@@ -1,36 +1,60 @@
-"""The process that environments are forked from; its parent calls a ``Zygote`` (process/child.py).
+"""The process that environments are forked from, and its children: a child plays one environment, and is reset between episodes.
 
-It imports the user's module once, so that a child starts in a millisecond and shares its memory. CONTROL brings the descriptors of each
-child: its socket, and its line to the debugger (debug/child.py). LIFELINE, the read end of a pipe that only the parent holds, ends the
-children also when this process has been killed. LINE is for a breakpoint in a module that is imported here.
+The parent calls a ``Zygote`` (process/child.py). It imports the user's module once, so that a child starts in a millisecond and shares
+its memory. CONTROL brings the descriptors of each child: its socket and its line to the debugger (debug/child.py). LIFELINE, the read end
+of a pipe that only the parent holds, ends the children even when this process has been killed. LINE is for a breakpoint in a module that
+is imported here.
 
 Nothing that a child starts outlives it: its group is killed before its status is taken, and what left its group is adopted here and
-killed. When the parent hangs up or dies, all of them end, and then this process does.
+killed. When the parent hangs up or dies, all children end, and then this process does.
+
+What a child says may be controlled by the text that it was given, so it is JSON, and the parent reads it as data.
 """
 
 from __future__ import annotations
 
 import atexit
 import gc
+import inspect
+import json
 import os
+import resource
 import signal
 import socket
 import sys
+import traceback
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import asyncio  # noqa: F401 isort:skip - children share it
 from rollcall.debug.child import ChildLine, Examined
-from rollcall.environments.child import Limits, adopt_orphans, flush, run_child
-from rollcall.environments.class_env import ClassKind, load_class
-from rollcall.environments.stepwise import StepKind, load_stepwise
-from rollcall.process.child import cut, own_fds
-from rollcall.process.framing import JSON
+from rollcall.environments import class_env, stepwise
+from rollcall.environments.class_env import ClassPlayer, load_class
+from rollcall.environments.stepwise import StepPlayer, WrongResult, load_stepwise
+from rollcall.process.child import end_with, own_fds, serve
+from rollcall.process.framing import JSON, Body
+from rollcall.process.pause import patient_loop
 from rollcall.redact import guard_streams, remember
-from rollcall.reward.confine import see_no_others
+from rollcall.reward.confine import limit, see_no_others
 
-Kind = ClassKind | StepKind
+MAX_ANSWER_BYTES = 32 << 20
+_MAX_OPENING_CHARS = 1_000_000
+_MB = 1 << 20
+# Frames that say nothing to the author of an environment.
+_OWN_FILES = (__file__, class_env.__file__, stepwise.__file__)
+Player = ClassPlayer | StepPlayer
+
+
+class Refused(ValueError):  # noqa: N818 - the message is the user's
+    """A class cannot be used; the message says which and what to do."""
+
+
+class Failed(Exception):  # noqa: N818 - an outcome of the user's code
+    """An episode cannot go on; the message is for its user."""
 
 
 class Zygote:
@@ -40,29 +64,29 @@ class Zygote:
         self._control = socket.socket(fileno=control_fd)
         self._lifeline_fd = lifeline_fd
         self._line = ChildLine(line_fd, of="environment")
-        self._kinds: dict[str, Kind] = {}
+        self._kinds: dict[str, Player] = {}
         self._pids: dict[int, int] = {}  # number -> process
         self._examined = Examined()
 
     def load(self, setup: dict[str, Any]) -> dict[str, Any]:
-        """The tools of each kind, or why there are none."""
+        """The tools of each kind."""
         # User code may print the variables that it was given.
         remember(os.environ.get(name, "") for name in setup["env"])
         guard_streams()
         see_no_others()
         sys.path[:0] = [entry for entry in setup["sys_path"] if entry not in sys.path]
         sys.breakpointhook = self._line.stop
-        self._limits = Limits(memory_mb=setup["memory_mb"], post_mortem=setup["post_mortem"])
+        self._memory_mb, self._post_mortem = setup["memory_mb"], setup["post_mortem"]
         try:
             self._kinds = _load(setup)
         except ValueError as error:
-            return {"refused": cut(str(error))}
+            raise Refused(error) from None
         gc.collect()
         gc.freeze()  # a collection in a child would write to, and so copy, the pages that all share
-        adopt_orphans()
+        _adopt_orphans()
         self._not_ours = {*_children()}  # that the user's module started when it was imported
         self._end_children_first()
-        return {"tools": {name: kind.schemas for name, kind in self._kinds.items()}}
+        return {name: kind.schemas for name, kind in self._kinds.items()}
 
     def start(self, number: int, kind: str) -> int:
         """Fork a child; its process id."""
@@ -103,43 +127,48 @@ class Zygote:
             fcntl.fcntl(own_fds()[1], fcntl.F_SETSIG, signal.SIGCONT)
 
     def _become_child(self, connection_fd: int, line_fd: int, kind: str) -> None:
+        """The life of a child after its fork, until the parent hangs up. Nothing gets back into the zygote's loop."""
         status = 1
         try:
             self._control.close()
             os.close(own_fds()[0])
             line = ChildLine(line_fd, of="environment", examined=self._examined)
-            run_child(
-                connection_fd, self._kinds[kind].make, line=line, lifeline_fd=self._lifeline_fd, limits=self._limits
-            )
-            status = 0
-        except BaseException:  # noqa: BLE001 - nothing may get back into the zygote's loop
-            import traceback
+            os.setsid()  # killing its group ends what user code started
+            _end_with_parent(self._lifeline_fd)
+            _adopt_orphans()
+            sys.breakpointhook = line.stop
+            # Not the address space, which includes what browsers and GPU libraries reserve and never use.
+            limit(resource.RLIMIT_DATA, self._memory_mb * _MB)
+            limit(resource.RLIMIT_CORE, 0)
+            _reseed()
 
+            def examine(error: BaseException) -> None:
+                frames = _frames_of_user(error)
+                if self._post_mortem and frames is not None and not isinstance(error, WrongResult):
+                    line.examine(error.with_traceback(frames))
+
+            player = self._kinds[kind]
+            player.examine = examine
+            serve(connection_fd, EnvironmentChild(player, memory_mb=self._memory_mb))
+            status = 0
+        except BaseException:  # noqa: BLE001
             traceback.print_exc()
         finally:
-            flush()
+            _flush()
             os._exit(status)
 
 
-def _load(setup: dict[str, Any]) -> dict[str, Kind]:
+def _load(setup: dict[str, Any]) -> dict[str, Player]:
     """The classes by kind; ValueError: one of them cannot be used."""
-    kinds: dict[str, Kind] = {}
+    players: dict[str, Player] = {}
     paths: dict[str, Any] = setup["paths"] or {"": None}
     for name, path in paths.items():
         key = f"environment.path.{name}" if name else "environment.path"
         kwargs = setup["kwargs"].get(name, {})
-        if setup["type"] == "step":
-            kinds[name] = load_stepwise(path, key=key, kwargs=kwargs)
-        else:
-            kinds[name] = load_class(
-                path,
-                key=key,
-                kwargs=kwargs,
-                functions=setup["tools"],
-                call_format=setup["call_format"],
-                is_chat=setup["is_chat"],
-            )
-    return kinds
+        given = setup["class"]
+        load = load_stepwise if given is None else partial(load_class, **given)
+        players[name] = load(path, key=key, kwargs=kwargs)
+    return players
 
 
 def _end_all() -> None:
@@ -153,7 +182,7 @@ def _kill(pid: int) -> None:
     """With its group. Its status has not been taken, so the number is still its own."""
     try:
         os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:  # it has no group of its own, or not yet
+    except ProcessLookupError:  # it leads no group, or not yet
         os.kill(pid, signal.SIGKILL)
 
 
@@ -168,3 +197,137 @@ def _children() -> list[int]:
     import psutil  # a kernel without these lists
 
     return [child.pid for child in psutil.Process().children()]
+
+
+# A child
+
+
+def _adopt_orphans() -> None:
+    """Make what children of this process leave behind its own children, so that it can be found and ended."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+
+
+def _end_with_parent(lifeline_fd: int) -> None:
+    """Opened again: the signal is a property of an open file, and children share the one that they inherit."""
+    try:
+        own_fd = os.open(f"/proc/self/fd/{lifeline_fd}", os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:  # no /proc: it ends when its socket closes
+        return
+    os.close(lifeline_fd)
+    end_with(own_fd)
+
+
+def _reseed() -> None:
+    """Python's own random numbers differ after a fork; those of numpy would be the same in every child."""
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None and hasattr(numpy, "random"):
+        numpy.random.seed()
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "seed"):
+        torch.seed()
+
+
+def _encoded(answer: Any) -> bytes:
+    body = JSON.dumps(answer)
+    if len(body) > MAX_ANSWER_BYTES:
+        raise Failed(f"it answered with {len(body) / _MB:.1f} MB; at most {MAX_ANSWER_BYTES / _MB:g} MB can be read")
+    return body
+
+
+class EnvironmentChild:
+    hears, says = JSON, Body(_encoded, json.loads)
+
+    def __init__(self, player: Player, *, memory_mb: int) -> None:
+        self._player = player
+        self._memory_mb = memory_mb
+        self._runner: Any = None
+
+    def reset(self, row: dict[str, Any]) -> str | None:
+        return self._tried(lambda: _readable(self._player.reset(row, self._run)))
+
+    def step(self, text: str, token_ids: list[int]) -> dict[str, Any]:
+        return self._tried(lambda: self._player.step(text, token_ids, self._run))
+
+    def reward(self) -> float | None:
+        return self._tried(lambda: self._player.reward(self._run))
+
+    def attributes(self) -> dict[str, Any]:
+        return self._tried(lambda: _attributes(self._player.instance))
+
+    def _tried(self, work: Callable[[], Any]) -> Any:
+        try:
+            return work()
+        except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit too
+            self._player.examine(error)
+            raise Failed(self._why(error)) from None
+        finally:
+            _flush()
+
+    def _run(self, returned: Any) -> Any:
+        """The result of a method; if it is async, once that is done. One loop for the process, so that clients stay open."""
+        if not inspect.isawaitable(returned):
+            return returned
+
+        async def wait() -> Any:
+            return await returned
+
+        self._runner = self._runner or asyncio.Runner(loop_factory=patient_loop)
+        return self._runner.run(wait())
+
+    def _why(self, error: BaseException) -> str:
+        if isinstance(error, WrongResult):
+            return str(error)
+        frames = _frames_of_user(error)
+        if isinstance(error, MemoryError):
+            error = MemoryError(f"{error} (this process may use memory_mb={self._memory_mb})".strip())
+        return "".join(traceback.format_exception(type(error), error, frames)).rstrip()
+
+
+def _readable(text: str | None) -> str | None:
+    if text is not None and len(text) > _MAX_OPENING_CHARS:
+        raise WrongResult(f"reset returned {len(text):,} characters; at most {_MAX_OPENING_CHARS:,} can be read")
+    return text
+
+
+def _attributes(instance: Any) -> dict[str, Any]:
+    """Its data, properties too, as far as JSON can hold it."""
+    found: dict[str, Any] = {}
+    for name in dir(instance):
+        if name.startswith("__"):
+            continue
+        try:
+            value = getattr(instance, name)
+            text = json.dumps(value, default=lambda held: held.tolist(), allow_nan=False)  # of numpy and torch
+            if len(text) <= _MAX_OPENING_CHARS and _depth(plain := json.loads(text)) <= 50:
+                found[name] = plain
+        except Exception:  # noqa: BLE001 - a method, a client, a property of the user's that raises, or far too deep
+            continue
+    return found
+
+
+def _depth(value: Any) -> int:
+    inner = value.values() if isinstance(value, dict) else value
+    return 1 + max(map(_depth, inner), default=0) if isinstance(value, dict | list) else 0
+
+
+def _flush() -> None:
+    """Show what user code has printed before its answer is read."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (AttributeError, OSError, ValueError):
+            pass  # user code took it away or closed it
+
+
+def _frames_of_user(error: BaseException) -> TracebackType | None:
+    """Its traceback from the first frame that is not ours."""
+    frames = error.__traceback__
+    while frames is not None:
+        file = frames.tb_frame.f_code.co_filename
+        if file not in _OWN_FILES and f"{os.sep}asyncio{os.sep}" not in file:
+            break
+        frames = frames.tb_next
+    return frames

@@ -1,4 +1,4 @@
-"""What a reward's process may do, and how that is enforced.
+"""Confines the process of a reward.
 
 A scorer that comes with Rollcall needs only its text. So its process gets no secrets, no network, no other processes, and
 no files except Python's own and a private folder (``BUILT_IN``). A user's function is the user's own code: it gets the
@@ -19,7 +19,7 @@ import resource
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ from typing import Any
 from rollcall.redact import hide_from_proc, is_secret
 from rollcall.reward import landlock, seccomp
 
+ROOT = Path(__file__).resolve().parents[2]  # where the package lies
 # Where programs, libraries and the language are; nothing in them is a secret.
 _KEPT = ("PATH", "LANG", "LANGUAGE", "TZ", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "HOME")
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -40,7 +41,7 @@ _MAX_OPEN_FILES = 256
 _CAPABILITY_VERSION = 0x20080522
 _KEPT_CAPABILITIES = 1 << 1 | 1 << 2  # to read and write what belongs to others, which landlock keeps to few folders
 # To trace processes, to make device files, to watch performance. The kernel lets nobody trace a process that has a capability
-# more, and of the three a container usually gives root the second alone.
+# more, and of the three a container usually gives root only the second.
 _CAPABILITIES_TO_LOOK = (19, 27, 38)
 _PR_CAPBSET_DROP = 24
 _MB = 1 << 20
@@ -51,7 +52,7 @@ _RESTRICTED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confinement:
-    """What the rewards of one process may do; rewards with the same one share processes."""
+    """The limits of a process; rewards with the same limits share processes."""
 
     own_files: bool  # only a private folder to write in, only Python and the system's libraries to read
     network: bool
@@ -81,21 +82,33 @@ def confinement_of(spec: Mapping[str, Any]) -> Confinement:
 # The parent's part
 
 
-def environment(confinement: Confinement, *, folder: str, environ: Mapping[str, str], root: Path) -> dict[str, str]:
+def environment(confinement: Confinement, *, folder: str, key: str) -> dict[str, str]:
     """A worker's variables: those above, those it is given by name, and one thread unless something else is asked for.
 
-    Secrets of this process are hidden from the worker's view of it in ``/proc``. ``root`` is where the package lies, which is on
-    the path only where it is not installed.
+    Secrets of this process are hidden from the worker's view of it in ``/proc``. ConfigError: a variable that ``key`` names is not set.
     """
+    refuse_unset(confinement.env, key=key)
+    environ = os.environ
     hide_from_proc(name for name in environ if is_secret(name) or name in confinement.env)
     found = {name: value for name, value in environ.items() if name in _KEPT or name.startswith("LC_")}
     found |= {name: environ.get(name, "1") for name in _THREADS}
     found |= {"TMPDIR": folder, "PYTHONDONTWRITEBYTECODE": "1"}
     if confinement.own_files:
         found["HOME"] = folder
-    if root.name not in ("site-packages", "dist-packages"):
-        found["PYTHONPATH"] = os.pathsep.join(filter(None, [found.get("PYTHONPATH"), str(root)]))
+    if ROOT.name not in ("site-packages", "dist-packages"):  # else the package is installed, and found without this
+        found["PYTHONPATH"] = os.pathsep.join(filter(None, [found.get("PYTHONPATH"), str(ROOT)]))
     return found | {name: environ[name] for name in confinement.env}
+
+
+def refuse_unset(names: Iterable[str], *, key: str) -> None:
+    """ConfigError: one of these variables, which ``key`` of the run file names, is not set."""
+    if missing := [name for name in names if name not in os.environ]:
+        from rollcall.errors import ConfigError  # a worker does without
+
+        it, is_not = ("it", "is not") if len(missing) == 1 else ("them", "are not")
+        raise ConfigError(
+            f"{key} names {', '.join(missing)}, which {is_not} set here; export {it}, or take {it} out of {key}"
+        )
 
 
 def make_folder() -> str:
@@ -104,18 +117,19 @@ def make_folder() -> str:
 
 
 def remove_folder(folder: str) -> None:
-    """Remove it, whatever a reward has put there. A warning names what cannot be removed."""
+    """Remove it, however deep a reward has made it. A warning names what cannot be removed."""
     with suppress(RecursionError):
         shutil.rmtree(folder, ignore_errors=True)
     if not os.path.lexists(folder):
         return
-    from rollcall.reward.deep_folder import remove_deep  # rarely needed, and a worker has to start fast
+    import subprocess  # rarely needed, and a worker has to start fast
+
     from rollcall.wait import warn
 
-    try:
-        remove_deep(folder)
-    except OSError as error:
-        warn(f"{folder}, a reward's private folder, cannot be removed: {error}; remove it by hand")
+    for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
+        subprocess.run([*command, "--", folder], stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    if os.path.lexists(folder):
+        warn(f"{folder}, a reward's private folder, cannot be removed; remove it by hand")
 
 
 def sweep_folders() -> None:
@@ -123,7 +137,7 @@ def sweep_folders() -> None:
     try:
         entries = list(os.scandir(tempfile.gettempdir()))
     except OSError:
-        return  # no folder can be made there either, which is said then
+        return  # no folder can be made there either, and that error is reported
     for entry in entries:
         match = _FOLDER.fullmatch(entry.name)
         if match and not os.path.exists(f"/proc/{match[1]}") and sys.platform == "linux":
@@ -138,8 +152,8 @@ def confine(confinement: Confinement, *, folder: str, readable: list[str]) -> di
     # For a user's function the memory that it writes to: address space includes what GPU libraries reserve and never use.
     memory = resource.RLIMIT_AS if confinement.own_files else resource.RLIMIT_DATA
     told = {
-        "memory": _limit(memory, confinement.memory_mb * _MB) or f"{confinement.memory_mb} MB",
-        "file size": _limit(resource.RLIMIT_FSIZE, confinement.file_mb * _MB) or f"{confinement.file_mb} MB",
+        "memory": limit(memory, confinement.memory_mb * _MB) or f"{confinement.memory_mb} MB",
+        "file size": limit(resource.RLIMIT_FSIZE, confinement.file_mb * _MB) or f"{confinement.file_mb} MB",
         "processes": _limit_processes(confinement),
         "files": "the user's own",
         "network": "on",
@@ -150,7 +164,7 @@ def confine(confinement: Confinement, *, folder: str, readable: list[str]) -> di
         code = (*_SYSTEM, sys.prefix, sys.base_prefix, sys.exec_prefix, *readable)
         told["files"] = _restricted("files", landlock.restrict(readable=code, writable=[folder]))
         _keep_capabilities(_KEPT_CAPABILITIES)
-        _limit(resource.RLIMIT_NOFILE, _MAX_OPEN_FILES)
+        limit(resource.RLIMIT_NOFILE, _MAX_OPEN_FILES)
     refused = {"network": not confinement.network, "processes": confinement.processes == 0}
     if any(refused.values()):
         why_not = seccomp.refuse(**refused)
@@ -189,11 +203,11 @@ def _limit_processes(confinement: Confinement) -> str:
         return ""  # the filter refuses them
     if os.geteuid() == 0:
         return "not limited (the kernel does not count root's)"
-    told = _limit(resource.RLIMIT_NPROC, _num_tasks(os.getuid()) + confinement.processes)
+    told = limit(resource.RLIMIT_NPROC, _num_tasks(os.getuid()) + confinement.processes)
     return told or f"at most {confinement.processes}"
 
 
-def _limit(kind: int, most: int) -> str:
+def limit(kind: int, most: int) -> str:
     """Set a limit, never above what this process was given; why not, or ""."""
     hard = resource.getrlimit(kind)[1]
     most = min(most, sys.maxsize) if hard == resource.RLIM_INFINITY else min(most, hard)

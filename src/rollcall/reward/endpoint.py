@@ -22,11 +22,11 @@ import asyncio
 import math
 import os
 import random
+import re
 import ssl
 import time
 import urllib.request
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from enum import StrEnum
@@ -34,8 +34,9 @@ from typing import Any
 from urllib.parse import urljoin, urlsplit
 
 from rollcall.config.rewards import AskedReward
+from rollcall.errors import ConfigError
 from rollcall.redact import redact, remember
-from rollcall.reward.user_function import RewardLoadError
+from rollcall.reward.confine import refuse_unset
 from rollcall.reward.worker import FailureKind
 from rollcall.wait import Wait, warn
 from rollcall.words import visible
@@ -44,7 +45,7 @@ MAX_ANSWER_BYTES = 4 << 20
 FIRST_PAUSE_S = 0.5  # before the second try; each pause is twice as long as the one before
 LONGEST_PAUSE_S = 15.0
 SAY_FIRST_S = 2.0  # of an outage; a shorter one is no news
-SAY_EVERY_S = 60.0
+_SAY_EVERY_S = 60.0
 _MAX_REDIRECTS = 3
 # 403 is here, because some services say so of one text that they do not like.
 _LATER = (403, 408, 409, 425, 500, 502, 503, 504)
@@ -56,12 +57,12 @@ class EndpointLostError(RuntimeError, ValueError):
 
 
 class Cause(StrEnum):
-    """What kept a question from its answer."""
+    """Why a question got no answer."""
 
     PASSING = "passing"  # ask again
     LIMIT = "limit"  # too many questions: ask again, later
     REFUSED = "refused"  # the key, the address or the model, and so probably every question
-    QUESTION = "question"  # this question alone
+    QUESTION = "question"  # only this question
 
 
 class Problem(Exception):  # noqa: N818 - an outcome, not a defect of ours
@@ -74,21 +75,17 @@ class Problem(Exception):  # noqa: N818 - an outcome, not a defect of ours
         self.retry_after_s = retry_after_s
 
 
-@dataclass(slots=True, kw_only=True)
 class _Outage:
-    wait: Wait = field(default_factory=lambda: Wait(every_s=SAY_EVERY_S))
-    since: str = field(default_factory=lambda: time.strftime("%H:%M:%S"))
-    back: asyncio.Event = field(default_factory=asyncio.Event)
-    said_s: float = -math.inf
-    num_pauses: int = 0
-
-    @property
-    def lasted_s(self) -> float:
-        return self.wait.waited_s
+    def __init__(self) -> None:
+        self.wait = Wait(every_s=_SAY_EVERY_S)
+        self.since = time.strftime("%H:%M:%S")
+        self.back = asyncio.Event()
+        self.said_s = -math.inf
+        self.num_pauses = 0
 
 
 class Endpoint:
-    """``what`` it is called in messages: "the judge", "the reward service". ``place`` is its place in the run file's list."""
+    """``what`` names it in messages: "the judge", "the reward service". ``place`` is its place in the run file's list."""
 
     def __init__(self, section: AskedReward, *, url: str, what: str, place: int) -> None:
         self._section, self._url, self._place = section, url, place
@@ -117,18 +114,18 @@ class Endpoint:
     async def open(self, stack: AsyncExitStack) -> None:
         import aiohttp
 
-        async def session(*, force_close: bool) -> aiohttp.ClientSession:
-            made = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, force_close=force_close),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0),
-                cookie_jar=aiohttp.DummyCookieJar(),
-                auto_decompress=False,  # a small answer must not become a large one
+        # A second try takes a fresh connection: an open one may lead to a machine that is gone.
+        self._kept_open, self._fresh = [
+            await stack.enter_async_context(
+                aiohttp.ClientSession(
+                    connector=aiohttp.TCPConnector(limit=0, force_close=is_fresh),
+                    timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0),
+                    cookie_jar=aiohttp.DummyCookieJar(),
+                    auto_decompress=False,  # a small answer must not become a large one
+                )
             )
-            return await stack.enter_async_context(made)
-
-        self._kept_open = await session(force_close=False)
-        # A second try takes a connection of its own: an open one may lead to a machine that is gone.
-        self._fresh = await session(force_close=True)
+            for is_fresh in (False, True)
+        ]
 
     async def ask(self, question: bytes) -> bytes:
         """The answer's body. Problem: this question has none. EndpointLostError: no question has."""
@@ -158,6 +155,11 @@ class Endpoint:
                 if await self._wait_until_back(failure):
                     num_failed = 0
 
+    async def _pause(self, num_failed: int, problem: Problem) -> None:
+        if problem.retry_after_s is not None:
+            self._not_before_s = max(self._not_before_s, time.monotonic() + problem.retry_after_s)
+        await asyncio.sleep(_pause_s(num_failed))
+
     async def _once(self, question: bytes, *, is_first: bool) -> bytes:
         while (early_s := self._not_before_s - time.monotonic()) > 0:
             await asyncio.sleep(early_s)
@@ -168,13 +170,8 @@ class Endpoint:
             self._outage = None
             outage.back.set()
             if outage.said_s > -math.inf:
-                warn(f"{self._name} answers again after {outage.lasted_s:.0f} s; going on")
+                warn(f"{self._name} answers again after {outage.wait.waited_s:.0f} s; the run continues")
         return answer
-
-    async def _pause(self, num_failed: int, problem: Problem) -> None:
-        if problem.retry_after_s is not None:
-            self._not_before_s = max(self._not_before_s, time.monotonic() + problem.retry_after_s)
-        await asyncio.sleep(_pause_s(num_failed))
 
     async def _answers_others(self, *, after_s: float) -> bool:
         """Whether a request that began after this time was answered."""
@@ -190,31 +187,30 @@ class Endpoint:
 
     async def _wait_until_back(self, problem: Problem) -> bool:
         """Until another question was answered (true), or it is this question's turn to ask."""
+        advice = _advice(problem.cause, self._place)
         if problem.cause is Cause.REFUSED and self._answered is None:
-            raise EndpointLostError(
-                f"{self._name} refuses: {problem}. {_advice(problem.cause, self._place)}, then run the same command again"
-            )
+            raise EndpointLostError(f"{self._name} refuses: {problem}. {advice}, then run the same command again")
         outage = self._outage = self._outage or _Outage()
         async with self._one_probes:
             if self._outage is not outage:
                 return True
-            most_s = self._section.outage_s
-            if outage.lasted_s >= most_s:
+            most_s, lasted_s = self._section.outage_s, outage.wait.waited_s
+            limit = f"at most {most_s:g} s (reward.{self._place}.outage_s)"
+            if lasted_s >= most_s:
                 raise EndpointLostError(
-                    f"{self._name} does not answer since {outage.since}, and the run waits at most {most_s:g} s "
-                    f"(reward.{self._place}.outage_s): {problem}. {_advice(problem.cause, self._place)}, then run the same command "
-                    "again (leave out --fresh): it resumes, and what was scored is kept"
+                    f"{self._name} does not answer since {outage.since}, and the run waits {limit}: {problem}. {advice}, then run the "
+                    "same command again (leave out --fresh): it resumes, and what was scored is kept"
                 )
-            if outage.lasted_s >= SAY_FIRST_S:
+            if lasted_s >= SAY_FIRST_S:
                 outage.wait.note(f"{self._name} does not answer: {problem}")
-            if outage.lasted_s >= SAY_FIRST_S and time.monotonic() - outage.said_s >= SAY_EVERY_S:
-                outage.said_s = time.monotonic()
-                warn(
-                    f"{self._name} does not answer since {outage.since} ({problem}); waiting for it, at most {most_s:g} s "
-                    f"(reward.{self._place}.outage_s). {_advice(problem.cause, self._place)}. Nothing is lost meanwhile"
-                )
+                if time.monotonic() - outage.said_s >= _SAY_EVERY_S:
+                    outage.said_s = time.monotonic()
+                    warn(
+                        f"{self._name} does not answer since {outage.since} ({problem}); waiting for it, {limit}. {advice}. "
+                        "Nothing is lost meanwhile"
+                    )
             outage.num_pauses += 1
-            pause_s = min(max(_pause_s(outage.num_pauses), problem.retry_after_s or 0), most_s - outage.lasted_s)
+            pause_s = min(max(_pause_s(outage.num_pauses), problem.retry_after_s or 0), most_s - lasted_s)
             try:
                 async with asyncio.timeout(max(pause_s, 0)):
                     return await outage.back.wait()
@@ -250,7 +246,7 @@ class Endpoint:
 
 
 async def _body(answer: Any) -> bytes:
-    """What was answered; Problem, if that is not an answer."""
+    """The body of an answer; Problem if it is none."""
     is_good = 200 <= answer.status < 300
     said, most = bytearray(), MAX_ANSWER_BYTES if is_good else 4096
     async for piece in answer.content.iter_chunked(1 << 16):
@@ -299,13 +295,13 @@ def _retry_after_s(value: str | None) -> float | None:
     if value is None:
         return None
     try:
-        seconds = float(value)
-    except ValueError:
-        try:
+        if re.fullmatch(r"[-+.\deE]+", value.strip()):
+            seconds = float(value)
+        else:
             when = parsedate_to_datetime(value)
-        except (ValueError, OverflowError):
-            return None
-        seconds = ((when if when.tzinfo else when.replace(tzinfo=UTC)) - datetime.now(UTC)).total_seconds()
+            seconds = ((when if when.tzinfo else when.replace(tzinfo=UTC)) - datetime.now(UTC)).total_seconds()
+    except (ValueError, OverflowError):
+        return None
     return min(max(seconds, 0.0), 120.0) if math.isfinite(seconds) else None
 
 
@@ -325,12 +321,10 @@ def _advice(cause: Cause, place: int) -> str:
 def _authorization(key_env: str | None, *, place: int) -> dict[str, str]:
     if key_env is None:
         return {}
-    key = os.environ.get(key_env, "").strip()
+    refuse_unset([key_env], key=f"reward.{place}.key_env")
+    key = os.environ[key_env].strip()
     if not key or not key.isascii() or not key.isprintable():
-        what = "holds characters that no key has" if key else "is not set where rewards run (here)"
-        raise RewardLoadError(
-            f"reward.{place}.key_env names {key_env}, which {what}; export it, or take it out of reward.{place}.key_env"
-        )
+        raise ConfigError(f"reward.{place}.key_env names {key_env}, which does not hold a key; export the right one")
     remember([key])
     return {"Authorization": f"Bearer {key}"}
 
@@ -343,7 +337,7 @@ def _proxy_for(url: str, *, place: int) -> str | None:
     proxies = urllib.request.getproxies()
     proxy = proxies.get(parts.scheme) or proxies.get("all")
     if proxy and urlsplit(proxy if "://" in proxy else f"http://{proxy}").scheme not in ("http", "https"):
-        raise RewardLoadError(
+        raise ConfigError(
             f"reward.{place}.url={url} would go through the proxy {redact(proxy)}, and only http and https proxies can be used; set "
             f"{parts.scheme.upper()}_PROXY, or name {parts.hostname} in NO_PROXY"
         )

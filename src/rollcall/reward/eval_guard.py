@@ -79,7 +79,7 @@ def _is_importing() -> bool:
 
 
 def is_plain(text: str) -> bool:
-    """Whether Python reads this text as data or arithmetic alone.
+    """Whether this text is nothing but data or arithmetic to Python.
 
     >>> [is_plain(text) for text in ("[[1, 'a'], (2.5,)]", "2*(x - 1)**3/7", "sin(x)", "open('x')", "x.y", "9**9**9", "[0]*9")]
     [True, True, True, False, False, False, False]

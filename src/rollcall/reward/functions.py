@@ -154,28 +154,27 @@ def _is_expression(text: str) -> bool:
 
 
 def evaluate(expression: str) -> tuple[Fraction | None, list[int]]:
-    """The exact value (None: a division by zero) and the numbers used, of whole numbers under + - * / and brackets.
+    """The exact value (None for a division by zero) and the numbers used before that, of whole numbers under + - * / and brackets.
 
     >>> evaluate("(3+5)*3")
     (Fraction(24, 1), [3, 5, 3])
     """
     used: list[int] = []
 
-    def walk(node: ast.expr) -> Fraction | None:
+    def walk(node: ast.expr) -> Fraction:
         if isinstance(node, ast.Constant) and type(node.value) is int:
             used.append(node.value)
             return Fraction(node.value)
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-            value = walk(node.operand)
-            return None if value is None else -value
+            return -walk(node.operand)
         if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-            left, right = walk(node.left), walk(node.right)
-            if left is None or right is None or (isinstance(node.op, ast.Div) and right == 0):
-                return None
-            return _OPERATORS[type(node.op)](left, right)
+            return _OPERATORS[type(node.op)](walk(node.left), walk(node.right))
         raise ValueError(f"{ast.unparse(node)!r} is not a whole number, + - * / or a bracket")
 
-    return walk(ast.parse(expression.strip(), mode="eval").body), used
+    try:
+        return walk(ast.parse(expression.strip(), mode="eval").body), used
+    except ZeroDivisionError:
+        return None, used
 
 
 def reasoning_gym_score(prompt: str, completion: str, answer: str, metadata: dict[str, Any]) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from rollcall.errors import ConfigError
 
 PREFIX = "<python>:"
 _pickled: dict[str, bytes] = {}
-_of_runs: dict[tuple[Path, str], bytes] = {}  # by run directory too: each run may have a lambda of its own
+_of_runs: dict[tuple[Path, str], bytes] = {}  # by run directory too: each run may have its own lambda
 
 
 def name_functions(rewards: Any) -> Any:
@@ -58,16 +59,21 @@ def _named(reward: Any, taken: set[str]) -> Any:
         reward = {"type": "function", "path": reward}
     if not isinstance(reward, Mapping) or not callable(reward.get("path")):
         return reward
-    function = reward["path"]
+    function = called = reward["path"]
     path = _import_path(function)
     if path is None:
-        path = _unique(f"{PREFIX}{_name(function)}", taken)
+        while isinstance(called, functools.partial):
+            called = called.func
+        name = getattr(called, "__name__", type(called).__name__).replace("<lambda>", "lambda")
+        numbered = (f"{PREFIX}{name}{f'_{number}' if number > 1 else ''}" for number in itertools.count(1))
+        path = next(each for each in numbered if each not in taken)
+        taken.add(path)
         _pickled[path] = _pickle(function, path)
     return {"type": "function", **reward, "path": path}
 
 
 def _import_path(function: Any) -> str | None:
-    """``module:name`` if importing gives this very function; None: only this process has it."""
+    """``module:name`` if importing gives this very function; None if only this process has it."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     if not module or module == "__main__" or "<" in name or not name:
         return None
@@ -78,22 +84,6 @@ def _import_path(function: Any) -> str | None:
     except (ImportError, AttributeError):
         return None
     return f"{module}:{name}" if found is function else None
-
-
-def _name(function: Any) -> str:
-    while isinstance(function, functools.partial):
-        function = function.func
-    name = getattr(function, "__name__", type(function).__name__)
-    return "lambda" if name == "<lambda>" else name
-
-
-def _unique(path: str, taken: set[str]) -> str:
-    number, found = 1, path
-    while found in taken:
-        number += 1
-        found = f"{path}_{number}"
-    taken.add(found)
-    return found
 
 
 def _pickle(function: Any, path: str) -> bytes:

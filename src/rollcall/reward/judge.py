@@ -1,7 +1,7 @@
 """A language model as a judge: what it is asked, and the score in its answer.
 
-The completion is data. It stands in the question between two lines with a random code that it does not contain, so it cannot end
-its own place, and the judge is told to take neither orders nor scores from it. Rubric, prompt, completion and answer are put
+The completion is data. In the question it is between two lines with a random code that it does not contain, so it cannot end its own
+part, and the judge is told to take neither orders nor scores from it. Rubric, prompt, completion and answer are put
 together in one pass: a completion that says ``{answer}`` stays as it is.
 """
 
@@ -16,8 +16,8 @@ from urllib.parse import urlsplit, urlunsplit
 
 from rollcall.config.rewards import JudgeReward
 from rollcall.observe.transcript import transcript
-from rollcall.reward.asked import Question, Verdict, failed_verdict, read_json, whole_characters
 from rollcall.reward.functions import last_number
+from rollcall.reward.services import Question, failed, read_json, whole_characters
 from rollcall.reward.worker import RewardResult
 from rollcall.types import Completion, Prompt
 
@@ -40,8 +40,6 @@ _CLOSING = (
 
 
 class Judge:
-    """``section`` as questions to its judge."""
-
     what = "the judge"
 
     def __init__(self, section: JudgeReward) -> None:
@@ -49,9 +47,10 @@ class Judge:
         self.url = chat_address(section.url)
 
     def questions(self, prompt: Prompt, completions: tuple[Completion, ...]) -> list[Question]:
+        """In the order of the completions."""
         return [
-            Question(first=place, count=1, body=self._body(prompt, transcript(completion)), read=self._read)
-            for place, completion in enumerate(completions)
+            Question(count=1, body=self._body(prompt, transcript(completion)), read=self._read)
+            for completion in completions
         ]
 
     def _body(self, prompt: Prompt, completion: str) -> bytes:
@@ -60,16 +59,15 @@ class Judge:
         body = {**self._section.options, "model": self._section.model, "messages": [message]}
         return json.dumps(body).encode()
 
-    def _read(self, said: bytes) -> list[Verdict]:
+    def _read(self, said: bytes) -> list[RewardResult]:
         try:
             text = _text_of(read_json(said))
         except ValueError as error:
-            return [failed_verdict(f"the judge's answer cannot be read: {error}")]
+            return [failed(f"the judge's answer cannot be read: {error}")]
         try:
-            score = read_score(text, low=self._section.min, high=self._section.max)
+            return [RewardResult(read_score(text, low=self._section.min, high=self._section.max), note=text)]
         except ValueError as error:
-            return [failed_verdict(str(error), note=text)]
-        return [Verdict(RewardResult(score), note=text)]
+            return [failed(str(error), note=text)]
 
 
 def chat_address(url: str) -> str:
@@ -115,7 +113,7 @@ def read_score(text: str, *, low: float, high: float) -> float:
     """
     text = text.rpartition("</think>")[2][-_READ_CHARS:].strip()
     text = _FENCE.sub("", text)
-    found = _object_at_end(text) or _object_at_start(text)
+    found = _object_at_end(text) or _object_at(text, 0)[0]
     if found is None and text.startswith("{"):
         raise ValueError("the judge gave no score: its answer begins as JSON and is not whole")
     if found is None:
@@ -137,34 +135,28 @@ def read_score(text: str, *, low: float, high: float) -> float:
 
 def _object_at_end(text: str) -> dict[str, Any] | None:
     """The largest JSON object that the text ends with."""
-    if not text.endswith("}"):
-        return None
-    decoder, start = json.JSONDecoder(), -1
-    for _ in range(_MOST_OBJECTS):
+    start = -1
+    for _ in range(_MOST_OBJECTS if text.endswith("}") else 0):
         start = text.find("{", start + 1)
         if start < 0:
             return None
-        try:
-            found, end = decoder.raw_decode(text, start)
-        except (ValueError, RecursionError):
-            continue
-        if end == len(text) and isinstance(found, dict):
+        found, end = _object_at(text, start)
+        if found is not None and end == len(text):
             return found
     return None
 
 
-def _object_at_start(text: str) -> dict[str, Any] | None:
-    if not text.startswith("{"):
-        return None
+def _object_at(text: str, start: int) -> tuple[dict[str, Any] | None, int]:
+    """The JSON object that begins here, and where it ends."""
     try:
-        found, _ = json.JSONDecoder().raw_decode(text)
+        found, end = json.JSONDecoder().raw_decode(text, start)
     except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
+        return None, start
+    return (found, end) if isinstance(found, dict) else (None, start)
 
 
 def _text_of(answer: Any) -> str:
-    """What a chat completion says."""
+    """The text of a chat completion."""
     try:
         choice = answer["choices"][0]
         content = choice["message"]["content"]

@@ -1,23 +1,25 @@
 r"""The ``math`` reward: is the final answer of a completion, as math-verify understands it, the row's answer?
 
-Both texts are read by the same rule. The final answer is what stands in the last mark: ``\boxed{...}``, after ``####``, or
+Both texts are read by the same rule. The final answer is the content of the last mark: ``\boxed{...}``, after ``####``, or
 in ``<answer>...</answer>``. Where there is no mark it follows the last "answer is" or "answer:", else it is the last line;
-of a sentence, what follows its last word. math-verify reads LaTeX inside ``\boxed{}`` alone as a whole, so the answer is
+of a sentence, what follows its last word. math-verify reads only LaTeX inside ``\boxed{}`` as a whole, so the answer is
 boxed before it is parsed; a sentence that ends in a word ("72 apples") is left to math-verify's own search for numbers.
 
-math-verify reads a word as a product of its letters, in any order. So letters alone are compared as text. Only a row's answer
+math-verify reads a word as a product of its letters, in any order. So an answer of nothing but letters is compared as text. Only a row's answer
 of the unknowns w, x, y and z (``xy``), or one between dollar signs (``$ab$``), is a product.
+
+math-verify drops what it takes for a unit (``ab``, ``h`` and ``o`` too). So the unit at the end of an answer is split off (``10\text{ cm}``,
+``5 m/s``, ``\$5``, ``90^\circ``), and math-verify gets the number without it: ``10 m`` and ``10 cm`` differ.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 from rollcall.reward.eval_guard import guarded
-from rollcall.reward.units import Quantity, mark_units, spell_out_money, split_unit, with_inner_units
 
 _MAX_ANSWER_CHARS = 1000  # a longer text is not an answer, and takes minutes to parse
 _MAX_SEARCH_CHARS = 2000  # of the end of a text without a mark
@@ -88,7 +90,7 @@ def _same(wanted: str, given: str) -> bool:
 
 
 def _quantity(answer: str) -> Quantity | None:
-    """A number with a unit, or a list of them, at the end of a sentence too; None: there is no unit, or letters stand before it
+    """A number with a unit, or a list of them, at the end of a sentence too; None if there is no unit, or if there are letters before it
     (``2m + 3h``)."""
     found = split_unit(answer)
     if found is None:
@@ -123,7 +125,7 @@ def final_answer(text: str) -> str | None:
 
 
 def _final(text: str) -> str:
-    """The final answer with what stands around it."""
+    """The final answer with what is around it."""
     marked = last_marked(text)
     # A box or a #### may stand inside a tag, a box after a ####.
     while marked is not None and (inner := last_marked(marked)) is not None:
@@ -132,7 +134,7 @@ def _final(text: str) -> str:
 
 
 def last_marked(text: str) -> str | None:
-    """What the last mark of a text holds; None if it has none."""
+    """The content of the last mark of a text; None if it has none."""
     box, hashes, tag = _last_box(text), text.rfind("####"), last_tagged(text)
     found = []
     if box is not None:
@@ -140,26 +142,26 @@ def last_marked(text: str) -> str | None:
     if hashes >= 0:
         found.append((hashes, text[hashes + 4 :].strip().partition("\n")[0]))
     if tag is not None:
-        found.append((text.rfind(_TAG_CLOSE), tag))  # its place is its end: what stands inside is part of it
+        found.append((text.rfind(_TAG_CLOSE), tag))  # its place is its end: what is inside is part of it
     return max(found)[1] if found else None
 
 
 def last_tagged(text: str) -> str | None:
-    """What the last ``<answer>...</answer>`` holds; None if there is none."""
+    """The content of the last ``<answer>...</answer>``; None if there is none."""
     close = text.rfind(_TAG_CLOSE)
     start = text.rfind(_TAG_OPEN, 0, close) if close >= 0 else -1
     return text[start + len(_TAG_OPEN) : close] if start >= 0 else None
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What the last complete ``\boxed{...}`` holds, inner braces included; None when there is none."""
+    r"""The content of the last complete ``\boxed{...}``, inner braces included; None if there is none."""
     box = _last_box(text)
     return text[box[0] : box[1]].strip() if box else None
 
 
 def _last_box(text: str) -> tuple[int, int] | None:
     """Where the content of the last complete box begins and ends; found in one pass, however many are left open."""
-    open_braces: list[int | None] = []  # where a box's content begins; None: an ordinary brace
+    open_braces: list[int | None] = []  # where a box's content begins; None for an ordinary brace
     last: tuple[int, int] | None = None
     for match in re.finditer(r"\\boxed\{|\\.|[{}]", text, re.DOTALL):
         if match[0] == "}":
@@ -189,11 +191,11 @@ def _unmarked(text: str) -> str:
         return said.partition("\n")[0].rstrip(" *.!")
     lines = [line for line in end.splitlines() if line.strip()]
     last = lines[-1] if lines else ""
-    return last.rstrip(" *.!") if _WORD.search(last) else last  # "it is 5!" is a sentence, "5!" alone is 120
+    return last.rstrip(" *.!") if _WORD.search(last) else last  # "it is 5!" is a sentence, just "5!" is 120
 
 
 def _bare(text: str) -> str:
-    """Without what stands around an answer: spaces, Markdown's stars, a full stop, dollar signs."""
+    """Strips an answer of what is around it: spaces, Markdown's stars, a full stop, dollar signs."""
     text = text.strip().strip("*").strip().rstrip(".,;").strip().strip("*")
     if wrapped := _WRAPPED.fullmatch(text):
         return next(part for part in wrapped.groups() if part is not None).strip().rstrip(".,;")
@@ -213,7 +215,7 @@ def _readable(answer: str) -> str:
 
 
 def _after_words(sentence: str) -> str:
-    """What follows the last word; all of it where there is none."""
+    """The part behind the last word; all of it where there is none."""
     hidden = _TEXT_COMMAND.sub(lambda match: " " * len(match[0]), sentence)
     hidden = _NOT_SENTENCE.sub(lambda match: " " * len(match[0]), hidden)
     words = [match for match in _WORD.finditer(hidden) if match[0] not in _NOT_WORDS]
@@ -231,3 +233,100 @@ def _parse(text: str) -> tuple[Any, ...]:
     normal = replace(LatexExtractionConfig().normalization_config, units=not text.startswith(_BOX))
     kinds = (LatexExtractionConfig(normalization_config=normal), ExprExtractionConfig())
     return tuple(parse(text, extraction_config=kinds, parsing_timeout=None))  # pyright: ignore[reportArgumentType]
+
+
+# Units
+
+# The spellings of one unit on a line; an s at the end may follow each.
+_SPELLINGS = """
+mm millimeter millimetre | cm centimeter centimetre | dm decimeter decimetre | m meter metre | km kilometer kilometre
+in inch inche | ft foot feet | yd yard | mi mile | mg milligram | g gm gram | kg kilogram | t ton tonne | lb pound | oz ounce
+ml milliliter millilitre | cl centiliter centilitre | l liter litre | gal gallon | ms millisecond | s sec second | min minute
+h hr hour | day | week | month | yr year | dollar usd | cent | euro eur | degree deg | celsius | fahrenheit | rad radian | am | pm
+"""
+_UNITS = {
+    spelling: spellings.split()[0]
+    for spellings in re.split(r"[|\n]", _SPELLINGS.strip())
+    for spelling in spellings.split()
+} | {"mph": "mi/h", "kph": "km/h", "kmh": "km/h"}
+_UNIT_WORD = r"[a-z]+\.?(?:\^\{?[23]\}?)?"
+_WITH_UNIT = (
+    r"(?:(?<=[\d}).])|(?<=pi))(?P<gap>\s*)"
+    rf"(?P<unit>(?:(?:square|sq\.?|cubic)\s+)?{_UNIT_WORD}(?:\s*(?:/|\bper\b)\s*{_UNIT_WORD})?)"
+)
+_UNIT = re.compile(_WITH_UNIT + r"\s*$", re.IGNORECASE)
+_INNER = re.compile(_WITH_UNIT + r"(?![a-z])", re.IGNORECASE)
+_RANGE = re.compile(r"([\d.]+)\s+to\s+([\d.]+)$")
+_TEMPERATURE = re.compile(r"(?:\^\{?\\circ\}?|°|\bdegrees?)\s*(?:(C)(?:elsius)?|F(?:ahrenheit)?)$", re.IGNORECASE)
+_UNIT_TEXT = re.compile(r"\\(?:text|textrm|mathrm|mbox)\s*\{([^{}]*)\}")
+_SIGNS = (
+    ("$", ""), ("\\(", ""), ("\\)", ""), ("\\,", " "), ("\\;", " "), ("\\ ", " "), ("~", " "),
+    ("^\\circ", " degree"), ("^{\\circ}", " degree"), ("°", " degree"), ("²", "^2"), ("³", "^3"), ("€", " euro"), ("¢", " cent"),
+)  # fmt: skip
+_MONEY = re.compile(r"(?P<sign>[-+]?)\\?(?P<currency>[$€£])\s*(?P<amount>\d[\d.,]*)$")
+_MARKED = re.compile(r"<([^<>\s]+)>")
+_CURRENCIES = {"$": "dollars", "€": "euros", "£": "pounds"}
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    number: str  # the text before the unit
+    unit: str
+    is_sure: bool  # a single letter directly behind a number, as in 3m, may be a factor
+
+
+def split_unit(answer: str) -> Quantity | None:
+    r"""An answer that ends in a number and a unit; None if it does not.
+
+    >>> split_unit(r"10\text{ cm}^2"), split_unit("2ab")
+    (Quantity(number='10', unit='cm^2', is_sure=True), None)
+    """
+    text = _TEMPERATURE.sub(
+        lambda match: " celsius" if match[1] else " fahrenheit", _UNIT_TEXT.sub(r" \1", answer).rstrip()
+    )
+    for sign, plain in _SIGNS:
+        text = text.replace(sign, plain)
+    found = _UNIT.search(text)
+    unit = _canonical(found["unit"]) if found else None
+    if found is None or unit is None:
+        return None
+    return Quantity(text[: found.start()].strip(), unit, bool(found["gap"]) or len(found["unit"]) > 1)
+
+
+def mark_units(number: str) -> str:
+    """The text before a unit, with the units in it marked: ``3 hours 20`` as ``3<h> 20``. A range is an interval."""
+
+    def marked(match: re.Match[str]) -> str:
+        unit = _canonical(match["unit"]) if match["gap"] or len(match["unit"]) > 1 else None
+        return match[0] if unit is None else f"<{unit}>"
+
+    return _RANGE.sub(r"[\1, \2]", _INNER.sub(marked, number))
+
+
+def with_inner_units(found: Quantity) -> Quantity:
+    """With the marked units taken out: one unit for all numbers (``3<cm>, 4``), else a tuple of each (``5<ft> 6``)."""
+    inner = _MARKED.findall(found.number)
+    if set(inner) <= {found.unit}:
+        return replace(found, number=_MARKED.sub("", found.number))
+    numbers = [re.sub(r"^\s*(?:,|and\b)?\s*", "", part) for part in _MARKED.split(found.number)[::2]]
+    return Quantity(f"({', '.join(numbers)})", " ".join([*inner, found.unit]), is_sure=True)
+
+
+def spell_out_money(answer: str) -> str:
+    r"""``\$5`` as ``5 dollars``."""
+    return _MONEY.sub(lambda match: f"{match['sign']}{match['amount']} {_CURRENCIES[match['currency']]}", answer)
+
+
+def _canonical(unit: str) -> str | None:
+    """``square meters per hour`` as ``m^2/h``; None if a word is not a unit."""
+    power = {"squ": "^2", "sq ": "^2", "sq.": "^2", "cub": "^3"}.get(unit[:3].casefold(), "")
+    words = re.sub(r"^(?:square|sq\.?|cubic)\s+", "", unit, flags=re.IGNORECASE) if power else unit
+    parts = []
+    for part in re.split(r"\s*(?:/|\bper\b)\s*", words.casefold()):
+        name, _, exponent = part.replace("{", "").replace("}", "").partition("^")
+        name = name.rstrip(".")
+        name = _UNITS.get(name) or _UNITS.get(name.removesuffix("s"))
+        if name is None:
+            return None
+        parts.append(f"{name}^{exponent}" if exponent else name)
+    return "/".join([parts[0] + power, *parts[1:]])

@@ -1,6 +1,6 @@
 """A reward model: a sequence classifier with one label, scoring what a completion says after its prompt.
 
-It has a tokenizer of its own, so it reads text, never the policy's token ids. A prompt that was rendered from chat
+It has its own tokenizer, so it reads text, never the policy's token ids. A prompt that was rendered from chat
 messages carries them as ``metadata["prompt_messages"]``, and they go through the reward model's own chat template.
 
 A decoder scores a text at its last token, which `transformers` finds as the last one that differs from the padding token.

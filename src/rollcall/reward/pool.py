@@ -3,14 +3,14 @@
 Rewards that may do the same (confine.py) share worker processes, a crew; each crew has its queue. While there is something in it, a
 task of the event loop that asked serves each worker:
 
-    queue --chunk--> worker: item, item, item --results, in order--> whoever awaits them
+    queue --chunk--> worker: item, item, item --results, in order--> the caller of score
                         |
                         +-- no result within the item's limit, or the process is gone:
                             that item is an error, the items behind it go back to the front of the queue,
                             and the process is replaced
 
-The limit of an item runs from the worker's last sign of progress (process/worker.py), and never includes a worker's start, which has a
-limit of its own. It is paused while somebody debugs the worker (debug/line.py).
+The limit of an item runs from the worker's last sign of progress (process/worker.py), and never includes a worker's start, which has its
+own limit. It is paused while somebody debugs the worker (debug/line.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import sys
 from collections import deque
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter
@@ -37,20 +36,21 @@ from rollcall.reward.confine import (
     confinement_of,
     environment,
     make_folder,
+    refuse_unset,
     remove_folder,
     sweep_folders,
 )
 from rollcall.reward.functions import check_score
 from rollcall.reward.user_function import RewardLoadError
-from rollcall.reward.worker import MAX_ANSWER_BYTES, FailureKind, Item, Ready, RewardResult, Setup
+from rollcall.reward.worker import MAX_ANSWER_BYTES, About, FailureKind, Item, Ready, RewardResult, Setup
 from rollcall.words import visible
 
 START_TIMEOUT_S = 120.0
 _MAX_STARTS_LOST = 3  # in a row; then something is wrong with the machine, not with an item
 _MAX_CHUNK = 32
-_ROOT = Path(__file__).resolve().parents[2]
-_Said = Ready | list[RewardResult] | None
-_SAID: TypeAdapter[_Said] = TypeAdapter(_Said, config=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
+_STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+_READY: TypeAdapter[Any] = TypeAdapter(Ready | None, config=_STRICT)
+_RESULTS: TypeAdapter[Any] = TypeAdapter(list[RewardResult] | None, config=_STRICT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +66,7 @@ class _Task:
 
     def finish(self, results: list[RewardResult]) -> None:
         for place, result in enumerate(results):
-            if (
-                result.elapsed_s > self.timeout_s
-            ):  # this process was busy and could not stop it in time; the rule is the same
+            if result.elapsed_s > self.timeout_s:  # this process was too busy to stop it in time; the rule is the same
                 why = f"took {result.elapsed_s:.1f} s; its limit is timeout_s={self.timeout_s:g}"
                 results[place] = RewardResult(0.0, "hung", why)
         if not self.done.done():
@@ -81,10 +79,9 @@ class _Crew:
 
     specs: dict[int, dict[str, Any]]
     confinement: Confinement
-    told: Ready = Ready({}, {}, {}, {})  # by the worker that was ready last
+    ready: Ready | None = None  # what the worker said that was ready last
     queue: deque[_Task] = field(default_factory=deque)
     seats: list[_Seat] = field(default_factory=list)
-    ever_ready: bool = False
     num_starts_lost: int = 0
 
     def take(self) -> deque[_Task]:
@@ -94,7 +91,7 @@ class _Crew:
         chunk: deque[_Task] = deque()
         while self.queue and len(chunk) < share and (not chunk or self.queue[0].timeout_s == chunk[0].timeout_s):
             task = self.queue.popleft()
-            if not task.done.done():  # else nobody waits for it any more
+            if not task.done.done():  # else its group has been given up
                 chunk.append(task)
         return chunk
 
@@ -142,23 +139,13 @@ class RewardPool(AbstractContextManager["RewardPool"]):
 
     @property
     def in_force(self) -> dict[int, dict[str, str]]:
-        """What confines each reward's processes on this machine, by thing; by place in the run file's list."""
-        return {index: crew.told.in_force for index, crew in self._crew_of.items()}
+        """The confinement of each reward's processes on this machine, by place in the run file's list."""
+        return {index: crew.ready.in_force for index, crew in self._crew_of.items() if crew.ready}
 
     @property
-    def kinds(self) -> dict[int, str]:
-        """Rewards that get all completions of a group at once, by place in the run file's list: "batched" or "async"."""
-        return {index: crew.told.kinds[index] for index, crew in self._crew_of.items() if index in crew.told.kinds}
-
-    @property
-    def needs(self) -> dict[int, list[str]]:
-        """Columns that the user's functions need, by place in the run file's list."""
-        return {index: crew.told.needs.get(index, []) for index, crew in self._crew_of.items()}
-
-    @property
-    def trl(self) -> dict[int, list[str]]:
-        """Rewards that are called as TRL calls them, with the arguments that they name."""
-        return {index: crew.told.trl[index] for index, crew in self._crew_of.items() if index in crew.told.trl}
+    def functions(self) -> dict[int, About]:
+        """How the user's functions are called, by place in the run file's list."""
+        return {index: about for crew in self._crews if crew.ready for index, about in crew.ready.functions.items()}
 
     def score(self, item: Item, *, timeout_s: float) -> asyncio.Future[list[RewardResult]]:
         """Queue an item at once; awaiting it brings a result for each of its completions."""
@@ -204,7 +191,7 @@ class _Seat:
             self.worker: Worker = spawn(
                 "rollcall.reward.worker:RewardWorker",
                 name=f"reward worker {self._number}",
-                env=environment(confinement, folder=self._folder, environ=os.environ, root=_ROOT),
+                env=environment(confinement, folder=self._folder, key="env of a reward"),
                 cwd=self._folder if confinement.own_files else None,
                 fds=(line.theirs.fileno(),),
                 output=self._output_fd,
@@ -225,9 +212,9 @@ class _Seat:
         except (Raised, Lost) as error:
             raise self._cannot_start(error) from None
 
-    def _is_ready(self, told: Ready) -> None:
+    def _is_ready(self, ready: Ready) -> None:
         self._loading = None
-        self._crew.told, self._crew.ever_ready, self._crew.num_starts_lost = told, True, 0
+        self._crew.ready, self._crew.num_starts_lost = ready, 0
 
     def _cannot_start(self, error: Raised | Lost) -> Exception:
         if isinstance(error, Raised):
@@ -246,7 +233,7 @@ class _Seat:
                     if self.chunk:
                         await self._score_chunk()
         except asyncio.CancelledError:
-            if self.chunk:  # the event loop ends, and the worker is at what nobody wants
+            if self.chunk:  # the event loop ends, and the worker is busy with what nobody wants
                 self.chunk.clear()
                 self._replace()
             raise
@@ -268,7 +255,7 @@ class _Seat:
             raise self._cannot_start(error) from None
         except Lost as error:
             self._crew.num_starts_lost += 1
-            if self._crew.num_starts_lost >= _MAX_STARTS_LOST or not self._crew.ever_ready:
+            if self._crew.num_starts_lost >= _MAX_STARTS_LOST or self._crew.ready is None:
                 raise self._cannot_start(error) from None
             self._replace()
             return False
@@ -281,7 +268,7 @@ class _Seat:
             if results is None or not chunk or last is not None or len(results) != chunk[0].num_results:
                 raise ValueError("not a result for each completion of an item")
             if len(chunk) == 1:
-                last = results  # until the call has returned: whoever gets it may end the event loop
+                last = results  # until the call has returned: its receiver may end the event loop
             else:
                 chunk.popleft().finish(results)
 
@@ -327,23 +314,22 @@ def _failure(error: Lost | Raised | None, task: _Task) -> RewardResult:
 
 
 def read_ready(body: bytes) -> Ready:
-    """ValueError: no worker of ours says this."""
-    said = _SAID.validate_json(body)
-    if not isinstance(said, Ready):
+    """ValueError: a worker of ours does not say this."""
+    ready = _READY.validate_json(body)
+    if ready is None:
         raise ValueError("not what a worker that is ready says")
-    return said
+    return ready
 
 
 def read_results(body: bytes) -> list[RewardResult] | None:
-    """What a worker says of an item, and at the end None; ValueError: no worker of ours says this."""
-    said = _SAID.validate_json(body)
-    if said is None:
-        return None
-    if isinstance(said, Ready):
-        raise ValueError("not the results of an item")
-    return [
+    """The results of an item, and at the end None. ValueError: a worker of ours does not say this."""
+    said = _RESULTS.validate_json(body)
+    return said and [
         replace(
-            one, value=0.0 if one.kind else None if one.value is None else check_score(one.value), why=visible(one.why)
+            one,
+            value=0.0 if one.kind else None if one.value is None else check_score(one.value),
+            why=visible(one.why),
+            note="",
         )
         for one in said
     ]
@@ -353,11 +339,7 @@ def _crews(specs: dict[int, dict[str, Any]]) -> list[_Crew]:
     crews: dict[Confinement, _Crew] = {}
     for index, spec in specs.items():
         confinement = confinement_of(spec)
-        if missing := [name for name in confinement.env if name not in os.environ]:
-            raise RewardLoadError(
-                f"reward.{index}.env names {', '.join(missing)}, which is not set where rewards run (here); export it, or "
-                f"take it out of reward.{index}.env"
-            )
+        refuse_unset(confinement.env, key=f"reward.{index}.env")
         crews.setdefault(confinement, _Crew(specs={}, confinement=confinement)).specs[index] = spec
     return list(crews.values())
 

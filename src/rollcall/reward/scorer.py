@@ -1,8 +1,8 @@
 """The weighted sum of a run's rewards over the completions of a prompt, with every failure counted and shown.
 
-Rewards that are functions run in worker processes (pool.py), and services are asked for theirs (``judge``, ``http``) in a thread
-(asker.py). Those that need a model (``self_certainty``, ``model``) are called here, while the workers are busy. A
-reward that fails adds 0, and its reason rides on the Score. A function of TRL's that declines adds 0; if all decline, the Score says so.
+Reward functions run in worker processes (pool.py), and services (``judge``, ``http``) are asked from a thread (asker.py). Rewards that
+need a model (``self_certainty``, ``model``) are called here, while the workers are busy. A reward that fails adds 0, and the Score has the
+reason. A function of TRL's that declines adds 0; if all decline, the Score says so.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import os
 import traceback
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -27,22 +27,24 @@ from rollcall.reward.worker import ASYNC_GRACE_S, FailureKind, Item, RewardResul
 from rollcall.stop import heeded
 from rollcall.types import Completion, EndReason, Episode, Group, Prompt, Score
 from rollcall.wait import warn
-from rollcall.words import all_of
+from rollcall.words import all_of, visible
 
 ModelRewardFunction = Callable[[Prompt, tuple[Completion, ...]], list[float]]
 AskModel = Callable[..., Awaitable[Any]]
 """Calls a function with its arguments where it does not hold up the event loop."""
 
 ENVIRONMENT = "environment"  # the reward that comes with an episode
+MAX_NOTE = 4000  # characters that are kept of what a service said
 _COLUMNS = {"countdown": ("numbers", "target"), "reasoning_gym": ("reasoning_gym",)}
 _MAX_FAILURES_KEPT = 3  # for each reward and kind of failure
 _MAX_LINES_TOLD = 25  # of a traceback
 _STOP_LOOK_S = 0.5  # between two looks whether to stop while a service is away
+Results = list[RewardResult]  # of a reward, one for each completion of a group
 
 
 @dataclass(slots=True)
 class Counts:
-    """What became of a reward's items so far."""
+    """How many of a reward's results were of each kind."""
 
     scored: int = 0
     raised: int = 0
@@ -57,22 +59,13 @@ class Counts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """One item that could not be scored, for display."""
+    """One completion that could not be scored, for display."""
 
     reward: str
     kind: FailureKind
     prompt_id: str
     completion: str
     why: str  # with the user's own traceback where there is one
-
-
-@dataclass(slots=True)
-class _Job:
-    prompt: Prompt
-    completions: tuple[Completion, ...]
-    parts: list[dict[str, float]]
-    errors: list[dict[str, str]]
-    notes: list[dict[str, str]]
 
 
 class Scorer(AbstractContextManager["Scorer"]):
@@ -99,8 +92,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         self.counts = {name: Counts() for name in self.names}
         self.failures: list[Failure] = []
         self._kept: Counter[tuple[str, str]] = Counter()
-        self._process_rewards = list(specs)
-        self._own_rewards = [index for index, reward in enumerate(self._rewards) if reward.type == ENVIRONMENT]
+        self._environment_rewards = [index for index, reward in enumerate(self._rewards) if reward.type == ENVIRONMENT]
         self._asked_rewards = list(asked)
         self._asker = Asker(asked) if asked else None
         try:
@@ -109,8 +101,8 @@ class Scorer(AbstractContextManager["Scorer"]):
             if self._asker is not None:
                 self._asker.close()
             raise
-        self._kinds = self._pool.kinds if self._pool else {}
-        self._trl = self._pool.trl if self._pool else {}
+        self._process_rewards = list(specs)
+        self._functions = self._pool.functions if self._pool else {}
         self._said_unused = False
 
     def __exit__(self, *_: object) -> None:
@@ -124,13 +116,13 @@ class Scorer(AbstractContextManager["Scorer"]):
 
     @property
     def in_force(self) -> dict[str, dict[str, str]]:
-        """What confines each reward's processes on this machine, by thing; rewards that run in this process are not there."""
-        return {self.names[index]: told for index, told in (self._pool.in_force if self._pool else {}).items()}
+        """The confinement of each reward's processes on this machine; rewards that run in this process have none."""
+        return {self.names[index]: limits for index, limits in (self._pool.in_force if self._pool else {}).items()}
 
     @property
     def environment_readers(self) -> list[str]:
         """Rewards that read attributes of the environments."""
-        return [self.names[index] for index, names in self._trl.items() if "environments" in names]
+        return [self.names[index] for index, about in self._functions.items() if "environments" in about.trl]
 
     @property
     def asks_models(self) -> bool:
@@ -141,127 +133,132 @@ class Scorer(AbstractContextManager["Scorer"]):
         self, prompt: Prompt, completions: tuple[Completion, ...], *, ask_model: AskModel | None = None
     ) -> tuple[Score, ...]:
         """The scores of a group's completions. Models are called in the event loop, or by ``ask_model``."""
-        job = _Job(
-            prompt=prompt,
-            completions=completions,
-            parts=[{} for _ in completions],
-            errors=[{} for _ in completions],
-            notes=[{} for _ in completions],
-        )
-        items = list(self._begin_items(job)) if completions else []
-        asked = [asyncio.ensure_future(self._ask(job, index)) for index in self._asked_rewards] if completions else []
-        under_way = [*(done for _, _, done in items), *asked]
+        if not completions:
+            return ()
+        waiting = {index: self._ask_pool(index, prompt, completions) for index in self._process_rewards}
+        for index in self._asked_rewards:
+            waiting[index] = asyncio.ensure_future(self._ask_service(index, prompt, completions))
+        results: dict[int, Results] = {}
         try:
-            for index in self._own_rewards:
-                for place, completion in enumerate(completions):
-                    self._record(job, environment_reward(completion), place=place, index=index)
-            if under_way and self._model_rewards:
+            for index in self._environment_rewards:
+                results[index] = list(map(environment_reward, completions))
+            if waiting and self._model_rewards:
                 await asyncio.sleep(0)  # the workers begin
             for index in self._model_rewards:
-                call = self._call_model_reward
-                results = await ask_model(call, index, job) if ask_model is not None else call(index, job)
-                for place, result in enumerate(results):
-                    self._record(job, result, place=place, index=index)
-            await asyncio.gather(*under_way)
+                call = self._call_model
+                asked = ask_model(call, index, prompt, completions) if ask_model is not None else None
+                results[index] = call(index, prompt, completions) if asked is None else await asked
+            await asyncio.gather(*waiting.values())
         except BaseException:
-            for one in under_way:
+            for one in waiting.values():
                 one.cancel()
             raise
-        for index, places, done in items:
-            for place, result in zip(places, done.result(), strict=True):
-                self._record(job, result, place=place, index=index)
-        return self._scores_of(job)
+        results |= {index: one.result() for index, one in waiting.items()}
+        return self._scores_of(prompt, completions, results)
 
-    def _begin_items(self, job: _Job) -> Iterator[tuple[int, list[int], asyncio.Future[list[RewardResult]]]]:
-        """Reward, places in the group, and what will be their results: an item for each completion, or one for all of them where the
-        reward takes groups."""
-        for index in self._process_rewards:
-            assert self._pool is not None
-            kind, limit_s = self._kinds.get(index), self._rewards[index].timeout_s
-            limit_s += ASYNC_GRACE_S if kind == "async" else 0
-            places = list(range(len(job.completions)))
-            prompt, lists = job.prompt, None
-            if index in self._trl:
-                # An environment that failed has left nothing to read, and its episode scores 0.
-                places = [place for place in places if not _has_failed(job.completions[place])]
-                for place in sorted(set(range(len(job.completions))) - set(places)):
-                    self._record(job, RewardResult(0.0), place=place, index=index)
-                if not places:
-                    continue
-                lists = lists_of(prompt, [job.completions[place] for place in places])
-            for group in [places] if kind else [[place] for place in places]:
-                texts = [job.completions[place].text for place in group]
-                item = Item(index, prompt.text, texts if kind else texts[0], prompt.answer, prompt.metadata, lists)
-                yield index, group, self._pool.score(item, timeout_s=limit_s)
+    def _ask_pool(self, index: int, prompt: Prompt, completions: tuple[Completion, ...]) -> asyncio.Future[Results]:
+        """Queues an item for each completion, or one for all of them where the function takes groups."""
+        assert self._pool is not None
+        about, limit_s = self._functions.get(index), self._rewards[index].timeout_s
+        kind, is_trl = (about.kind, bool(about.trl)) if about else ("", False)
+        limit_s += ASYNC_GRACE_S if kind == "async" else 0
+        # An environment that failed has left nothing for a function of TRL's to read, and its episode scores 0.
+        places = [place for place, one in enumerate(completions) if not (is_trl and _has_failed(one))]
+        lists = lists_of(prompt, [completions[place] for place in places]) if is_trl and places else None
+        groups = [[place] for place in places] if not kind else [places] if places else []
+        asked: list[asyncio.Future[Results]] = []
+        for group in groups:
+            texts = [completions[place].text for place in group]
+            item = Item(index, prompt.text, texts if kind else texts[0], prompt.answer, prompt.metadata, lists)
+            asked.append(self._pool.score(item, timeout_s=limit_s))
+        together = asyncio.gather(*asked)
 
-    async def _ask(self, job: _Job, index: int) -> None:
+        async def collect() -> Results:
+            found = [RewardResult(0.0)] * len(completions)
+            for group, results in zip(groups, await together, strict=True):
+                for place, result in zip(group, results, strict=True):
+                    found[place] = result
+            return found
+
+        collecting = asyncio.ensure_future(collect())
+        collecting.add_done_callback(lambda _: together.cancel())  # if it was cancelled before it began
+        return collecting
+
+    async def _ask_service(self, index: int, prompt: Prompt, completions: tuple[Completion, ...]) -> Results:
         assert self._asker is not None
-        asking = asyncio.ensure_future(self._asker.ask(index, job.prompt, job.completions))
+        asking = asyncio.ensure_future(self._asker.ask(index, prompt, completions))
         try:
             while not (await asyncio.wait({asking}, timeout=_STOP_LOOK_S))[0]:
                 if self._asker.is_waiting:
                     heeded().check()  # a step whose service is away does not end by itself
         finally:
             asking.cancel()
-        for place, verdict in enumerate(asking.result()):
-            if verdict.note:
-                job.notes[place][self.names[index]] = verdict.kept_note
-            self._record(job, verdict.result, place=place, index=index)
+        return asking.result()
 
-    def _call_model_reward(self, index: int, job: _Job) -> list[RewardResult]:
-        completions = job.completions
+    def _call_model(self, index: int, prompt: Prompt, completions: tuple[Completion, ...]) -> Results:
         try:
-            values = self._model_rewards[index](job.prompt, completions)
+            values = self._model_rewards[index](prompt, completions)
             if len(values) != len(completions):
                 raise ValueError(f"returned {len(values)} scores for {len(completions)} completions")
         except WorkerLostError:
             raise  # says nothing of the completion, which another attempt scores
-        except Exception:  # noqa: BLE001 - a model may fail in any way; it is counted, and the run goes on
+        except Exception:  # noqa: BLE001 - a model may fail in any way; it is counted, and the run continues
             return [RewardResult(0.0, "raised", traceback.format_exc())] * len(completions)
         return [checked(value) for value in values]
 
-    def _record(self, job: _Job, result: RewardResult, *, place: int, index: int) -> None:
-        kind = result.kind
-        name, why = self.names[index], redact(result.why) if result.why else ""
-        if result.value is not None:
-            job.parts[place][name] = result.value
-        counts = self.counts[name]
-        setattr(counts, kind or "scored", getattr(counts, kind or "scored") + 1)
-        if kind:
-            job.errors[place][name] = _short(kind, why)
-            self._keep(job, kind, why, name=name, place=place)
+    def _scores_of(
+        self, prompt: Prompt, completions: tuple[Completion, ...], results: dict[int, Results]
+    ) -> tuple[Score, ...]:
+        scores: list[Score] = []
+        for place, completion in enumerate(completions):
+            parts, is_given = dict.fromkeys(self.names, 0.0), False
+            errors: dict[str, str] = {}
+            notes: dict[str, str] = {}
+            for index, name in enumerate(self.names):
+                result = results[index][place]
+                kind, why = result.kind, redact(result.why) if result.why else ""
+                if result.value is not None:
+                    parts[name], is_given = result.value, True
+                setattr(self.counts[name], kind or "scored", getattr(self.counts[name], kind or "scored") + 1)
+                if result.note:
+                    notes[name] = _kept_note(result.note)
+                if kind:
+                    errors[name] = _short(kind, why)
+                    self._keep(prompt, completion, kind, why, name=name)
+            if not self._environment_rewards:
+                self._note_episode(prompt, completion)
+            value = sum(reward.weight * parts[name] for name, reward in zip(self.names, self._rewards, strict=True))
+            scores.append(
+                _failed_score(self.names, completion.episode)
+                if completion.episode is not None and completion.episode.error
+                else Score(value=value, parts=parts, errors=errors, notes=notes, is_given=is_given)
+            )
+        return tuple(scores)
 
-    def _keep(self, job: _Job, kind: FailureKind, why: str, *, name: str, place: int) -> None:
+    def _note_episode(self, prompt: Prompt, completion: Completion) -> None:
+        """Of a run whose rewards leave out the environment's."""
+        if completion.episode is not None and completion.episode.reward is not None and not self._said_unused:
+            self._said_unused = True
+            warn(
+                "the environment gives a reward that the run does not use: add {type: environment} to reward, or leave reward out"
+            )
+        if _has_failed(completion):
+            failed = environment_reward(completion)
+            self._keep(prompt, completion, failed.kind, failed.why, name=ENVIRONMENT)
+
+    def _keep(self, prompt: Prompt, completion: Completion, kind: FailureKind, why: str, *, name: str) -> None:
         self._kept[name, kind] += 1
         if self._kept[name, kind] <= _MAX_FAILURES_KEPT:
-            text = job.completions[place].text
+            text = completion.text
             self.failures.append(
-                Failure(reward=name, kind=kind, prompt_id=job.prompt.id, completion=text, why=why.rstrip())
+                Failure(reward=name, kind=kind, prompt_id=prompt.id, completion=text, why=why.rstrip())
             )
 
-    def _scores_of(self, job: _Job) -> tuple[Score, ...]:
-        for place, completion in enumerate(job.completions if not self._own_rewards else ()):
-            if completion.episode is not None and completion.episode.reward is not None and not self._said_unused:
-                self._said_unused = True
-                warn(
-                    "the environment gives a reward that the run does not use: add {type: environment} to reward, or leave reward out"
-                )
-            if _has_failed(completion):
-                failed = environment_reward(completion)
-                self._keep(job, failed.kind, failed.why, name=ENVIRONMENT, place=place)
-        weights = {name: reward.weight for name, reward in zip(self.names, self._rewards, strict=True)}
-        return tuple(
-            _failed_score(weights, completion.episode)
-            if completion.episode is not None and completion.episode.error
-            else Score(
-                value=sum(weight * parts.get(name, 0.0) for name, weight in weights.items()),
-                parts={name: parts.get(name, 0.0) for name in weights},
-                errors=errors,
-                notes=notes,
-                is_given=bool(parts),
-            )
-            for parts, errors, notes, completion in zip(job.parts, job.errors, job.notes, job.completions, strict=True)
-        )
+
+def _kept_note(note: str) -> str:
+    """It goes to the journal, and must not be long, hold a secret or control a terminal."""
+    note = redact(visible(note))
+    return note if len(note) <= MAX_NOTE else f"{note[: MAX_NOTE // 2]}\n[...]\n{note[-MAX_NOTE // 2 :]}"
 
 
 def _has_failed(completion: Completion) -> bool:
@@ -270,7 +267,7 @@ def _has_failed(completion: Completion) -> bool:
 
 
 def environment_reward(completion: Completion) -> RewardResult:
-    """What an episode's environment gave, at its end and along the way."""
+    """The reward that an episode's environment gave, at its end and along the way."""
     episode = completion.episode
     if episode is None:
         return RewardResult(0.0, "nan", "this completion is not an episode, so no environment has scored it")
@@ -296,7 +293,7 @@ def _failed_score(names: Iterable[str], episode: Episode) -> Score:
 
 
 def why_unscored(groups: Sequence[Group], *, reward: str, scorer: Scorer) -> str:
-    """What to tell of a reward that failed on every completion of these groups: how, and the first failure whole."""
+    """Explains that a reward failed on every completion of these groups: how, and the first failure in full."""
     scores = [score for group in groups for score in group.scores]
     told = scores[0].errors[reward]
     # An evaluation may have failed before, in another way.
@@ -318,7 +315,7 @@ def columns_needed(rewards: Sequence[Any]) -> dict[str, str]:
     needs: dict[int, list[str]] = {}
     if specs:
         with RewardPool(specs, num_workers=1) as pool:
-            needs = pool.needs
+            needs = {place: about.needs for place, about in pool.functions.items()}
     found: dict[str, str] = {}
     for index, (name, reward) in enumerate(zip(reward_names(rewards), rewards, strict=True)):
         reads_answer = reward.type in ("exact", "number", "math") or "{answer}" in getattr(reward, "rubric", "")
@@ -328,7 +325,7 @@ def columns_needed(rewards: Sequence[Any]) -> dict[str, str]:
 
 
 def _spec(reward: Any, *, index: int) -> dict[str, Any]:
-    """What a worker process gets of a reward."""
+    """The fields of a reward for a worker process."""
     spec = with_pickled(reward.model_dump(), index=index)
     # They reach code that may raise them, and what it raises is shown.
     remember(os.environ.get(name, "") for name in spec.get("env", ()))

@@ -16,7 +16,7 @@ import platform
 import struct
 import sys
 
-# (x86_64, aarch64); None: this machine type has no such call.
+# (x86_64, aarch64); None where the machine type has no such call.
 _SENDING = {
     "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201), "sendto": (44, 206),
     "sendmsg": (46, 211), "sendmmsg": (307, 269),
@@ -135,7 +135,7 @@ def _program(*, network: bool, processes: bool) -> list[Instruction]:
         never(_REACHING)
         never(_CHANGING)
         only(_CLONE[column], test=_IF_ANY_BIT, value=_CLONE_THREAD)
-        # Its flags lie in memory, which a filter cannot read; told that it does not exist, libc uses clone.
+        # Its flags lie in memory, which a filter cannot read; with an error that says it does not exist, libc uses clone.
         program.extend([(_IF_EQUAL, 0, 1, _CLONE3[column]), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)])
         for numbers in _SIGNALS.values():
             only(numbers[column], test=_IF_EQUAL, value=os.getpid())

@@ -1,4 +1,4 @@
-"""What a reward function of TRL's convention gets: a list for each argument, with one entry for each completion of a group.
+"""Makes the arguments of reward functions that follow TRL's convention: lists, with one entry for each completion of a group.
 
 Prompts and completions are texts where the row's prompt is text, and messages where it is messages or where an environment
 answered, as TRL has them.
@@ -20,17 +20,18 @@ def lists_of(prompt: Prompt, completions: Sequence[Completion]) -> dict[str, Any
     """The arguments by name: each column of the row too."""
     columns = {"id": prompt.id, "answer": prompt.answer} | prompt.metadata
     lists = {name: [value] * len(completions) for name, value in columns.items() if name not in (MESSAGES, TEXT)}
+    is_text = TEXT in prompt.metadata or MESSAGES not in prompt.metadata
     lists |= {
-        "prompts": [_prompt(prompt, completion.episode) for completion in completions],
-        "completions": [_completion(prompt, completion) for completion in completions],
+        "prompts": [_prompt(prompt, completion.episode, is_text=is_text) for completion in completions],
+        "completions": [_completion(completion, is_text=is_text) for completion in completions],
         "completion_ids": [completion.token_ids.tolist() for completion in completions],
     }
     episodes = [completion.episode for completion in completions if completion.episode is not None]
     return lists | ({"environments": [episode.attributes for episode in episodes]} if episodes else {})
 
 
-def _prompt(prompt: Prompt, episode: Episode | None) -> Any:
-    if episode is None and (TEXT in prompt.metadata or MESSAGES not in prompt.metadata):
+def _prompt(prompt: Prompt, episode: Episode | None, *, is_text: bool) -> Any:
+    if episode is None and is_text:
         return prompt.metadata.get(TEXT, prompt.text)
     messages = [dict(message) for message in prompt.metadata.get(MESSAGES, [{"role": "user", "content": prompt.text}])]
     if episode is not None:
@@ -38,12 +39,10 @@ def _prompt(prompt: Prompt, episode: Episode | None) -> Any:
     return messages
 
 
-def _completion(prompt: Prompt, completion: Completion) -> Any:
+def _completion(completion: Completion, *, is_text: bool) -> Any:
     if completion.episode is not None:
         return [message for turn in completion.episode.turns for message in _messages(turn)]
-    if TEXT in prompt.metadata or MESSAGES not in prompt.metadata:
-        return completion.text
-    return [{"role": "assistant", "content": completion.text}]
+    return completion.text if is_text else [{"role": "assistant", "content": completion.text}]
 
 
 def _messages(turn: Turn) -> list[dict[str, Any]]:

@@ -1,9 +1,8 @@
-"""A reward function of the user's: found, and called as its signature says.
+"""Finds a reward function of the user's, and calls it as its signature says.
 
-Its arguments are taken by name: ``completion`` or, for a whole group, ``completions``; ``prompt``, ``answer``, ``metadata``. It may
-be ``async``. One with other names gets the four of a plain reward in their order. One with ``**kwargs`` and TRL's names is called
-as TRL 1.16 calls it: with a list for everything (trl.py makes them). Only the standard library is imported here, because the
-worker process has to start fast.
+It takes arguments by name: ``completion`` or, for a whole group, ``completions``; ``prompt``, ``answer``, ``metadata``. It may be
+``async``. One with other names gets the four of a plain reward in their order. One with ``**kwargs`` and TRL's names is called as
+TRL 1.16 calls it: with a list for everything (trl.py makes them). Standard library only, because the worker process has to start fast.
 """
 
 from __future__ import annotations
@@ -33,8 +32,6 @@ class RewardLoadError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class UserFunction:
-    """A function of the user's and how it is called."""
-
     call: Callable[..., Any]
     names: tuple[str, ...]  # the arguments that it takes by name; empty: the four in their order
     is_batched: bool  # called once for all completions of a group
@@ -55,7 +52,11 @@ class UserFunction:
             raise ValueError(
                 f"the row has no column {missing[0]!r}, which the function takes; it has {there_are}. data.columns renames one"
             )
-        others: dict[str, Any] = {"log_extra": _log_nothing, "log_metric": _log_nothing, "trainer_state": None}
+        others: dict[str, Any] = {
+            "log_extra": lambda name, value: None,
+            "log_metric": lambda name, value: None,
+            "trainer_state": None,
+        }
         if "environments" in lists:
             others["environments"] = [LeftEnvironment(left) for left in lists["environments"]]
         return self.call(**lists | others)
@@ -63,13 +64,8 @@ class UserFunction:
     def __call__(self, prompt: str, completion: str | list[str], answer: str, metadata: dict[str, Any]) -> Any:
         if not self.names:
             return self.call(prompt, completion, answer, metadata)
-        given = {
-            "prompt": prompt,
-            "completion": completion,
-            "completions": completion,
-            "answer": answer,
-            "metadata": metadata,
-        }
+        given: dict[str, Any] = {"prompt": prompt, "answer": answer, "metadata": metadata}
+        given |= {"completion": completion, "completions": completion}
         return self.call(**{name: given[name] for name in self.names})
 
 
@@ -86,32 +82,26 @@ class LeftEnvironment:
         )
 
 
-def _log_nothing(name: str, value: Any) -> None:
-    return None
-
-
 def load_function(path: str, *, pickled: bytes | None = None) -> UserFunction:
     """The user's function at ``module:function``, or the one that ``rollcall.train`` was given as an object (given.py)."""
-    return _import(path) if pickled is None else _unpickle(path, pickled)
-
-
-def _unpickle(path: str, pickled: bytes) -> UserFunction:
-    try:
-        return user_function(path, pickle.loads(pickled))
-    except RewardLoadError:
-        raise
-    except BaseException:  # noqa: BLE001 - it imports what the function uses, which may raise anything
-        raise RewardLoadError(f"path={path!r}: it cannot be made again here\n{traceback.format_exc()}") from None
-
-
-def _import(path: str) -> UserFunction:
-    try:
-        target = load_named(path, key="path", what="function", example="my_rewards:score")
-    except ValueError as error:
-        raise RewardLoadError(str(error)) from None
+    target = _named_target(path) if pickled is None else _unpickled(path, pickled)
     if not callable(target):
         raise RewardLoadError(f"path={path!r} is {type(target).__name__}, not a function; give {_EXPECTED}")
     return user_function(path, target)
+
+
+def _named_target(path: str) -> Any:
+    try:
+        return load_named(path, key="path", what="function", example="my_rewards:score")
+    except ValueError as error:
+        raise RewardLoadError(str(error)) from None
+
+
+def _unpickled(path: str, pickled: bytes) -> Any:
+    try:
+        return pickle.loads(pickled)
+    except BaseException:  # noqa: BLE001 - it imports what the function uses, which may raise anything
+        raise RewardLoadError(f"path={path!r}: it cannot be made again here\n{traceback.format_exc()}") from None
 
 
 def user_function(path: str, target: Any) -> UserFunction:
@@ -170,11 +160,11 @@ def _is_trl(path: str, signature: inspect.Signature) -> bool:
     if native := sorted(names & {"prompt", "completion", "metadata"}):
         raise RewardLoadError(
             f"path={path!r} takes {signature}, which may mean two things: with **kwargs it is called as TRL calls it, with lists, and "
-            f"TRL has no {native[0]}. Leave out **kwargs, or {native[0]} (each column of the row is a list of its own)"
+            f"TRL has no {native[0]}. Leave out **kwargs, or {native[0]} (each column of the row is a separate list)"
         )
     if positional := [each.name for each in parameters if each.kind is each.POSITIONAL_ONLY]:
         raise RewardLoadError(
-            f"path={path!r} takes {signature}: {positional[0]} stands before a /, and TRL's functions are called by name; remove the /"
+            f"path={path!r} takes {signature}: {positional[0]} is before a /, and TRL's functions are called by name; remove the /"
         )
     if "trainer_state" in required:
         raise RewardLoadError(
@@ -196,7 +186,7 @@ def _needed_columns(signature: inspect.Signature) -> frozenset[str]:
 
 
 def _named(signature: inspect.Signature) -> tuple[str, ...] | None:
-    """The arguments to give by name; None: some that must be given have other names, or no name decides."""
+    """The arguments to give by name; None if some that must be given have other names, or no name decides."""
     known: list[str] = []
     for name, parameter in signature.parameters.items():
         if parameter.kind is parameter.VAR_POSITIONAL:
@@ -211,7 +201,7 @@ def _named(signature: inspect.Signature) -> tuple[str, ...] | None:
 
 
 def check_scores(values: Any, *, count: int) -> list[Any]:
-    """What a function that takes ``completions`` returned, a value for each; ValueError if it is not."""
+    """Checks that a function that takes ``completions`` returned a value for each."""
     if isinstance(values, str | bytes | dict) or not hasattr(values, "__iter__"):
         raise ValueError(
             f"returned {repr(values)[:80]} ({type(values).__name__}); a reward of completions returns a list of numbers"

@@ -37,7 +37,7 @@ _OWN_FILES = (__file__, user_function.__file__)
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a worker is told first."""
+    """The first call to a worker."""
 
     specs: dict[int, dict[str, Any]]  # place in the run file's list -> the reward's fields
     sys_path: list[str]  # the parent's, so that what it can import the worker can too
@@ -61,9 +61,16 @@ class Item:
 @dataclass(frozen=True, slots=True)
 class Ready:
     in_force: dict[str, str]  # what confines this process, by thing
-    kinds: dict[int, str]  # rewards that take groups, by place: "batched" or "async"
-    needs: dict[int, list[str]]  # columns that the user's functions need, by place
-    trl: dict[int, list[str]]  # those that are called as TRL does -> the arguments that they name
+    functions: dict[int, About]  # the user's, by place
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """How a user's function is called."""
+
+    kind: str  # "batched" or "async": it takes groups; empty: single completions
+    needs: list[str]  # columns
+    trl: list[str]  # if it is called as TRL does, the arguments that it names
 
 
 FailureKind = Literal["", "raised", "hung", "nan", "died"]
@@ -71,12 +78,13 @@ FailureKind = Literal["", "raised", "hung", "nan", "died"]
 
 @dataclass(frozen=True, slots=True)
 class RewardResult:
-    """What became of one completion."""
+    """The outcome for one completion."""
 
-    value: float | None  # None: the function declines to score it, as TRL's may
+    value: float | None  # None if the function declines to score it, as TRL's may
     kind: FailureKind = ""  # "": scored; else `why` says what happened
     why: str = ""
     elapsed_s: float = 0.0
+    note: str = ""  # what a service said about it, for people to read
 
 
 class RewardWorker:
@@ -86,7 +94,8 @@ class RewardWorker:
         self._cpu = _CpuLimit()
         self._line = ChildLine(line_fd, of="reward", around=self._cpu.lifted)
         self._loaded: dict[int, RewardFunction | UserFunction] = {}
-        self._caller: _Caller
+        self._setup: Setup
+        self._runner: Any = None  # of async functions, so that a client they keep open stays usable
 
     def load(self, setup: Setup) -> dict[str, Any]:
         """``Ready``. ValueError: a reward cannot be made ready."""
@@ -94,6 +103,7 @@ class RewardWorker:
         remember(os.environ.get(name, "") for name in setup.confinement.env)
         guard_streams()
         sys.path.extend(entry for entry in setup.sys_path if entry not in sys.path)
+        self._setup = setup
         in_force = confine(setup.confinement, folder=setup.folder, readable=sys.path)
         sys.breakpointhook = self._line.stop
         for index, spec in setup.specs.items():
@@ -101,36 +111,23 @@ class RewardWorker:
                 self._loaded[index] = build_function(spec)
             except ValueError as error:
                 raise ValueError(f"reward.{index}.{error}") from None
-        own = {index: function for index, function in self._loaded.items() if isinstance(function, UserFunction)}
-        kinds = {index: function.kind for index, function in own.items() if function.kind}
-        needs = {index: sorted(function.needs) for index, function in own.items()}
-        trl = {index: list(function.names) for index, function in own.items() if function.is_trl}
-        examine = self._line.examine if setup.post_mortem else None
-        self._caller = _Caller(memory_mb=setup.confinement.memory_mb, examine=examine)
-        return asdict(Ready(in_force, kinds, needs, trl))
+        functions = {
+            index: About(one.kind, sorted(one.needs), list(one.names) if one.is_trl else [])
+            for index, one in self._loaded.items()
+            if isinstance(one, UserFunction)
+        }
+        return asdict(Ready(in_force, functions))
 
     def score(self, items: list[tuple[Item, float]]) -> Iterator[list[dict[str, Any]]]:
         for item, timeout_s in items:
             self._cpu.begin(timeout_s)
-            results = self._caller.score(self._loaded[item.reward], item, timeout_s=timeout_s)
-            yield [asdict(one) for one in results]
+            yield [asdict(one) for one in self._score(self._loaded[item.reward], item, timeout_s=timeout_s)]
 
-
-class _Caller:
-    """Calls reward functions. Async ones share one event loop for as long as this process lives, so that a client they keep
-    open stays usable."""
-
-    def __init__(self, *, memory_mb: int, examine: Callable[[BaseException], None] | None) -> None:
-        """``examine`` gets what a function raised, with the frames of the user's code."""
-        self._memory_mb = memory_mb
-        self._examine = examine
-        self._runner: Any = None
-
-    def score(self, function: Any, item: Item, *, timeout_s: float) -> list[RewardResult]:
+    def _score(self, function: Any, item: Item, *, timeout_s: float) -> list[RewardResult]:
         given, limit_s = item.completion, timeout_s - ASYNC_GRACE_S
         if isinstance(given, str):
             return self._batch(lambda: [_call(function, item, given)], 1)
-        assert isinstance(function, UserFunction), "the parent was told which functions take groups"
+        assert isinstance(function, UserFunction), "the parent knows which functions take groups"
         if not function.is_async:
             results = self._batch(lambda: _call(function, item, given), len(given), is_trl=function.is_trl)
         elif function.is_batched:
@@ -179,10 +176,10 @@ class _Caller:
         frames = error.__traceback__
         while frames is not None and frames.tb_frame.f_code.co_filename in _OWN_FILES:
             frames = frames.tb_next
-        if self._examine is not None and frames is not None:
-            self._examine(error.with_traceback(frames))
+        if self._setup.post_mortem and frames is not None:
+            self._line.examine(error.with_traceback(frames))
         if isinstance(error, MemoryError):
-            error = MemoryError(f"{error} (this process may use memory_mb={self._memory_mb})".strip())
+            error = MemoryError(f"{error} (this process may use memory_mb={self._setup.confinement.memory_mb})".strip())
         why = "".join(traceback.format_exception(type(error), error, frames))
         return RewardResult(0.0, "raised", cut(why), elapsed_s)
 
@@ -236,7 +233,7 @@ async def _within(function: UserFunction, item: Item, completion: str | list[str
 
 
 def checked(returned: Any, *, elapsed_s: float = 0.0) -> RewardResult:
-    """What a function returned for one completion, as its result."""
+    """Makes a result of what a function returned for one completion."""
     try:
         return RewardResult(check_score(returned), elapsed_s=elapsed_s)
     except Exception as error:  # noqa: BLE001 - a __float__ of the user's may raise anything

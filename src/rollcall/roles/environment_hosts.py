@@ -14,11 +14,11 @@ from pathlib import Path
 from rollcall.config import ClusterSection, Config, EnvironmentBase, EnvironmentSection
 from rollcall.config.environments import StepEnvironment
 from rollcall.environments.agent import AgentEnvironments
+from rollcall.environments.endpoint import refuse_without_packages
 from rollcall.environments.host import EnvironmentHost, HostPlace
 from rollcall.environments.hosted import HostedEnvironments
 from rollcall.environments.make import Driven, make_here
 from rollcall.environments.protocol import Environments
-from rollcall.environments.server import refuse_without_packages
 from rollcall.errors import ConfigError, WorkerDiedError, WorkerLostError
 from rollcall.groups.backend import Seat
 from rollcall.groups.cluster import VirtualCluster

@@ -6,7 +6,7 @@ from typing import Any
 from rollcall.environments.packages import package
 from rollcall.environments.stepwise import Observation, StepResult
 
-# The package's own text environments, by how their names begin: the words for actions 0, 1, 2..., and what the model is told.
+# The package's own text environments, by how their names begin: the words for actions 0, 1, 2..., and the task for the model.
 KNOWN = {
     "FrozenLake": ("left down right up", "Go from S to the goal G over frozen F, not into a hole H. You are at []."),
     "CliffWalking": ("up right down left", "Go to T, not over the cliff C. You are at x."),
@@ -20,7 +20,7 @@ SIGNS = {"34;1": "<{}>", "35": "({})"}
 
 class Text:
     """``make``: arguments of ``gymnasium.make``, such as ``id``. ``actions``: the words for actions 0, 1, 2...; the last one in a turn
-    counts. ``task``: what the model is told first. ``module``: imported first, for packages that register environments."""
+    counts. ``task``: the first text that the model reads. ``module``: imported first, for packages that register environments."""
 
     def __init__(self, *, actions: Any = None, task: str = "", module: str = "gymnasium", **make: Any) -> None:
         gymnasium = package("gymnasium")
@@ -29,7 +29,7 @@ class Text:
         self._env: Any = gymnasium.make(**make)
         if "ansi" in self._env.metadata.get("render_modes", []):
             self._env = gymnasium.make(**{"render_mode": "ansi"} | make)
-        words, told = next((KNOWN[name] for name in KNOWN if make["id"].startswith(name)), ("", ""))
+        words, known = next((KNOWN[name] for name in KNOWN if make["id"].startswith(name)), ("", ""))
         space = self._env.action_space
         if not isinstance(space, gymnasium.spaces.Text | gymnasium.spaces.Discrete):
             raise ValueError(f"{make['id']} has actions of {space}; only Discrete and Text can be written as words")
@@ -38,7 +38,7 @@ class Text:
         if len(named) != count:
             raise ValueError(f"{make['id']} has {count} actions, and actions names {len(named)}; name each")
         self._numbers = {word.lower(): start + place for place, word in enumerate(named)}  # empty: actions are text
-        self._task, self._choices = task or told, f"Choose one: {', '.join(named)}." if named else ""
+        self._task, self._choices = task or known, f"Choose one: {', '.join(named)}." if named else ""
 
     def reset(self, row: dict[str, Any]) -> Observation:
         observed, _ = self._env.reset(seed=row.get("seed", row.get("index")))

@@ -54,7 +54,7 @@ class Server:
         answer = await self._socket.receive()
         if not isinstance(answer.data, str):
             raise RuntimeError(f"the OpenEnv server at {self._url} went away during {kind} ({self._socket.close_code})")
-        told = json.loads(answer.data)
-        if told["type"] == "error" and (kind != "step" or told["data"].get("code") != "VALIDATION_ERROR"):
-            raise RuntimeError(f"the OpenEnv server at {self._url} refused {kind}: {told['data'].get('message')}")
-        return told["data"]
+        said = json.loads(answer.data)
+        if said["type"] == "error" and (kind != "step" or said["data"].get("code") != "VALIDATION_ERROR"):
+            raise RuntimeError(f"the OpenEnv server at {self._url} refused {kind}: {said['data'].get('message')}")
+        return said["data"]

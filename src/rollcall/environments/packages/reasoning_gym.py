@@ -1,4 +1,4 @@
-"""Tasks of reasoning-gym 0.1 with several tries: a wrong answer is told its score, and the model may answer again.
+"""Tasks of reasoning-gym 0.1 with several tries: after a wrong answer the model reads its score and may answer again.
 
     data:        {train: "builtin:environment"}
     environment:

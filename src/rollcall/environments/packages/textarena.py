@@ -45,11 +45,11 @@ class Game:
         return self._plain.state.done
 
     def _seen(self) -> str:
-        """What the player to move has been shown since its last move, without what it said itself."""
-        player, told = self._plain.get_observation()
+        """The text that the player to move has been shown since its last move, without its own."""
+        player, shown = self._plain.get_observation()
         roles, own = self._plain.state.role_mapping, (player, self._textarena.ObservationType.PLAYER_ACTION)
-        told = [(by, text) for by, text, kind in told if (by, kind) != own]
-        return "\n".join(text if by < 0 else f"[{roles.get(by, by)}] {text}" for by, text in told)  # below 0: the game
+        shown = [(by, text) for by, text, kind in shown if (by, kind) != own]
+        return "\n".join(text if by < 0 else f"[{roles.get(by, by)}] {text}" for by, text in shown)  # below 0: the game
 
 
 def listed_move(seen: str) -> str:

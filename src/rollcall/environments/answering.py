@@ -1,0 +1,63 @@
+"""Answers the calls of a ``Worker`` (process/worker.py) in an event loop: several at a time, each when it is done.
+
+A host of environments (host.py) and the server of verifiers (packages/verifiers.py) use it, so it imports the standard library only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from rollcall.process.child import raised_body
+from rollcall.process.framing import DONE, HEAD, JSON, LENGTH, PART, RAISED, frame
+
+BEAT_S = 5.0  # a call that takes longer sends an empty part this often, to show that its process lives
+
+
+async def answer_calls(
+    connection: socket.socket,
+    do: Callable[[str, list[Any]], Awaitable[Any]],
+    *,
+    dumps: Callable[[Any], bytes] = JSON.dumps,
+) -> None:
+    """Call ``do`` with each method and its arguments until the caller hangs up, and cancel what is still running then."""
+    loop = asyncio.get_running_loop()
+    reader, writer = await asyncio.open_connection(sock=connection)
+    running: set[asyncio.Task[None]] = set()
+
+    def say(number: int, kind: int, body: bytes) -> None:
+        writer.write(frame(HEAD.pack(number, kind) + body))
+
+    async def answer(number: int, method: str, arguments: list[Any]) -> None:
+        def beat() -> None:
+            nonlocal timer
+            say(number, PART, b"null")
+            timer = loop.call_later(BEAT_S, beat)
+
+        timer = loop.call_later(BEAT_S, beat)
+        try:
+            kind, body = DONE, dumps(await do(method, arguments))
+        except Exception as error:  # noqa: BLE001 - the caller decides what it means
+            kind, body = RAISED, raised_body(error, JSON)
+        finally:
+            timer.cancel()
+        say(number, kind, body)
+
+    try:
+        while True:
+            (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+            message = await reader.readexactly(size)
+            number, _ = HEAD.unpack_from(message)
+            task = asyncio.create_task(answer(number, *json.loads(message[HEAD.size :])))
+            running.add(task)
+            task.add_done_callback(running.discard)
+    except (OSError, EOFError):
+        pass  # the caller is gone, perhaps with its node
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        writer.close()
