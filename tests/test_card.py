@@ -19,9 +19,9 @@ from rollcall.engine.native.fill import run_halved
 from rollcall.engine.native.runner import Fill
 from rollcall.engine.protocol import Request, Sampling
 from rollcall.errors import BatchTooLargeError, MemoryShortError
-from rollcall.learner.fit import Packing
 from rollcall.learner.learner import Critic, Learner
 from rollcall.learner.measure import Rows, measured
+from rollcall.learner.packing import Packing
 from rollcall.learner.whole import Whole
 from rollcall.loop.attempts import loss_of
 from rollcall.model.decoder import Decoder, fuse_parameters

@@ -13,9 +13,10 @@ from test_learner import assert_same_gradient, gradients, make_learner, make_sam
 from rollcall.config import Gspo, Ppo
 from rollcall.errors import BatchTooLargeError, MemoryShortError, is_out_of_memory
 from rollcall.groups.failures import RemoteFailureError
-from rollcall.learner.fit import Fit, Packing, too_large
+from rollcall.learner.fit import too_large
 from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Critic, Learner
+from rollcall.learner.packing import Fit, Packing
 from rollcall.plan.activations import Recompute
 from rollcall.types import MicroBatch
 

@@ -119,6 +119,10 @@ class Gang:
         """A small value of each member, by rank, as JSON. Never a pickle: reading one runs code."""
         return [json.loads(data) for data in self.gather_bytes(json.dumps(value).encode())]
 
+    def names_of_all(self, names: list[str]) -> list[str]:
+        """The names that any member has: the same list for all, so that all continue or none."""
+        return list(dict.fromkeys(name for own in self.gather(names) for name in own))
+
     def gather_floats(self, values: Floats) -> list[Floats]:
         """Float32 numbers of each member, by rank; members may have different numbers of them."""
         own = np.ascontiguousarray(values, dtype="<f4").tobytes()

@@ -44,7 +44,7 @@ class WeightSplit:
     shape: torch.Size  # of the whole weight
     rows: tuple[int, ...]  # of each tensor that the weight is fused from
     split: ModelSplit = WHOLE
-    dim: int | None = None  # cut by tensor parallel along this; None: all ranks of the tensor group have the same
+    dim: int | None = None  # the dimension that tensor parallel cuts; None: all ranks of the tensor group have the same
     order: Tensor | None = None  # rows of the whole weight in the order they are cut
     is_root: bool = False  # sharded over the ranks of the tensor groups too
 
@@ -60,7 +60,7 @@ class WeightSplit:
         return part[rank * rows : (rank + 1) * rows]
 
     def tensor_part(self, whole: Tensor) -> Tensor:
-        """What the ranks with this place in their tensor group have together."""
+        """The part that the ranks with this place in their tensor group have together."""
         if self.order is not None:
             whole = whole.index_select(0, self.order.to(whole.device))
         if self.dim is None or self.split.tensor == 1:

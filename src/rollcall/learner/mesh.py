@@ -19,7 +19,7 @@ class Meshes:
     shard_group: Any  # ProcessGroup
     every_group: Any
     tensor_group: Any
-    kv_group: Any  # of the neighbours in a tensor group that have the same key/value head; None: no two have
+    kv_group: Any  # of the neighbours in a tensor group that have the same key/value head, if any do
 
 
 def make_meshes(

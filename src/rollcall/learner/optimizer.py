@@ -158,7 +158,7 @@ class Optimizer:
         return {"optimizer": self.section.optimizer.name, "num_updates": self.num_updates, "param_groups": groups}
 
     def states(self) -> dict[str, dict[str, Any]]:
-        """What the optimizer keeps for each weight; empty before the first update."""
+        """The optimizer's state of each weight; empty before the first update."""
         return {name: dict(self.adamw.state.get(self.targets[name], {})) for name in self.names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -167,7 +167,7 @@ class Optimizer:
         Load the weights first: they take the place of masters that the state does not have.
         """
         groups = self._groups_for(state)
-        self.adamw.state.clear()  # a card may not hold the old one beside the new
+        self.adamw.state.clear()  # a card may not have room for both the old and the new one
         self.adamw.load_state_dict({**state["adamw"], "param_groups": groups})
         self._lay_out_states()
         self.num_updates = state["num_updates"]

@@ -17,7 +17,8 @@ from torch import Tensor
 from rollcall.config.lora import LoraSection
 from rollcall.errors import ModelFilesError
 from rollcall.model.base import refuse_other_model
-from rollcall.model.decoder import Decoder, Layer, module_names
+from rollcall.model.decoder import Decoder, module_names
+from rollcall.model.layer import Layer
 from rollcall.model.low_rank import FIELDS, MODULES, LayerAdapter, a_of, b_of, fuse
 from rollcall.model.peft_files import read_adapter
 from rollcall.stored.find import ADAPTER_CONFIG
@@ -91,7 +92,7 @@ def _new_layer(
 
 
 class Deltas:
-    """What an adapter adds to the weights of a model, by the names of transformers. ``tensors`` are by the decoder's names."""
+    """The changes that an adapter makes to the weights of a model, by the names of transformers. ``tensors`` are by the decoder's names."""
 
     def __init__(self, tensors: Mapping[str, Tensor], *, gain: float) -> None:
         self._gain = gain

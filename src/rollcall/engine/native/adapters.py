@@ -70,7 +70,7 @@ class Served:
         row = 0
         for place, ((a, b), count) in enumerate(zip(parts, self._rows[field], strict=True)):
             start = (slot * len(parts) + place) * self._rank
-            if a is not None and b is not None:  # else it stays zero
+            if a is not None and b is not None:  # otherwise it stays zero
                 pair.a[start : start + len(a)] = a
                 pair.b[row : row + count, start : start + len(a)] = b
             row += count
