@@ -40,10 +40,10 @@ PerToken = list[list[Floats]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenAdvantages:
-    """What one attempt's tokens learn from. Entries outside the loss mask are 0."""
+    """The targets of one attempt's tokens. Entries outside the loss mask are 0."""
 
     advantages: Floats  # [T]
-    returns: Floats | None  # [T] the critic's target; None: no critic
+    returns: Floats | None  # [T] the critic's target, if there is a critic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +69,8 @@ def compute_advantages(
 ) -> list[list[TokenAdvantages]]:
     """Advantages of every token of a step's groups, given whole: REINFORCE++ and PPO normalise over the batch.
 
-    An attempt's rows follow each other in time, as one. ``turns`` are the parts of the rewards that come along the way; None:
-    all comes at the end. Algorithms that compare whole attempts do not look at them. ``kl`` is each token's estimated KL to the reference; it is needed, and used, only with ``kl_in="reward"`` and
+    An attempt's rows follow each other in time, as one. ``turns`` are the parts of the rewards that come along the way; without
+    them all comes at the end. Algorithms that compare whole attempts do not look at them. ``kl`` is each token's estimated KL to the reference; it is needed, and used, only with ``kl_in="reward"`` and
     ``kl_coef > 0``. ``values`` are the critic's; only PPO needs them.
 
     >>> rewards = [np.array([1.0, 0.0])]
@@ -102,7 +102,7 @@ def loss_weights(
     """Weight of each token of each row, [rows], so that an update's loss is ``sum_t weight * loss_t``.
 
     Rows are all of one optimizer update, over all ranks and micro-batches. ``attempts`` tells which rows are of one attempt,
-    which counts once, with all its rows; None: each row is an attempt. One without loss tokens weighs 0 and does not count.
+    which counts once, with all its rows; without it each row is an attempt. One without loss tokens weighs 0 and does not count.
 
     >>> lengths = np.array([1, 4, 0])
     >>> loss_weights(Grpo(), num_loss_tokens=lengths, max_response_tokens=8).tolist()
@@ -143,7 +143,7 @@ def policy_loss(
 ) -> BatchLoss:
     """A micro-batch's policy loss: surrogate, importance correction, KL in the loss, entropy bonus. Tensors are [L].
 
-    The ratio is taken to ``old_logprobs``; None: to this forward's own (ratio 1). With ``algorithm.old_logprobs="engine"``
+    The ratio is taken to ``old_logprobs``, or without them to this forward's own (ratio 1). With ``algorithm.old_logprobs="engine"``
     it is taken to the behaviour log-probs. For GSPO attempts must be whole, because it averages over them. Truncated importance
     weights multiply the surrogate only. A token that the mismatch mask leaves out is left out of every term.
 
@@ -245,7 +245,7 @@ def _group_advantages(
     masks: Masks,
     kl: PerToken | None,
 ) -> list[list[TokenAdvantages]]:
-    """One number per attempt, from its group alone, on each of its loss tokens."""
+    """One number per attempt, which depends only on its group, on each of its loss tokens."""
     compare, out = COMPARE[algorithm.name], []
     for i, (rewards_G, masks_G) in enumerate(zip(rewards, masks, strict=True)):
         if kl is not None:

@@ -1,4 +1,4 @@
-"""One completion on its way, and what every engine does with it: refuse, note, cut, hand over.
+"""One completion in progress, and what every engine does with it: refuse, note, cut, hand over.
 
 Stop strings are looked for in the decoded end of a completion, so that a look costs the same however long it is.
 """
@@ -17,7 +17,7 @@ from rollcall.types import Completion, FinishReason, Ints, Segment
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Sequence:
-    """One completion on its way. ``token_ids`` and ``logprobs`` grow chunk by chunk."""
+    """One completion in progress. ``token_ids`` and ``logprobs`` grow chunk by chunk."""
 
     request: Request
     number: int  # of its arrival
@@ -85,7 +85,7 @@ def note_version(sequence: Sequence, version: int, num_new: int) -> None:
 
 
 def cut_at_stop_string(sequence: Sequence, before: int, tokenizer: Any) -> bool:
-    """End at the first token that completes a stop string, however many were decoded past it; false: there is none.
+    """End at the first token that completes a stop string, however many were decoded past it. Returns whether there is one.
 
     The first ``before`` tokens are known to hold none.
     """
@@ -132,7 +132,7 @@ def _move_watch(sequence: Sequence, end: str, tokenizer: Any) -> None:
 
 
 def take_ended(ended: list[Sequence], requests: dict[str, Sequence], tokenizer: Any) -> dict[str, Completion]:
-    """The completions of those that have ended and nobody has aborted, by request; both collections are then without them."""
+    """Remove the ended sequences from both collections, and return the completions of those that were not aborted, by request."""
     taken = [sequence for sequence in ended if requests.pop(sequence.request.id, None) is not None]
     ended.clear()
     texts = texts_of([sequence.token_ids for sequence in taken], tokenizer)

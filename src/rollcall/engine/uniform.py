@@ -1,4 +1,4 @@
-"""One uniform number per sampled token, from (seed, position) alone.
+"""One uniform number per sampled token, a function of seed and position.
 
 A counter-based hash, not a generator with a state: a completion redone on another device, in another batch or after a
 restart draws the same numbers. Two rounds of the splitmix64 finaliser (Steele, Lea and Flood, 2014): the first

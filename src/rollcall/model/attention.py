@@ -54,7 +54,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedLayout:
-    shared: Shared | None  # for flash; None: every segment's keys are its own tokens, in order
+    shared: Shared | None  # for flash, unless every segment's keys are its own tokens, in order
     cu_q: Tensor
     cu_k: Tensor
     max_q: int
@@ -140,7 +140,7 @@ def flash(
 
 @cache
 def _asks_for_groups() -> bool:
-    """Newer versions of torch want to be told that several query heads share a key/value head."""
+    """Newer versions of torch need an argument where several query heads share a key/value head."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -214,7 +214,7 @@ class _GroupedAttention(torch.autograd.Function):
         return grad_q.view(q_shape), grad_k.view(k_shape), grad_v.view(k_shape), None, None, None
 
 
-Kept = tuple[Tensor, ...]  # what the backward needs beside queries, keys and values
+Kept = tuple[Tensor, ...]  # saved for the backward, with queries, keys and values
 
 
 def _by_products(queries: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, scale: float) -> tuple[Tensor, Kept]:

@@ -22,7 +22,7 @@ from rollcall.errors import ModelFilesError
 from rollcall.model.files import read_model_config
 from rollcall.stored.find import PROBE, adapter_folder
 
-PIECE = 1 << 19  # numbers that are looked at together, so that little memory is needed beside the weights
+PIECE = 1 << 19  # numbers that are looked at together, so that little memory is needed
 _FACTOR = 0x9E3779B97F4A7C15  # odd, so that folding loses nothing
 _MASK = (1 << 64) - 1
 # The types that a model is loaded in. Weights of the first are rounded to the others when they are loaded so.
@@ -87,7 +87,7 @@ def _factors() -> Tensor:
 def refuse_other_model(
     folder: Path, model: Any, tensors: Iterable[tuple[str, Tensor]], *, base: str, where: str, advice: str = ""
 ) -> None:
-    """Both that follow, for a folder that may have the config of the adapter's model beside it."""
+    """Refuse another config and other weights, for a folder that may also hold the config of the adapter's model."""
     path = folder / "config.json"
     if path.is_file():  # peft writes none
         read_model_config(path)

@@ -49,7 +49,7 @@ def copy_summed(targets: Sequence[Tensor], sources: Sequence[Tensor], *, total_o
 
 class _Piece(NamedTuple):
     summed: np.ndarray
-    target: np.ndarray | None = None  # None: nothing is copied
+    target: np.ndarray | None = None  # if it is copied
     source: np.ndarray | None = None
 
 

@@ -1,4 +1,4 @@
-"""What an adapter (LoRA) adds to the products of one layer: ``gain * B (A x)``.
+"""Low-rank adapters (LoRA) add ``gain * B (A x)`` to the products of a layer.
 
 An adapter has an A and a B for each module that transformers knows (q_proj, gate_proj, ...), and the decoder computes several modules
 in one product (``qkv``, ``gate_up``). ``fuse`` puts the modules of one product together: their A below each other, their B along a
