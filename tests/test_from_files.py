@@ -16,7 +16,7 @@ from tiny import make_model, make_tokenizer, save_model
 
 from rollcall.checkpoint.training import export_learner
 from rollcall.config import Config, Grpo, RunSection
-from rollcall.learner import from_files
+from rollcall.learner import layout
 from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Learner
 from rollcall.model import unread
@@ -70,7 +70,7 @@ def read_both_ways(gang: Gang, path: str, changes: dict[str, Any], dtype: str) -
     cut = learner_of(gang, load_causal_lm(path, device=cpu, dtype=kind), changes)
     outline = outline_causal_lm(path, dtype=kind)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(from_files, "PIECE_BYTES", PIECE)
+        patch.setattr(layout, "PIECE_BYTES", PIECE)
         meter = Meter(patch)
         read = learner_of(gang, outline, changes, device=cpu, unread=open_unread(path, outline))
     assert all(parameter.is_meta for parameter in outline.parameters())

@@ -7,7 +7,7 @@ and metrics are plain sums, so micro-batches and ranks add up to the whole batch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ from rollcall.types import Bools, Doubles, Floats, Longs
 # Axes: one entry per group, in it one per attempt, in that one per token of all its rows.
 Masks = list[list[Bools]]
 PerToken = list[list[Floats]]
+Measure = Callable[[str, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,27 +160,17 @@ def policy_loss(
     tensor([-0.5000,  0.5000])
     """
     if algorithm.old_logprobs == "engine":
-        base = behaviour_logprobs
-    else:
-        base = logprobs.detach() if old_logprobs is None else old_logprobs
+        old_logprobs = behaviour_logprobs
+    base = logprobs.detach() if old_logprobs is None else old_logprobs
     token = _surrogate(
         algorithm, logprobs, base=base, advantages=advantages, attempt=attempt, num_attempts=num_attempts
     )
-    surrogate, kept = token.loss, weights
     metrics: dict[str, Tensor] = {"weight": weights.sum()}
 
     def measure(name: str, values: Tensor) -> None:
         metrics[name] = (weights * values.detach()).sum()
 
-    if algorithm.tis_cap is not None:
-        tis = corrections.truncated_weights(base, behaviour_logprobs, cap=algorithm.tis_cap)
-        surrogate = surrogate * tis
-        measure("tis_weight_mean", tis)
-    if algorithm.mismatch_mask is not None:
-        low, high = algorithm.mismatch_mask
-        keep = corrections.mismatch_mask(base, behaviour_logprobs, low=low, high=high)
-        kept = weights * keep
-        measure("masked_fraction", 1 - keep)
+    surrogate, kept = _corrected(algorithm, token.loss, weights, base, behaviour_logprobs, measure)
     loss = (kept * surrogate).sum()
 
     kl_in_loss = algorithm.kl_in == "loss" and algorithm.kl_coef > 0
@@ -203,6 +194,23 @@ def policy_loss(
     measure("ratio_mean", token.ratio)
     measure("approx_kl", base - logprobs)
     return BatchLoss(loss=loss, metrics=metrics)
+
+
+def _corrected(
+    algorithm: Algorithm, surrogate: Tensor, weights: Tensor, base: Tensor, behaviour: Tensor, measure: Measure
+) -> tuple[Tensor, Tensor]:
+    """The surrogate and the weights of its tokens after the importance corrections."""
+    kept = weights
+    if algorithm.tis_cap is not None:
+        tis = corrections.truncated_weights(base, behaviour, cap=algorithm.tis_cap)
+        surrogate = surrogate * tis
+        measure("tis_weight_mean", tis)
+    if algorithm.mismatch_mask is not None:
+        low, high = algorithm.mismatch_mask
+        keep = corrections.mismatch_mask(base, behaviour, low=low, high=high)
+        kept = weights * keep
+        measure("masked_fraction", 1 - keep)
+    return surrogate, kept
 
 
 def value_loss(algorithm: Ppo, *, values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rollcall.checkpoint.parts import File, PartTensor
 from rollcall.errors import CheckpointError
-from rollcall.learner.from_files import read_part
+from rollcall.learner.layout import read_part
 from rollcall.learner.learner import Body, Critic, Learner
 from rollcall.learner.optimizer import Optimizer
 from rollcall.model.decoder import module_names

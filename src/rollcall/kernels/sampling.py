@@ -194,7 +194,7 @@ def _uniforms_kernel(seeds_ptr, positions_ptr, out_ptr, num_rows, BLOCK: tl.cons
 
 
 def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """The numbers of ``rollcall.engine.uniform.uniforms``, bit for bit, in one launch instead of some twenty.
+    """The numbers of ``rollcall.engine.native.sampler.uniforms``, bit for bit, in one launch instead of some twenty.
 
     ``seeds`` and ``positions`` are [B] int64, contiguous.
     """

@@ -219,7 +219,7 @@ class Optimizer:
 
 def _add(total: Tensor, part: Tensor) -> None:
     if total.is_cuda:
-        from rollcall.kernels.accumulate import add
+        from rollcall.kernels.gradients import add
 
         add(total, part)
     else:

@@ -28,10 +28,8 @@ from rollcall.errors import is_out_of_memory
 from rollcall.learner.body import BodyBase, Work
 from rollcall.learner.context_parallel import join_context
 from rollcall.learner.fit import too_large
-from rollcall.learner.from_files import read_part, same_values
-from rollcall.learner.gang import Gang
-from rollcall.learner.layout import WeightSplit, fused_rows
-from rollcall.learner.mesh import Meshes, make_meshes
+from rollcall.learner.gang import Gang, Meshes, make_meshes
+from rollcall.learner.layout import WeightSplit, fused_rows, read_part, same_values
 from rollcall.learner.optimizer import Optimizer
 from rollcall.learner.packing import Fit, Packing
 from rollcall.learner.sharded_modules import LAYER_TENSORS, ShardedLayer, ShardedRoot
@@ -117,7 +115,7 @@ class Sharded(BodyBase):
         self.kv_copies = max(1, tensor // whole.kv_heads)
         if (split, self.kv_copies) not in gang.meshes:
             gang.meshes[split, self.kv_copies] = make_meshes(
-                split, device_type=device.type, greet=gang.greet, kv_copies=self.kv_copies
+                gang, split, device_type=device.type, kv_copies=self.kv_copies
             )
         self.meshes: Meshes = gang.meshes[split, self.kv_copies]
         self.group = TensorGroup(

@@ -142,8 +142,6 @@ def _noted(folder: Path, *, where: str) -> Mapping[str, str]:
     try:
         found = json.loads(read_small(path))
         base = found.get("base") or {}
-        if isinstance(base, str):  # an earlier version: a sum in which places did not count
-            base = {}
         if found["dtype"] not in _DTYPES or not all(
             kind in _DTYPES and isinstance(one, str) for kind, one in base.items()
         ):

@@ -37,9 +37,6 @@ class Served:
     def slot(self, name: str | None) -> int:
         return 0 if name is None else -1 if name == BASE else self._slots[name]
 
-    def knows(self, name: str | None) -> bool:
-        return name in (None, BASE) or name in self._slots
-
     def adapter_of(self, index: int) -> LayerAdapter:
         return self._layers[index]
 

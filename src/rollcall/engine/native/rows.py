@@ -38,8 +38,7 @@ from rollcall.engine.native.kept_rows import (
 )
 from rollcall.engine.native.row_attention import ATTEND, AttendRows, hide_starts, plan_extensions
 from rollcall.engine.native.runner import Chunk, Fill, RowState, Sequence, in_parts, order_fills, plan_fills
-from rollcall.engine.native.sampler import sample
-from rollcall.engine.uniform import uniforms
+from rollcall.engine.native.sampler import sample, uniforms
 from rollcall.model.attention import Way, cpu_way
 from rollcall.model.decoder import Decoder
 
