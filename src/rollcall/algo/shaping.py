@@ -26,7 +26,7 @@ COMPARE: dict[str, Callable[[Doubles], Floats]] = {
 
 
 def treatments_of(group: Group, environment: EnvironmentBase | None) -> list[Treatment]:
-    """Of each attempt. One that no reward scored is dropped, as TRL leaves it out."""
+    """The treatment of each attempt. One that no reward scored is dropped, as TRL leaves it out."""
     return [
         _treatment_of(completion, environment) if score.is_given else "drop"
         for completion, score in zip(group.completions, group.scores, strict=True)

@@ -20,7 +20,7 @@ class Sequence:
     """One completion in progress. ``token_ids`` and ``logprobs`` grow chunk by chunk."""
 
     request: Request
-    number: int  # of its arrival
+    number: int  # in order of arrival
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
@@ -106,14 +106,14 @@ def cut_at_stop_string(sequence: Sequence, before: int, tokenizer: Any) -> bool:
     return False
 
 
-INCOMPLETE = "\ufffd"  # what part of a character decodes to
-# What the beginning of a cut-out piece can lose or add, in characters: bytes of a split one, a leading space.
+INCOMPLETE = "\ufffd"  # a part of a character decodes to this
+# Characters that the beginning of a cut-out piece can lose or add: bytes of a split one, a leading space.
 RAGGED = 8
 BYTES = 4  # most tokens of one character
 
 
 def _move_watch(sequence: Sequence, end: str, tokenizer: Any) -> None:
-    """Begin later, where enough text is left for a stop string that starts in it. ``end`` is the text watched so far.
+    """Watch from a later token, where enough text is left for a stop string that starts in it. ``end`` is the text watched so far.
 
     Not while the last character is incomplete: a tokenizer that spells text in bytes decodes a whole run of them to
     replacement characters until the run is complete.

@@ -105,7 +105,7 @@ class Ticker:
             self._task = asyncio.get_running_loop().create_task(self._tick())
 
     async def _tick(self) -> None:
-        """Until nothing is asked for, or a pause."""
+        """Step the core until nothing is asked for, or until a pause."""
         try:
             if self._num_turns:
                 await self._gather(math.inf, quiet_s=FIRST_QUIET_S, most_s=FIRST_GATHER_S, burst=BURST)

@@ -162,7 +162,7 @@ class BodyBase(ABC):
 
 
 def store_of(recompute: Recompute, device: torch.device) -> HostStore | None:
-    """For one forward and its backward."""
+    """A store for one forward and its backward, where inputs of layers go to the host."""
     return HostStore(device) if recompute is Recompute.ON_HOST and device.type == "cuda" else None
 
 

@@ -130,7 +130,7 @@ class Gang:
         return [np.frombuffer(data, dtype="<f4").astype(np.float32) for data in self.gather_bytes(own)]
 
     def sum_all(self, tensors: Sequence[Tensor]) -> None:
-        """Each tensor becomes its sum over the gang, in place."""
+        """Replace each tensor by its sum over the gang."""
         if self.size == 1:
             return
         bucket: list[Tensor] = []
@@ -155,7 +155,7 @@ class Gang:
 
 
 def _gather_bytes(data: bytes, *, group: Any, size: int) -> list[bytes]:
-    """As tensors that are all as long as the longest."""
+    """Gather tensors that are all as long as the longest."""
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
     dist.all_gather(lengths, torch.tensor([len(data)]), group=group)
     counts = [int(length) for length in lengths]

@@ -97,7 +97,7 @@ class WeightSplit:
         return Block(name=name, start=(row, *start), shape=(count, *rest), whole=(of, *self.shape[1:]), row=at)
 
     def _is_own(self, rows: np.ndarray) -> np.ndarray:
-        """Which of these rows of the whole weight this rank writes: of equal ones the first rank's."""
+        """Which of these rows of the whole weight this rank writes: the first of the ranks that have the same row does."""
         split = self.split
         if split.lane >= split.shard or (self.dim is None and not self.is_root and split.tensor_rank):
             return np.zeros(len(rows), dtype=bool)

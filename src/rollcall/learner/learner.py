@@ -95,7 +95,7 @@ class Learner:
 
     @cached_property
     def base_identities(self) -> dict[str, str]:
-        """Of the weights that the adapter is added to, which no update changes, by type; empty if there is no adapter, or if they have none."""
+        """Identities by type of the weights that the adapter is added to, which no update changes; empty if there is no adapter, or if they have none."""
         if self.adapter is None or is_adapter(self.adapter.base):
             return {}
         return base_identities(self.body.base_tensors(), dtype=self.body.dtype)

@@ -81,7 +81,7 @@ class Optimizer:
 
     @property
     def num_bytes(self) -> int:
-        """Of masters and state; before the first update, of AdamW's."""
+        """Memory of masters and state; before the first update that of AdamW's state."""
         state = sum(_bytes(value) for entry in self.adamw.state.values() for value in entry.values())
         masters = sum(map(_bytes, self.targets.values()))
         expected = masters if self.section.optimizer.state == "bfloat16" else 2 * masters
@@ -97,7 +97,7 @@ class Optimizer:
         gang.sum_all([self._sums[name] for name in self.named])
 
     def discard(self) -> None:
-        """Forget the gradients summed so far."""
+        """Drop the gradients summed so far."""
         self._sums.clear()
 
     def step(self) -> dict[str, float]:

@@ -214,7 +214,7 @@ class Sharded(BodyBase):
     def _parameter(
         self, tensor: Tensor, *, dim: int | None = None, is_root: bool = True, trained: bool = True
     ) -> nn.Parameter:
-        """In float32 where updates go to master weights: FSDP rounds what it gathers."""
+        """A parameter of this rank, in float32 where updates go to master weights: FSDP rounds what it gathers."""
         trained = trained and not self.frozen
         dtype = torch.float32 if self.section.master_weights and trained else self.dtype
         if tensor.is_meta:  # FSDP takes this rank's part of it, which is filled from the files then
@@ -363,7 +363,7 @@ class Sharded(BodyBase):
         return self.named if self._has_masters else {}
 
     def load_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """From the state of a whole model. The state saved by any number of ranks is the same."""
+        """Load the state of a whole model. The state saved by any number of ranks is the same."""
         parts = {
             index: {key: self._own(optimizer.names[index], value) for key, value in entry.items()}
             for index, entry in state["adamw"]["state"].items()

@@ -34,7 +34,7 @@ class Adapter:
 
     @classmethod
     def make(cls, decoder: Decoder, section: LoraSection, *, seed: int, device: torch.device, base: str) -> Adapter:
-        """A new one, as PEFT makes it: A uniform up to 1/sqrt(inputs), B zero; or what ``section.path`` holds. ``decoder`` may be on the
+        """Make a new one as PEFT does: A uniform up to 1/sqrt(inputs), B zero; or what ``section.path`` holds. ``decoder`` may be on the
         meta device."""
         rows = decoder.part_rows()
         draws = torch.Generator().manual_seed(seed)
@@ -104,7 +104,7 @@ class Deltas:
 
     @torch.no_grad()
     def added_to(self, weight: Tensor, name: str) -> Tensor:
-        """In float32, rounded once; refuses a sum that is not finite."""
+        """Add in float32 and round once; refuses a sum that is not finite."""
         if name not in self._pairs:
             return weight
         a, b = (one.detach().to(weight.device).float() for one in self._pairs[name])

@@ -264,7 +264,7 @@ def _fused_kernel_backward(
 
 
 def _heads_first(rows: Tensor, count: int, heads: int) -> Tensor:
-    """Of tokens [count * length]: their places in [N * heads, D], ordered by segment, head, token."""
+    """Places in [N * heads, D] of tokens [count * length], ordered by segment, head, token."""
     return (rows.view(count, 1, -1) * heads + torch.arange(heads).view(1, heads, 1)).flatten()
 
 

@@ -59,7 +59,7 @@ def render_chats(
 
 
 def _by_itself(tokenizer: Any, place: int, chat: Sequence[dict[str, Any]], options: dict[str, Any]) -> str:
-    """By a tokenizer that has its own code for it."""
+    """Render with a tokenizer that has its own code for it."""
     try:
         return tokenizer.apply_chat_template(list(chat), tokenize=False, **options)
     except Exception as error:  # noqa: BLE001 - it may raise anything
@@ -139,7 +139,7 @@ def _exactly(source: IO[bytes], size: int) -> bytes:
 
 
 def _forget() -> None:
-    """In a forked process: the renderer is its parent's."""
+    """Drop the renderer in a forked process: it is the parent's."""
     global _renderer
     if _renderer._process is not None:
         _renderer._process.returncode = 0  # this process does not wait for it

@@ -232,7 +232,7 @@ def _inverse_rms(x: Tensor, eps: float) -> Tensor:
 
 @cache
 def _scalar(value: float, dtype: torch.dtype) -> Tensor:
-    """Made once: making it takes longer than the addition that uses it."""
+    """A tensor that is made once: making it takes longer than the addition that uses it."""
     return torch.tensor(value, dtype=dtype)
 
 

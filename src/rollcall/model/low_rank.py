@@ -45,7 +45,7 @@ def b_of(module: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowRank:
-    """Of one product."""
+    """The adapter of one product."""
 
     a: Tensor  # [K, in]
     b: Tensor  # [out, K]
@@ -53,7 +53,7 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerAdapter:
-    """Of one layer; None where no module of the product has an adapter."""
+    """The adapter of one layer. A product of which no module has one has None."""
 
     qkv: LowRank | None = None
     out: LowRank | None = None

@@ -33,7 +33,7 @@ class HostStore:
         self._slots: list[_Slot] = []
 
     def put(self, tensor: Tensor) -> int:
-        """Begin to copy it; the number that ``take`` wants."""
+        """Start to copy the tensor; returns the number for ``take``."""
         tensor = tensor.detach()  # with its history it would keep the whole graph alive
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         self._slots.append(_Slot(host, tensor, self._copy(host, tensor)))

@@ -98,7 +98,7 @@ class KeptRows:
         self._put(rows, Bundle(planes=copies, num_columns=width), indices=range(len(rows)), end=width)
 
     def put_all(self, rows: list[Leaving], planes: list[Plane], *, end: int) -> None:
-        """As ``put``, of all rows that there are: their memory itself is kept, and nothing is copied."""
+        """``put`` for all rows at once: their memory itself is kept, and nothing is copied."""
         bundle = Bundle(planes=planes, num_columns=planes[0].tensor.shape[planes[0].dim])
         self._put(rows, bundle, indices=[row.row for row in rows], end=end)
 

@@ -203,7 +203,7 @@ class PagedRunner:
         return blocks
 
     def _num_served(self, kept: Kept[list[int]], sequence: Sequence) -> int:
-        """Of how many tokens the kept KV is used. The sequence writes on behind them, so not into a block that others read."""
+        """The number of tokens whose kept KV is used. The sequence writes behind them, so they do not end in a block that others read."""
         shared = kept.num_shared(sequence)
         is_read = shared % BLOCK and self._pool.is_shared(kept.kv[shared // BLOCK])
         return shared - shared % BLOCK if is_read else shared

@@ -96,7 +96,7 @@ class Extension:
         return torch.cat(outs, dim=3).permute(0, 3, 1, 2, 4).reshape(len(own), -1).to(q.dtype)
 
     def _masks(self, queries: Tensor, *, kv_heads: int, window: int, way: Way) -> Masks:
-        """For queries that are the new tokens with these numbers."""
+        """Masks for the new tokens with these numbers as queries."""
         num_hidden = (self.longest - np.array(self.lengths)).repeat(kv_heads)
         if way == "products" and not window:
             behind = torch.arange(self.num_new) > queries[:, None]
@@ -113,7 +113,7 @@ class Extension:
 
 
 def plan_extensions(fills: list[Fill]) -> list[Extension]:
-    """Of the fills with a past, which have equal numbers of tokens side by side."""
+    """Group the fills with a past; those with equal numbers of tokens are side by side."""
     extensions: list[Extension] = []
     start = 0
     past = [fill for fill in fills if fill.past]

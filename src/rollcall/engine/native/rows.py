@@ -473,5 +473,5 @@ def compiled_logits(decoder: Decoder, step: Step) -> Tensor:
 
 @cache
 def _compiled() -> Callable[[Decoder, Step], Tensor]:
-    """Made on first use: torch takes long to load its compiler."""
+    """Compile on first use: torch takes long to load its compiler."""
     return torch.compile(next_logits)

@@ -51,7 +51,7 @@ class Runner(Protocol):
         ...
 
     def start(self, steps: int) -> None:
-        """Begin to sample this many tokens for every row. One chunk may be on its way already; the rows are then as they were."""
+        """Begin to sample this many tokens for every row. If a chunk is in progress already, the rows have not changed since."""
         ...
 
     def read(self) -> Chunk:
@@ -83,7 +83,7 @@ class RowState:
         self.temperature = np.zeros(max_running, dtype=np.float32)
         self.top_p = np.ones(max_running, dtype=np.float32)
         self.top_k = np.zeros(max_running, dtype=np.int64)
-        self.slot = np.full(max_running, -1, dtype=np.int64)  # of its adapter; -1: it has none
+        self.slot = np.full(max_running, -1, dtype=np.int64)  # of its adapter, or -1
 
     def set(self, row: int, sequence: Sequence) -> None:
         sampling = sequence.request.sampling
@@ -153,12 +153,12 @@ def plan_fills(sequences: list[Sequence], first_row: int, *, past: Mapping[int, 
 
 
 def order_fills(fills: list[Fill]) -> list[Fill]:
-    """Those without a past first; equal numbers of tokens side by side."""
+    """Sort those without a past first, and equal numbers of tokens side by side."""
     return sorted(fills, key=lambda fill: (fill.past > 0, len(fill.token_ids)))
 
 
 def in_parts(fills: list[Fill], *, num_tokens: int) -> list[list[Fill]]:
-    """In order, each with at most this many tokens, or a single fill."""
+    """Divide the fills in order; each part has at most this many tokens, or a single fill."""
     parts: list[list[Fill]] = []
     left = 0
     for fill in fills:

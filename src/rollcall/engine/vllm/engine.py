@@ -167,7 +167,7 @@ class VllmEngine:
             self._adapter_folder.cleanup()
 
     def _ship_adapter(self, adapter: Adapter, version: int) -> None:
-        """As PEFT's files in memory, which is what vLLM reads."""
+        """Hand the adapter over as PEFT's files in memory, which vLLM reads."""
         if self._adapter_folder is None:
             memory = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
             self._adapter_folder = tempfile.TemporaryDirectory(prefix="rollcall-adapter-", dir=memory)

@@ -59,7 +59,7 @@ class Server:
         self._preemptions: dict[str, int] = {}  # of the running completions
 
     def serve(self) -> None:
-        """Until the parent hangs up."""
+        """Answer calls until the parent hangs up."""
         while (length := self._read(LENGTH.size)) is not None:
             message = self._read(LENGTH.unpack(length)[0])
             if message is None:

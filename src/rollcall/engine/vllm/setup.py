@@ -122,7 +122,7 @@ def config_fields(model: nn.Module) -> dict[str, Any]:
 
 
 def _kv_token_bytes(config: Any, dtype: torch.dtype, tensor_parallel_size: int) -> int:
-    """On each GPU; where there are more GPUs than KV heads, each has one."""
+    """Bytes of a token's KV on each GPU; where there are more GPUs than KV heads, each has one head."""
     heads = max(1, config.num_key_value_heads // tensor_parallel_size)
     return 2 * config.num_hidden_layers * heads * _head_dim(config) * dtype.itemsize
 
