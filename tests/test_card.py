@@ -209,7 +209,7 @@ def test_a_run_that_ends_for_lack_of_memory_goes_on_when_there_is_more(
 
     with monkeypatch.context() as patch:
         patch.setattr(Whole, "stats", capped)
-        with pytest.raises(MemoryShortError, match="alone does not fit in memory"):
+        with pytest.raises(MemoryShortError, match="tokens does not fit in memory"):
             train(config, quiet=True)
     assert train(config, quiet=True)["steps"] == 3
 

@@ -137,7 +137,7 @@ def step_sentence(body: BodyBase, fit: Fit, optimizer: Optimizer, why: str) -> s
     """The error when the weights cannot be updated, whatever the micro-batches."""
     gradients = 4 * sum(tensor.numel() for tensor in body.named.values())
     return (
-        f"{fit.name}: there is no memory left to update the weights ({why}). Needed are weights {size(_bytes_of(body.named.values()))}, "
+        f"{fit.name}: there is no memory left to update the weights ({why}). The update needs weights {size(_bytes_of(body.named.values()))}, "
         f"optimizer state {size(optimizer.num_bytes)} and gradients {size(gradients)}{_card(body.device)}. Lower "
         f"rollout.kv_memory_fraction, set {fit.name}.master_weights=false, or divide the model with {fit.name}.sharding=fsdp over more "
         "cards. The run directory is whole: the same command continues it"
