@@ -112,7 +112,7 @@ def refuse_other_base(
     elif saved and model.dtype == torch.float32:
         kind = next(iter(saved))
     else:
-        return  # another program's adapter, or the weights were rounded in two ways that cannot be compared
+        return  # another program's adapter, an older one, or the weights were rounded in two ways that cannot be compared
     if saved[kind] != _identities(tensors, [_DTYPES[kind]])[kind]:
         raise ModelFilesError(
             f"{where} holds an adapter of other weights than those in {base}: they have changed since it was saved, or it is of another model; "
@@ -142,6 +142,8 @@ def _noted(folder: Path, *, where: str) -> Mapping[str, str]:
     try:
         found = json.loads(read_small(path))
         base = found.get("base") or {}
+        if isinstance(base, str):  # an earlier version: a sum in which places did not count
+            base = {}
         if found["dtype"] not in _DTYPES or not all(
             kind in _DTYPES and isinstance(one, str) for kind, one in base.items()
         ):
