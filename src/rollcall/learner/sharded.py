@@ -98,6 +98,10 @@ class Sharded(BodyBase):
         ``unread``, or without that the first rank sends the weights. ``heads`` are a critic's, which replace the output head. With an
         ``adapter``, which every rank has whole, only that is trained."""
         tensor, whole = split.tensor, decoder.shape
+        kv_copies = max(1, tensor // whole.kv_heads)
+        if (split, kv_copies) not in gang.meshes:
+            gang.meshes[split, kv_copies] = make_meshes(gang, split, device_type=device.type, kv_copies=kv_copies)
+        meshes: Meshes = gang.meshes[split, kv_copies]
         super().__init__(
             decoder,
             shape=replace(whole, heads=whole.heads // tensor, kv_heads=max(1, whole.kv_heads // tensor)),
@@ -112,12 +116,7 @@ class Sharded(BodyBase):
         self.counts = split.tensor_rank == split.context_rank == 0
         self.place = (split.data_rank, split.num_data)
         self.num_tensor = tensor
-        self.kv_copies = max(1, tensor // whole.kv_heads)
-        if (split, self.kv_copies) not in gang.meshes:
-            gang.meshes[split, self.kv_copies] = make_meshes(
-                gang, split, device_type=device.type, kv_copies=self.kv_copies
-            )
-        self.meshes: Meshes = gang.meshes[split, self.kv_copies]
+        self.kv_copies, self.meshes = kv_copies, meshes
         self.group = TensorGroup(
             group=self.meshes.tensor_group,
             rank=split.tensor_rank,
