@@ -21,7 +21,7 @@ from importlib.util import find_spec
 
 import torch
 
-from rollcall.engine.uniform import uniforms
+from rollcall.engine.native.sampler import uniforms
 
 if find_spec("triton") is None or not torch.cuda.is_available():
     sys.exit("this benchmark needs Triton and a CUDA device")

@@ -221,9 +221,13 @@ def decoder_of(architecture: str) -> Decoder:
 def layout_of(decoder: Decoder, name: str, split: ModelSplit) -> WeightSplit:
     """As ``Sharded`` makes it."""
     shape, field = decoder.named_tensors()[name].shape, name.rpartition(".")[2]
-    heads: dict[str, Any] = dict(heads=decoder.num_heads, kv_heads=decoder.num_kv_heads)
+    heads: dict[str, Any] = dict(heads=decoder.shape.heads, kv_heads=decoder.shape.kv_heads)
     order = split_order(
-        field, **heads, dim=decoder.head_dim, intermediate=len(decoder.layers[0].gate_up) // 2, tensor=split.tensor
+        field,
+        **heads,
+        dim=decoder.shape.head_dim,
+        intermediate=len(decoder.layers[0].gate_up) // 2,
+        tensor=split.tensor,
     )
     return WeightSplit(
         name=name, shape=shape, rows=fused_rows(name, shape[0], **heads), split=split, dim=cut_dim(field), order=order,

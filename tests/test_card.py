@@ -18,9 +18,9 @@ from rollcall.engine.native.fill import run_halved
 from rollcall.engine.native.runner import Fill
 from rollcall.engine.protocol import Request, Sampling
 from rollcall.errors import BatchTooLargeError, MemoryShortError
-from rollcall.learner.fit import Packing
 from rollcall.learner.learner import Critic, Learner
 from rollcall.learner.measure import Rows, measured
+from rollcall.learner.packing import Packing
 from rollcall.learner.whole import Whole
 from rollcall.loop.attempts import loss_of
 from rollcall.model.decoder import Decoder, fuse_parameters
@@ -208,7 +208,7 @@ def test_a_run_that_ends_for_lack_of_memory_goes_on_when_there_is_more(
 
     with monkeypatch.context() as patch:
         patch.setattr(Whole, "stats", capped)
-        with pytest.raises(MemoryShortError, match="alone does not fit in memory"):
+        with pytest.raises(MemoryShortError, match="tokens does not fit in memory"):
             train(config, quiet=True)
     assert train(config, quiet=True)["steps"] == 3
 

@@ -316,7 +316,7 @@ def held_tokens(engine: NativeEngine) -> int:
     sessions = {id(one.kv.bundle): one.kv.bundle for one in runner._kept._sessions}.values()
     tensors = [*runner._keys, *runner._values, *(plane.tensor for bundle in sessions for plane in bundle.planes)]
     decoder = runner.decoder
-    return sum(tensor.numel() for tensor in tensors) // (2 * len(decoder.layers) * decoder.kv_width)
+    return sum(tensor.numel() for tensor in tensors) // (2 * len(decoder.layers) * decoder.shape.kv_width)
 
 
 @pytest.mark.parametrize("kv_tokens", [None, 600])

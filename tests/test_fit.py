@@ -13,9 +13,10 @@ from learners import assert_same_gradient, gradients, make_learner, make_samples
 from rollcall.config import Gspo, Ppo
 from rollcall.errors import BatchTooLargeError, MemoryShortError, is_out_of_memory
 from rollcall.groups.failures import RemoteFailureError
-from rollcall.learner.fit import Fit, Packing, too_large
+from rollcall.learner.fit import too_large
 from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Critic, Learner
+from rollcall.learner.packing import Fit, Packing
 from rollcall.plan.activations import Recompute
 from rollcall.types import MicroBatch
 
@@ -204,7 +205,7 @@ def test_ranks_that_run_together_end_the_attempt_with_half_the_size() -> None:
     assert str(carried) == str(error), "no traceback"
     (alone,) = packing.batches([0], 10_000)
     last = too_large(learner.body, learner.fit, alone, packing, torch.OutOfMemoryError(WHY), optimizer=None)
-    assert type(last) is MemoryShortError and f"a row of {alone.num_tokens} tokens alone" in str(last)
+    assert type(last) is MemoryShortError and f"a row of {alone.num_tokens} tokens does not fit" in str(last)
 
 
 def test_the_ranks_of_a_gang_take_the_smallest_size() -> None:

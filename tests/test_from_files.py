@@ -16,7 +16,7 @@ from tiny import make_model, make_tokenizer, save_model
 
 from rollcall.checkpoint.training import export_learner
 from rollcall.config import Config, Grpo, RunSection
-from rollcall.learner import from_files
+from rollcall.learner import layout
 from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Learner
 from rollcall.model import unread
@@ -70,7 +70,7 @@ def read_both_ways(gang: Gang, path: str, changes: dict[str, Any], dtype: str) -
     cut = learner_of(gang, load_causal_lm(path, device=cpu, dtype=kind), changes)
     outline = outline_causal_lm(path, dtype=kind)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(from_files, "PIECE_BYTES", PIECE)
+        patch.setattr(layout, "PIECE_BYTES", PIECE)
         meter = Meter(patch)
         read = learner_of(gang, outline, changes, device=cpu, unread=open_unread(path, outline))
     assert all(parameter.is_meta for parameter in outline.parameters())
@@ -168,7 +168,7 @@ def test_a_whole_model_comes_to_a_device_piece_by_piece(
     assert parameters.keys() == wanted.keys() and not any(one.requires_grad for one in parameters.values())
     assert all(torch.equal(parameters[key], wanted[key]) for key in wanted)
     one, other = Decoder.of(found), Decoder.of(expected)
-    assert torch.equal(one.cos, other.cos) and torch.equal(one.sin, other.sin)
+    assert torch.equal(one.rope.cos, other.rope.cos) and torch.equal(one.rope.sin, other.rope.sin)
     assert one.named_tensors().keys() == other.named_tensors().keys()
 
 

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rollcall.engine.uniform import uniforms
+from rollcall.engine.native.sampler import uniforms
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_CUDA = torch.cuda.is_available()
@@ -39,7 +39,7 @@ if INTERPRETED:
 
     interpreter._patch_lang_tensor = patch_tensor_and_index
 
-from rollcall.kernels import accumulate, attention, decode, gated, logprobs, sampling, shared
+from rollcall.kernels import attention, decode, gradients, logprobs, sampling
 
 
 def on_device(test):
@@ -141,7 +141,7 @@ def test_the_derivative_of_the_gate_is_what_autograd_gives(dtype, inner):
     gate, up = leaf.chunk(2, dim=-1)
     (torch.nn.functional.silu(gate) * up).backward(grad.double())
     ours = gate_up.clone().requires_grad_()
-    gated.SiluMul.apply(ours).backward(grad)
+    gradients.SiluMul.apply(ours).backward(grad)
     assert ours.grad is not None and leaf.grad is not None
     torch.testing.assert_close(ours.grad.double(), leaf.grad, rtol=4 * torch.finfo(dtype).eps, atol=1e-5)
 
@@ -153,7 +153,7 @@ def test_gradients_are_added_to_float32_sums(dtype, strided):
     total, part = randn(33, 1000), randn(33, 1000, dtype=dtype, seed=1, scale=1e-3)
     part = randn(1000, 33, dtype=dtype, seed=1, scale=1e-3).t() if strided else part
     expected = total + part.float()
-    accumulate.add(total, part)
+    gradients.add(total, part)
     assert torch.equal(total, expected)
 
 
@@ -168,7 +168,7 @@ def test_gradients_of_shared_tokens_are_added_up_in_float32_and_in_one_order(dty
     tokens, grad = randn(8, 2, 24, dtype=dtype).requires_grad_(), randn(len(index), 2, 24, dtype=dtype, seed=1)
     for _ in range(2):
         tokens.grad = None
-        taken = shared.Shared.of(index, num_tokens=8).take(tokens)
+        taken = gradients.Shared.of(index, num_tokens=8).take(tokens)
         assert torch.equal(taken, tokens[index])
         taken.backward(grad)
         expected = torch.zeros(8, 2, 24, device=DEVICE).index_add_(0, index, grad.float()).to(dtype)

@@ -54,7 +54,8 @@ from rollcall.loop.resume import refuse_changing_base
 from rollcall.merge.merge import merge
 from rollcall.model.adapter import Adapter, add_to_weights
 from rollcall.model.base import base_identities
-from rollcall.model.decoder import Decoder, Layer, fuse_parameters, module_names, project_down, project_out
+from rollcall.model.decoder import Decoder, fuse_parameters, module_names
+from rollcall.model.layer import Layer, add_product
 from rollcall.model.load import ModelError, load_causal_lm
 from rollcall.model.low_rank import LayerAdapter, LowRank
 from rollcall.model.peft_files import write_adapter
@@ -177,9 +178,9 @@ def test_bfloat16_does_not_round_away_what_a_young_adapter_adds() -> None:
     fields = dict.fromkeys(field.name for field in dataclasses.fields(Layer))
     weights = {**fields, "out": 0.02 * one, "down": 0.02 * one, "window": 0}
     layer = Layer(**{**weights, "lora": LayerAdapter(out=pair, down=pair)})  # type: ignore[arg-type]
-    for project in (project_out, project_down):
-        assert float(project(8 * one, one, layer)) == 8.0625
-        assert float(project(8 * one, one, replace(layer, lora=None))) == 8
+    for name in ("out", "down"):
+        assert float(add_product(8 * one, one, layer, name)) == 8.0625
+        assert float(add_product(8 * one, one, replace(layer, lora=None), name)) == 8
 
 
 @pytest.mark.slow

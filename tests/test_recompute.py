@@ -60,7 +60,7 @@ def test_a_store_gets_the_input_of_each_layer_and_nothing_else(monkeypatch: pyte
         stores.append(HereStore())
         return stores[-1]
 
-    monkeypatch.setattr("rollcall.learner.whole.store_of", store_of)
+    monkeypatch.setattr("rollcall.learner.body.store_of", store_of)
     learner = make_learner(trainable(), activation_checkpointing="offload", tokens_per_microbatch=60)
     found = gradients(learner, samples)
     for name, gradient in expected.items():

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from rollcall.engine.uniform import uniforms
+from rollcall.engine.native.sampler import uniforms
 
 
 def python_uniform(seed, position):

@@ -18,7 +18,7 @@ K3_BOUND = 10.0  # k3 grows as exp; one token past this would outweigh the rest 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLoss:
-    """What a loss says of each token. ``ratio`` and ``clipped`` are for metrics and carry no gradient."""
+    """A loss for each token. ``ratio`` and ``clipped`` are for metrics and carry no gradient."""
 
     loss: Tensor  # [L]
     ratio: Tensor  # [L] policy over old (of the sequence, for GSPO)
@@ -128,7 +128,7 @@ def value_loss(values: Tensor, *, old_values: Tensor, returns: Tensor, clip: flo
 
 
 def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, *, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
-    """Per-token estimate of KL(policy || reference) from the sampled token alone, with ``d = log p - log p_ref``.
+    """Per-token estimate of KL(policy || reference) from the sampled token, with ``d = log p - log p_ref``.
 
     The three are J. Schulman's ("Approximating KL divergence", 2020). k1 is ``d``: unbiased, may be negative. k2 is
     ``d^2 / 2``: biased, never negative. k3 is ``exp(-d) - 1 + d``: unbiased, never negative, and the one in GRPO's

@@ -7,7 +7,7 @@ and metrics are plain sums, so micro-batches and ranks add up to the whole batch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,14 +36,15 @@ from rollcall.types import Bools, Doubles, Floats, Longs
 # Axes: one entry per group, in it one per attempt, in that one per token of all its rows.
 Masks = list[list[Bools]]
 PerToken = list[list[Floats]]
+Measure = Callable[[str, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenAdvantages:
-    """What one attempt's tokens learn from. Entries outside the loss mask are 0."""
+    """The targets of one attempt's tokens. Entries outside the loss mask are 0."""
 
     advantages: Floats  # [T]
-    returns: Floats | None  # [T] the critic's target; None: no critic
+    returns: Floats | None  # [T] the critic's target, if there is a critic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +70,8 @@ def compute_advantages(
 ) -> list[list[TokenAdvantages]]:
     """Advantages of every token of a step's groups, given whole: REINFORCE++ and PPO normalise over the batch.
 
-    An attempt's rows follow each other in time, as one. ``turns`` are the parts of the rewards that come along the way; None:
-    all comes at the end. Algorithms that compare whole attempts do not look at them. ``kl`` is each token's estimated KL to the reference; it is needed, and used, only with ``kl_in="reward"`` and
+    An attempt's rows follow each other in time, as one. ``turns`` are the parts of the rewards that come along the way; without
+    them all comes at the end. Algorithms that compare whole attempts do not look at them. ``kl`` is each token's estimated KL to the reference; it is needed, and used, only with ``kl_in="reward"`` and
     ``kl_coef > 0``. ``values`` are the critic's; only PPO needs them.
 
     >>> rewards = [np.array([1.0, 0.0])]
@@ -102,7 +103,7 @@ def loss_weights(
     """Weight of each token of each row, [rows], so that an update's loss is ``sum_t weight * loss_t``.
 
     Rows are all of one optimizer update, over all ranks and micro-batches. ``attempts`` tells which rows are of one attempt,
-    which counts once, with all its rows; None: each row is an attempt. One without loss tokens weighs 0 and does not count.
+    which counts once, with all its rows; without it each row is an attempt. One without loss tokens weighs 0 and does not count.
 
     >>> lengths = np.array([1, 4, 0])
     >>> loss_weights(Grpo(), num_loss_tokens=lengths, max_response_tokens=8).tolist()
@@ -143,7 +144,7 @@ def policy_loss(
 ) -> BatchLoss:
     """A micro-batch's policy loss: surrogate, importance correction, KL in the loss, entropy bonus. Tensors are [L].
 
-    The ratio is taken to ``old_logprobs``; None: to this forward's own (ratio 1). With ``algorithm.old_logprobs="engine"``
+    The ratio is taken to ``old_logprobs``, or without them to this forward's own (ratio 1). With ``algorithm.old_logprobs="engine"``
     it is taken to the behaviour log-probs. For GSPO attempts must be whole, because it averages over them. Truncated importance
     weights multiply the surrogate only. A token that the mismatch mask leaves out is left out of every term.
 
@@ -159,27 +160,17 @@ def policy_loss(
     tensor([-0.5000,  0.5000])
     """
     if algorithm.old_logprobs == "engine":
-        base = behaviour_logprobs
-    else:
-        base = logprobs.detach() if old_logprobs is None else old_logprobs
+        old_logprobs = behaviour_logprobs
+    base = logprobs.detach() if old_logprobs is None else old_logprobs
     token = _surrogate(
         algorithm, logprobs, base=base, advantages=advantages, attempt=attempt, num_attempts=num_attempts
     )
-    surrogate, kept = token.loss, weights
     metrics: dict[str, Tensor] = {"weight": weights.sum()}
 
     def measure(name: str, values: Tensor) -> None:
         metrics[name] = (weights * values.detach()).sum()
 
-    if algorithm.tis_cap is not None:
-        tis = corrections.truncated_weights(base, behaviour_logprobs, cap=algorithm.tis_cap)
-        surrogate = surrogate * tis
-        measure("tis_weight_mean", tis)
-    if algorithm.mismatch_mask is not None:
-        low, high = algorithm.mismatch_mask
-        keep = corrections.mismatch_mask(base, behaviour_logprobs, low=low, high=high)
-        kept = weights * keep
-        measure("masked_fraction", 1 - keep)
+    surrogate, kept = _corrected(algorithm, token.loss, weights, base, behaviour_logprobs, measure)
     loss = (kept * surrogate).sum()
 
     kl_in_loss = algorithm.kl_in == "loss" and algorithm.kl_coef > 0
@@ -203,6 +194,23 @@ def policy_loss(
     measure("ratio_mean", token.ratio)
     measure("approx_kl", base - logprobs)
     return BatchLoss(loss=loss, metrics=metrics)
+
+
+def _corrected(
+    algorithm: Algorithm, surrogate: Tensor, weights: Tensor, base: Tensor, behaviour: Tensor, measure: Measure
+) -> tuple[Tensor, Tensor]:
+    """The surrogate and the weights of its tokens after the importance corrections."""
+    kept = weights
+    if algorithm.tis_cap is not None:
+        tis = corrections.truncated_weights(base, behaviour, cap=algorithm.tis_cap)
+        surrogate = surrogate * tis
+        measure("tis_weight_mean", tis)
+    if algorithm.mismatch_mask is not None:
+        low, high = algorithm.mismatch_mask
+        keep = corrections.mismatch_mask(base, behaviour, low=low, high=high)
+        kept = weights * keep
+        measure("masked_fraction", 1 - keep)
+    return surrogate, kept
 
 
 def value_loss(algorithm: Ppo, *, values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor) -> Tensor:
@@ -245,7 +253,7 @@ def _group_advantages(
     masks: Masks,
     kl: PerToken | None,
 ) -> list[list[TokenAdvantages]]:
-    """One number per attempt, from its group alone, on each of its loss tokens."""
+    """One number per attempt, which depends only on its group, on each of its loss tokens."""
     compare, out = COMPARE[algorithm.name], []
     for i, (rewards_G, masks_G) in enumerate(zip(rewards, masks, strict=True)):
         if kl is not None:

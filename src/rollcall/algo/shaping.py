@@ -13,7 +13,7 @@ from rollcall.config import Algorithm, EnvironmentBase, GroupAlgorithm
 from rollcall.config.environments import Treatment
 from rollcall.types import Completion, Doubles, EndReason, Floats, Group, Longs, rows_of
 
-# One number per completion, from its group alone. The other algorithms look at the whole batch.
+# One number per completion, which depends only on its group. The other algorithms look at the whole batch.
 COMPARE: dict[str, Callable[[Doubles], Floats]] = {
     "grpo": adv.group_normalized,
     "dr_grpo": adv.group_centered,
@@ -26,7 +26,7 @@ COMPARE: dict[str, Callable[[Doubles], Floats]] = {
 
 
 def treatments_of(group: Group, environment: EnvironmentBase | None) -> list[Treatment]:
-    """Of each attempt. One that no reward scored is dropped, as TRL leaves it out."""
+    """The treatment of each attempt. One that no reward scored is dropped, as TRL leaves it out."""
     return [
         _treatment_of(completion, environment) if score.is_given else "drop"
         for completion, score in zip(group.completions, group.scores, strict=True)
@@ -34,7 +34,7 @@ def treatments_of(group: Group, environment: EnvironmentBase | None) -> list[Tre
 
 
 def _treatment_of(completion: Completion, environment: EnvironmentBase | None) -> Treatment:
-    """What the run file says of an episode that ended this way."""
+    """The run file's treatment of an episode that ended this way."""
     if environment is None or completion.episode is None:
         return "keep"
     match completion.episode.ended:
@@ -76,7 +76,7 @@ def has_signal(group: Group) -> bool:
 def shaped_rewards(group: Group, algorithm: Algorithm, max_response_tokens: int) -> Doubles:
     """The rewards that the advantage sees: with the soft overlong punishment, when the algorithm has one.
 
-    A group that dynamic sampling would leave out is not punished: it may stand in for a step without any signal. The length is
+    A group that dynamic sampling would leave out is not punished: it may fill a step that has no signal. The length is
     that of all tokens behind the prompts of all rows, observations too, because that is what the limit bounds.
     """
     rewards = group.rewards
@@ -97,7 +97,7 @@ def shaped_rewards(group: Group, algorithm: Algorithm, max_response_tokens: int)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRewards:
-    """What an attempt got along the way. Its turns follow each other over the sampled tokens of all its rows."""
+    """An attempt's rewards along the way. Its turns follow each other over the sampled tokens of all its rows."""
 
     num_sampled: Longs  # [turns]
     rewards: Doubles  # [turns] a part of the attempt's reward; the rest comes at its end
@@ -124,8 +124,8 @@ def turn_rewards(completion: Completion, *, weight: float) -> TurnRewards:
 def group_advantages(
     group: Group, algorithm: Algorithm, *, max_response_tokens: int, environment: EnvironmentBase | None = None
 ) -> Floats | None:
-    """One advantage for each completion of a journaled group; None: it depends on more than the group (a critic, the whole batch, or
-    the KL to the reference), or each turn has its own."""
+    """One advantage for each completion of a journaled group. None if it depends on more than the group (a critic, the whole batch,
+    or the KL to the reference), or if each turn has its own."""
     compare = COMPARE.get(algorithm.name)
     if compare is None or (algorithm.kl_in == "reward" and algorithm.kl_coef > 0) or not group.scores:
         return None

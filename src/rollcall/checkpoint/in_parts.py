@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rollcall.checkpoint.parts import File, PartTensor
-from rollcall.learner.from_files import read_part
+from rollcall.learner.layout import read_part
 from rollcall.learner.learner import Body, Critic, Learner
 from rollcall.learner.optimizer import Optimizer
 from rollcall.model.decoder import module_names

@@ -1,4 +1,4 @@
-"""What one call to a process with a core does: it brings new requests, and takes completions that have ended."""
+"""One call to a process with a core: it brings new requests, and takes completions that have ended."""
 
 from __future__ import annotations
 

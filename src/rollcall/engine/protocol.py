@@ -1,4 +1,4 @@
-"""What an engine is to the loop: a request is one completion. To generate is to await, to cancel is to abort.
+"""The loop's view of an engine: a request is one completion. To generate is to await, to cancel is to abort.
 
 ``Ticker`` (``engine/ticker.py``) makes an ``Engine`` of the ``Core`` in this process; ``Engines`` (``roles/engines.py``) of the cores in
 other processes. The contract tests in tests/generate_contract.py and tests/engine_contract.py hold each implementation to this.
@@ -40,17 +40,17 @@ class Request:
     order: tuple[int, int, int] = (0, 0, 0)
     group: str | None = None
     session: str | None = None
-    adapter: str | None = None  # by its name in the engine; None: the one that is trained, if there is one
+    adapter: str | None = None  # its name in the engine; the default is the one that is trained, if there is one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
     completion: Completion
-    worker: str  # who made it
+    worker: str  # the process that made it
 
 
 class Refused(ValueError):  # noqa: N818 - an outcome, not a defect of ours
-    """This request can never be computed. Other requests go on."""
+    """This request can never be computed. Other requests continue."""
 
 
 LOCAL = "local"  # the worker of an engine in this process
@@ -58,7 +58,7 @@ LOCAL = "local"  # the worker of an engine in this process
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
-    """What an engine did since it was last asked."""
+    """An engine's work since the last call of ``take_stats``."""
 
     busy_s: float  # while it had requests
     num_tokens: int  # of completions that ended
@@ -120,7 +120,7 @@ class Core(Protocol):
         ...
 
     def step(self) -> dict[str, Completion]:
-        """Decode a little further; returns the completions that have ended, by request. Nothing to do: returns at once."""
+        """Decode a little further, if there is anything to decode; returns the completions that have ended, by request."""
         ...
 
     def abort(self, request_id: str) -> None:
@@ -128,11 +128,11 @@ class Core(Protocol):
         ...
 
     def settle(self) -> None:
-        """Take in what is still computed ahead of the next ``step``: nothing decodes once this returns."""
+        """Take in the results of decoding that is ahead of the next ``step``: nothing decodes once this returns."""
         ...
 
     def update_weights(self, version: int) -> None:
-        """The parameters have changed: drop what was computed from the old ones. Running completions go on with the new ones."""
+        """The parameters have changed: drop what was computed from the old ones. Running completions continue with the new ones."""
         ...
 
     def end_session(self, session: str) -> None: ...

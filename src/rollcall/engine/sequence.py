@@ -1,4 +1,4 @@
-"""One completion on its way, and what every engine does with it: refuse, note, cut, hand over.
+"""One completion in progress, and what every engine does with it: refuse, note, cut, hand over.
 
 Stop strings are looked for in the decoded end of a completion, so that a look costs the same however long it is.
 """
@@ -17,10 +17,10 @@ from rollcall.types import Completion, FinishReason, Ints, Segment
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Sequence:
-    """One completion on its way. ``token_ids`` and ``logprobs`` grow chunk by chunk."""
+    """One completion in progress. ``token_ids`` and ``logprobs`` grow chunk by chunk."""
 
     request: Request
-    number: int  # of its arrival
+    number: int  # in order of arrival
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
@@ -85,7 +85,7 @@ def note_version(sequence: Sequence, version: int, num_new: int) -> None:
 
 
 def cut_at_stop_string(sequence: Sequence, before: int, tokenizer: Any) -> bool:
-    """End at the first token that completes a stop string, however many were decoded past it; false: there is none.
+    """End at the first token that completes a stop string, however many were decoded past it. Returns whether there is one.
 
     The first ``before`` tokens are known to hold none.
     """
@@ -106,14 +106,14 @@ def cut_at_stop_string(sequence: Sequence, before: int, tokenizer: Any) -> bool:
     return False
 
 
-INCOMPLETE = "\ufffd"  # what part of a character decodes to
-# What the beginning of a cut-out piece can lose or add, in characters: bytes of a split one, a leading space.
+INCOMPLETE = "\ufffd"  # a part of a character decodes to this
+# Characters that the beginning of a cut-out piece can lose or add: bytes of a split one, a leading space.
 RAGGED = 8
 BYTES = 4  # most tokens of one character
 
 
 def _move_watch(sequence: Sequence, end: str, tokenizer: Any) -> None:
-    """Begin later, where enough text is left for a stop string that starts in it. ``end`` is the text watched so far.
+    """Watch from a later token, where enough text is left for a stop string that starts in it. ``end`` is the text watched so far.
 
     Not while the last character is incomplete: a tokenizer that spells text in bytes decodes a whole run of them to
     replacement characters until the run is complete.
@@ -132,7 +132,7 @@ def _move_watch(sequence: Sequence, end: str, tokenizer: Any) -> None:
 
 
 def take_ended(ended: list[Sequence], requests: dict[str, Sequence], tokenizer: Any) -> dict[str, Completion]:
-    """The completions of those that have ended and nobody has aborted, by request; both collections are then without them."""
+    """Remove the ended sequences from both collections, and return the completions of those that were not aborted, by request."""
     taken = [sequence for sequence in ended if requests.pop(sequence.request.id, None) is not None]
     ended.clear()
     texts = texts_of([sequence.token_ids for sequence in taken], tokenizer)

@@ -34,7 +34,7 @@ class Ticker:
         self._max_running = max_running
         self._asked: dict[str, _Asked] = {}
         self._num_turns = 0  # of what is asked for: requests with a session
-        self._sessions: set[str] = set()  # that go on
+        self._sessions: set[str] = set()  # that have not ended
         self._task: asyncio.Task[None] | None = None
         self._news = asyncio.Event()  # a request came or went
         self._idle = asyncio.Event()  # nothing is asked for
@@ -86,7 +86,7 @@ class Ticker:
     def end_session(self, session: str) -> None:
         self._sessions.discard(session)
         self.core.end_session(session)
-        self._news.set()  # nobody waits for its next turn
+        self._news.set()  # its next turn will not come
 
     def take_stats(self) -> Stats:
         num_preemptions = self.core.num_preemptions - self._preemptions_seen
@@ -105,12 +105,12 @@ class Ticker:
             self._task = asyncio.get_running_loop().create_task(self._tick())
 
     async def _tick(self) -> None:
-        """Until nothing is asked for, or a pause."""
+        """Step the core until nothing is asked for, or until a pause."""
         try:
             if self._num_turns:
                 await self._gather(math.inf, quiet_s=FIRST_QUIET_S, most_s=FIRST_GATHER_S, burst=BURST)
             while True:
-                await asyncio.sleep(0)  # who got an answer may ask at once
+                await asyncio.sleep(0)  # a caller that got its answer may ask again at once
                 if self._is_still or not self._asked:
                     return
                 num_turns, started = self._num_turns, time.perf_counter()
@@ -127,7 +127,7 @@ class Ticker:
                     quiet_s=max(QUIET_S, QUIET_SHARE * decoded_s),
                     most_s=GATHER_SHARE * decoded_s,
                 )
-        except Exception as error:  # noqa: BLE001 - all who wait get it, and who asks later
+        except Exception as error:  # noqa: BLE001 - all waiting callers get it, and all later ones
             self._failure = error
             for asked in [self._forget(request_id) for request_id in list(self._asked)]:
                 if not asked.done.cancelled():
@@ -155,5 +155,5 @@ class Ticker:
                 async with asyncio.timeout(pause_s):  # wait_for (3.11) may forget that it is cancelled
                     await self._news.wait()
             except TimeoutError:
-                if time.perf_counter() - now < 2 * pause_s:  # else others were at work here, and it was not quiet
+                if time.perf_counter() - now < 2 * pause_s:  # else other tasks ran meanwhile, and it was not quiet
                     return

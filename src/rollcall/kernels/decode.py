@@ -1,7 +1,7 @@
 # Triton is absent on most machines, and its decorator hides from the checker that a kernel is launched by subscription.
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportOperatorIssue=false
-"""What a decode step does between its matrix products, apart from attention (``attention.py``): norm, rotary embedding into
+"""The parts of a decode step between its matrix products, apart from attention (``attention.py``): norm, rotary embedding into
 the paged cache, gated activation. One token per sequence.
 
 Roundings follow transformers op by op (the model's dtype between ops, float32 inside them), so that the engine's
@@ -189,7 +189,7 @@ def rope_cache(
     """Rotates queries and keys of ``qkv`` [B, (H + 2K) * D], caches keys and values. Returns q [B, H, D].
 
     ``cos_sin`` [max positions, D] is float32, cosines in the first half of the columns. ``q_norm`` and ``k_norm`` [D]
-    are the RMS norms that Qwen3 puts before the rotation. A row whose position is negative leaves the cache alone.
+    are the RMS norms that Qwen3 puts before the rotation. A row whose position is negative does not touch the cache.
     """
     num_rows, width = checks.rows(qkv, name="qkv")
     _, block_size, num_kv_heads, head_dim = k_cache.shape

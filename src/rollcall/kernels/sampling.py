@@ -3,7 +3,7 @@
 """Draws one token per row by inverting the cumulative distribution at one uniform number.
 
 Two kernels, so that a large vocabulary is read by many programs: the first leaves each vocabulary block's maximum and
-sum of exponentials, the second finds the block and then the token inside it. A row's result depends on that row alone,
+sum of exponentials, the second finds the block and then the token inside it. A row's result depends only on that row,
 never on the batch around it. The caller applies top-k and top-p: it sets the logits that are left out to -inf.
 
 Axes: B rows, V vocabulary, N vocabulary blocks of a row.
@@ -194,7 +194,7 @@ def _uniforms_kernel(seeds_ptr, positions_ptr, out_ptr, num_rows, BLOCK: tl.cons
 
 
 def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """The numbers of ``rollcall.engine.uniform.uniforms``, bit for bit, in one launch instead of some twenty.
+    """The numbers of ``rollcall.engine.native.sampler.uniforms``, bit for bit, in one launch instead of some twenty.
 
     ``seeds`` and ``positions`` are [B] int64, contiguous.
     """

@@ -1,7 +1,7 @@
 """Context parallel: each rank of a context group has some of the tokens of a micro-batch.
 
 The ranks of a group get the same micro-batch. Rank r of c takes tokens r, r + c, r + 2c and so on, and computes embeddings,
-products, norms and the output head for these alone. Around attention an all-to-all gives each rank all tokens of some heads, and
+products, norms and the output head only for these. Around attention an all-to-all gives each rank all tokens of some heads, and
 brings them back (Ulysses):
 
     [N / c tokens, H heads]  ──▶  [N tokens, H / c heads]  ── attention ──▶  [N / c tokens, H heads]
@@ -26,20 +26,22 @@ from torch import Tensor
 from rollcall.learner.gang import Gang
 from rollcall.learner.tensor_parallel import all_gather, pad_rows
 from rollcall.model.arrays import on_device
-from rollcall.model.decoder import Attend
+from rollcall.model.layer import Attend
 from rollcall.types import Longs, MicroBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Own:
-    """What one rank of a context group computes of a micro-batch. Every rank has as many tokens and logits as the others; the
+    """One rank's tokens and logits of a micro-batch. Every rank has as many tokens and logits as the others; the
     last may be filled up with zeros."""
 
     token_ids: Longs  # [n]
     positions: Longs  # [n]
     logit_index: Longs  # [m], among the rank's own tokens
     targets: Longs  # [m]
-    places: Longs | None  # [M]: where each logit of the micro-batch is among those of all ranks; None: one rank has all
+    places: (
+        Longs | None
+    )  # [M]: where each logit of the micro-batch is among those of all ranks; None where one rank has all
 
 
 def own_of(batch: MicroBatch, *, rank: int, size: int) -> Own:

@@ -1,143 +1,39 @@
-"""How large a learner's micro-batches are, and what happens when one does not fit.
+"""What happens when a micro-batch does not fit in memory.
 
 An allocation that fails costs no gradient: what was computed for the micro-batch is dropped, it is packed again with half the tokens,
-and so are all that follow. The smaller size stays. Only where one row alone does not fit does the run end, with the sum of what
+and so are all that follow. The smaller size stays. Only when a single row does not fit does the run end, with the sum of what
 was needed.
 
-Where a model or its tokens are in parts, all ranks are inside the same forward, and one that fails cannot run it again alone: the others wait for it in
-a collective that never comes. So it raises ``BatchTooLargeError``. The attempt ends, and the next one begins at the newest checkpoint
+Where a model or its tokens are divided, all ranks are inside the same forward. A rank that fails cannot run it again: the others wait for it
+in a collective. So it raises ``BatchTooLargeError``. The attempt ends, and the next one begins at the newest checkpoint
 with half the tokens; the journal has the groups.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from rollcall.config import OptimizerSection
-from rollcall.config.sections import DEFAULT_TOKENS
 from rollcall.errors import BatchTooLargeError, MemoryShortError, in_one_line, is_out_of_memory
+from rollcall.learner.body import BodyBase
 from rollcall.learner.optimizer import Optimizer
-from rollcall.learner.packing import pack
-from rollcall.model.recompute import HostStore
+from rollcall.learner.packing import Fit, Packing
 from rollcall.plan.activations import DecoderSizes, Passes, Recompute
-from rollcall.types import Floats, MicroBatch, Sample
-from rollcall.wait import say
+from rollcall.types import MicroBatch
 from rollcall.words import counted, size
 
 T = TypeVar("T")
 
 
-class Context(Protocol):
-    @property
-    def size(self) -> int: ...
-
-
-class Body(Protocol):
-    """What is asked here of ``Whole`` and ``Sharded``."""
-
-    in_parts: bool
-    together: bool
-    head_dim: int
-    num_tensor: int
-    is_compiled: bool
-
-    @property
-    def context(self) -> Context: ...
-    @property
-    def named(self) -> Mapping[str, Tensor]: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def whole_shapes(self) -> Mapping[str, torch.Size]: ...
-    @property
-    def frozen_bytes(self) -> int: ...
-
-
-@dataclass(slots=True, kw_only=True)
-class Fit:
-    """The size in use. It only shrinks, and all ranks of a gang have the same after every update."""
-
-    name: str  # of the section: actor or critic
-    tokens: int
-    recompute: Recompute
-    may_recompute: bool = False  # the section leaves it open
-
-    @classmethod
-    def of(cls, section: OptimizerSection, *, name: str) -> Fit:
-        """Before anything is measured: what the section says, or the defaults of a CPU."""
-        tokens, setting = section.tokens_per_microbatch, section.activation_checkpointing
-        return cls(
-            name=name,
-            tokens=DEFAULT_TOKENS if tokens == "auto" else tokens,
-            recompute=Recompute.of(setting),
-            may_recompute=setting == "auto",
-        )
-
-    def shrink(self, batch: MicroBatch, *, why: str, units: int, furthest: Recompute) -> bool:
-        """Make room after this micro-batch did not fit. It has ``units`` rows, or attempts that stay together; layers may keep no less
-        than ``furthest``. False: there is no smaller one."""
-        before = min(self.tokens, batch.num_tokens)
-        if units > 1:
-            self.tokens = max(1, before // 2)
-            say(
-                f"{self.name}: a micro-batch of {before} tokens does not fit ({why}); {self.name}.tokens_per_microbatch is "
-                f"{self.tokens} from here on"
-            )
-            return True
-        if self.may_recompute and self.recompute < furthest:
-            self.recompute = Recompute(self.recompute + 1)
-            say(
-                f"{self.name}: a row of {batch.num_tokens} tokens does not fit ({why}); {self.name}.activation_checkpointing is "
-                f"{self.recompute.setting} from here on"
-            )
-            return True
-        return False
-
-    def agree(self, others: Sequence[tuple[int, int]]) -> None:
-        """The smallest size that any rank of the gang has."""
-        self.tokens = min(tokens for tokens, _ in others)
-        self.recompute = Recompute(max(recompute for _, recompute in others))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Packing:
-    """Samples as micro-batches of whatever size fits."""
-
-    samples: Sequence[Sample]
-    weights: Floats
-    max_rows: int | None
-    whole_attempts: bool = False
-
-    def batches(self, rows: Sequence[int], tokens: int) -> Iterator[MicroBatch]:
-        """Of these samples, each when it is asked for; a micro-batch names its rows by their place among all."""
-        places = np.array(rows, dtype=np.int64)
-        for batch in pack(
-            [self.samples[row] for row in rows],
-            weights=self.weights[list(rows)],
-            tokens_per_microbatch=tokens,
-            max_rows=self.max_rows,
-            whole_attempts=self.whole_attempts,
-        ):
-            yield replace(batch, sample_index=places[batch.sample_index])
-
-    def units(self, batch: MicroBatch) -> int:
-        return batch.num_attempts if self.whole_attempts else batch.num_rows
-
-
 def run_fitting(
-    body: Body, fit: Fit, packing: Packing, run: Callable[[MicroBatch], T], *, optimizer: Optimizer | None
+    body: BodyBase, fit: Fit, packing: Packing, run: Callable[[MicroBatch], T], *, optimizer: Optimizer | None
 ) -> Iterator[tuple[MicroBatch, T]]:
-    """Each micro-batch with what ``run`` gives for it; those that do not fit are made smaller, unless other ranks run
-    the same one. The next is packed while a card still computes the last."""
+    """Yield each micro-batch with the result of ``run``. Those that do not fit are made smaller, unless other ranks run the same one.
+    The next is packed while a card still computes the last."""
     rows, done = range(len(packing.samples)), set[int]()
     waiting = packing.batches(rows, fit.tokens * body.context.size)
     while (batch := next(waiting, None)) is not None:
@@ -161,9 +57,9 @@ def run_fitting(
 
 
 def too_large(
-    body: Body, fit: Fit, batch: MicroBatch, packing: Packing, error: Exception, *, optimizer: Optimizer | None
+    body: BodyBase, fit: Fit, batch: MicroBatch, packing: Packing, error: Exception, *, optimizer: Optimizer | None
 ) -> Exception:
-    """What to raise where all ranks run the micro-batch together."""
+    """The error to raise where all ranks run the micro-batch together."""
     why, before = in_one_line(error), min(fit.tokens, -(-batch.num_tokens // body.context.size))
     if packing.units(batch) <= 1:
         return MemoryShortError(row_sentence(body, fit, batch, why=why, optimizer=optimizer))
@@ -182,13 +78,8 @@ def release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def store_of(recompute: Recompute, device: torch.device) -> HostStore | None:
-    """For one forward and its backward."""
-    return HostStore(device) if recompute is Recompute.ON_HOST and device.type == "cuda" else None
-
-
 def sizes_of(shapes: Mapping[str, torch.Size], *, head_dim: int) -> DecoderSizes:
-    """Of the decoder whose weights have these shapes."""
+    """The sizes of the decoder whose weights have these shapes."""
     (vocab, hidden), (_, queries) = shapes["embed"], shapes["layers.0.out"]
     return DecoderSizes(
         hidden=hidden,
@@ -201,8 +92,8 @@ def sizes_of(shapes: Mapping[str, torch.Size], *, head_dim: int) -> DecoderSizes
     )
 
 
-def passes_of(body: Body, fit: Fit, *, recompute: Recompute | None = None) -> Passes:
-    """The arithmetic of this body's passes, as ``rollcall plan`` does it."""
+def passes_of(body: BodyBase, fit: Fit, *, recompute: Recompute | None = None) -> Passes:
+    """The memory arithmetic of this body's passes, as ``rollcall plan`` does it."""
     trained = sum(tensor.numel() for tensor in body.named.values())
     return Passes(
         sizes=sizes_of(body.whole_shapes, head_dim=body.head_dim),
@@ -217,8 +108,8 @@ def passes_of(body: Body, fit: Fit, *, recompute: Recompute | None = None) -> Pa
     )
 
 
-def row_sentence(body: Body, fit: Fit, batch: MicroBatch, *, why: str, optimizer: Optimizer | None) -> str:
-    """The run ends: one row (or one attempt whose rows stay together) does not fit by itself."""
+def row_sentence(body: BodyBase, fit: Fit, batch: MicroBatch, *, why: str, optimizer: Optimizer | None) -> str:
+    """The error when a single row, or one attempt whose rows stay together, does not fit."""
     rows = "a row" if batch.num_rows == 1 else f"{counted(batch.num_rows, 'row')} that stay together, in all"
     parts = {"weights": _bytes_of(body.named.values()) + body.frozen_bytes}
     if optimizer is not None:
@@ -235,26 +126,26 @@ def row_sentence(body: Body, fit: Fit, batch: MicroBatch, *, why: str, optimizer
     if optimizer is not None and optimizer.num_bytes > sum(parts.values()) / 2:
         again += f"set {fit.name}.optimizer.state=bfloat16, train an adapter (model.lora.rank=16), "
     return (
-        f"{fit.name}: {rows} of {batch.num_tokens} tokens alone does not fit in memory ({why}). Needed are {summed}: together "
+        f"{fit.name}: {rows} of {batch.num_tokens} tokens does not fit in memory ({why}). It needs {summed}: together "
         f"{size(sum(parts.values()))}{_card(body.device)}. To make room: {again}lower rollout.max_response_tokens, data.max_prompt_tokens or "
         f"rollout.kv_memory_fraction, or divide over more cards: the model with {fit.name}.sharding=fsdp, the row with "
         f"{fit.name}.context_parallel_size. The run directory is whole: the same command continues it"
     )
 
 
-def step_sentence(body: Body, fit: Fit, optimizer: Optimizer, why: str) -> str:
-    """The run ends: the weights cannot be updated, whatever the micro-batches."""
+def step_sentence(body: BodyBase, fit: Fit, optimizer: Optimizer, why: str) -> str:
+    """The error when the weights cannot be updated, whatever the micro-batches."""
     gradients = 4 * sum(tensor.numel() for tensor in body.named.values())
     return (
-        f"{fit.name}: there is no memory left to update the weights ({why}). Needed are weights {size(_bytes_of(body.named.values()))}, "
+        f"{fit.name}: there is no memory left to update the weights ({why}). The update needs weights {size(_bytes_of(body.named.values()))}, "
         f"optimizer state {size(optimizer.num_bytes)} and gradients {size(gradients)}{_card(body.device)}. Lower "
         f"rollout.kv_memory_fraction, set {fit.name}.master_weights=false, or divide the model with {fit.name}.sharding=fsdp over more "
         "cards. The run directory is whole: the same command continues it"
     )
 
 
-def _furthest(body: Body, optimizer: Optimizer | None) -> Recompute:
-    """The least that layers can keep here: without a backward they keep nothing anyway, and on a CPU all is in host memory."""
+def _furthest(body: BodyBase, optimizer: Optimizer | None) -> Recompute:
+    """The least that layers can keep: without a backward they keep nothing anyway, and on a CPU everything is in host memory."""
     if optimizer is None:
         return Recompute.NO
     return Recompute.ON_HOST if body.device.type == "cuda" else Recompute.YES

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rollcall.net.meeting import MeetingServer, MeetingStore, Place, greet
+from rollcall.plan.mesh import ModelSplit
 from rollcall.types import Floats
 
 BUCKET_BYTES = 64 << 20  # gradients go over the network in pieces of about this size
@@ -119,13 +120,17 @@ class Gang:
         """A small value of each member, by rank, as JSON. Never a pickle: reading one runs code."""
         return [json.loads(data) for data in self.gather_bytes(json.dumps(value).encode())]
 
+    def names_of_all(self, names: list[str]) -> list[str]:
+        """The names that any member has: the same list for all, so that all continue or none."""
+        return list(dict.fromkeys(name for own in self.gather(names) for name in own))
+
     def gather_floats(self, values: Floats) -> list[Floats]:
         """Float32 numbers of each member, by rank; members may have different numbers of them."""
         own = np.ascontiguousarray(values, dtype="<f4").tobytes()
         return [np.frombuffer(data, dtype="<f4").astype(np.float32) for data in self.gather_bytes(own)]
 
     def sum_all(self, tensors: Sequence[Tensor]) -> None:
-        """Each tensor becomes its sum over the gang, in place."""
+        """Replace each tensor by its sum over the gang."""
         if self.size == 1:
             return
         bucket: list[Tensor] = []
@@ -150,7 +155,7 @@ class Gang:
 
 
 def _gather_bytes(data: bytes, *, group: Any, size: int) -> list[bytes]:
-    """As tensors that are all as long as the longest."""
+    """Gather tensors that are all as long as the longest."""
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
     dist.all_gather(lengths, torch.tensor([len(data)]), group=group)
     counts = [int(length) for length in lengths]
@@ -163,6 +168,53 @@ def _gather_bytes(data: bytes, *, group: Any, size: int) -> list[bytes]:
     found = [torch.empty_like(own) for _ in range(size)]
     dist.all_gather(found, own, group=group)
     return [bytes(tensor[:count].numpy()) for tensor, count in zip(found, counts, strict=True)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meshes:
+    """torch's view of a split. Weights that tensor parallel does not cut are sharded over its ranks too."""
+
+    data: Any  # DeviceMesh [shard], or [replicate, shard]
+    tensor: Any  # DeviceMesh [tensor]
+    every: Any  # DeviceMesh [shard x tensor], or [replicate, shard x tensor]
+    shard_group: Any  # ProcessGroup
+    every_group: Any
+    tensor_group: Any
+    kv_group: Any  # of the neighbours in a tensor group that have the same key/value head, if any do
+
+
+def make_meshes(gang: Gang, split: ModelSplit, *, device_type: str, kv_copies: int) -> Meshes:
+    """torch's groups for a model that a gang divides. Every rank of the gang calls this at the same point."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if split.num_lanes * split.tensor == 1 and not dist.is_initialized():
+        backend = "nccl" if device_type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    names = ("replicate", "shard", "tensor")
+    mesh = init_device_mesh(device_type, (split.replicate, split.shard, split.tensor), mesh_dim_names=names)
+    flat = init_device_mesh(
+        device_type, (split.replicate, split.shard * split.tensor), mesh_dim_names=("replicate", "every")
+    )
+    meshes = {"": mesh, "flat ": flat}
+    kv_group = None
+    if kv_copies > 1:
+        sizes = (split.num_lanes * split.tensor // kv_copies, kv_copies)
+        meshes["kv "] = init_device_mesh(device_type, sizes, mesh_dim_names=("others", "kv"))
+        kv_group = meshes["kv "].get_group("kv")
+    for kind, one in meshes.items():
+        for name in one.mesh_dim_names or ():
+            known_as = f"{kind}{name} of {split.replicate} x {split.shard} x {split.tensor}, {kv_copies}"
+            gang.greet(one.get_group(name), known_as)
+    several = split.replicate > 1
+    return Meshes(
+        data=mesh["replicate", "shard"] if several else mesh["shard"],
+        tensor=mesh["tensor"],
+        every=flat if several else flat["every"],
+        shard_group=mesh.get_group("shard"),
+        every_group=flat.get_group("every"),
+        tensor_group=mesh.get_group("tensor"),
+        kv_group=kv_group,
+    )
 
 
 def share(costs: Sequence[int], *, keys: Sequence[int], attempts: Sequence[int], rank: int, size: int) -> list[int]:

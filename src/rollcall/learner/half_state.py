@@ -1,7 +1,7 @@
 """AdamW with its two moments in bfloat16: a third less to hold per weight with float32 masters.
 
 Everything is computed in float32. Only what is kept is rounded, up or down by chance so that the mean is right: the second moment
-changes by a thousandth per step, less than bfloat16 can show, and would stand still if it were rounded to the nearest. The chance is
+changes by a thousandth per step, less than bfloat16 can show, and would not move if it were rounded to the nearest. The chance is
 drawn from the number of the update, so a resumed run draws the same.
 
 AdamW: Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101. Stochastic rounding: Zamirai et al. 2020,

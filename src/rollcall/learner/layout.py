@@ -4,6 +4,9 @@ A rank's own part of a fused weight (q/k/v, gate/up) is rows of several tensors 
 these rows lies in the tensor that transformers knows, so that a checkpoint holds that model's names and any other gang can
 read it. What several ranks hold (copies of the state, weights that tensor parallel does not cut, shared key/value heads) is
 one rank's own.
+
+A rank reads its part from where the model is stored: only its own blocks, one piece at a time. So the host memory that reading takes
+is that of a piece, whatever the size of the model and the number of processes.
 """
 
 from __future__ import annotations
@@ -17,7 +20,9 @@ from torch import Tensor
 
 from rollcall.model.decoder import module_names
 from rollcall.plan.mesh import ModelSplit
+from rollcall.stored.tensors import Stored
 
+PIECE_BYTES = 64 << 20
 WHOLE = ModelSplit(replicate=1, shard=1, tensor=1, rank=0)
 
 
@@ -44,7 +49,7 @@ class WeightSplit:
     shape: torch.Size  # of the whole weight
     rows: tuple[int, ...]  # of each tensor that the weight is fused from
     split: ModelSplit = WHOLE
-    dim: int | None = None  # cut by tensor parallel along this; None: all ranks of the tensor group have the same
+    dim: int | None = None  # the dimension that tensor parallel cuts; None: all ranks of the tensor group have the same
     order: Tensor | None = None  # rows of the whole weight in the order they are cut
     is_root: bool = False  # sharded over the ranks of the tensor groups too
 
@@ -60,7 +65,7 @@ class WeightSplit:
         return part[rank * rows : (rank + 1) * rows]
 
     def tensor_part(self, whole: Tensor) -> Tensor:
-        """What the ranks with this place in their tensor group have together."""
+        """The part that the ranks with this place in their tensor group have together."""
         if self.order is not None:
             whole = whole.index_select(0, self.order.to(whole.device))
         if self.dim is None or self.split.tensor == 1:
@@ -92,7 +97,7 @@ class WeightSplit:
         return Block(name=name, start=(row, *start), shape=(count, *rest), whole=(of, *self.shape[1:]), row=at)
 
     def _is_own(self, rows: np.ndarray) -> np.ndarray:
-        """Which of these rows of the whole weight this rank writes: of equal ones the first rank's."""
+        """Which of these rows of the whole weight this rank writes: the first of the ranks that have the same row does."""
         split = self.split
         if split.lane >= split.shard or (self.dim is None and not self.is_root and split.tensor_rank):
             return np.zeros(len(rows), dtype=bool)
@@ -124,3 +129,37 @@ def fused_rows(name: str, num_rows: int, *, heads: int, kv_heads: int) -> tuple[
         return (num_rows // len(names),) * len(names)
     unit = num_rows // (heads + 2 * kv_heads)
     return heads * unit, kv_heads * unit, kv_heads * unit
+
+
+@torch.no_grad()
+def read_part(
+    into: Tensor, layout: WeightSplit, stored: Stored, *, prefix: str = "", rounded_to: torch.dtype | None = None
+) -> None:
+    """Fill ``into``, which is what this rank holds of the weight or a tensor of the same shape, on any device. ``rounded_to``: the
+    precision that the values go through on their way."""
+    for block in layout.blocks():
+        name = f"{prefix}{block.name}"
+        for row, start, shape in pieces(block, itemsize=stored.tensors[name].dtype.itemsize):
+            piece = stored.read(name, start=start, shape=shape)
+            into[row : row + shape[0]].copy_(piece if rounded_to is None else piece.to(rounded_to))
+
+
+def pieces(block: Block, *, itemsize: int) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """A block in runs of rows: the first of the rank's rows, where the run begins in the tensor, and its shape."""
+    # Stored rows are read with all their columns, also where the block has only some.
+    row_bytes = itemsize * int(torch.Size(block.whole[1:]).numel())
+    step = max(1, PIECE_BYTES // max(row_bytes, 1))
+    for begin in range(0, block.shape[0], step):
+        rows = min(step, block.shape[0] - begin)
+        yield block.row + begin, (block.start[0] + begin, *block.start[1:]), (rows, *block.shape[1:])
+
+
+def same_values(layout: WeightSplit, stored: Stored, *, name: str, other: str) -> bool:
+    """Whether two stored tensors are equal in the rows that this rank holds of ``name``, which is not fused."""
+    for block in layout.blocks():
+        assert block.name == name
+        for _, start, shape in pieces(block, itemsize=stored.tensors[name].dtype.itemsize):
+            one, two = (stored.read(each, start=start, shape=shape) for each in (name, other))
+            if not torch.equal(one, two):
+                return False
+    return True

@@ -21,9 +21,10 @@ from torch import Tensor
 from rollcall.algo.recipe import loss_weights, policy_loss, value_loss
 from rollcall.config import Algorithm, OptimizerSection, Ppo
 from rollcall.errors import NonFiniteError, short_of_memory
-from rollcall.learner.fit import Fit, Packing, step_sentence
+from rollcall.learner.fit import step_sentence
 from rollcall.learner.gang import Gang, share
 from rollcall.learner.optimizer import Optimizer, optimizer_class
+from rollcall.learner.packing import Fit, Packing
 from rollcall.learner.tensor_parallel import refuse_indivisible
 from rollcall.learner.whole import LossOf, Whole
 from rollcall.model.adapter import Adapter
@@ -94,7 +95,7 @@ class Learner:
 
     @cached_property
     def base_identities(self) -> dict[str, str]:
-        """Of the weights that the adapter is added to, which no update changes, by type; empty: there is no adapter, or they have none."""
+        """Identities by type of the weights that the adapter is added to, which no update changes; empty if there is no adapter, or if they have none."""
         if self.adapter is None or is_adapter(self.adapter.base):
             return {}
         return base_identities(self.body.base_tensors(), dtype=self.body.dtype)
@@ -128,7 +129,7 @@ class Learner:
 
     @contextmanager
     def _drawing(self) -> Iterator[None]:
-        """What dropout draws in an update depends on the run's seed, the update and the tokens' rank alone."""
+        """Make the draws of dropout in an update a function of the run's seed, the update and the tokens' rank."""
         if self.adapter is None or not self.adapter.section.dropout:
             yield
             return
@@ -218,7 +219,7 @@ class Critic:
         unread: Stored | None = None,
     ):
         self.gang = gang or Gang.alone()
-        # A new critic knows nothing: all values are 0.
+        # All values of a new critic are 0.
         heads = {"head": torch.zeros(1, model.config.hidden_size), "head_bias": torch.zeros(1)}
         self.section = section
         self.algorithm = algorithm
@@ -290,7 +291,7 @@ def make_body(
     optimizer_class(section, name=name, in_parts=split is not None)
     decoder = Decoder.of(model)
     context, tensor = section.context_parallel_size, section.tensor_parallel_size
-    counts = dict(heads=decoder.num_heads, kv_heads=decoder.num_kv_heads, tensor=tensor)
+    counts = dict(heads=decoder.shape.heads, kv_heads=decoder.shape.kv_heads, tensor=tensor)
     refuse_indivisible(**counts, intermediate=len(decoder.layers[0].gate_up) // 2, name=name)
     if problem := indivisible_heads(**counts, context=context, name=name):
         raise ValueError(problem)
@@ -387,7 +388,7 @@ def over_samples(
     *,
     num_outputs: int,
 ) -> list[list[Floats]]:
-    """What ``run`` gives for each loss token, as [T] per sample, once per output. If the members of a gang run every forward
+    """The outputs of ``run`` for each loss token, as [T] per sample. If the members of a gang run every forward
     together, each runs its share of the samples, and all get all results."""
     mine = share_rows(samples, range(len(samples)), body) if body.together else list(range(len(samples)))
     own = [samples[index] for index in mine]

@@ -57,7 +57,7 @@ class _TokenStats(torch.autograd.Function):
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, _: Tensor | None):  # type: ignore[override]
         hidden, weight, targets, lse, entropy = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        # None: the output head is frozen.
+        # The output head may be frozen.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(lse)

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from rollcall.learner import logprobs
-from rollcall.learner.fit import Packing, passes_of, release
+from rollcall.learner.fit import passes_of, release
 from rollcall.learner.learner import Critic, Learner
+from rollcall.learner.packing import Packing
 from rollcall.plan.choose import Line
 from rollcall.types import Sample
 
@@ -49,8 +50,8 @@ def _row(prompt: np.ndarray, response: np.ndarray, *, draw: int, attempt: int) -
 
 
 def measured(model: Learner | Critic, rows: Rows) -> Line | None:
-    """Bytes beyond what is held, with the sums of gradients, of passes with the model's present ``fit``; None: too few tokens to
-    tell. All ranks of a gang call it together, with the same ``fit``."""
+    """Bytes beyond what is held, with the sums of gradients, of passes with the model's present ``fit``, or None with too few
+    tokens to tell. All ranks of a gang call it together, with the same ``fit``."""
     most = model.fit.tokens
     many, few = most // 2, most // 4
     if few < 8:
@@ -60,14 +61,14 @@ def measured(model: Learner | Critic, rows: Rows) -> Line | None:
     with logprobs.not_kept():
         _peak(model, rows, few)  # compiles
         points = [(tokens, _peak(model, rows, tokens)) for tokens in (few, many)]
-    # A card that was too small for this has told so, and the fit has shrunk.
+    # On a card that was too small for this, the fit has shrunk.
     if model.fit.tokens < most:
         return None
     return Line.through(*points, at_least=0.5 * estimated)
 
 
 def _peak(model: Learner | Critic, rows: Rows, tokens: int) -> int:
-    """Of two micro-batches: the second is computed beside the sums of the first."""
+    """The peak of two micro-batches: the second is computed while the sums of the first are held."""
     body, device = model.body, model.body.device
     samples = rows.fill(tokens * body.context.size, vocab=body.whole_shapes["embed"][0])
     twice = [*samples, *(sample.with_(draw=sample.draw + len(samples)) for sample in samples)]

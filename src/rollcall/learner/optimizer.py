@@ -81,7 +81,7 @@ class Optimizer:
 
     @property
     def num_bytes(self) -> int:
-        """Of masters and state; before the first update, of AdamW's."""
+        """Memory of masters and state; before the first update that of AdamW's state."""
         state = sum(_bytes(value) for entry in self.adamw.state.values() for value in entry.values())
         masters = sum(map(_bytes, self.targets.values()))
         expected = masters if self.section.optimizer.state == "bfloat16" else 2 * masters
@@ -97,7 +97,7 @@ class Optimizer:
         gang.sum_all([self._sums[name] for name in self.named])
 
     def discard(self) -> None:
-        """Forget the gradients summed so far."""
+        """Drop the gradients summed so far."""
         self._sums.clear()
 
     def step(self) -> dict[str, float]:
@@ -158,7 +158,7 @@ class Optimizer:
         return {"optimizer": self.section.optimizer.name, "num_updates": self.num_updates, "param_groups": groups}
 
     def states(self) -> dict[str, dict[str, Any]]:
-        """What the optimizer keeps for each weight; empty before the first update."""
+        """The optimizer's state of each weight; empty before the first update."""
         return {name: dict(self.adamw.state.get(self.targets[name], {})) for name in self.names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -167,7 +167,7 @@ class Optimizer:
         Load the weights first: they take the place of masters that the state does not have.
         """
         groups = self._groups_for(state)
-        self.adamw.state.clear()  # a card may not hold the old one beside the new
+        self.adamw.state.clear()  # a card may not have room for both the old and the new one
         self.adamw.load_state_dict({**state["adamw"], "param_groups": groups})
         self._lay_out_states()
         self.num_updates = state["num_updates"]
@@ -219,7 +219,7 @@ class Optimizer:
 
 def _add(total: Tensor, part: Tensor) -> None:
     if total.is_cuda:
-        from rollcall.kernels.accumulate import add
+        from rollcall.kernels.gradients import add
 
         add(total, part)
     else:

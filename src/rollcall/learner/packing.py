@@ -14,17 +14,93 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
+from rollcall.config import OptimizerSection
+from rollcall.config.sections import DEFAULT_TOKENS
 from rollcall.learner.gang import units_of
+from rollcall.plan.activations import Recompute
 from rollcall.types import Floats, Ints, Longs, MicroBatch, Sample, attempts_of
+from rollcall.wait import say
 
 OPTIONAL = ("old_logprobs", "reference_logprobs", "returns", "values")
-# Rows that share their prompt and fewer tokens past it share the prompt alone. Responses of equal length then have segments of
+# Rows that share their prompt and fewer tokens past it share only the prompt. Responses of equal length then have segments of
 # one shape, which attention on a CPU computes together, and that is worth more than a few tokens.
 FEW = 8
+
+
+@dataclass(slots=True, kw_only=True)
+class Fit:
+    """The micro-batch size in use. It only shrinks, and all ranks of a gang agree on it after every update."""
+
+    name: str  # of the section: actor or critic
+    tokens: int
+    recompute: Recompute
+    may_recompute: bool = False  # whether the section leaves it open
+
+    @classmethod
+    def of(cls, section: OptimizerSection, *, name: str) -> Fit:
+        """The section's size, or a CPU's defaults, before anything is measured."""
+        tokens, setting = section.tokens_per_microbatch, section.activation_checkpointing
+        return cls(
+            name=name,
+            tokens=DEFAULT_TOKENS if tokens == "auto" else tokens,
+            recompute=Recompute.of(setting),
+            may_recompute=setting == "auto",
+        )
+
+    def shrink(self, batch: MicroBatch, *, why: str, units: int, furthest: Recompute) -> bool:
+        """Make room after this micro-batch did not fit, and return whether that was possible. It has ``units`` rows, or attempts that stay
+        together; layers may keep no less than ``furthest``."""
+        before = min(self.tokens, batch.num_tokens)
+        if units > 1:
+            self.tokens = max(1, before // 2)
+            say(
+                f"{self.name}: a micro-batch of {before} tokens does not fit ({why}); {self.name}.tokens_per_microbatch is "
+                f"{self.tokens} from here on"
+            )
+            return True
+        if self.may_recompute and self.recompute < furthest:
+            self.recompute = Recompute(self.recompute + 1)
+            say(
+                f"{self.name}: a row of {batch.num_tokens} tokens does not fit ({why}); {self.name}.activation_checkpointing is "
+                f"{self.recompute.setting} from here on"
+            )
+            return True
+        return False
+
+    def agree(self, others: Sequence[tuple[int, int]]) -> None:
+        """Take the smallest size that any rank of the gang has."""
+        self.tokens = min(tokens for tokens, _ in others)
+        self.recompute = Recompute(max(recompute for _, recompute in others))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """Samples that become micro-batches of a size that fits."""
+
+    samples: Sequence[Sample]
+    weights: Floats
+    max_rows: int | None
+    whole_attempts: bool = False
+
+    def batches(self, rows: Sequence[int], tokens: int) -> Iterator[MicroBatch]:
+        """Pack these samples lazily; a micro-batch names its rows by their place among all samples."""
+        places = np.array(rows, dtype=np.int64)
+        for batch in pack(
+            [self.samples[row] for row in rows],
+            weights=self.weights[list(rows)],
+            tokens_per_microbatch=tokens,
+            max_rows=self.max_rows,
+            whole_attempts=self.whole_attempts,
+        ):
+            yield replace(batch, sample_index=places[batch.sample_index])
+
+    def units(self, batch: MicroBatch) -> int:
+        return batch.num_attempts if self.whole_attempts else batch.num_rows
 
 
 def pack(
@@ -39,7 +115,7 @@ def pack(
     ``i``.
 
     The budget counts a shared token once. Samples without a loss token cost nothing and are left out. ``max_rows`` bounds the rows
-    of a micro-batch beside its tokens. ``whole_attempts``: all rows of an attempt are in one micro-batch, whatever they cost.
+    of a micro-batch, as the budget bounds its tokens. ``whole_attempts``: all rows of an attempt are in one micro-batch, whatever they cost.
     """
     rows = [index for index, sample in enumerate(samples) if sample.mask.any()]
     units = units_of(attempts_of([samples[index] for index in rows]).tolist() if whole_attempts else rows)
@@ -75,7 +151,7 @@ class _Trees:
         self._sorted: dict[int, list[tuple[bytes, int]]] = {}  # by draw: key and place of each row
 
     def take(self, samples: Sequence[Sample], unit: list[int], *, most_tokens: int, most_rows: int | None) -> bool:
-        """False: there is no room, and nothing is taken. The first is taken in any case."""
+        """Add these rows and return whether there was room for them; if not, none is added. The first unit is always taken."""
         first, before = len(self.rows), self._num_tokens
         for index in unit:
             self._add(samples[index], index)
@@ -128,7 +204,7 @@ def _lay_out(samples: Sequence[Sample], rows: list[_Row], weights: Floats) -> Mi
         if row.shared:
             path[: row.shared] = paths[row.parent][: row.shared]
         paths.append(path)
-        # The prompt is a segment of its own, so that responses of equal length have segments of one shape.
+        # The prompt is a separate segment, so that responses of equal length have segments of one shape.
         prompt_end = len(sample.prompt_ids)
         for start, stop in ((row.shared, prompt_end), (max(row.shared, prompt_end), length)):
             if start < stop:

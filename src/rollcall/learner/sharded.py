@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,23 +25,28 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from rollcall.config import OptimizerSection
 from rollcall.errors import is_out_of_memory
+from rollcall.learner.body import BodyBase, Work
 from rollcall.learner.context_parallel import join_context
-from rollcall.learner.fit import Fit, Packing, store_of, too_large
-from rollcall.learner.from_files import read_part, same_values
-from rollcall.learner.gang import Gang
-from rollcall.learner.layout import WeightSplit, fused_rows
-from rollcall.learner.logprobs import TokenStats
-from rollcall.learner.mesh import Meshes, make_meshes
+from rollcall.learner.fit import too_large
+from rollcall.learner.gang import Gang, Meshes, make_meshes
+from rollcall.learner.layout import WeightSplit, fused_rows, read_part, same_values
 from rollcall.learner.optimizer import Optimizer
-from rollcall.learner.sharded_modules import LAYER_TENSORS, Shape, ShardedLayer, ShardedRoot, Work
-from rollcall.learner.tensor_parallel import SHARED_HEADS, TensorGroup, all_gather, cut_dim, pad_rows, split_order
-from rollcall.learner.whole import LossOf, T, everyones
+from rollcall.learner.packing import Fit, Packing
+from rollcall.learner.sharded_modules import LAYER_TENSORS, ShardedLayer, ShardedRoot
+from rollcall.learner.tensor_parallel import (
+    SHARED_HEADS,
+    TensorGroup,
+    TensorOps,
+    all_gather,
+    cut_dim,
+    pad_rows,
+    split_order,
+)
+from rollcall.learner.whole import LossOf, T
 from rollcall.model.adapter import Adapter
-from rollcall.model.arrays import on_device
-from rollcall.model.attention import layout_of, packed_attention
-from rollcall.model.decoder import Decoder, after_attention, before_attention, module_names, rope_tables
+from rollcall.model.decoder import Decoder, Rope, module_names
+from rollcall.model.layer import Ops
 from rollcall.model.load import non_finite_of, refuse_diverged
-from rollcall.plan.activations import Recompute
 from rollcall.plan.mesh import ModelSplit
 from rollcall.stored.tensors import Stored
 from rollcall.types import MicroBatch
@@ -71,8 +76,10 @@ class Home:
             return self.parameter.detach().to_local()
 
 
-class Sharded:
+class Sharded(BodyBase):
     """One rank's part of a model, and the forward that all ranks run together."""
+
+    in_parts = together = True
 
     def __init__(
         self,
@@ -90,49 +97,42 @@ class Sharded:
         """``decoder`` has the whole weights, on any device, and is not kept. On the meta device this rank reads its part of
         ``unread``, or without that the first rank sends the weights. ``heads`` are a critic's, which replace the output head. With an
         ``adapter``, which every rank has whole, only that is trained."""
-        self.gang, self.split, self.device, self.dtype = gang, split, device, decoder.dtype
-        self.section = section
-        self.kv_copies = max(1, split.tensor // decoder.num_kv_heads)
-        if (split, self.kv_copies) not in gang.meshes:
-            gang.meshes[split, self.kv_copies] = make_meshes(
-                split, device_type=device.type, greet=gang.greet, kv_copies=self.kv_copies
-            )
-        self.meshes: Meshes = gang.meshes[split, self.kv_copies]
-        self.frozen = frozen
-        self.adapter = adapter
-        self.context = join_context(gang, size=split.context, tensor=split.tensor)
-        self.in_parts = self.together = True
+        tensor, whole = split.tensor, decoder.shape
+        kv_copies = max(1, tensor // whole.kv_heads)
+        if (split, kv_copies) not in gang.meshes:
+            gang.meshes[split, kv_copies] = make_meshes(gang, split, device_type=device.type, kv_copies=kv_copies)
+        meshes: Meshes = gang.meshes[split, kv_copies]
+        super().__init__(
+            decoder,
+            shape=replace(whole, heads=whole.heads // tensor, kv_heads=max(1, whole.kv_heads // tensor)),
+            rope=Rope(own_rotary(decoder).to(device), like=torch.empty(1, device=device, dtype=decoder.dtype)),
+            device=device,
+            gang=gang,
+            context=join_context(gang, size=split.context, tensor=tensor),
+            adapter=adapter,
+        )
+        self.split, self.section, self.frozen = split, section, frozen
         # The ranks of a tensor group, and those of a context group, work on the same rows.
         self.counts = split.tensor_rank == split.context_rank == 0
         self.place = (split.data_rank, split.num_data)
-        self.num_tensor, self.is_compiled = split.tensor, False
-        self.fit: Fit | None = None
-        self.head_dim = decoder.head_dim
-        self.windows = [layer.window for layer in decoder.layers]
-        self.rotary = own_rotary(decoder).to(device)
-        self._first_gives = any(gang.gather(decoder.device.type == "meta" and unread is None))
-        if len({str(names) for names in gang.gather(list(decoder.named_tensors()))}) > 1:
-            raise ValueError(f"the processes of this model do not agree on its weights: {OTHER_HEAD}")
-        self.cos = self.sin = torch.empty(0)
-        group = TensorGroup(
+        self.num_tensor = tensor
+        self.kv_copies, self.meshes = kv_copies, meshes
+        self.group = TensorGroup(
             group=self.meshes.tensor_group,
             rank=split.tensor_rank,
-            size=split.tensor,
+            size=tensor,
             sequence_parallel=section.sequence_parallel,
             kv_group=self.meshes.kv_group,
             kv_copies=self.kv_copies,
         )
-        self.shape = Shape(
-            heads=decoder.num_heads // split.tensor,
-            kv_heads=max(1, decoder.num_kv_heads // split.tensor),
-            head_dim=decoder.head_dim,
-            eps=decoder.eps,
-            group=group,
-        )
+        self._first_gives = any(gang.gather(decoder.device.type == "meta" and unread is None))
+        if len({str(names) for names in gang.gather(list(decoder.named_tensors()))}) > 1:
+            raise ValueError(f"the processes of this model do not agree on its weights: {OTHER_HEAD}")
         self.homes: dict[str, Home] = {}
         self._build(decoder, heads or {})
-        trained = self.homes if adapter is None else adapter.named_tensors()
+        trained = list(self.homes if adapter is None else adapter.named_tensors())
         self.named = {name: self.homes[name].local for name in trained}
+        self.base_names = [name for name in self.homes if adapter is None or name not in self.named]
         origins = gang.gather(None if unread is None else unread.origin)
         if any(origins):
             self._read(unread, made=heads or {}, path=next(filter(None, origins)))
@@ -140,7 +140,7 @@ class Sharded:
     def _read(self, unread: Stored | None, *, made: Collection[str], path: str) -> None:
         """Fill this rank's parts from the files, but for what was ``made`` here. All ranks call it, also those that have values."""
         other_head = False
-        base = {name: self.homes[name].local for name in self.base_names}
+        base = {name: self.local(name) for name in self.base_names}
         if unread is not None:
             for name, local in base.items():
                 if name not in made:
@@ -150,7 +150,7 @@ class Sharded:
                 other_head = not same_values(self.layout("embed"), unread, name=embed, other=head)
         if any(self.gang.gather(other_head)):
             raise ValueError(f"model.path={path}: {OTHER_HEAD}")
-        bad = everyones(self.gang, non_finite_of(base, dtype=self.dtype))
+        bad = self.gang.names_of_all(non_finite_of(base, dtype=self.dtype))
         refuse_diverged(path, [one for name in bad for one in module_names(name)])
 
     def _build(self, decoder: Decoder, heads: Mapping[str, Tensor]) -> None:
@@ -163,7 +163,7 @@ class Sharded:
         around |= heads
         trained = self.adapter is None
         parameters = {name: self._parameter(self._whole(tensor), trained=trained) for name, tensor in around.items()}
-        root = ShardedRoot(parameters, layers, shape=self.shape)
+        root = ShardedRoot(parameters, layers, group=self.group)
         self.root = self._shard(root, self.meshes.every, is_root=True)
         body = {
             name: Home(module=root, field=name, layout=self._layout(decoder, name, tensor.shape, is_root=True))
@@ -175,7 +175,7 @@ class Sharded:
     def _layer(self, decoder: Decoder, index: int) -> ShardedLayer:
         layer = decoder.layers[index]
         lora = None if self.adapter is None else self.adapter.section
-        module = ShardedLayer(index=index, window=layer.window, shape=self.shape, lora=lora)
+        module = ShardedLayer(index=index, window=layer.window, shape=self.shape, group=self.group, lora=lora)
         wholes = {field: getattr(layer, field) for field in LAYER_TENSORS}
         low_rank = {} if self.adapter is None else self.adapter.layers[index]
         for field, whole in (wholes | low_rank).items():
@@ -183,7 +183,7 @@ class Sharded:
                 module.register_parameter(field, None)
                 continue
             order = split_order(
-                field, heads=decoder.num_heads, kv_heads=decoder.num_kv_heads, dim=decoder.head_dim,
+                field, heads=decoder.shape.heads, kv_heads=decoder.shape.kv_heads, dim=decoder.shape.head_dim,
                 intermediate=len(layer.gate_up) // 2, tensor=self.split.tensor,
             )  # fmt: skip
             name = f"layers.{index}.{field}"
@@ -196,7 +196,7 @@ class Sharded:
         return module
 
     def _layout(self, decoder: Decoder, name: str, shape: torch.Size, **how: Any) -> WeightSplit:
-        rows = fused_rows(name, shape[0], heads=decoder.num_heads, kv_heads=decoder.num_kv_heads)
+        rows = fused_rows(name, shape[0], heads=decoder.shape.heads, kv_heads=decoder.shape.kv_heads)
         return WeightSplit(name=name, shape=shape, rows=rows, split=self.split, **how)
 
     def _whole(self, tensor: Tensor) -> Tensor:
@@ -213,7 +213,7 @@ class Sharded:
     def _parameter(
         self, tensor: Tensor, *, dim: int | None = None, is_root: bool = True, trained: bool = True
     ) -> nn.Parameter:
-        """In float32 where updates go to master weights: FSDP rounds what it gathers."""
+        """A parameter of this rank, in float32 where updates go to master weights: FSDP rounds what it gathers."""
         trained = trained and not self.frozen
         dtype = torch.float32 if self.section.master_weights and trained else self.dtype
         if tensor.is_meta:  # FSDP takes this rank's part of it, which is filled from the files then
@@ -242,31 +242,23 @@ class Sharded:
         sharded.set_force_sum_reduction_for_comms(True)
         return sharded
 
-    @property
-    def whole_shapes(self) -> Mapping[str, torch.Size]:
-        return {name: self.layout(name).shape for name in self.base_names}
-
-    @property
-    def frozen_bytes(self) -> int:
-        return 0 if self.adapter is None else sum(self.homes[name].local.nbytes for name in self.base_names)
-
     def compile(self) -> None:
-        """Layers that are whole while they run; between tensor ranks there is a collective every few operations."""
-        if self.split.tensor == 1:
-            self.is_compiled = True
-            self.shape.before = torch.compile(before_attention)
-            self.shape.after = torch.compile(after_attention)
+        """Only layers that are whole while they run: between tensor ranks there is a collective every few operations."""
+        if self.num_tensor == 1:
+            super().compile()
 
     # The forward
 
-    def stats(
-        self, batch: MicroBatch, *, temperature: float, recompute: Recompute = Recompute.NO, plain: bool = False
-    ) -> TokenStats:
-        return TokenStats(*self._forward(batch, temperature=temperature, recompute=recompute, plain=plain))
+    def _ops(self, cos: Tensor, sin: Tensor) -> Ops:
+        if self.num_tensor == 1:
+            return super()._ops(cos, sin)
+        return TensorOps(shape=self.shape, cos=cos, sin=sin, group=self.group)
 
-    def values(self, batch: MicroBatch, *, recompute: Recompute = Recompute.NO) -> Tensor:
-        (values,) = self._forward(batch, temperature=1.0, recompute=recompute)
-        return values
+    def _run(self, work: Work) -> tuple[Tensor, ...]:
+        out = self.root(work)
+        if not torch.is_grad_enabled():
+            self.root.reshard()  # there is no backward to do it, and gathered weights would be stale after an update
+        return out
 
     def _passes(self, packing: Packing, fit: Fit) -> list[tuple[MicroBatch, bool]]:
         """Micro-batches, then idle ones until every rank has the same number; whether each is idle."""
@@ -275,7 +267,7 @@ class Sharded:
         return [*((batch, False) for batch in own), *[(_idle_batch(), True)] * num_idle]
 
     def each(self, packing: Packing, fit: Fit, run: Callable[[MicroBatch], T]) -> Iterator[tuple[MicroBatch, T]]:
-        """What ``run`` gives for each micro-batch, without gradients."""
+        """Each micro-batch with the result of ``run``, without gradients."""
         for batch, is_idle in self._passes(packing, fit):
             with self._together(packing, fit, batch, None):
                 result = run(batch)
@@ -284,47 +276,13 @@ class Sharded:
 
     @contextmanager
     def _together(self, packing: Packing, fit: Fit, batch: MicroBatch, optimizer: Optimizer | None) -> Iterator[None]:
-        """A rank that runs out of memory cannot go on alone: the others are in the same pass."""
+        """A rank that runs out of memory cannot continue by itself: the others are in the same pass."""
         try:
             yield
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             raise too_large(self, fit, batch, packing, error, optimizer=optimizer) from None
-
-    def _forward(
-        self, batch: MicroBatch, *, temperature: float, recompute: Recompute, plain: bool = False
-    ) -> tuple[Tensor, ...]:
-        device = self.device
-        layout = layout_of(batch, device=device, dtype=self.dtype)
-        scale = self.head_dim**-0.5
-        own = self.context.own(batch)
-
-        def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return packed_attention(q, k, v, layout, scale=scale, window=self.windows[index])
-
-        needed = int(batch.positions.max()) + 1
-        if needed > len(self.cos):
-            like = torch.empty(1, device=device, dtype=self.dtype)
-            self.cos, self.sin = rope_tables(self.rotary, max(needed, 256), like=like)
-        positions = on_device(own.positions, device)
-        out = self.root(
-            Work(
-                token_ids=on_device(own.token_ids, device),
-                cos=self.cos[positions].unsqueeze(1),
-                sin=self.sin[positions].unsqueeze(1),
-                attend=self.context.around(attend, count=batch.num_tokens),
-                logit_index=on_device(own.logit_index, device),
-                targets=on_device(own.targets, device),
-                temperature=temperature,
-                recompute=bool(recompute),
-                store=store_of(recompute, device),
-                plain=plain,
-            )
-        )
-        if not torch.is_grad_enabled():
-            self.root.reshard()  # there is no backward to do it, and gathered weights would be stale after an update
-        return tuple(self.context.join(part, own) for part in out)
 
     def accumulate(
         self, packing: Packing, fit: Fit, loss_of: LossOf, optimizer: Optimizer
@@ -334,7 +292,7 @@ class Sharded:
         for batch, is_idle in self._passes(packing, fit):
             with self._together(packing, fit, batch, optimizer):
                 if is_idle:
-                    loss = self._forward(batch, temperature=1.0, recompute=Recompute.NO)[0].sum() * 0.0
+                    loss = self._forward(batch)[0].sum() * 0.0
                 else:
                     loss, metrics = loss_of(batch)
                     rows.append((batch, metrics))
@@ -379,11 +337,13 @@ class Sharded:
 
     # Whole weights, and other tensors of the same shapes
 
+    def local(self, name: str) -> Tensor:
+        return self.homes[name].local
+
     def layout(self, name: str) -> WeightSplit:
         return self.homes[name].layout
 
     def gather(self, name: str, local: Tensor) -> Tensor:
-        """The whole tensor that everyone's parts make, on the device."""
         layout, split = self.layout(name), self.split
         size, group = layout.num_shards, self.meshes.every_group if layout.is_root else self.meshes.shard_group
         rows = layout.shape[0] if layout.order is None else len(layout.order)
@@ -397,42 +357,12 @@ class Sharded:
             whole = whole.new_empty(layout.shape).index_copy_(0, layout.order.to(whole.device), whole)
         return whole
 
-    def cut(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part of a whole tensor: what ``gather`` puts together."""
-        return self.layout(name).cut(whole)
-
-    @property
-    def shapes(self) -> Mapping[str, torch.Size]:
-        return {name: self.layout(name).shape for name in self.named}
-
-    def non_finite(self) -> list[str]:
-        return everyones(self.gang, non_finite_of(self.named, dtype=self.dtype))
-
-    def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """In the dtype that the model computes in."""
-        for name, local in self.named.items():
-            yield name, self.gather(name, local.detach().to(self.dtype))
-
-    @property
-    def base_names(self) -> list[str]:
-        """Of the model's own weights, whatever is trained."""
-        return [name for name in self.homes if self.adapter is None or name not in self.named]
-
-    def base_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for name in self.base_names:
-            yield name, self.gather(name, self.homes[name].local.detach().to(self.dtype))
-
-    @torch.no_grad()
-    def load(self, weights: Mapping[str, Tensor]) -> None:
-        for name, local in self.named.items():
-            local.copy_(self.cut(name, weights[name]))
-
     def masters(self, optimizer: Optimizer) -> Mapping[str, Tensor]:
         """This rank's parts of them."""
         return self.named if self._has_masters else {}
 
     def load_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """From the state of a whole model. The state saved by any number of ranks is the same."""
+        """Load the state of a whole model. The state saved by any number of ranks is the same."""
         parts = {
             index: {key: self._own(optimizer.names[index], value) for key, value in entry.items()}
             for index, entry in state["adamw"]["state"].items()
@@ -442,7 +372,7 @@ class Sharded:
             self.load(state["masters"])
 
     def whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """What ``load_state`` of any body takes, on the gang's first rank. For an adapter's state, which is small."""
+        """The state that ``load_state`` of any body takes, on the gang's first rank. For an adapter's state, which is small."""
         state, own = optimizer.state_dict(), optimizer.states()
         # The first rank has the first rows of every weight; another may have none, and then no state.
         parts = {name: [key for key, value in own[name].items() if self._is_part(name, value)] for name in own}
@@ -472,7 +402,7 @@ class Sharded:
 
 def own_rotary(decoder: Decoder) -> nn.Module:
     """A copy, because the model's weights may be freed; on the meta device its angles are computed from the config."""
-    rotary: Any = decoder.rotary
+    rotary: Any = decoder.rope.rotary
     return type(rotary)(rotary.config) if decoder.device.type == "meta" else copy.deepcopy(rotary)
 
 

@@ -25,8 +25,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from rollcall.model.decoder import Attend, Layer, project_gate_up, project_qkv, rms_norm, silu_mul
-from rollcall.model.low_rank import FIELDS, a_of, add_low_rank, b_of
+from rollcall.model.layer import Layer, TorchOps, product
+from rollcall.model.low_rank import FIELDS, a_of, b_of
 
 # An adapter's A is cut as the inputs of its module are, its B as the outputs.
 BY_ROWS = (
@@ -63,12 +63,12 @@ def fits(count: int, tensor: int, *, shared: bool) -> bool:
 
 
 def cut_dim(field: str) -> int | None:
-    """The dimension along which a layer's weight is cut; None: every rank has all of it."""
+    """The dimension along which a layer's weight is cut, or None if every rank has all of it."""
     return 0 if field in BY_ROWS else 1 if field in BY_COLUMNS else None
 
 
 def split_order(field: str, *, heads: int, kv_heads: int, dim: int, intermediate: int, tensor: int) -> Tensor | None:
-    """The order of the fused weight's rows in which equal slices are what the ranks need; None: no change.
+    """The order of the fused weight's rows in which equal slices are what the ranks need, or None if that is their own order.
 
     >>> split_order("qkv", heads=4, kv_heads=2, dim=1, intermediate=0, tensor=2).tolist()
     [0, 1, 4, 6, 2, 3, 5, 7]
@@ -164,26 +164,20 @@ def pad_rows(x: Tensor, count: int) -> Tensor:
     return F.pad(x, (0,) * (2 * x.ndim - 1) + (missing,)) if missing else x
 
 
-def run_layer(
-    x: Tensor, layer: Layer, *, index: int, cos: Tensor, sin: Tensor, sizes: tuple[int, int, int, float], attend: Attend,
-    group: TensorGroup,
-) -> Tensor:  # fmt: skip
-    """One layer whose ``layer`` holds this rank's heads and columns; ``sizes`` counts them."""
-    count, eps, lora = len(cos), sizes[3], layer.lora
-    q, k, v = project_qkv(group.enter(rms_norm(x, layer.input_norm, eps), count), layer, cos, sin, sizes)
-    attended = attend(index, q, k, v)
-    own = F.linear(attended, layer.out)
-    # What an adapter adds is summed with the rest: each rank has a part of its inputs.
-    own = own if lora is None else add_low_rank(own, attended, lora.out, lora)
-    x = x + _with_bias(group.leave(own), layer.out_bias)
-    gated = silu_mul(project_gate_up(group.enter(rms_norm(x, layer.post_norm, eps), count), layer))
-    own = F.linear(gated, layer.down)
-    own = own if lora is None else add_low_rank(own, gated, lora.down, lora)
-    return x + _with_bias(group.leave(own), layer.down_bias)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorOps(TorchOps):
+    """The steps of a layer of which each rank holds its heads and columns."""
 
+    group: TensorGroup
 
-def _with_bias(x: Tensor, bias: Tensor | None) -> Tensor:
-    return x if bias is None else x + bias
+    def product(self, x: Tensor, layer: Layer, name: str) -> Tensor:
+        return product(self.group.enter(x, len(self.cos)), layer, name)
+
+    def add_product(self, x: Tensor, h: Tensor, layer: Layer, name: str) -> Tensor:
+        # What an adapter adds is summed with the rest: each rank has a part of its inputs.
+        out = self.group.leave(product(h, layer, name, with_bias=False))
+        bias: Tensor | None = getattr(layer, name + "_bias")
+        return x + (out if bias is None else out + bias)
 
 
 def all_gather(x: Tensor, *, group: Any, size: int) -> Tensor:

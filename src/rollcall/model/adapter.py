@@ -17,7 +17,8 @@ from torch import Tensor
 from rollcall.config.lora import LoraSection
 from rollcall.errors import ModelFilesError
 from rollcall.model.base import refuse_other_model
-from rollcall.model.decoder import Decoder, Layer, module_names
+from rollcall.model.decoder import Decoder, module_names
+from rollcall.model.layer import Layer
 from rollcall.model.low_rank import FIELDS, MODULES, LayerAdapter, a_of, b_of, fuse
 from rollcall.model.peft_files import read_adapter
 from rollcall.stored.find import ADAPTER_CONFIG
@@ -33,7 +34,7 @@ class Adapter:
 
     @classmethod
     def make(cls, decoder: Decoder, section: LoraSection, *, seed: int, device: torch.device, base: str) -> Adapter:
-        """A new one, as PEFT makes it: A uniform up to 1/sqrt(inputs), B zero; or what ``section.path`` holds. ``decoder`` may be on the
+        """Make a new one as PEFT does: A uniform up to 1/sqrt(inputs), B zero; or what ``section.path`` holds. ``decoder`` may be on the
         meta device."""
         rows = decoder.part_rows()
         draws = torch.Generator().manual_seed(seed)
@@ -91,7 +92,7 @@ def _new_layer(
 
 
 class Deltas:
-    """What an adapter adds to the weights of a model, by the names of transformers. ``tensors`` are by the decoder's names."""
+    """The changes that an adapter makes to the weights of a model, by the names of transformers. ``tensors`` are by the decoder's names."""
 
     def __init__(self, tensors: Mapping[str, Tensor], *, gain: float) -> None:
         self._gain = gain
@@ -103,7 +104,7 @@ class Deltas:
 
     @torch.no_grad()
     def added_to(self, weight: Tensor, name: str) -> Tensor:
-        """In float32, rounded once; refuses a sum that is not finite."""
+        """Add in float32 and round once; refuses a sum that is not finite."""
         if name not in self._pairs:
             return weight
         a, b = (one.detach().to(weight.device).float() for one in self._pairs[name])

@@ -23,7 +23,7 @@ from rollcall.model.arrays import on_device
 from rollcall.types import MicroBatch
 
 if TYPE_CHECKING:
-    from rollcall.kernels.shared import Shared  # needs Triton
+    from rollcall.kernels.gradients import Shared  # needs Triton
 
 # Scores (segments x heads x queries x keys) up to which a CPU attends to all query heads of a KV head at once: with
 # products the scores are in memory, with the fused kernel the mask is repeated for each of those heads.
@@ -54,7 +54,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedLayout:
-    shared: Shared | None  # for flash; None: every segment's keys are its own tokens, in order
+    shared: Shared | None  # for flash, unless every segment's keys are its own tokens, in order
     cu_q: Tensor
     cu_k: Tensor
     max_q: int
@@ -83,7 +83,7 @@ def layout_of(batch: MicroBatch, *, device: torch.device, dtype: torch.dtype) ->
 def _shared(batch: MicroBatch, device: torch.device) -> Shared | None:
     if len(batch.kv_index) == batch.num_tokens:
         return None
-    from rollcall.kernels.shared import Shared
+    from rollcall.kernels.gradients import Shared
 
     return Shared.of(on_device(batch.kv_index, device), num_tokens=batch.num_tokens)
 
@@ -140,7 +140,7 @@ def flash(
 
 @cache
 def _asks_for_groups() -> bool:
-    """Newer versions of torch want to be told that several query heads share a key/value head."""
+    """Newer versions of torch need an argument where several query heads share a key/value head."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -214,7 +214,7 @@ class _GroupedAttention(torch.autograd.Function):
         return grad_q.view(q_shape), grad_k.view(k_shape), grad_v.view(k_shape), None, None, None
 
 
-Kept = tuple[Tensor, ...]  # what the backward needs beside queries, keys and values
+Kept = tuple[Tensor, ...]  # saved for the backward, with queries, keys and values
 
 
 def _by_products(queries: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, scale: float) -> tuple[Tensor, Kept]:
@@ -264,7 +264,7 @@ def _fused_kernel_backward(
 
 
 def _heads_first(rows: Tensor, count: int, heads: int) -> Tensor:
-    """Of tokens [count * length]: their places in [N * heads, D], ordered by segment, head, token."""
+    """Places in [N * heads, D] of tokens [count * length], ordered by segment, head, token."""
     return (rows.view(count, 1, -1) * heads + torch.arange(heads).view(1, heads, 1)).flatten()
 
 

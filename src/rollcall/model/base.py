@@ -1,4 +1,4 @@
-"""The model that an adapter was trained on: the identity of its weights, which is saved with the adapter, and what else must not change.
+"""The model that an adapter was trained on: the identity of its weights, which is saved with the adapter, and the settings that must not change.
 
 An adapter on other weights, or on weights that are used in another way, is another model.
 """
@@ -22,12 +22,12 @@ from rollcall.errors import ModelFilesError
 from rollcall.model.files import read_model_config
 from rollcall.stored.find import PROBE, adapter_folder
 
-PIECE = 1 << 19  # numbers that are looked at together, so that little memory is needed beside the weights
+PIECE = 1 << 19  # numbers that are looked at together, so that little memory is needed
 _FACTOR = 0x9E3779B97F4A7C15  # odd, so that folding loses nothing
 _MASK = (1 << 64) - 1
 # The types that a model is loaded in. Weights of the first are rounded to the others when they are loaded so.
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# What config.json says of how weights are used. Their shapes are checked as such.
+# Keys of config.json that say how weights are used. Shapes are checked with the weights.
 _OF_COMPUTING = (
     "hidden_act", "rms_norm_eps", "rope_parameters", "sliding_window", "layer_types", "num_attention_heads", "num_key_value_heads",
     "tie_word_embeddings",
@@ -35,8 +35,8 @@ _OF_COMPUTING = (
 
 
 def base_identities(tensors: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype) -> dict[str, str]:
-    """Of all weights by the decoder's names, however they are divided: an identity for each type that they can be compared in, which
-    are their own ``dtype`` and, of float32, those that they may be rounded to."""
+    """The identity of all weights, by the decoder's names and however they are divided, in each type that they can be compared in: their
+    own ``dtype`` and, for float32, the types that they may be rounded to."""
     return _identities(tensors, _DTYPES.values() if dtype == torch.float32 else [dtype])
 
 
@@ -87,7 +87,7 @@ def _factors() -> Tensor:
 def refuse_other_model(
     folder: Path, model: Any, tensors: Iterable[tuple[str, Tensor]], *, base: str, where: str, advice: str = ""
 ) -> None:
-    """Both that follow, for a folder that may have the config of the adapter's model beside it."""
+    """Refuse another config and other weights, for a folder that may also hold the config of the adapter's model."""
     path = folder / "config.json"
     if path.is_file():  # peft writes none
         read_model_config(path)
@@ -105,7 +105,7 @@ def refuse_other_base(
     folder: Path, model: Any, tensors: Iterable[tuple[str, Tensor]], *, base: str, where: str, advice: str = ""
 ) -> None:
     """``folder`` holds an adapter, ``model`` and its ``tensors`` are what is in ``base`` now. ``where`` names the adapter in messages;
-    ``advice`` says what else can be done than to put the model back."""
+    ``advice`` names an alternative to putting the model back."""
     saved, own = {} if is_adapter(base) else _noted(folder, where=where), _name(model.dtype)
     if own in saved:
         kind = own
@@ -121,7 +121,7 @@ def refuse_other_base(
 
 
 def refuse_other_config(before: Any, now: Any, *, base: str, where: str, advice: str = "") -> None:
-    """The configs of the model that the adapter was trained on and of what is in ``base`` now."""
+    """Compare the config of the model that the adapter was trained on with the one in ``base`` now."""
     is_now = used_of(now)
     if other := [f"{key}: {one} -> {is_now[key]}" for key, one in used_of(before).items() if one != is_now[key]]:
         raise ModelFilesError(

@@ -28,7 +28,7 @@ _KEPT = ("LD_LIBRARY_PATH", "TZ")  # of the environment; other variables may hol
 
 
 class TemplateError(ValueError):
-    """A chat template cannot be rendered. ``place`` says for which conversation; None: for one of them."""
+    """A chat template cannot be rendered. ``place`` says for which conversation, if that is known."""
 
     def __init__(self, why: str, *, place: int | None = None) -> None:
         super().__init__(why)
@@ -59,7 +59,7 @@ def render_chats(
 
 
 def _by_itself(tokenizer: Any, place: int, chat: Sequence[dict[str, Any]], options: dict[str, Any]) -> str:
-    """By a tokenizer that has its own code for it."""
+    """Render with a tokenizer that has its own code for it."""
     try:
         return tokenizer.apply_chat_template(list(chat), tokenize=False, **options)
     except Exception as error:  # noqa: BLE001 - it may raise anything
@@ -139,10 +139,10 @@ def _exactly(source: IO[bytes], size: int) -> bytes:
 
 
 def _forget() -> None:
-    """In a forked process: the renderer is its parent's."""
+    """Drop the renderer in a forked process: it is the parent's."""
     global _renderer
     if _renderer._process is not None:
-        _renderer._process.returncode = 0  # nobody waits for it here
+        _renderer._process.returncode = 0  # this process does not wait for it
     _renderer = _Renderer()
 
 
@@ -180,8 +180,8 @@ def _serve(source: IO[bytes], sink: IO[bytes], *, limit_s: float) -> None:
             memory = f"it takes more than {MAX_MEMORY >> 30} GiB of memory" if isinstance(error, MemoryError) else ""
             answer = {"why": memory or str(error)[:1000] or type(error).__name__, "place": len(texts)}
         signal.setitimer(signal.ITIMER_PROF, 0)
-        said = json.dumps(answer).encode()
-        sink.write(_LENGTH.pack(len(said)) + said)
+        data = json.dumps(answer).encode()
+        sink.write(_LENGTH.pack(len(data)) + data)
         sink.flush()
 
 

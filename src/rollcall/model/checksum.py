@@ -28,7 +28,7 @@ _MASK = (1 << 64) - 1
 
 
 def checksum(spans: Sequence[Tensor]) -> int:
-    """Of flat uint8 tensors on one device, one after the other."""
+    """The checksum of flat uint8 tensors on one device, one after the other."""
     if all(span.device.type == "cpu" for span in spans):
         return _fold(_in_two([_Piece(part) for span in spans for part in _cut(span)]))
     total = 0
@@ -49,7 +49,7 @@ def copy_summed(targets: Sequence[Tensor], sources: Sequence[Tensor], *, total_o
 
 class _Piece(NamedTuple):
     summed: np.ndarray
-    target: np.ndarray | None = None  # None: nothing is copied
+    target: np.ndarray | None = None  # if it is copied
     source: np.ndarray | None = None
 
 
@@ -79,7 +79,7 @@ def _run(pieces: list[_Piece]) -> list[int]:
 
 @cache
 def _helper() -> ThreadPoolExecutor | None:
-    """None where no core is free for it."""
+    """A second thread, if a core is free for it."""
     if (os.cpu_count() or 1) < CORES:
         return None
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollcall-weights")

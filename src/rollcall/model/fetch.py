@@ -1,7 +1,7 @@
 """Download a model from the hub into the cache of this machine, before a run needs it.
 
-The hub's client limits the wait for a piece, not for the whole, and cannot be told to end. So it works in a process of its
-own (this module as a script), which is ended when no new byte arrives.
+The hub's client limits the wait for a piece, not for the whole, and cannot be stopped. So it works in a separate
+process (this module as a script), which is ended when no new byte arrives.
 """
 
 from __future__ import annotations

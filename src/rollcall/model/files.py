@@ -30,7 +30,7 @@ LARGEST = {
     "max_position_embeddings": 1 << 31,
     "sliding_window": 1 << 31,
 }
-# The least and the largest value of numbers that a model computes with, in whatever map they stand.
+# The least and the largest value of numbers that a model computes with, in any of the maps.
 RANGES = {
     "rms_norm_eps": (0, 1),
     "layer_norm_eps": (0, 1),
@@ -48,7 +48,7 @@ def resolve_model(path: str) -> str:
         local = Path(path).expanduser()
         if not local.is_dir() or is_model_dir(local):
             return path
-        # By name, so that all processes load the same one while that run goes on.
+        # By name, so that all processes load the same one while that run continues.
         found = checkpoint_of(local) or verl_folder(local)
         return path if found is None else str(found)
     if path != "builtin:arithmetic":
@@ -58,7 +58,7 @@ def resolve_model(path: str) -> str:
 
 def model_folder(path: str) -> Path | None:
     """The folder with config.json and tokenizer of a local ``model.path``: a model directory, or a checkpoint of ours, of verl or of
-    PyTorch. None: the path is not local, or has none."""
+    PyTorch. None if the path is not local, or has none."""
     local = Path(path).expanduser()
     return config_folder(local) if local.is_dir() else None
 
@@ -113,7 +113,7 @@ def check_model_dir(folder: Path) -> None:
     size = sum(file.stat().st_size for pattern in WEIGHT_FILES for file in folder.glob(pattern) if file.is_file())
     if size and smallest * FEWEST_BYTES > size:
         raise ModelFilesError(
-            f"{folder / 'config.json'} describes a model of more than {smallest:,} weights, and the weight files beside it have "
+            f"{folder / 'config.json'} describes a model of more than {smallest:,} weights, and its weight files have "
             f"{size:,} bytes: one of them is damaged or belongs to another model; restore it"
         )
 

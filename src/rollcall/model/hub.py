@@ -20,7 +20,7 @@ class HubError(ValueError):
 
 @lru_cache(maxsize=64)
 def hub_options(path: str, *, key: str = "model.path") -> dict[str, Any]:
-    """What ``from_pretrained`` gets beside ``path``. Asks the hub once for each name in the life of this process."""
+    """The other arguments of ``from_pretrained`` for this path. Asks the hub once for each name in the life of this process."""
     if Path(path).exists() or path.count("/") > 1:
         return {}
     from huggingface_hub import constants, try_to_load_from_cache
@@ -46,7 +46,7 @@ def hub_options(path: str, *, key: str = "model.path") -> dict[str, Any]:
 
 
 def hub_fault(repository: str, *, file: str = "config.json", kind: str = "model") -> str | None:
-    """Why the hub cannot be asked for a model or dataset; None: it answers, even if it says that there is no such model or dataset."""
+    """Why the hub cannot be asked for a model or dataset, or None if it answers, even that it has no such model or dataset."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -63,7 +63,7 @@ def hub_fault(repository: str, *, file: str = "config.json", kind: str = "model"
             lines = str(error).strip().splitlines()
             found[0] = f"{type(error).__name__}: {lines[0][:120]}" if lines else type(error).__name__
 
-    # Looking up a host name has no time limit of its own.
+    # Looking up a host name has no time limit.
     thread = threading.Thread(target=ask, name="hub", daemon=True)
     thread.start()
     thread.join(2 * LIMIT_S)

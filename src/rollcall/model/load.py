@@ -1,4 +1,4 @@
-"""Loading models and tokenizers, and the learner's forward over packed rows."""
+"""Loading models and tokenizers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,11 @@ from torch import Tensor
 
 from rollcall.errors import ModelFilesError
 from rollcall.model.adapter import Adapter, add_to_weights
-from rollcall.model.arrays import on_device
-from rollcall.model.attention import layout_of, packed_attention
 from rollcall.model.base import refuse_other_base, refuse_other_config
-from rollcall.model.decoder import Attend, Decoder, UnsupportedModel, fuse_parameters, refuse_unsupported
+from rollcall.model.decoder import Decoder, UnsupportedModel, fuse_parameters, refuse_unsupported
 from rollcall.model.files import check_model_dir, model_folder
 from rollcall.model.hub import hub_options
 from rollcall.model.peft_files import read_base, read_section, read_tensors
-from rollcall.model.recompute import HostStore
 from rollcall.stored.dtypes import DTYPES, name_of
 from rollcall.stored.files import StoredError
 from rollcall.stored.find import ADAPTER_CONFIG, adapter_folder, is_model_dir
@@ -29,7 +26,6 @@ from rollcall.stored.open import open_stored
 from rollcall.stored.outline import ROTARY
 from rollcall.stored.safetensors import read_header, weight_files
 from rollcall.stored.tensors import Stored, refuse_whole_numbers
-from rollcall.types import Longs, MicroBatch
 
 # transformers (5.x) puts a stand-in for ``tie_weights`` on its class while it loads; of two threads, one would leave it there.
 _one_at_a_time = threading.RLock()
@@ -106,7 +102,7 @@ def refuse_cast(what: str, path: str, model: Any) -> None:
 
 
 def cached_folder(name: str) -> Path | None:
-    """Where the hub's cache has a model; None: it has none of this name."""
+    """The folder of a model in the hub's cache, if it is there."""
     from huggingface_hub import try_to_load_from_cache
 
     config = try_to_load_from_cache(name, "config.json")
@@ -169,7 +165,7 @@ def is_stored(path: str) -> bool:
 
 
 def _load_stored(path: str, options: Mapping[str, Any], *, trust_remote_code: bool) -> Any:
-    """What ``from_pretrained`` gives for a model directory, of a checkpoint; each tensor is read when its turn comes."""
+    """``from_pretrained`` for a checkpoint; each tensor is read when its turn comes."""
     try:
         stored = open_stored(Path(path).expanduser())
     except StoredError as error:
@@ -287,16 +283,16 @@ def refuse_other_tensors(
         ("not part of the model", sorted(unexpected)),
         ("of another shape", shapes),
     ]
-    told = [f"{_tensors(len(names))} {fault} ({_first_few(names)})" for fault, names in faults if names]
-    if told:
+    found = [f"{_tensors(len(names))} {fault} ({_first_few(names)})" for fault, names in faults if names]
+    if found:
         raise ModelError(
-            f"{what} does not hold the weights of the model: {'; '.join(told)}. Give the weights that belong to the model's "
+            f"{what} does not hold the weights of the model: {'; '.join(found)}. Give the weights that belong to the model's "
             "config.json"
         )
 
 
 def refuse_loaded(what: str, info: Mapping[str, Any], *, leave_out: Callable[[str], bool] = lambda name: False) -> None:
-    """``refuse_other_tensors`` for what transformers tells of a load; extra tensors that ``leave_out`` names are fine."""
+    """``refuse_other_tensors`` for transformers' report of a load; extra tensors that ``leave_out`` names are fine."""
     refuse_other_tensors(
         what,
         missing=info["missing_keys"],
@@ -378,27 +374,3 @@ def check_model_path(path: str) -> None:
 
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-
-
-def packed_hidden(
-    decoder: Decoder,
-    batch: MicroBatch,
-    *,
-    token_ids: Longs,
-    positions: Longs,
-    around: Callable[[Attend], Attend],
-    recompute: bool = False,
-    store: HostStore | None = None,
-) -> Tensor:
-    """Hidden states [n, C] after the final norm, of these tokens of a micro-batch. ``around`` brings attention the queries, keys and
-    values of all its tokens."""
-    device = decoder.device
-    layout = layout_of(batch, device=device, dtype=decoder.dtype)
-    decoder.grow_rope(int(batch.positions.max()) + 1)
-    scale = decoder.head_dim**-0.5
-
-    def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return packed_attention(q, k, v, layout, scale=scale, window=decoder.layers[index].window)
-
-    own, places = on_device(token_ids, device), on_device(positions, device)
-    return decoder.forward(own, places, around(attend), recompute=recompute, store=store)

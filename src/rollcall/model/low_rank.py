@@ -1,4 +1,4 @@
-"""What an adapter (LoRA) adds to the products of one layer: ``gain * B (A x)``.
+"""Low-rank adapters (LoRA) add ``gain * B (A x)`` to the products of a layer.
 
 An adapter has an A and a B for each module that transformers knows (q_proj, gate_proj, ...), and the decoder computes several modules
 in one product (``qkv``, ``gate_up``). ``fuse`` puts the modules of one product together: their A below each other, their B along a
@@ -45,7 +45,7 @@ def b_of(module: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowRank:
-    """Of one product."""
+    """The adapter of one product."""
 
     a: Tensor  # [K, in]
     b: Tensor  # [out, K]
@@ -53,7 +53,7 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerAdapter:
-    """Of one layer; None where no module of the product has an adapter."""
+    """The adapter of one layer. A product of which no module has one has None."""
 
     qkv: LowRank | None = None
     out: LowRank | None = None

@@ -55,7 +55,7 @@ PLAIN: dict[str, tuple[Any, ...]] = {
 
 
 def peft_config(section: LoraSection, *, base: str) -> dict[str, Any]:
-    """What ``adapter_config.json`` holds; ``base`` is where the model is."""
+    """The content of ``adapter_config.json``; ``base`` is where the model is."""
     alpha = section.alpha
     return {
         "peft_type": "LORA",
@@ -105,7 +105,7 @@ def _shown(section: LoraSection, name: str) -> str:
 
 
 def read_section(folder: Path, *, where: str) -> LoraSection:
-    """What ``adapter_config.json`` says; refuses what is not computed here, by its key."""
+    """The settings in ``adapter_config.json``; refuses by key what Rollcall does not compute."""
     if not (folder / ADAPTER_CONFIG).is_file():
         raise ModelFilesError(
             f"{where} has no {ADAPTER_CONFIG}; give a directory that PEFT or Rollcall has written an adapter to"
@@ -171,7 +171,7 @@ def _targets(folder: Path, given: Any, *, where: str) -> Any:
 
 
 def _header(folder: Path, *, where: str) -> dict[str, Any]:
-    """What the weights' file says of its tensors. It is a regular file, and whole."""
+    """The tensors that the weights' file lists. It is a regular file, and whole."""
     if (folder / PICKLED).exists() and not (folder / ADAPTER_WEIGHTS).exists():
         raise ModelFilesError(
             f"{where} has {PICKLED}, which is not read, since such a file may run code; save the adapter as {ADAPTER_WEIGHTS}, as PEFT does by default"
@@ -189,7 +189,7 @@ def read_tensors(folder: Path, like: Mapping[str, Tensor], *, where: str) -> dic
     wanted = {PREFIX + module_names(name)[0]: name for name in like}
     for fault, names in (
         ("lacks", sorted(wanted.keys() - header.keys())),
-        ("has, beside those of the model,", sorted(header.keys() - wanted.keys())),
+        ("has, besides those of the model,", sorted(header.keys() - wanted.keys())),
         (
             "has in another shape",
             sorted(name for name in wanted.keys() & header.keys() if header[name].shape != like[wanted[name]].shape),

@@ -1,6 +1,6 @@
 """Layers that run again in the backward pass: only the input of each is kept, on the card or in host memory.
 
-``HostStore`` copies each input to pinned host memory beside the computation, and back one layer before it is needed. The card
+``HostStore`` copies each input to pinned host memory during the computation, and back one layer before it is needed. The card
 computes on while the newest two are copied; before a third, it waits for the oldest, so a slow bus holds the card up and does
 not fill it. One store serves one forward pass and its backward.
 """
@@ -33,7 +33,7 @@ class HostStore:
         self._slots: list[_Slot] = []
 
     def put(self, tensor: Tensor) -> int:
-        """Begin to copy it; the number that ``take`` wants."""
+        """Start to copy the tensor; returns the number for ``take``."""
         tensor = tensor.detach()  # with its history it would keep the whole graph alive
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         self._slots.append(_Slot(host, tensor, self._copy(host, tensor)))
@@ -76,6 +76,6 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
 
 def run_again(run: Callable[..., Tensor], x: Tensor, *args: object, store: HostStore | None) -> Tensor:
     """``run(x, *args)``, of which only x is kept; in ``store`` if there is one."""
-    # Inside ``run`` the checkpoint has hooks of its own: these get its inputs alone.
+    # Inside ``run`` the checkpoint sets its own hooks: these get only its inputs.
     with nullcontext() if store is None else saved_tensors_hooks(store.put, store.take):
         return checkpoint(run, x, *args, use_reentrant=False)  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""What ends a completion: one rule for rollouts, evaluation and the exported generation config.
+"""Where a completion ends: one rule for rollouts, evaluation and the exported generation config.
 
 A completion ends at a token (an end-of-text or other special token, or one that the run file names by its id) or when its
 text holds one of the run file's strings. Text is decoded without special tokens, so a special token among the strings
@@ -32,7 +32,7 @@ def stop_token_ids(
         found.update(rollout.stop_token_ids)
         found.update(stop for text in rollout.stop if (stop := special_id(tokenizer, text)) is not None)
     own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    # A tokenizer class may bring an eos of its own that the model has no output for.
+    # A tokenizer class may bring an eos that the model has no output for.
     known = [stop for stop in (*own, *sorted(found.difference(own))) if 0 <= stop < model_config.vocab_size]
     if not known:
         raise ConfigError(
@@ -48,7 +48,7 @@ def check_stop_strings(tokenizer: Any, stops: Sequence[str]) -> None:
         if special_id(tokenizer, text) is not None:
             continue
         special = special_ids(tokenizer).intersection(tokenizer.encode(text, add_special_tokens=False))
-        # The token for unknown text is special too, but does not stand in the text.
+        # The token for unknown text is special too, but is not part of the text.
         name = next((name for name in tokenizer.convert_ids_to_tokens(sorted(special)) if name in text), None)
         if name is not None:
             raise ConfigError(

@@ -1,7 +1,7 @@
 """The weights of a model where they are stored, for processes that each hold a part of it: nothing is read before its turn.
 
 A checkpoint of any kind that ``stored/`` opens, or a model directory with safetensors whose tensors have the names and shapes
-of the model. Everything else (``.bin`` files, a model under other names, code of its own that converts names) only transformers
+of the model. Everything else (``.bin`` files, a model under other names, code that comes with a model and converts names) only transformers
 can read, as a whole.
 
 ``load_onto`` brings a whole model to an accelerator in the same way, so that loading takes a piece of host memory and not the size

@@ -15,9 +15,10 @@ import torch
 
 from rollcall.config import Config
 from rollcall.errors import short_of_memory
-from rollcall.learner.fit import Fit, passes_of, sizes_of
+from rollcall.learner.fit import passes_of, sizes_of
 from rollcall.learner.learner import Critic, Learner
 from rollcall.learner.measure import Rows, measured
+from rollcall.learner.packing import Fit
 from rollcall.model.decoder import Decoder
 from rollcall.plan.activations import Recompute
 from rollcall.plan.choose import KV_BLOCK, NO_KV, SAFE, Choice, KvNeed, Line, Needs, choose
@@ -76,7 +77,7 @@ def engine_needs(config: Config, decoder: Decoder) -> EngineNeeds:
     shapes = {name: tensor.shape for name, tensor in decoder.named_tensors().items()}
     return EngineNeeds(
         config=config,
-        sizes=sizes_of(shapes, head_dim=decoder.head_dim),
+        sizes=sizes_of(shapes, head_dim=decoder.shape.head_dim),
         positions=decoder.max_positions,
         width=decoder.dtype.itemsize,
         tensor=rollout.vllm.tensor_parallel_size if rollout.engine == "vllm" else 1,

@@ -37,9 +37,6 @@ class Served:
     def slot(self, name: str | None) -> int:
         return 0 if name is None else -1 if name == BASE else self._slots[name]
 
-    def knows(self, name: str | None) -> bool:
-        return name in (None, BASE) or name in self._slots
-
     def adapter_of(self, index: int) -> LayerAdapter:
         return self._layers[index]
 
@@ -70,7 +67,7 @@ class Served:
         row = 0
         for place, ((a, b), count) in enumerate(zip(parts, self._rows[field], strict=True)):
             start = (slot * len(parts) + place) * self._rank
-            if a is not None and b is not None:  # else it stays zero
+            if a is not None and b is not None:  # otherwise it stays zero
                 pair.a[start : start + len(a)] = a
                 pair.b[row : row + count, start : start + len(a)] = b
             row += count

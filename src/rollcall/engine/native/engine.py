@@ -5,11 +5,11 @@ decode the chunk, take out what has ended. A sequence's KV always covers all its
 next. So a new prompt, a preempted sequence and a sequence after a weight update are all treated alike: fill, then
 decode.
 
-With several rows and nobody waiting, the next chunk is started before the last is done, so that a card does not wait for the host.
+With several rows and no request waiting, the next chunk is started before the last is done, so that a card does not wait for the host.
 Rows that have ended stay until leaving them out makes a step smaller, and what they get is dropped.
 
 The first in order is admitted first (``Request.order``). The turns of an episode have the order of the episode: with more of them than
-rows, those that have begun go on before others begin, and their KV is used while it is there.
+rows, those that have begun continue before others begin, and their KV is used while it is there.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class NativeEngine:
         return take_ended(self._ended, self._requests, self.tokenizer)
 
     def _sentence(self, why: str) -> str:
-        """What sampling has when it runs out of memory."""
+        """The error message when sampling runs out of memory."""
         return (
             f"the native engine is out of memory ({why}). It has weights of {size(self._weight_bytes)} and a KV cache of "
             f"{self.runner.room} tokens, and samples {len(self._running)} completions; lower rollout.kv_memory_fraction, "
@@ -172,7 +172,7 @@ class NativeEngine:
             )
         if request.adapter is not None and request.session is not None:
             raise Refused(
-                f"request {request.id!r} of session {request.session!r} names the adapter {request.adapter!r}, and sessions go on with the "
+                f"request {request.id!r} of session {request.session!r} names the adapter {request.adapter!r}, and sessions continue with the "
                 "engine's first one; leave adapter or session out"
             )
 

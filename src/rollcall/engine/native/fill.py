@@ -1,4 +1,7 @@
-"""Filling the KV cache: several token lists run through the decoder in one packed forward, without padding."""
+"""Filling the KV cache: several token lists run through the decoder in one packed forward, without padding.
+
+A list without a past attends to its own tokens. One with a past, such as the next turn of a session, also attends to what is stored.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from torch import Tensor
 from rollcall.engine.native.runner import Fill
 from rollcall.errors import is_out_of_memory
 from rollcall.model.arrays import on_device
-from rollcall.model.attention import flash, runs_flash
+from rollcall.model.attention import end_aligned_mask, flash, runs_flash
 from rollcall.model.decoder import Decoder
 
 Store = Callable[[int, Tensor, Tensor], None]
@@ -34,14 +37,20 @@ def run_fills(
     device = decoder.device
     fresh = [len(fill.token_ids) for fill in fills if not fill.past]
     num_fresh = sum(fresh)
-    cumulative = torch.tensor([0, *np.cumsum(fresh)], dtype=torch.int32, device=device)
+    cumulative = _cumulative(fresh, device)
 
     def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         store(index, k, v)
         if not num_fresh:
             return attend_past(index, q)
         window = decoder.layers[index].window
-        out = _attend_fresh(*(x[:num_fresh] for x in (q, k, v)), cumulative=cumulative, lengths=fresh, window=window)
+        out = _attend_fresh(
+            *(x[:num_fresh] for x in (q, k, v)),
+            cumulative=cumulative,
+            lengths=fresh,
+            window=window,
+            scale=decoder.shape.scale,
+        )
         return out if num_fresh == len(ids) else torch.cat((out, attend_past(index, q[num_fresh:])))
 
     decoder.forward(on_device(ids, device), on_device(positions, device), attend, gain=gain)
@@ -50,7 +59,7 @@ def run_fills(
 
 def run_halved(fills: list[Fill], run: Callable[[list[Fill]], None], *, smaller: Callable[[int], None]) -> None:
     """Run all fills at once; if memory ends, each half of them by itself. What was stored before is stored again, the same.
-    ``smaller`` gets the tokens of what did not fit. One fill alone that does not fit raises."""
+    ``smaller`` gets the number of tokens that did not fit. A single fill that does not fit raises."""
     try:
         run(fills)
         return
@@ -63,41 +72,58 @@ def run_halved(fills: list[Fill], run: Callable[[list[Fill]], None], *, smaller:
         run_halved(part, run, smaller=smaller)
 
 
-def _attend_fresh(q: Tensor, k: Tensor, v: Tensor, *, cumulative: Tensor, lengths: list[int], window: int) -> Tensor:
+def _attend_fresh(
+    q: Tensor, k: Tensor, v: Tensor, *, cumulative: Tensor, lengths: list[int], window: int, scale: float
+) -> Tensor:
     if not runs_flash(q.device, q.dtype):
-        return _equal_length_runs(q, k, v, lengths, window)
+        return _equal_length_runs(q, k, v, lengths, window=window, scale=scale)
     longest = max(lengths)
-    out = flash(
-        q,
-        k,
-        v,
-        cu_q=cumulative,
-        cu_k=cumulative,
-        max_q=longest,
-        max_k=longest,
-        scale=q.shape[-1] ** -0.5,
-        window=window,
-    )
+    out = flash(q, k, v, cu_q=cumulative, cu_k=cumulative, max_q=longest, max_k=longest, scale=scale, window=window)
     return out.reshape(len(q), -1)
 
 
-def _equal_length_runs(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], window: int) -> Tensor:
+def _equal_length_runs(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], *, window: int, scale: float) -> Tensor:
     """One batched call per run of neighbouring fills of the same length."""
     outs, start = [], 0
     for length, run in groupby(lengths):
         count = len(list(run))
         end = start + length * count
         parts = [x[start:end].view(count, length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v)]
-        outs.append(_causal(*parts, window=window).transpose(1, 2).reshape(length * count, -1))
+        mask = end_aligned_mask(length, length, window, q.device) if window and length > window else None
+        out = _attend(*parts, mask=mask, scale=scale)
+        outs.append(out.transpose(1, 2).reshape(length * count, -1))
         start = end
     return torch.cat(outs)
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, *, window: int) -> Tensor:
-    length = q.shape[2]
+def attend_packed(q: Tensor, keys: Tensor, values: Tensor, fills: list[Fill], *, window: int, scale: float) -> Tensor:
+    """[Nq, H, D] of the fills' tokens end to end, against [Nk, Hkv, D] of their pasts and tokens end to end, to [Nq, H * D]."""
+    num_queries = [len(fill.token_ids) for fill in fills]
+    num_keys = [fill.past + len(fill.token_ids) for fill in fills]
+    if not runs_flash(q.device, q.dtype):
+        parts = zip(q.split(num_queries), keys.split(num_keys), values.split(num_keys), strict=True)
+        return torch.cat([_attend_one(*part, window=window, scale=scale) for part in parts])
+    cu_q, cu_k = _cumulative(num_queries, q.device), _cumulative(num_keys, q.device)
+    out = flash(
+        q, keys, values, cu_q=cu_q, cu_k=cu_k, max_q=max(num_queries), max_k=max(num_keys), scale=scale, window=window
+    )
+    return out.reshape(len(q), -1)
+
+
+def _attend_one(q: Tensor, keys: Tensor, values: Tensor, *, window: int, scale: float) -> Tensor:
+    """One fill; its last query and its last key are the same token."""
+    parts = (x.transpose(0, 1)[None] for x in (q, keys, values))
+    out = _attend(*parts, mask=end_aligned_mask(len(q), len(keys), window, q.device), scale=scale)
+    return out[0].transpose(0, 1).reshape(len(q), -1)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, scale: float) -> Tensor:
+    """[B, H, queries, D]; causal where there is no mask."""
     grouped = q.shape[1] != k.shape[1]
-    if not window or length <= window:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-    distance = torch.arange(length, device=q.device)[:, None] - torch.arange(length, device=q.device)
-    mask = (distance >= 0) & (distance < window)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+    )
+
+
+def _cumulative(lengths: list[int], device: torch.device) -> Tensor:
+    return torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=device)

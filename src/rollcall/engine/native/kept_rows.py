@@ -50,7 +50,7 @@ class Bundle:
 
     @property
     def num_tokens(self) -> int:
-        """What it takes of memory, without the rows that were taken: they count where they go."""
+        """The memory it takes, without the rows that were taken: they count where they go."""
         return self.num_columns * (self.num_rows - self.num_taken)
 
 
@@ -98,7 +98,7 @@ class KeptRows:
         self._put(rows, Bundle(planes=copies, num_columns=width), indices=range(len(rows)), end=width)
 
     def put_all(self, rows: list[Leaving], planes: list[Plane], *, end: int) -> None:
-        """As ``put``, of all rows that there are: their memory itself is kept, and nothing is copied."""
+        """``put`` for all rows at once: their memory itself is kept, and nothing is copied."""
         bundle = Bundle(planes=planes, num_columns=planes[0].tensor.shape[planes[0].dim])
         self._put(rows, bundle, indices=[row.row for row in rows], end=end)
 
@@ -114,8 +114,8 @@ class KeptRows:
         self._leave(self._sessions.put(kept))
 
     def take(self, sequence: Sequence) -> tuple[Kept[KeptRow], int] | None:
-        """What the sequence's session left, and how many tokens of it serve. It no longer counts here; ``restore`` or ``put_back``
-        is next."""
+        """Take out what the sequence's session left, with the number of its tokens that can be used. It no longer counts here; ``restore`` or
+        ``put_back`` follows."""
         kept = self._sessions.take(sequence.request.session)
         if kept is None:
             return None
@@ -131,7 +131,7 @@ class KeptRows:
         self._add(kept)
 
     def restore(self, returning: list[Returning], planes: list[Plane], *, home: Bundle | None = None) -> None:
-        """Copy what was taken into rows, and forget it here. What is copied beside it is hidden by masks, or overwritten. Of the bundle
+        """Copy what was taken into rows, and forget it here. Other columns that are copied with it are hidden by masks, or overwritten. Of the bundle
         ``home`` these planes are the memory."""
 
         def alike(one: Returning) -> tuple[int, int]:
@@ -158,7 +158,7 @@ class KeptRows:
         self._leave(self._sessions.take(session))
 
     def give_way(self) -> bool:
-        """Do a little for more memory: close the holes of a bundle that has many, or forget the oldest; false: there is nothing left."""
+        """Do a little for more memory: close the holes of a bundle that has many, or forget the oldest session. Returns whether there was anything to do."""
         if self._holed:
             bundle = next(iter(self._holed))
             del self._holed[bundle]

@@ -12,19 +12,16 @@ session stay between its requests, also counted. They go, oldest first, when row
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from rollcall.engine.native.adapters import Served
-from rollcall.engine.native.fill import run_fills, run_halved
+from rollcall.engine.native.fill import attend_packed, run_fills, run_halved
 from rollcall.engine.native.kept import Kept, KeptSessions
-from rollcall.engine.native.past import attend_packed
 from rollcall.engine.native.runner import (
     Chunk,
     Fill,
@@ -40,13 +37,13 @@ from rollcall.kernels import attention, sampling
 from rollcall.kernels import decode as kernels
 from rollcall.model.arrays import on_device
 from rollcall.model.decoder import Decoder
-from rollcall.model.low_rank import add_low_rank
+from rollcall.model.layer import Layer, Pass, product
 from rollcall.plan.choose import KV_BLOCK as BLOCK
 from rollcall.plan.engine import FILL_TOKENS
 from rollcall.wait import say
 
 CHUNK = 16  # steps between two looks at the results
-AHEAD_ROWS = 4  # with fewer, the next request should not wait for a chunk that nobody needs
+AHEAD_ROWS = 4  # with fewer, the next request should not wait for a chunk that is not needed
 PAST = 16  # tokens whose keys are read for a fill take less memory than one token that is computed
 
 
@@ -67,7 +64,7 @@ class PagedRunner:
         self.max_running = max_running
         device, layers = decoder.device, len(decoder.layers)
         num_blocks = _num_blocks(decoder, max_running, kv_tokens, kv_fraction)
-        shape = (layers, 2, num_blocks, BLOCK, decoder.num_kv_heads, decoder.head_dim)
+        shape = (layers, 2, num_blocks, BLOCK, decoder.shape.kv_heads, decoder.shape.head_dim)
         self._cache = torch.zeros(shape, dtype=decoder.dtype, device=device)
         self._pool = BlockPool(num_blocks)
         self._blocks: list[list[int]] = []  # per row
@@ -99,7 +96,7 @@ class PagedRunner:
         return self._pool.num_blocks * BLOCK
 
     def steps(self, remaining: list[int]) -> int:
-        """A look at the results costs a round trip, and decoding a row past its end costs almost nothing: go on until the last row ends."""
+        """A look at the results costs a round trip, and decoding a row past its end costs almost nothing: continue until the last row ends."""
         return min(CHUNK, max(remaining))
 
     def admit(self, sequences: list[Sequence]) -> int:
@@ -200,13 +197,13 @@ class PagedRunner:
             self._pool.give_back(kept.kv)
 
     def _take(self, count: int) -> list[int] | None:
-        """Free blocks, those of sessions if there are no others; None: not as many."""
+        """Free blocks, those of sessions if there are no others, or None if there are not enough."""
         while (blocks := self._pool.take(count)) is None and len(self._kept):
             self._give_back(self._kept.take_oldest())
         return blocks
 
     def _num_served(self, kept: Kept[list[int]], sequence: Sequence) -> int:
-        """Of how many tokens the kept KV is used. The sequence writes on behind them, so not into a block that others read."""
+        """The number of tokens whose kept KV is used. The sequence writes behind them, so they do not end in a block that others read."""
         shared = kept.num_shared(sequence)
         is_read = shared % BLOCK and self._pool.is_shared(kept.kv[shared // BLOCK])
         return shared - shared % BLOCK if is_read else shared
@@ -252,9 +249,9 @@ class PagedRunner:
             self._tables = torch.zeros(self.max_running, width, dtype=torch.int32, device=self.decoder.device)
             self._drop_graphs()
         if length > len(self._cos_sin):
-            self.decoder.grow_rope(length)
-            half = self.decoder.head_dim // 2
-            self._cos_sin = torch.cat((self.decoder.cos[:, :half], self.decoder.sin[:, half:]), dim=-1).float()
+            rope, half = self.decoder.rope, self.decoder.shape.head_dim // 2
+            rope.grow(length)
+            self._cos_sin = torch.cat((rope.cos[:, :half], rope.sin[:, half:]), dim=-1).float()
             self._drop_graphs()
 
     def _drop_graphs(self) -> None:
@@ -299,7 +296,8 @@ class PagedRunner:
         def attend_past(index: int, q: Tensor) -> Tensor:
             keys, values = self._cache[index].flatten(1, 2)
             window = self.decoder.layers[index].window
-            return attend_packed(q, keys[context], values[context], extending, window=window)
+            scale = self.decoder.shape.scale
+            return attend_packed(q, keys[context], values[context], extending, window=window, scale=scale)
 
         gain = self._rows.fill_gain(fills)
         self.num_filled_tokens += run_fills(self.decoder, fills, store, attend_past, gain=gain)
@@ -372,49 +370,46 @@ class PagedRunner:
         self._step.add_(1)
 
     def _hidden(self, tokens: Tensor, position: Tensor, rows: int) -> Tensor:
-        decoder = self.decoder
-        lengths = (position + 1).int()
-        tables = self._tables[:rows]
-        num_splits = attention.pick_num_splits(rows, num_kv_heads=decoder.num_kv_heads, max_blocks=tables.shape[1])
-        x, residual = F.embedding(tokens, decoder.embed), None
-        gain = None if self._served is None else self._served.gain(self._adapter_slots[:rows])
-        for index, layer in enumerate(decoder.layers):
-            add = self._adding(index, gain)
-            keys, values = self._cache[index]
-            h, residual = kernels.rms_norm(x, layer.input_norm, decoder.eps, residual=residual)
-            q = kernels.rope_cache(
-                add("qkv", F.linear(h, layer.qkv, layer.qkv_bias), h),
-                position,
-                self._cos_sin,
-                k_cache=keys,
-                v_cache=values,
-                block_tables=tables,
-                q_norm=layer.q_norm,
-                k_norm=layer.k_norm,
-                eps=decoder.eps,
-            )
-            attended = attention.paged_attention(
-                q,
-                keys,
-                values,
-                tables,
-                lengths,
-                scale=decoder.head_dim**-0.5,
-                window=layer.window,
-                num_splits=num_splits,
-            )
-            x = add("out", F.linear(attended, layer.out, layer.out_bias), attended)
-            h, residual = kernels.rms_norm(x, layer.post_norm, decoder.eps, residual=residual)
-            gated = kernels.silu_mul(add("gate_up", F.linear(h, layer.gate_up, layer.gate_up_bias), h))
-            x = add("down", F.linear(gated, layer.down, layer.down_bias), gated)
-        return kernels.rms_norm(x, decoder.norm, decoder.eps, residual=residual)[0]
+        decoder, tables, lengths = self.decoder, self._tables[:rows], (position + 1).int()
+        num_splits = attention.pick_num_splits(rows, num_kv_heads=decoder.shape.kv_heads, max_blocks=tables.shape[1])
 
-    def _adding(self, index: int, gain: Tensor | None) -> Callable[[str, Tensor, Tensor], Tensor]:
-        """(product, what it gives, its input) -> that with what the rows' adapters add in this layer."""
-        if self._served is None or gain is None:
-            return lambda field, out, x: out
-        adapter = replace(self._served.adapter_of(index), gain=gain)
-        return lambda field, out, x: add_low_rank(out, x, getattr(adapter, field), adapter)
+        def attend(index: int, qkv: Tensor) -> Tensor:
+            layer, (keys, values) = decoder.layers[index], self._cache[index]
+            q = kernels.rope_cache(
+                qkv, position, self._cos_sin, k_cache=keys, v_cache=values, block_tables=tables, q_norm=layer.q_norm,
+                k_norm=layer.k_norm, eps=decoder.shape.eps,
+            )  # fmt: skip
+            return attention.paged_attention(
+                q, keys, values, tables, lengths, scale=decoder.shape.scale, window=layer.window, num_splits=num_splits
+            )
+
+        gain = None if self._served is None else self._served.gain(self._adapter_slots[:rows])
+        return decoder.run(tokens, Pass(ops=_DecodeOps(eps=decoder.shape.eps), attend=attend), gain=gain)
+
+
+@dataclass(slots=True, kw_only=True)
+class _DecodeOps:
+    """The steps of a layer as kernels. A norm adds the last product to the stream on its way; what attention gets is rotated while it is
+    stored in the cache."""
+
+    eps: float
+    stream: Tensor | None = None
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        normed, self.stream = kernels.rms_norm(x, weight, self.eps, residual=self.stream)
+        return normed
+
+    def product(self, x: Tensor, layer: Layer, name: str) -> Tensor:
+        return product(x, layer, name)
+
+    def heads(self, qkv: Tensor, layer: Layer) -> tuple[Tensor]:
+        return (qkv,)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        return kernels.silu_mul(gate_up)
+
+    def add_product(self, x: Tensor, h: Tensor, layer: Layer, name: str) -> Tensor:
+        return product(h, layer, name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -440,7 +435,7 @@ class _OnTheWay:
 
 
 class BlockPool:
-    """Counts who uses which block. A block is free when nobody does."""
+    """Counts the users of each block. A block without users is free."""
 
     def __init__(self, num_blocks: int):
         self.num_blocks = num_blocks
@@ -475,7 +470,7 @@ def _bucket(rows: int, most: int) -> int:
 def _num_blocks(decoder: Decoder, max_running: int, kv_tokens: int | None, kv_fraction: float) -> int:
     if kv_tokens is not None:
         return -(-kv_tokens // BLOCK)
-    per_token = 2 * len(decoder.layers) * decoder.kv_width * decoder.embed.element_size()
+    per_token = 2 * len(decoder.layers) * decoder.shape.kv_width * decoder.embed.element_size()
     memory = torch.cuda.get_device_properties(decoder.device).total_memory * kv_fraction
     wanted = max_running * -(-decoder.max_positions // BLOCK)
     return max(1, min(int(memory // (per_token * BLOCK)), wanted))

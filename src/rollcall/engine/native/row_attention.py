@@ -2,45 +2,55 @@
 
 Rows end together, so a row that has fewer columns than the longest begins later, and a mask hides what is before it. Rows are often almost
 equally long. A product's scores are masked only in the columns where something is hidden; the fused kernel takes a mask of all columns.
+
+An ``Extension`` is several new tokens for each of some rows, such as the next turns of sessions. The new tokens are the last ones of their
+rows. So neighbouring rows with equally many of them are attended to in one call, whatever their lengths.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import groupby
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rollcall.engine.native.runner import Fill
 from rollcall.model.attention import Way
 from rollcall.types import Longs
 
+MOST_SCORES = 1 << 25  # rows x heads x queries x keys of one call
+
 Masks = tuple[tuple[int, Tensor], ...]
-"""Each from a column on, additive [rows * Hkv or 1, queries or 1, columns]; none: every query sees every column."""
+"""Additive, [rows * Hkv or 1, queries or 1, columns], each with its first column. Where there is none, every query sees every column."""
 
-AttendRows = Callable[[Tensor, Tensor, Tensor, Masks], Tensor]
-"""(q [rows * Hkv, queries, D], keys [rows * Hkv, D, columns], values [rows * Hkv, columns, D], masks) -> as q"""
+AttendRows = Callable[[Tensor, Tensor, Tensor, Masks, float], Tensor]
+"""(q [rows * Hkv, queries, D], keys [rows * Hkv, D, columns], values [rows * Hkv, columns, D], masks, scale) -> as q"""
 
 
-def attend_by_products(q: Tensor, keys: Tensor, values: Tensor, masks: Masks) -> Tensor:
-    scores = torch.bmm(q * q.shape[-1] ** -0.5, keys)
+def attend_by_products(q: Tensor, keys: Tensor, values: Tensor, masks: Masks, scale: float) -> Tensor:
+    scores = torch.bmm(q * scale, keys)
     for start, mask in masks:
         scores[:, :, start : start + mask.shape[-1]].add_(mask)
     return torch.bmm(torch.softmax(scores, dim=-1), values)
 
 
-def attend_fused(q: Tensor, keys: Tensor, values: Tensor, masks: Masks) -> Tensor:
+def attend_fused(q: Tensor, keys: Tensor, values: Tensor, masks: Masks, scale: float) -> Tensor:
     mask = masks[0][1][:, None] if masks else None
-    return F.scaled_dot_product_attention(q[:, None], keys.transpose(1, 2)[:, None], values[:, None], attn_mask=mask)[
-        :, 0
-    ]
+    out = F.scaled_dot_product_attention(
+        q[:, None], keys.transpose(1, 2)[:, None], values[:, None], attn_mask=mask, scale=scale
+    )
+    return out[:, 0]
 
 
 ATTEND: dict[Way, AttendRows] = {"products": attend_by_products, "fused": attend_fused}
 
 
 def hide_starts(num_hidden: Longs, *, num_columns: int, way: Way) -> Tensor | None:
-    """A mask from the first column on that hides this many columns of each of [rows * Hkv]; None: there is nothing to hide."""
+    """A mask from the first column on that hides this many columns of each of [rows * Hkv], or None if there is nothing to hide."""
     most = int(num_hidden.max())
     if not most:
         return None
@@ -50,3 +60,75 @@ def hide_starts(num_hidden: Longs, *, num_columns: int, way: Way) -> Tensor | No
 
 def additive(hidden: Tensor) -> Tensor:
     return torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+
+
+@dataclass(slots=True, kw_only=True)
+class Extension:
+    """Rows side by side that get equally many tokens."""
+
+    start: int  # of their tokens among those of all extensions
+    num_new: int  # of each
+    first_row: int
+    lengths: list[int]  # tokens of each row, the new ones included
+    masks: dict[int, Masks] = field(default_factory=dict)  # by window
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, *, window: int, scale: float, way: Way) -> Tensor:
+        """q [N, H, D] of all extensions' tokens; keys and values of these rows, as long as the longest. [tokens of these, H * D]"""
+        count, dim = len(self.lengths), q.shape[-1]
+        kv_heads = len(keys) // count
+        own = q[self.start : self.start + count * self.num_new]
+        # The query heads of one KV head are on the query axis: grouped attention without repeating keys.
+        by_head = own.view(count, self.num_new, kv_heads, -1, dim).permute(0, 2, 3, 1, 4).float()
+        groups = by_head.shape[2]
+        most = max(1, MOST_SCORES // (count * q.shape[1] * self.longest))
+        outs: list[Tensor] = []
+        for first in range(0, self.num_new, most):
+            part = by_head[:, :, :, first : first + most]
+            if most < self.num_new or window not in self.masks:
+                queries = torch.arange(first, first + part.shape[3]).repeat(groups)
+                self.masks[window] = self._masks(queries, kv_heads=kv_heads, window=window, way=way)
+            out = ATTEND[way](part.reshape(count * kv_heads, -1, dim), keys, values, self.masks[window], scale)
+            outs.append(out.view(part.shape))
+        return torch.cat(outs, dim=3).permute(0, 3, 1, 2, 4).reshape(len(own), -1).to(q.dtype)
+
+    def _masks(self, queries: Tensor, *, kv_heads: int, window: int, way: Way) -> Masks:
+        """Masks for the new tokens with these numbers as queries."""
+        num_hidden = (self.longest - np.array(self.lengths)).repeat(kv_heads)
+        if way == "products" and not window:
+            behind = torch.arange(self.num_new) > queries[:, None]
+            starts = hide_starts(num_hidden, num_columns=self.longest, way=way)
+            ends = (self.longest - self.num_new, additive(behind[None]))
+            return (ends,) if starts is None else ((0, starts), ends)
+        columns, own = torch.arange(self.longest), (queries + self.longest - self.num_new)[:, None]
+        hidden = (columns > own)[None]
+        if window:
+            hidden = hidden | (columns <= own - window)
+        if num_hidden.any():
+            hidden = hidden | (columns < torch.from_numpy(num_hidden)[:, None])[:, None]
+        return ((0, additive(hidden)),)
+
+
+def plan_extensions(fills: list[Fill]) -> list[Extension]:
+    """Group the fills with a past; those with equal numbers of tokens are side by side."""
+    extensions: list[Extension] = []
+    start = 0
+    past = [fill for fill in fills if fill.past]
+    # Rows side by side keep their distance to their place.
+    for (num_new, _), group in groupby(
+        enumerate(past), key=lambda each: (len(each[1].token_ids), each[1].rows[0] - each[0])
+    ):
+        members = [fill for _, fill in group]
+        extensions.append(
+            Extension(
+                start=start,
+                num_new=num_new,
+                first_row=members[0].rows[0],
+                lengths=[fill.past + num_new for fill in members],
+            )
+        )
+        start += num_new * len(members)
+    return extensions

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from rollcall.engine.native.adapters import Served
-from rollcall.engine.native.extend import plan_extensions
 from rollcall.engine.native.fill import run_fills
 from rollcall.engine.native.kept import Kept
 from rollcall.engine.native.kept_rows import (
@@ -37,14 +36,15 @@ from rollcall.engine.native.kept_rows import (
     bundle_of_all,
     places,
 )
-from rollcall.engine.native.row_attention import ATTEND, AttendRows, hide_starts
+from rollcall.engine.native.row_attention import ATTEND, AttendRows, hide_starts, plan_extensions
 from rollcall.engine.native.runner import Chunk, Fill, RowState, Sequence, in_parts, order_fills, plan_fills
-from rollcall.engine.native.sampler import sample
-from rollcall.engine.uniform import uniforms
+from rollcall.engine.native.sampler import sample, uniforms
 from rollcall.model.attention import Way, cpu_way
 from rollcall.model.decoder import Decoder
 
-KEPT_PER_ROW = 2  # conversations whose KV is kept for each row: one that waits to go on, one whose turn has just ended
+KEPT_PER_ROW = (
+    2  # conversations whose KV is kept for each row: one that waits for its next turn, one whose turn has just ended
+)
 CHUNK = 8  # steps between two looks at the results
 COLUMN_STEP = 32  # rows grow by this many columns
 FILL_TOKENS = 1024  # at once: what a layer computes of so few stays in the cache
@@ -111,7 +111,7 @@ class RowRunner:
         lead = int(self._rows.position[:first].max(initial=0))
         for row, sequence in enumerate(admitted, start=first):
             self._rows.set(row, sequence)
-            self.decoder.grow_rope(sequence.limit)
+            self.decoder.rope.grow(sequence.limit)
         self._draw_uniforms(admitted, first)
         home = None if first else self._go_home(taken)
         if home is None:
@@ -165,14 +165,14 @@ class RowRunner:
         self.num_rows = last
 
     def _clear_if_broken(self, row: int) -> None:
-        """What a mask hides still takes part in products, and zero times NaN is NaN: nothing of such a row may stay for the next."""
+        """Clear a row that had a NaN before another row takes its place: masked values still take part in products, and zero times NaN is NaN."""
         if self._broken[row]:
             for tensor in (*self._keys, *self._values):
                 tensor[self._seats(row)] = 0
         self._broken[row] = False
 
     def _seats(self, row: int) -> slice:
-        heads = self.decoder.num_kv_heads
+        heads = self.decoder.shape.kv_heads
         return slice(row * heads, (row + 1) * heads)
 
     @torch.inference_mode()
@@ -239,7 +239,7 @@ class RowRunner:
         self._kept.restore(returning, self._planes(), home=home)
 
     def _planes(self) -> list[Plane]:
-        shape = (self._capacity[0], self.decoder.num_kv_heads)
+        shape = (self._capacity[0], self.decoder.shape.kv_heads)
         transposed = self._way == "products"  # keys, in memory
         keys = [
             Plane(layer.unflatten(0, shape), 3) if transposed else Plane(layer.transpose(1, 2).unflatten(0, shape), 2)
@@ -273,11 +273,11 @@ class RowRunner:
             return
         rows, num_columns = self._new_capacity(lead + steps, spare=2 * spare)
         column = lead + min(spare, max(0, num_columns - _rounded(lead + steps)) // 2)
-        heads, dim = self.decoder.num_kv_heads, self.decoder.head_dim
+        heads, dim = self.decoder.shape.kv_heads, self.decoder.shape.head_dim
         seats, kept = live[0] * heads, live[1]
         new, old = slice(column - kept, column), slice(self._column - kept, self._column)
         for index, (old_keys, old_values) in enumerate(zip(self._keys, self._values, strict=True)):
-            # Zeros, not leftovers: what a mask hides still takes part in products, and zero times NaN is NaN.
+            # Zeros, not leftovers: masked values still take part in products, and zero times NaN is NaN.
             values = torch.zeros(rows * heads, num_columns, dim)
             keys = torch.zeros_like(values).transpose(1, 2)
             if self._way == "products":
@@ -313,7 +313,7 @@ class RowRunner:
     def _decode_step(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
         decoder = self.decoder
         column, lead = self._column, int(self._rows.position[:rows].max())
-        seats, live = slice(rows * decoder.num_kv_heads), slice(column - lead, column + 1)
+        seats, live = slice(rows * decoder.shape.kv_heads), slice(column - lead, column + 1)
         masks = {window: self._mask(rows, lead, window) for window in {layer.window for layer in decoder.layers}}
         step = Step(
             token_ids=torch.from_numpy(self._rows.next[:rows]),
@@ -347,7 +347,7 @@ class RowRunner:
         past = self._rows.position[:rows]
         if window:
             past = past.clip(max=window - 1)
-        return hide_starts((lead - past).repeat(self.decoder.num_kv_heads), num_columns=lead + 1, way=self._way)
+        return hide_starts((lead - past).repeat(self.decoder.shape.kv_heads), num_columns=lead + 1, way=self._way)
 
     def _fill(self, fills: list[Fill]) -> None:
         for part in in_parts(order_fills(fills), num_tokens=FILL_TOKENS):
@@ -355,7 +355,7 @@ class RowRunner:
 
     @torch.inference_mode()
     def _fill_together(self, fills: list[Fill]) -> None:
-        heads = self.decoder.num_kv_heads
+        heads = self.decoder.shape.kv_heads
         copies = _plan_copies(fills)
 
         def store(index: int, k: Tensor, v: Tensor) -> None:
@@ -376,7 +376,9 @@ class RowRunner:
                 seats = slice(extension.first_row * heads, end * heads)
                 columns = slice(self._column - extension.longest, self._column)
                 keys, values = self._keys[index][seats, :, columns], self._values[index][seats, columns]
-                outs.append(extension.attend(q, keys, values, window=window, way=self._way))
+                outs.append(
+                    extension.attend(q, keys, values, window=window, scale=self.decoder.shape.scale, way=self._way)
+                )
             return outs[0] if len(outs) == 1 else torch.cat(outs)
 
         gain = self._rows.fill_gain(fills)
@@ -390,7 +392,7 @@ class _Copy(NamedTuple):
     num_fills: int
     num_tokens: int  # of each
     rows: slice | Tensor
-    fills: Tensor | None  # which of them each row gets; None: one each, in order
+    fills: Tensor | None  # the fill that each row gets, or None: one each, in order
 
     def of_rows(self, packed: Tensor) -> Tensor:
         """[N, Hkv, D] of all fills to float32 [rows, tokens, Hkv, D]."""
@@ -430,13 +432,13 @@ def _rounded(num_columns: int) -> int:
 
 
 class Step(NamedTuple):
-    """What one more token of every row needs; keys and values of each layer end with its column, still to be written."""
+    """The inputs for one more token of every row; keys and values of each layer end with its column, still to be written."""
 
     token_ids: Tensor  # [rows]
     positions: Tensor  # [rows]
     keys: list[Tensor]  # of each layer [rows * Hkv, D, columns]
     values: list[Tensor]  # of each layer [rows * Hkv, columns, D]
-    masks: list[Tensor | None]  # of each layer, from its first column on; None: every row sees every column
+    masks: list[Tensor | None]  # of each layer, from its first column on, or None where every row sees every column
     attend: AttendRows
     gain: Tensor | None = None  # which adapter each row has
 
@@ -448,10 +450,10 @@ def next_logits(decoder: Decoder, step: Step) -> Tensor:
         keys, values = step.keys[index], step.values[index]
         keys[:, :, -1].view(k.shape).copy_(k)
         values[:, -1].view(v.shape).copy_(v)
-        # The query heads of one KV head stand in the query axis: grouped attention without repeating keys.
-        grouped = q.reshape(keys.shape[0], -1, decoder.head_dim).float()
+        # The query heads of one KV head are on the query axis: grouped attention without repeating keys.
+        grouped = q.reshape(keys.shape[0], -1, decoder.shape.head_dim).float()
         mask = step.masks[index]
-        out = step.attend(grouped, keys, values, () if mask is None else ((0, mask),))
+        out = step.attend(grouped, keys, values, () if mask is None else ((0, mask),), decoder.shape.scale)
         return out.reshape(q.shape[0], -1).to(q.dtype)
 
     return decoder.logits(decoder.forward(step.token_ids, step.positions, attend, gain=step.gain))
@@ -471,5 +473,5 @@ def compiled_logits(decoder: Decoder, step: Step) -> Tensor:
 
 @cache
 def _compiled() -> Callable[[Decoder, Step], Tensor]:
-    """Made on first use: torch takes long to load its compiler."""
+    """Compile on first use: torch takes long to load its compiler."""
     return torch.compile(next_logits)

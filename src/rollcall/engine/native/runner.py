@@ -29,15 +29,15 @@ class Runner(Protocol):
 
     @property
     def room(self) -> int:
-        """Tokens of KV that one sequence alone can have."""
+        """Tokens of KV that a single sequence can have."""
         ...
 
     def admit(self, sequences: list[Sequence]) -> int:
-        """Append as many of these as there is room for, in order, with their KV filled in; how many that was."""
+        """Append as many of these as there is room for, in order, with their KV filled in; returns how many."""
         ...
 
     def reserve(self, steps: int) -> bool:
-        """Make room for this many more tokens in every row (not past its limit); false: there is none."""
+        """Make room for this many more tokens in every row (not past its limit). Returns whether there was room."""
         ...
 
     @property
@@ -47,11 +47,11 @@ class Runner(Protocol):
 
     def carry(self, ended: list[int]) -> bool:
         """Whether these rows, which have ended, may stay for another chunk, because they cost next to nothing there; they get no
-        more room. False: remove them first."""
+        more room. If not, they are removed first."""
         ...
 
     def start(self, steps: int) -> None:
-        """Begin to sample this many tokens for every row. One chunk may be on its way already; the rows are then as they were."""
+        """Begin to sample this many tokens for every row. If a chunk is in progress already, the rows have not changed since."""
         ...
 
     def read(self) -> Chunk:
@@ -68,12 +68,12 @@ class Runner(Protocol):
         ...
 
     def forget(self, session: str | None) -> None:
-        """Drop what is kept for this session; None: for all."""
+        """Drop what is kept for this session, or for all sessions."""
         ...
 
 
 class RowState:
-    """What the host knows of each row: [max_running] each."""
+    """The state of each row on the host: [max_running] each."""
 
     def __init__(self, max_running: int, *, served: Served | None = None) -> None:
         self._served = served
@@ -83,7 +83,7 @@ class RowState:
         self.temperature = np.zeros(max_running, dtype=np.float32)
         self.top_p = np.ones(max_running, dtype=np.float32)
         self.top_k = np.zeros(max_running, dtype=np.int64)
-        self.slot = np.full(max_running, -1, dtype=np.int64)  # of its adapter; -1: it has none
+        self.slot = np.full(max_running, -1, dtype=np.int64)  # of its adapter, or -1
 
     def set(self, row: int, sequence: Sequence) -> None:
         sampling = sequence.request.sampling
@@ -107,7 +107,7 @@ class RowState:
         return self.position[:num_rows] >= self.limit[:num_rows]
 
     def gain(self, num_rows: int) -> Tensor | None:
-        """Which adapter each of the first rows has; None: the engine has no adapters."""
+        """Which adapter each of the first rows has, or None if the engine has no adapters."""
         return None if self._served is None else self._served.gain(self.slot[:num_rows])
 
     def fill_gain(self, fills: Iterable[Fill]) -> Tensor | None:
@@ -153,12 +153,12 @@ def plan_fills(sequences: list[Sequence], first_row: int, *, past: Mapping[int, 
 
 
 def order_fills(fills: list[Fill]) -> list[Fill]:
-    """Those without a past first; equal numbers of tokens side by side."""
+    """Sort those without a past first, and equal numbers of tokens side by side."""
     return sorted(fills, key=lambda fill: (fill.past > 0, len(fill.token_ids)))
 
 
 def in_parts(fills: list[Fill], *, num_tokens: int) -> list[list[Fill]]:
-    """In order, each with at most this many tokens, or a single fill."""
+    """Divide the fills in order; each part has at most this many tokens, or a single fill."""
     parts: list[list[Fill]] = []
     left = 0
     for fill in fills:

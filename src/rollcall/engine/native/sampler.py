@@ -1,7 +1,9 @@
 """Sampling in plain torch: one uniform number per token, turned into a token by inverting the cumulative distribution.
 
-One number per (seed, position) makes a completion independent of its batch neighbours, and costs one draw instead of
-one per vocabulary entry.
+The number is a function of seed and position: a counter-based hash, not a generator with a state. So a completion does not depend on its
+neighbours in the batch, and draws the same numbers when it is redone on another device or after a restart. Two rounds of the splitmix64
+finaliser (Steele, Lea and Flood, 2014): the first scatters the seed, so that streams of neighbouring seeds share nothing; the second
+scatters the position within the stream. Written in torch's int64 arithmetic, which wraps, so CPU and CUDA give the same bits.
 """
 
 from __future__ import annotations
@@ -10,6 +12,10 @@ import torch
 from torch import Tensor
 
 BLOCK = 256  # vocabulary entries per block of the two-level search
+# 64-bit constants as signed integers, since torch has no full unsigned arithmetic.
+GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
+MIX_A = 0xBF58476D1CE4E5B9 - (1 << 64)
+MIX_B = 0x94D049BB133111EB - (1 << 64)
 
 
 def sample(
@@ -69,3 +75,24 @@ def truncate(scaled: Tensor, *, top_p: Tensor | None, top_k: Tensor | None) -> T
         keep &= (probs.cumsum(dim=-1) - probs < top_p[:, None]) | (top_p[:, None] >= 1)
     keep[:, 0] = True
     return scaled.masked_fill(~keep.gather(1, order.argsort(dim=-1)), -torch.inf)
+
+
+def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
+    """Float32 in [0, 1), a multiple of 2**-24, for int64 ``seeds`` and ``positions`` of shapes that broadcast.
+
+    ``uniforms(tensor([7]), tensor([0, 1]))`` holds the first two draws of seed 7. A seed is any int64.
+    """
+    state = _mix(seeds + GAMMA) + (positions + 1) * GAMMA
+    # A float32 has 24 bits of mantissa, so the top 24 bits of the hash convert without rounding.
+    return _shift_right(_mix(state), 40).to(torch.float32) * 2.0**-24
+
+
+def _mix(state: Tensor) -> Tensor:
+    state = (state ^ _shift_right(state, 30)) * MIX_A
+    state = (state ^ _shift_right(state, 27)) * MIX_B
+    return state ^ _shift_right(state, 31)
+
+
+def _shift_right(state: Tensor, bits: int) -> Tensor:
+    """Logical shift: torch's own is arithmetic and drags the sign bit along."""
+    return (state >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,1 +1,1 @@
-"""The vLLM engine: vLLM samples in a process of its own, whose packages never meet ours."""
+"""The vLLM engine: vLLM samples in a separate process, whose packages never meet ours."""

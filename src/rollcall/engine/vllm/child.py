@@ -1,4 +1,4 @@
-"""The vLLM process as seen from here: a worker (process/worker.py) with a server of its own, and memory that both see.
+"""Our side of the vLLM process: a worker (process/worker.py) that runs ``server.py``, and memory that both see.
 
 Calls wait in the thread that makes them. Every wait has a deadline; an error shows the last lines of the process's log.
 """
@@ -25,7 +25,7 @@ from rollcall.process.here import LinkHere
 from rollcall.process.worker import Call, Lost, Raised, Worker
 from rollcall.wait import say
 
-START_S = 600.0  # imports alone take 10 to 60 s, loading and compiling a large model minutes
+START_S = 600.0  # imports take 10 to 60 s, loading and compiling a large model minutes
 ANSWER_S = 300.0
 QUIT_S = 10.0
 LOG_LINES = 15
@@ -85,8 +85,9 @@ class Child:
         except Raised as error:
             if error.kind == "Refused":
                 raise UpdateRefused(f"vLLM refused the weights: {error.message}") from None
-            told = f"{error.kind}: {error.message}\n{self.log_tail(LOG_LINES)}\n{error.trace}"
-            raise VllmError(f"vLLM failed in `{call.method}`: {told}") from None
+            raise VllmError(
+                f"vLLM failed in `{call.method}`: {error.kind}: {error.message}\n{self.log_tail(LOG_LINES)}\n{error.trace}"
+            ) from None
         except Lost as lost:
             at = f"\nit was at\n{lost.stack}" if lost.stack else ""
             raise VllmError(
@@ -108,7 +109,7 @@ class Child:
 class SharedMemory:
     """A piece of memory without a name, which parent and child see: it is gone when both are, and needs no /dev/shm.
 
-    It holds a few parts of an update. A part takes the first room that nobody reads, so the memory grows to what is read at once.
+    It holds a few parts of an update. A part takes the first gap that is not being read, so the memory grows to what is read at once.
     """
 
     def __init__(self) -> None:
@@ -148,7 +149,7 @@ class SharedMemory:
                 check = checksum(part)
             return [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), begin, length, check]
 
-        # Copying and summing leave Python's lock alone.
+        # Copying and summing release Python's lock.
         with ThreadPoolExecutor(max_workers=min(8, torch.get_num_threads())) as pool:
             return {"offset": offset, "size": size, "tensors": list(pool.map(lambda one: put(*one), placed))}
 

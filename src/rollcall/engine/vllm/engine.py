@@ -51,8 +51,8 @@ class VllmEngine:
         adapter: Adapter | None = None,
     ):
         """``model`` is the source of the weights. On the meta device it has none: then ``load_weights`` brings them before anything is
-        sampled, and ``device`` says where vLLM runs. With an ``adapter`` vLLM reads the model from its own place, and every version is
-        that of the adapter alone."""
+        sampled, and ``device`` says where vLLM runs. With an ``adapter`` vLLM reads the model from its own place, and only
+        the adapter is sent."""
         self.model = model
         self._adapter = adapter
         self._adapter_folder: tempfile.TemporaryDirectory[str] | None = None
@@ -105,7 +105,7 @@ class VllmEngine:
         )
         if request.adapter is not None:
             raise Refused(
-                f"request {request.id!r} names the adapter {request.adapter!r}, and vLLM has that of the run alone; leave it out, or use "
+                f"request {request.id!r} names the adapter {request.adapter!r}, and vLLM has only that of the run; leave it out, or use "
                 "rollout.engine=native"
             )
         if 0 < request.sampling.temperature < LEAST_TEMPERATURE:
@@ -136,7 +136,7 @@ class VllmEngine:
             self._drop([str(sequence.number)])
 
     def update_weights(self, version: int) -> None:
-        """Send the model's parameters, or the adapter. Running completions go on with them; their context is computed again."""
+        """Send the model's parameters, or the adapter. Running completions continue with them; their context is computed again."""
         if self._adapter is None:
             self.load_weights(version, self.model.named_parameters())
             return
@@ -145,7 +145,7 @@ class VllmEngine:
         self.version = version
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """``update_weights`` with weights that come one by one, under the names of transformers; none is kept here. Those of a module
+        """``update_weights`` with weights that come one by one, under the names of transformers; none is kept. Those of a module
         should follow each other: vLLM keeps them until it has them all."""
         self.settle()
         self._wake("weights")
@@ -167,7 +167,7 @@ class VllmEngine:
             self._adapter_folder.cleanup()
 
     def _ship_adapter(self, adapter: Adapter, version: int) -> None:
-        """As PEFT's files in memory, which is what vLLM reads."""
+        """Hand the adapter over as PEFT's files in memory, which vLLM reads."""
         if self._adapter_folder is None:
             memory = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
             self._adapter_folder = tempfile.TemporaryDirectory(prefix="rollcall-adapter-", dir=memory)

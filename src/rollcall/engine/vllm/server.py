@@ -1,6 +1,6 @@
 """The vLLM process: one file, run by the Python of vLLM's own environment.
 
-It imports the standard library, torch and vLLM, and nothing of this package, so it has a few lines of its own for what process/child.py
+It imports the standard library, torch and vLLM, and nothing of this package, so it repeats a few lines that do what process/child.py
 does elsewhere: it answers the calls of the process that started it (``child.py``) in the same frames, with JSON in both directions, one
 after the other. When its parent hangs up, or is gone, it ends. A call names a method:
 
@@ -55,11 +55,11 @@ class Server:
         self.version = -1
         self._due: int | None = None  # the version whose weights are coming
         self._is_changing = False  # whether some of them have been loaded
-        self.adapter: Any = None  # vLLM's request for it; None: the model alone
+        self.adapter: Any = None  # vLLM's request for it, or None without an adapter
         self._preemptions: dict[str, int] = {}  # of the running completions
 
     def serve(self) -> None:
-        """Until the parent hangs up."""
+        """Answer calls until the parent hangs up."""
         while (length := self._read(LENGTH.size)) is not None:
             message = self._read(LENGTH.unpack(length)[0])
             if message is None:
@@ -77,7 +77,7 @@ class Server:
         self._unload()
 
     def _read(self, count: int) -> bytes | None:
-        """None: the parent has hung up."""
+        """Read this many bytes, or None if the parent has hung up."""
         found = bytearray()
         while len(found) < count:
             data = os.read(self._fd, min(count - len(found), 1 << 20))
@@ -94,7 +94,7 @@ class Server:
         return vllm.__version__
 
     def do_load(self, spec: dict[str, Any]) -> None:
-        """What is loaded already is kept, without its completions; its weights and its adapter no longer count."""
+        """Make the engine. One with the same settings is kept, but its completions are dropped, and its weights and adapter no longer count."""
         self._break_off()
         if self.engine is not None and spec == self.spec:
             self.engine.abort_request(list(self.engine.output_processor.request_states), internal=True)
@@ -162,7 +162,7 @@ class Server:
 
         if version < self.version:
             raise Refused(f"version {version} is stale: this engine has version {self.version}")
-        # Under one number: completions that are running go on with the new adapter. Their own request must not load it again.
+        # Under one number: running completions continue with the new adapter. Their own request must not load it again.
         if not self.engine.add_lora(LoRARequest("policy", 1, folder, load_inplace=True)):
             raise RuntimeError(f"vLLM did not load the adapter in {folder}")
         self.adapter = LoRARequest("policy", 1, folder)
@@ -223,7 +223,7 @@ def make_engine(spec: dict[str, Any], folder: str) -> Any:
         kv_cache_memory_bytes=spec["kv_bytes"],
         # Room is given in tokens above; this share is only compared with what is free, where a learner sits too.
         gpu_memory_utilization=0.01,
-        disable_hybrid_kv_cache_manager=True,  # layers with a window take room like the others, so that room can be told
+        disable_hybrid_kv_cache_manager=True,  # layers with a window take room like the others, so that room can be counted
         logprobs_mode="processed_logprobs",  # after temperature, top-k and top-p: what is sampled from
         enforce_eager=spec["enforce_eager"],
         enable_sleep_mode=spec["sleep"],
@@ -248,7 +248,7 @@ def sampling_params(row: dict[str, Any]) -> Any:
         stop_token_ids=row["stop_token_ids"],
         seed=row["seed"],
         ignore_eos=True,  # the stop tokens are all that stops
-        logprobs=0,  # of the sampled token alone
+        logprobs=0,  # only of the sampled token
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
     )

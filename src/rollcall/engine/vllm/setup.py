@@ -65,7 +65,7 @@ def make_spec(
     device: torch.device | None = None,
     adapter: Adapter | None = None,
 ) -> dict[str, Any]:
-    """What the child needs to make its engine, all of it derived from the model that is here; ``device``: where an outline would be."""
+    """The child's settings for its engine, derived from the model. ``device`` is for an outline, which has none."""
     config: Any = model.config
     if adapter is not None:
         _refuse_adapter(adapter)
@@ -115,14 +115,14 @@ def _refuse_adapter(adapter: Adapter) -> None:
 
 
 def config_fields(model: nn.Module) -> dict[str, Any]:
-    """The model's config.json, without code of its own to run; its weights come later."""
+    """The model's config.json, without references to code that comes with it; its weights come later."""
     config: Any = model.config
     fields = json.loads(config.to_json_string(use_diff=False)) | {"architectures": [type(model).__name__]}
     return {name: value for name, value in fields.items() if name != "auto_map"}
 
 
 def _kv_token_bytes(config: Any, dtype: torch.dtype, tensor_parallel_size: int) -> int:
-    """On each GPU; where there are more GPUs than KV heads, each has one."""
+    """Bytes of a token's KV on each GPU; where there are more GPUs than KV heads, each has one head."""
     heads = max(1, config.num_key_value_heads // tensor_parallel_size)
     return 2 * config.num_hidden_layers * heads * _head_dim(config) * dtype.itemsize
 

@@ -1,0 +1,175 @@
+"""What the learner has of a model: all of its weights (``whole.py``), or one rank's part of them (``sharded.py``)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rollcall.learner.context_parallel import ContextGroup
+from rollcall.learner.gang import Gang
+from rollcall.learner.layout import WeightSplit
+from rollcall.learner.logprobs import TokenStats, token_stats
+from rollcall.learner.packing import Fit
+from rollcall.model.adapter import Adapter
+from rollcall.model.arrays import on_device
+from rollcall.model.attention import layout_of, packed_attention
+from rollcall.model.decoder import Decoder, Rope
+from rollcall.model.layer import Halves, Ops, Pass, Shape, TorchOps, compiled_halves
+from rollcall.model.load import non_finite_of
+from rollcall.model.recompute import HostStore
+from rollcall.plan.activations import Recompute
+from rollcall.types import MicroBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """One micro-batch, or this rank's tokens of it, on its way through the model."""
+
+    token_ids: Tensor  # [N]
+    layers: Pass
+    logit_index: Tensor  # [M]
+    targets: Tensor  # [M]
+    temperature: float
+    plain: bool  # without the adapter
+
+
+class BodyBase(ABC):
+    """The weights of one model on one rank of a gang. All ranks make the same calls in the same order."""
+
+    in_parts: bool  # whether a rank has only a part of each weight
+    together: bool  # whether all ranks must run each forward and backward together
+    counts: bool  # whether no rank before this one works on the same rows
+    place: tuple[int, int]  # which share of the rows is this rank's, and of how many
+    num_tensor = 1  # ranks that divide each layer
+    named: Mapping[str, Tensor]  # the weights that the optimizer steps on
+    base_names: list[str]  # the model's own weights, whatever is trained
+
+    def __init__(
+        self, decoder: Decoder, *, shape: Shape, rope: Rope, device: torch.device, gang: Gang, context: ContextGroup,
+        adapter: Adapter | None,
+    ):  # fmt: skip
+        """``shape`` is that of the part of a layer which this rank computes."""
+        self.gang, self.context, self.adapter = gang, context, adapter
+        self.device, self.dtype = device, decoder.dtype
+        self.shape, self.rope, self.head_dim = shape, rope, decoder.shape.head_dim
+        self.windows = [layer.window for layer in decoder.layers]
+        self.halves, self.is_compiled = Halves(), False
+        self.fit: Fit | None = None  # the size of its micro-batches: its learner's, or made at the first call
+
+    def compile(self) -> None:
+        self.halves, self.is_compiled = compiled_halves(), True
+
+    # The forward
+
+    def stats(
+        self, batch: MicroBatch, *, temperature: float, recompute: Recompute = Recompute.NO, plain: bool = False
+    ) -> TokenStats:
+        """``plain``: of the model without its adapter."""
+        return TokenStats(*self._forward(batch, temperature=temperature, recompute=recompute, plain=plain))
+
+    def values(self, batch: MicroBatch, *, recompute: Recompute = Recompute.NO) -> Tensor:
+        (values,) = self._forward(batch, recompute=recompute)
+        return values
+
+    def _forward(
+        self, batch: MicroBatch, *, temperature: float = 1.0, recompute: Recompute = Recompute.NO, plain: bool = False
+    ) -> tuple[Tensor, ...]:
+        device, own = self.device, self.context.own(batch)
+        layout = layout_of(batch, device=device, dtype=self.dtype)
+
+        def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return packed_attention(q, k, v, layout, scale=self.shape.scale, window=self.windows[index])
+
+        self.rope.grow(int(batch.positions.max()) + 1)
+        layers = Pass(
+            ops=self._ops(*self.rope.at(on_device(own.positions, device))),
+            attend=self.context.around(attend, count=batch.num_tokens),
+            halves=self.halves,
+            recompute=bool(recompute),
+            store=store_of(recompute, device),
+        )
+        work = Work(
+            token_ids=on_device(own.token_ids, device),
+            layers=layers,
+            logit_index=on_device(own.logit_index, device),
+            targets=on_device(own.targets, device),
+            temperature=temperature,
+            plain=plain,
+        )
+        return tuple(self.context.join(part, own) for part in self._run(work))
+
+    def _ops(self, cos: Tensor, sin: Tensor) -> Ops:
+        return TorchOps(shape=self.shape, cos=cos, sin=sin)
+
+    @abstractmethod
+    def _run(self, work: Work) -> tuple[Tensor, ...]:
+        """``head_outputs`` of the work's logits."""
+
+    # The weights: whole tensors, and this rank's parts of them
+
+    @abstractmethod
+    def local(self, name: str) -> Tensor:
+        """This rank's part of a weight."""
+
+    @abstractmethod
+    def layout(self, name: str) -> WeightSplit: ...
+
+    @abstractmethod
+    def gather(self, name: str, local: Tensor) -> Tensor:
+        """The whole tensor that everyone's parts make, on the device."""
+
+    def cut(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of a whole tensor, of which ``gather`` makes the whole again."""
+        return self.layout(name).cut(whole)
+
+    def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The trained weights in the dtype that the model computes in."""
+        for name, local in self.named.items():
+            yield name, self.gather(name, local.detach().to(self.dtype))
+
+    def base_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name in self.base_names:
+            yield name, self.gather(name, self.local(name).detach().to(self.dtype))
+
+    @property
+    def shapes(self) -> Mapping[str, torch.Size]:
+        """The shapes of the whole trained weights."""
+        return {name: self.layout(name).shape for name in self.named}
+
+    @property
+    def whole_shapes(self) -> Mapping[str, torch.Size]:
+        """The shapes of the model's own whole weights."""
+        return {name: self.layout(name).shape for name in self.base_names}
+
+    @property
+    def frozen_bytes(self) -> int:
+        """Memory of the weights that an adapter is added to."""
+        return 0 if self.adapter is None else sum(self.local(name).nbytes for name in self.base_names)
+
+    def non_finite(self) -> list[str]:
+        """Weights with a NaN or an infinity in them, on any rank."""
+        return self.gang.names_of_all(non_finite_of(self.named, dtype=self.dtype))
+
+    @torch.no_grad()
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        for name, local in self.named.items():
+            local.copy_(self.cut(name, weights[name]))
+
+
+def store_of(recompute: Recompute, device: torch.device) -> HostStore | None:
+    """A store for one forward and its backward, where inputs of layers go to the host."""
+    return HostStore(device) if recompute is Recompute.ON_HOST and device.type == "cuda" else None
+
+
+def head_outputs(
+    hidden: Tensor, weights: Mapping[str, Tensor], targets: Tensor, *, temperature: float
+) -> tuple[Tensor, ...]:
+    """The values of a critic, or the token statistics of a policy, from normed states [M, C]."""
+    if "head" in weights:
+        return (F.linear(hidden, weights["head"], weights["head_bias"])[:, 0].float(),)
+    return token_stats(hidden, weights.get("lm_head", weights["embed"]), targets, temperature=temperature)
