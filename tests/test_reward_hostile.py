@@ -451,15 +451,19 @@ def test_this_machine_says_what_it_offers() -> None:
 
 
 def test_folders_of_killed_processes_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of another container, whose processes have other numbers here, may be in use."""
     from rollcall.reward.confine import make_folder, sweep_folders
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    ours = make_folder()
     gone = subprocess.Popen(["true"])
     gone.wait()
-    (tmp_path / f"rollcall-reward-{gone.pid}-abc").mkdir()
-    kept = make_folder()
+    killed = Path(ours.replace(f"-{os.getpid()}-", f"-{gone.pid}-"))
+    elsewhere = tmp_path / f"rollcall-reward-1-{gone.pid}-abc"
+    killed.mkdir()
+    elsewhere.mkdir()
     sweep_folders()
-    assert [str(path) for path in tmp_path.iterdir()] == [kept]
+    assert set(tmp_path.iterdir()) == {Path(ours), elsewhere}
 
 
 REACH = """

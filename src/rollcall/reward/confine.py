@@ -36,7 +36,7 @@ _SYSTEM = (
     "/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime", "/dev/null", "/dev/urandom",
     "/dev/random", "/dev/zero", "/proc/cpuinfo", "/proc/meminfo", "/sys/devices/system/cpu",
 )  # fmt: skip
-_FOLDER = re.compile(r"rollcall-reward-(\d+)-.*")
+_FOLDER = re.compile(r"rollcall-reward-(\d+)-(\d+)-.*")
 _MAX_OPEN_FILES = 256
 _CAPABILITY_VERSION = 0x20080522
 _KEPT_CAPABILITIES = 1 << 1 | 1 << 2  # to read and write what belongs to others, which landlock keeps to few folders
@@ -112,8 +112,12 @@ def refuse_unset(names: Iterable[str], *, key: str) -> None:
 
 
 def make_folder() -> str:
-    """A private folder, which names the process that removes it."""
-    return tempfile.mkdtemp(prefix=f"rollcall-reward-{os.getpid()}-")
+    """A private folder, which names the process that removes it: containers may share a /tmp and count processes each from 1."""
+    return tempfile.mkdtemp(prefix=f"rollcall-reward-{_process_space()}-{os.getpid()}-")
+
+
+def _process_space() -> int:
+    return os.stat("/proc/self/ns/pid").st_ino if sys.platform == "linux" else 0
 
 
 def remove_folder(folder: str) -> None:
@@ -134,13 +138,15 @@ def remove_folder(folder: str) -> None:
 
 def sweep_folders() -> None:
     """Remove the private folders of processes that were killed before they could."""
+    if sys.platform != "linux":
+        return
     try:
         entries = list(os.scandir(tempfile.gettempdir()))
     except OSError:
         return  # no folder can be made there either, and that error is reported
     for entry in entries:
         match = _FOLDER.fullmatch(entry.name)
-        if match and not os.path.exists(f"/proc/{match[1]}") and sys.platform == "linux":
+        if match and int(match[1]) == _process_space() and not os.path.exists(f"/proc/{match[2]}"):
             remove_folder(entry.path)
 
 
