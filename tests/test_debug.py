@@ -30,8 +30,7 @@ from rollcall.debug.inbox import readable
 from rollcall.debug.line import DebugLine
 from rollcall.debug.stopped import LinePdb
 from rollcall.errors import ClusterError, ConfigError
-from rollcall.groups.failures import RemoteFailureError
-from rollcall.groups.host import DEBUG_HOST, Host
+from rollcall.groups.host import DEBUG_HOST, Host, RemoteFailureError
 from rollcall.groups.pulse import STOP, Pulse, Reader, Seen
 from rollcall.groups.watch import FACTOR, LEAST_S, Watch
 from rollcall.process.framing import json_frame

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rollcall.groups.dispatch import leaders, routes, split_arguments, split_rows
 from rollcall.groups.sharding import NamedSharding
-from rollcall.on_ray.sizes import INLINE_BYTES, is_large
+from rollcall.on_ray.carrier import INLINE_BYTES, is_large
 from rollcall.types import Sample
 
 

@@ -17,7 +17,7 @@ import pytest
 from rollcall.config import ClusterSection
 from rollcall.errors import PlacementError
 from rollcall.groups.backend import NodeSeats, WorkerSpec
-from rollcall.groups.failures import waits_words
+from rollcall.groups.gang import waits_words
 from rollcall.groups.host import marked_processes
 from rollcall.groups.pulse import Pulse, Seen, look
 from rollcall.groups.reachable import UnreadableError, as_text, read_threads

@@ -15,13 +15,13 @@ from rollcall.groups.backend import (
     STOP_DEADLINE_S,
     Ask,
     Backend,
-    Crew,
     NodeSeats,
     Recipe,
     Reservation,
     Seat,
     WorkerSpec,
 )
+from rollcall.groups.gang import Gang
 
 PLACE_DEADLINE_S = 180.0
 _default: Backend | None = None
@@ -143,17 +143,17 @@ class VirtualCluster:
         # Rounded down to what Ray counts in, or several shares would exceed the slot.
         return int(10_000 * whole / (ask.num_colocated * num_workers)) / 10_000
 
-    def launch(self, group: Tenant, specs: Sequence[WorkerSpec], recipe: Recipe, *, timeout_s: float) -> Crew:
+    def launch(self, group: Tenant, specs: Sequence[WorkerSpec], recipe: Recipe, *, timeout_s: float) -> Gang:
         if self._reservation is None:
             raise ClusterError("this cluster has been shut down; make a new one")
-        crew = self._reservation.crew(specs, recipe)
+        gang = Gang(specs, recipe, self._reservation.carrier(recipe))
         try:
-            crew.start(timeout_s=timeout_s)
+            gang.start(timeout_s=timeout_s)
         except BaseException:  # an interrupt too: nothing may be left behind
-            crew.stop(timeout_s=STOP_DEADLINE_S)
+            gang.stop(timeout_s=STOP_DEADLINE_S)
             raise
         self._groups.append(group)
-        return crew
+        return gang
 
     def forget(self, group: Tenant) -> None:
         if group in self._groups:

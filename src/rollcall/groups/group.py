@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
 from rollcall.errors import ClusterError, WorkerError
-from rollcall.groups.backend import STOP_DEADLINE_S, Crew, Recipe, Seat, WorkerSpec
+from rollcall.groups.backend import STOP_DEADLINE_S, Recipe, Seat, WorkerSpec
 from rollcall.groups.cluster import VirtualCluster
 from rollcall.groups.dispatch import check_fields, leaders, routes, split_arguments
+from rollcall.groups.gang import Gang
 from rollcall.groups.sharding import NamedSharding
 from rollcall.groups.sightings import Sightings
 from rollcall.wait import Wait, say
@@ -77,12 +78,12 @@ class MultiWorkerFuture:
 class Worker:
     """One worker as the group's owner sees it."""
 
-    def __init__(self, crew: Crew, metadata: WorkerMetadata) -> None:
-        self._crew = crew
+    def __init__(self, gang: Gang, metadata: WorkerMetadata) -> None:
+        self._gang = gang
         self.metadata = metadata
 
     def is_alive(self) -> bool:
-        return self._crew.is_alive(self.metadata["global_rank"])
+        return self._gang.is_alive(self.metadata["global_rank"])
 
     def __repr__(self) -> str:
         return f"Worker({self.metadata['name']} on node {self.metadata['node_rank']})"
@@ -152,8 +153,8 @@ class WorkerGroup:
         )
         self._one_call = threading.Lock()
         recipe = replace(remote_worker_builder.recipe, purposes=purposes or {})
-        self._crew: Crew | None = cluster.launch(self, self.specs, recipe, timeout_s=timeout_s)
-        self.workers = [Worker(self._crew, self._metadata(spec)) for spec in self.specs]
+        self._gang: Gang | None = cluster.launch(self, self.specs, recipe, timeout_s=timeout_s)
+        self.workers = [Worker(self._gang, self._metadata(spec)) for spec in self.specs]
 
     @property
     def worker_metadata(self) -> list[WorkerMetadata]:
@@ -203,13 +204,13 @@ class WorkerGroup:
         **kwargs: Sequence[Any],
     ) -> list[Any]:
         """Call worker i with the i-th element of each argument."""
-        crew, ranks = self._running, leaders(self.sharding, run_rank_0_only_axes or ())
+        gang, ranks = self._running, leaders(self.sharding, run_rank_0_only_axes or ())
         for name, values in [*((f"argument {number}", value) for number, value in enumerate(args)), *kwargs.items()]:
             if len(values) != len(ranks):
                 raise ValueError(f"{name} has {len(values)} elements for {len(ranks)} workers; give one for each")
         _, shared = self._shared((), common_kwargs or {})
         return [
-            crew.call(
+            gang.call(
                 rank,
                 method_name,
                 (),
@@ -237,7 +238,7 @@ class WorkerGroup:
         where only the first worker answers, or fields of the result that are taken only from the first worker.
         ``common_kwargs`` go whole to every worker.
         """
-        crew, axes = self._running, tuple(in_sharded_axes or ())
+        gang, axes = self._running, tuple(in_sharded_axes or ())
         called = routes(
             self.sharding,
             in_sharded_axes=axes,
@@ -256,7 +257,7 @@ class WorkerGroup:
         futures = []
         for route in called:
             part, named = nothing if route.shard is None else parts[route.shard]
-            futures.append(crew.call(route.rank, method_name, route.drop, part, {**named, **shared}))
+            futures.append(gang.call(route.rank, method_name, route.drop, part, {**named, **shared}))
         return MultiWorkerFuture(
             futures=futures,
             called_workers=[route.rank for route in called],
@@ -297,8 +298,8 @@ class WorkerGroup:
     def sightings(self, *, last: bool = False) -> Sightings:
         """What the workers do, and did since the last time; nothing once the group is shut down. It asks nobody, unless this is
         the ``last`` time."""
-        crew = self._crew
-        return Sightings() if crew is None else crew.sightings(last=last)
+        gang = self._gang
+        return Sightings() if gang is None else gang.sightings(last=last)
 
     def shutdown(
         self, *, cleanup_method: str | None = None, timeout_s: float = STOP_DEADLINE_S, force: bool = False
@@ -307,19 +308,19 @@ class WorkerGroup:
 
         ``cleanup_method`` is called on the workers first; ``force`` leaves it out. A second shutdown does nothing.
         """
-        crew, self._crew = self._crew, None
-        if crew is None:
+        gang, self._gang = self._gang, None
+        if gang is None:
             return True
         clean = True
         if cleanup_method is not None and not force:
-            calls = [crew.call(rank, cleanup_method, (), (), {}) for rank in range(self.world_size)]
+            calls = [gang.call(rank, cleanup_method, (), (), {}) for rank in range(self.world_size)]
             try:
-                crew.gather(calls, wait=Wait(timeout_s, first_s=30, every_s=30, stalls=False))
+                gang.gather(calls, wait=Wait(timeout_s, first_s=30, every_s=30, stalls=False))
             except WorkerError as error:
                 say(f"{cleanup_method} of {self.name_prefix} failed, its workers are ended anyway: {error}")
                 clean = False
         try:
-            crew.stop(timeout_s=timeout_s)
+            gang.stop(timeout_s=timeout_s)
         finally:
             self.cluster.forget(self)
         return clean
@@ -330,10 +331,10 @@ class WorkerGroup:
         return tuple(map(share, args)), {name: share(value) for name, value in kwargs.items()}
 
     @property
-    def _running(self) -> Crew:
-        if self._crew is None:
+    def _running(self) -> Gang:
+        if self._gang is None:
             raise ClusterError(f"{self.name_prefix} has been shut down; make a new group")
-        return self._crew
+        return self._gang
 
     def _data_axis(self) -> str | None:
         return next((axis for axis in DATA_AXES if axis in self.sharding.names), None)
@@ -350,7 +351,7 @@ class WorkerGroup:
             bundle_indices=spec.slots,
             devices=spec.devices,
             dp_shard_idx=spec.rank if axis is None else self.sharding.get_worker_coords(spec.rank)[axis],
-            pid=self._running.pids[spec.rank],
+            pid=self._running.members[spec.rank].pid,
         )
 
 

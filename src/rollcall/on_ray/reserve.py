@@ -4,8 +4,8 @@ Slots are the bundles of one placement group, so a virtual cluster gets all of i
 node. A task in each bundle says which accelerator Ray gave it, so slots are in (node rank, accelerator) order, in whatever
 order Ray chose them. A worker is a Ray actor in its slot's bundle.
 
-Who waits for whom: ``reserve`` waits for nodes with room; ``RayCrew.start`` for rank 0's process, which leases the group's
-port, and then for every worker to be made. Each wait has a deadline and says what is missing.
+Who waits for whom: ``reserve`` waits for nodes with room; ``Gang.start`` for all processes, of which rank 0's leases the group's port,
+and then for every worker to be made. Each wait has a deadline and says what is missing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rollcall.errors import ClusterError, NoRoomError
 from rollcall.groups.backend import Ask, NodeSeats, Reservation
 from rollcall.nodes.check import missing_ranks, start_there
 from rollcall.nodes.which import Cluster
-from rollcall.on_ray.crew import RayCrew
+from rollcall.on_ray.carrier import OnRay
 from rollcall.on_ray.members import RayNode, lost_nodes, ranked_nodes, settle_ranks
 from rollcall.wait import Wait, say
 from rollcall.words import counted
@@ -52,7 +52,7 @@ class RayBackend:
                     settle_ranks(nodes)
                     return Reservation(
                         nodes=_seats(ask, chosen, group, wait=wait),
-                        crew=partial(RayCrew, group=group, may_fork=_may_fork(chosen)),
+                        carrier=partial(OnRay, group=group, may_fork=_may_fork(chosen)),
                         release=partial(remove_placement_group, group),
                     )
             missing = sorted(set(ask.node_ranks or range(len(ask.slots_per_node))) - {node.rank for node in nodes})

@@ -1,5 +1,11 @@
 """Messages and signs of life between processes that share a folder and nothing else.
 
+FOLDER/messages/
+  master/presence.json      who is master, which of its worker groups is current (``epoch``), how the run ended
+  node-0001/presence.json   who is worker 1
+  node-0001/inbox/          calls to it, removed as it takes them
+  answers/                  from all workers, removed as the master takes them
+
 A message is a file. It is written under another name in the same folder and renamed, so that no reader sees a part of it;
 the reader removes it. Its name has the label of a conversation (master, worker, epoch) and a number. The reader takes numbers
 in order, and waits for a number that the folder does not list yet. A message with another label belongs to an earlier
@@ -20,17 +26,22 @@ from __future__ import annotations
 import errno
 import json
 import os
+import platform
+import socket
 import stat
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from rollcall.durable.atomic import TEMPORARY, write_atomic
 from rollcall.durable.heartbeat import Heartbeat
 from rollcall.errors import ClusterError
+from rollcall.version import __version__
 from rollcall.wait import Wait, warn
 
 BEAT_S = 1.0  # between two advances of a counter
@@ -38,8 +49,45 @@ SILENT_S = 20.0  # without an advance: gone
 SHORTEST_LOOK_S, LONGEST_LOOK_S = 0.02, 0.5
 WRITE_DEADLINE_S = 1800.0  # for a folder that is full or not reachable
 PRESENCE = "presence.json"
-_GONE = (errno.ENOENT, errno.ESTALE, errno.ENOTDIR)
 _WAITS = (errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EIO, errno.EROFS, errno.EACCES, errno.ENOENT)
+
+
+class State(StrEnum):
+    """What a process says of itself: a master the first three, a worker the last two."""
+
+    RUNNING = "running"
+    ENDED = "ended"
+    BROKE_OFF = "broke off"
+    HERE = "here"
+    LEFT = "left"
+
+
+class Messages:
+    """The folders below FOLDER."""
+
+    def __init__(self, shared: Path) -> None:
+        self.root = shared / "messages"
+        self.master = self.root / "master"
+        self.answers = self.root / "answers"
+
+    def node(self, rank: int) -> Path:
+        return self.root / f"node-{rank:04d}"
+
+    def inbox(self, rank: int) -> Path:
+        return self.node(rank) / "inbox"
+
+
+def label_of(*, master: str, worker: str, epoch: int) -> str:
+    return f"{master}-{worker}-{epoch:05d}"
+
+
+def about_this_process() -> dict[str, Any]:
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "rollcall": __version__,
+        "python": platform.python_version(),
+    }
 
 
 def new_id() -> str:
@@ -73,19 +121,15 @@ def _unless_gone() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in _GONE:
+        if error.errno not in (errno.ENOENT, errno.ESTALE, errno.ENOTDIR):
             raise
-
-
-def _all_names(folder: Path) -> list[str]:
-    with _unless_gone():
-        return sorted(os.listdir(folder))
-    return []
 
 
 def names(folder: Path) -> list[str]:
     """The files of the folder, sorted, without those being written; none while the folder does not exist."""
-    return [name for name in _all_names(folder) if not name.startswith(TEMPORARY)]
+    with _unless_gone():
+        return sorted(name for name in os.listdir(folder) if not name.startswith(TEMPORARY))
+    return []
 
 
 def read(path: Path) -> bytes | None:
@@ -114,10 +158,9 @@ def put(path: Path, data: bytes, *, durable: bool = False) -> None:
 
 def sweep(folder: Path) -> None:
     """Remove files whose writer was killed. A writer that lives writes its file again."""
-    for name in _all_names(folder):
-        if name.startswith(TEMPORARY):
-            with suppress(OSError):  # what is left is removed at the next start
-                (folder / name).unlink()
+    for path in folder.glob(f"{TEMPORARY}*"):
+        with suppress(OSError):  # what is left is removed at the next start
+            path.unlink()
 
 
 class Rhythm:
@@ -158,10 +201,10 @@ def message_name(label: str, number: int) -> str:
     return f"{label}.{number:09d}"
 
 
-def read_name(name: str) -> tuple[str, int] | None:
-    """Label and number; None: the file is not a message."""
-    label, dot, number = name.rpartition(".")
-    return (label, int(number)) if dot and number.isdigit() else None
+def read_name(name: str) -> tuple[str, int]:
+    """Label and number; a file that is no message has no label."""
+    label, _, number = name.rpartition(".")
+    return (label, int(number)) if number.isdigit() else ("", 0)
 
 
 class Presence:
@@ -256,3 +299,20 @@ class Peer:
         with suppress(ValueError):  # a power cut left half of it
             self.facts = json.loads(data)
             self._beat.see(self.facts["incarnation"], self.facts["counter"])
+
+
+def refuse_second(folder: Path, *, who: str) -> None:
+    """Refuse a second process under this name: the counter of the first moves while we look."""
+    peer = Peer(folder)
+    peer.look()
+    if not peer.facts or peer.facts.get("state") not in (State.RUNNING, State.HERE):
+        return
+    until = time.monotonic() + 3 * BEAT_S
+    while time.monotonic() < until:
+        time.sleep(0.2)
+        peer.look()
+        if peer.is_moving:
+            raise ClusterError(
+                f"{who} runs already, as process {peer.facts['pid']} on {peer.facts['host']}, in {folder.parent.parent}; end it "
+                "first, or give another --log-path"
+            )
