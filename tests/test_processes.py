@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from rollcall.config.environments import ClassEnvironment, StepEnvironment
-from rollcall.debug.line import warn_passed_over
+from rollcall.debug.here import warn_passed_over
 from rollcall.environments.make import make_environments
 from rollcall.environments.processes import ProcessEnvironments
 from rollcall.environments.protocol import Environment, EnvironmentFailed

@@ -27,12 +27,13 @@ from typer.testing import CliRunner
 from rollcall.cli.main import app
 from rollcall.durable.lease import hold
 from rollcall.groups import reachable as module
-from rollcall.groups.profiling import ProfileError, profile_process
 from rollcall.groups.reachable import (
     About,
+    ProfileError,
     UnreadableError,
     about_process,
     be_reachable,
+    profile_process,
     reachable,
     reachable_here,
     read_threads,

@@ -19,8 +19,7 @@ from typer.testing import CliRunner
 from rollcall.cli.main import app
 from rollcall.groups.folder.master import read_report
 from rollcall.groups.folder.worker import Reporter
-from rollcall.groups.logs import LogTail
-from rollcall.groups.pulse import NUM_CALLS, DoneCall, Pulse, Reader, Seen
+from rollcall.groups.pulse import NUM_CALLS, DoneCall, LogTail, Pulse, Reader, Seen
 from rollcall.groups.sightings import HostClock, Lookout
 from rollcall.observe.calls import CALLS, BusySpans, CallFile, RecordedCall, read_calls
 from rollcall.observe.events import Events, Mark, MarkKind, StepPhase, last_phase, read_marks, read_phases

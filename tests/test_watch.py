@@ -21,7 +21,7 @@ from rollcall.groups.gang import waits_words
 from rollcall.groups.host import marked_processes
 from rollcall.groups.pulse import Pulse, Seen, look
 from rollcall.groups.reachable import UnreadableError, as_text, read_threads
-from rollcall.groups.watch import FACTOR, FIRST_CALL_S, LEAST_S, Watch
+from rollcall.groups.sightings import FACTOR, FIRST_CALL_S, LEAST_S, Watch
 from rollcall.plan.elastic import shrink
 from rollcall.plan.placement import Role, plan_placement
 

@@ -1,4 +1,4 @@
-"""The child's end of a line: ``breakpoint()`` and exceptions of user code stop here, and the parent brings a terminal (debug/line.py).
+"""The child's end of a line: ``breakpoint()`` and exceptions of user code stop here, and the parent brings a terminal (debug/here.py).
 
 The standard library alone, and the debugger itself only when something stops: processes of rewards and environments start fast.
 """

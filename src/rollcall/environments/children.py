@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from rollcall.debug.line import DebugLine
+from rollcall.debug.here import DebugLine
 from rollcall.environments.child import MAX_ANSWER_BYTES
 from rollcall.environments.protocol import EnvironmentFailed, StepResult
 from rollcall.environments.results import REQUEST, Left, Opened, Worth, reader

@@ -1,5 +1,5 @@
 """A worker's pulse: what it does, since when, what it did before, where a debugger holds it; and the look that its node takes at
-it.
+it, and at what it prints.
 
 The thread that does the work writes the pulse into a small file that only its own node reads. So a process whose
 interpreter hangs in a call looks busy with that call, and a stopped process looks stopped. The pulse holds the last calls; a
@@ -14,6 +14,7 @@ import json
 import math
 import mmap
 import os
+import stat
 import struct
 import time
 from collections.abc import Iterator, Mapping
@@ -26,6 +27,7 @@ import psutil
 from rollcall.process import device_bytes
 from rollcall.process.pause import running_s
 from rollcall.process_table import DEAD
+from rollcall.redact import redact
 
 PULSE = "rollcall-pulse"
 PAGE = 4096  # bytes of a pulse
@@ -42,6 +44,8 @@ JOIN_S = 0.05  # calls of one method with a shorter pause between them are one e
 LONGEST_JOIN_S = 30.0  # of one entry
 DEVICE_EVERY_S = 1.0  # between two looks at the memory of accelerators
 WORTH_S = 0.5  # a call is noted if it is this much longer than the longest before it
+LOG_BYTES = 16 << 10  # of one look at a log
+OF_RAY = (b":job_id:", b":actor_name:", b":task_name:")  # lines of a log that Ray writes for itself
 
 
 class DoneCall(NamedTuple):
@@ -244,3 +248,60 @@ def memory_file(pid: int, name: str) -> Path | None:
             if os.readlink(entry).startswith(f"/memfd:{name}"):
                 return entry
     return None
+
+
+class LogTail:
+    """The files that standard output and standard error of a process go to."""
+
+    def __init__(self, pid: int) -> None:
+        self._ends: dict[str, int] = {}  # how far each file has been read
+        for number in (1, 2):
+            if (path := _file_of(pid, number)) and path not in self._ends:
+                self._ends[path] = max(_size(path) - (8 << 10), 0)
+
+    @property
+    def path(self) -> str:
+        """The first of them; empty: it prints to no file."""
+        return next(iter(self._ends), "")
+
+    def read(self) -> bytes:
+        """The lines that are new."""
+        return b"".join(self._read(path) for path in self._ends)
+
+    def close(self) -> None:
+        self._ends = {}
+
+    def _read(self, path: str) -> bytes:
+        size = _size(path)
+        if size <= self._ends[path]:
+            self._ends[path] = min(self._ends[path], size)
+            return b""
+        start = max(self._ends[path], size - LOG_BYTES)
+        try:
+            with open(path, "rb") as file:
+                file.seek(start)
+                data = file.read(size - start)
+        except OSError:  # taken away
+            return b""
+        whole = data.rfind(b"\n") + 1
+        if not whole and len(data) >= LOG_BYTES:
+            whole = len(data)  # a line without an end
+        self._ends[path] = start + whole
+        lines = [line for line in data[:whole].splitlines(keepends=True) if not line.startswith(OF_RAY)]
+        return redact(b"".join(lines).decode(errors="replace")).encode()
+
+
+def _file_of(pid: int, number: int) -> str:
+    try:
+        path = os.readlink(f"/proc/{pid}/fd/{number}")
+        is_file = stat.S_ISREG(os.stat(path).st_mode)
+    except OSError:
+        return ""
+    return path if is_file and Path(path).is_absolute() else ""
+
+
+def _size(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0

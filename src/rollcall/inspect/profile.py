@@ -18,8 +18,7 @@ from typing import Any
 
 from rollcall.durable.atomic import write_atomic
 from rollcall.errors import ClusterError
-from rollcall.groups.profiling import END_S, START_S, ProfileError, profile_process
-from rollcall.groups.reachable import About, py_spy, reachable_here
+from rollcall.groups.reachable import END_S, START_S, About, ProfileError, profile_process, py_spy, reachable_here
 from rollcall.inspect.processes import ProcessTarget, ask_hosts
 
 

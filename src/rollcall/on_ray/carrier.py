@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rollcall.errors import ClusterError, WorkerDiedError
 from rollcall.groups.backend import Call, Member, Overseer, Recipe, WorkerSpec, whom
 from rollcall.groups.host import DEBUG_HOST, GROUP_MARK, Host, RemoteFailureError, end_group
-from rollcall.groups.watch import SILENT_S
+from rollcall.groups.sightings import SILENT_S
 from rollcall.on_ray import zygote
 from rollcall.on_ray.each_node import pinned
 from rollcall.on_ray.supervise import Supervisor

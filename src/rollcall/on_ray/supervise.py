@@ -25,10 +25,9 @@ from ray.exceptions import RayError
 from rollcall.debug.board import BOARD, DebugSeat
 from rollcall.groups.backend import Member, Overseer
 from rollcall.groups.host import GROUP_MARK, end_group
-from rollcall.groups.logs import LogTail
-from rollcall.groups.pulse import JOIN_S, Reader, Seen
+from rollcall.groups.pulse import JOIN_S, LogTail, Reader, Seen
 from rollcall.groups.reachable import UnreadableError, as_text, read_threads
-from rollcall.groups.watch import ANSWER_S, LOOK_EVERY_S, Loss, Watch
+from rollcall.groups.sightings import ANSWER_S, LOOK_EVERY_S, Loss, Watch
 from rollcall.on_ray.each_node import pinned
 from rollcall.on_ray.members import suspect
 from rollcall.wait import warn

@@ -91,7 +91,7 @@ class Link(Protocol):
 
 
 class Line(Protocol):
-    """The parent's end of a line to a debugger that may open in the process (debug/line.py)."""
+    """The parent's end of a line to a debugger that may open in the process (debug/here.py)."""
 
     is_held: bool  # somebody debugs it: it is not late
 
