@@ -12,7 +12,7 @@ from typing import Any
 
 from commands import fork_context
 
-from rollcall.groups.backend import Ask, Call, Member, NodeSeats, Overseer, Recipe, Reservation, WorkerSpec
+from rollcall.groups.backend import Ask, Call, Carrier, Member, NodeSeats, Recipe, Reservation, WorkerSpec
 from rollcall.groups.dispatch import trim
 from rollcall.groups.host import RemoteFailureError, call_method, load_class
 from rollcall.wait import Wait
@@ -38,15 +38,12 @@ class ForkedBackend:
         return self.carriers[-1]
 
 
-class Forked:
+class Forked(Carrier):
     peer_s = 2.0
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.processes: list[Any] = []
-
-    def open(self, gang: Overseer) -> None:
-        self._gang = gang
 
     def launch(self, spec: WorkerSpec, *, lost: Member | None, wait: Wait) -> Member:
         assert lost is None, "no test asks for it"
@@ -59,17 +56,8 @@ class Forked:
         theirs.close()
         self.processes.append(process)
         member = Member(spec)
-        member.link = _Seat(process, ours, lost=lambda: self._gang.lose({member: "its process has ended"}))
+        member.link = _Seat(process, ours, lost=lambda: self.gang.lose({member: "its process has ended"}))
         return member
-
-    def watch(self, member: Member) -> None:
-        return None
-
-    def start_env(self, spec: WorkerSpec) -> Mapping[str, str]:
-        return spec.env
-
-    def share(self, value: Any) -> Any:
-        return value
 
     def send(self, call: Call, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         call.link = call.member.link.ask((method, tuple(args), dict(kwargs)))
@@ -87,9 +75,6 @@ class Forked:
 
     def is_alive(self, member: Member) -> bool:
         return member.link.process.is_alive()
-
-    def look(self, members: Sequence[Member], *, last: bool) -> Collection[int]:
-        return ()  # its processes are not looked at
 
     def stop(self, members: Sequence[Member], *, timeout_s: float) -> None:
         for process in self.processes:

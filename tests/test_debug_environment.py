@@ -164,7 +164,7 @@ def test_on_another_node_the_worker_that_hosts_environments_shows_one_stop_after
 ) -> None:
     """Its process has no board. What it is told reaches the controller by the worker's pulse."""
     shown: list[Any] = []
-    monkeypatch.setattr(here, "_served", here._Served(host=here.LOOPBACK, node=1, told=shown.append, is_on=True))
+    monkeypatch.setattr(here, "_served", here._Served(host=here.LOOPBACK, node=1, on_stop=shown.append, is_on=True))
     monkeypatch.setattr("rollcall.debug.here.BOARD", Board())
 
     async def play(environments: ProcessEnvironments) -> list[Any]:

@@ -171,7 +171,7 @@ def test_hostile_environments_fail_their_own_episode_alone(
         "eat": r"(?s)MemoryError.*memory_mb=300",
         "die": "its process died .SIGKILL",
         "exit": "SystemExit: 3",
-        "write": "its process said what no such process says",
+        "write": "its process sent something that no such process sends",
     }
 
     async def play() -> None:

@@ -81,7 +81,7 @@ def test_a_process_says_which_run_it_is_of_and_no_longer_after_it(run_dir: Path)
     assert list(reachable_here(run=str(run_dir))) == [os.getpid()] and reachable_here(run="/another") == {}
     child = os.fork()
     if child == 0:  # it inherits all, and is not the controller
-        os._exit(0 if about_process(os.getpid()) is None and module._page is None else 1)
+        os._exit(0 if about_process(os.getpid()) is None and module._descriptor == -1 else 1)
     assert os.waitpid(child, 0)[1] == 0
     with reachable(About(title="x")):
         pass

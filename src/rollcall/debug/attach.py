@@ -1,7 +1,7 @@
 """The way between something that has stopped and a terminal.
 
 A Porter is on the side of the process that stopped: a thread that reads its line. At the first prompt it opens a door (net/door.py)
-with a new secret and tells ``told`` where that is. One terminal at a time gets through; a second one hears that the first is there.
+with a new secret and passes its address to ``on_stop``. One terminal at a time gets through; a second one learns that it is second.
 A terminal that is lost, or leaves, changes nothing for the thread that stopped. If nobody is attached for ``UNATTENDED_S``, the
 porter says `continue` in their place, and at once to all that stop in this process afterwards: a forgotten breakpoint, or one that
 a model has put into code that a reward or an environment runs, must not hold a cluster for ever.
@@ -89,15 +89,15 @@ class Connection:
 
 
 class Porter:
-    """``told`` hears where something is stopped and how to reach it, and None when that goes on."""
+    """``on_stop`` gets the place where something is stopped and how to reach it, and None when that continues."""
 
-    def __init__(self, line: socket.socket, *, host: str, told: OnStop) -> None:
+    def __init__(self, line: socket.socket, *, host: str, on_stop: OnStop) -> None:
         self._line = Connection(line)
         self._host = host
-        self._told = told
+        self._on_stop = on_stop
         self._door: Door | None = None
         self._caller: Connection | None = None
-        self._is_heard = False  # the caller: what was said before it came is not for it
+        self._is_heard = False  # whether the caller gets what is printed, which begins after it has come
         threading.Thread(target=self._run, name="debugger's porter", daemon=True).start()
 
     def _run(self) -> None:
@@ -108,7 +108,7 @@ class Porter:
             pass  # the line is closed: the process has ended, or its owner has ended it; or what came is not ours
         finally:
             self._goes()
-            self._line.close()  # without a porter, what is stopped goes on
+            self._line.close()  # without a porter, what is stopped continues
 
     def _turn(self) -> None:
         sources = [one for one in (self._line, self._caller, self._door) if one is not None]
@@ -164,14 +164,14 @@ class Porter:
             self._door = Door(listener, secret=secret)
             self._reach = {"address": self._host, "port": listener.getsockname()[1], "secret": secret}
         left_s = _left_s() if self._caller is None else UNATTENDED_S
-        self._told({**_checked(place), **self._reach, "until": time.time() + left_s})
+        self._on_stop({**_checked(place), **self._reach, "until": time.time() + left_s})
 
     def _give_up(self) -> None:
         """The run's limits count again from here on, whatever the process makes of it."""
         global _has_given_up
         if not _has_given_up:
             warn(
-                f"nobody has come to the debugger for {UNATTENDED_S:g} s; what stops in process {os.getpid()} goes on by itself now"
+                f"nobody has come to the debugger for {UNATTENDED_S:g} s; from now on nothing waits in process {os.getpid()}"
             )
         _has_given_up = True
         self._goes()
@@ -185,7 +185,7 @@ class Porter:
         if self._door is not None:
             self._door.close()
             self._door = None
-            self._told(None)
+            self._on_stop(None)
 
     def _welcome(self, connection: socket.socket) -> None:
         global _alone_since
@@ -211,7 +211,7 @@ class Porter:
 
 
 def _left_s() -> float:
-    """Until what is stopped goes on by itself. It does not begin again with the next stop, unless somebody has come."""
+    """Seconds until what is stopped continues by itself. The next stop does not restart them, unless somebody has come."""
     global _alone_since
     _alone_since = _alone_since or time.monotonic()
     return _alone_since + UNATTENDED_S - time.monotonic()
@@ -232,7 +232,7 @@ def _checked(place: Any) -> dict[str, Any]:
 class End(Enum):
     """How a conversation ended."""
 
-    GOES = "it goes on"
+    GOES = "it continues"
     LEFT = "the terminal left, it waits"
     LOST = "the connection was lost"
     BUSY = "another terminal is attached"
@@ -278,7 +278,7 @@ def converse(
     again: bool = False,
     opens_within_s: float | None = None,
 ) -> End:
-    """Show what the other side prints and give it what is typed, until it goes on or this side leaves.
+    """Show what the other side prints and give it what is typed, until it continues or this side leaves.
 
     ``typed``: lines that are given first. ``again``: Ctrl-C at the prompt is a new prompt, as in plain pdb; else it leaves.
     ``opens_within_s``: without a prompt for this long at the beginning the other side is none of ours.
@@ -313,7 +313,7 @@ def converse(
 
 
 def _ask(prompt: str, ask: Callable[[str], str], *, again: bool) -> str | None:
-    """None: the person leaves."""
+    """Ask for a line; None if the person leaves."""
     while True:
         try:
             return ask(visible(prompt))

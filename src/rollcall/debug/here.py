@@ -33,11 +33,11 @@ PROMPT_S = 10.0  # from the first byte of a process that has stopped to its prom
 
 @dataclass(slots=True, kw_only=True)
 class _Served:
-    """What this process does when it stops without a terminal."""
+    """How this process is reached when it stops without a terminal."""
 
     host: str
     node: int  # its rank
-    told: OnStop
+    on_stop: OnStop
     is_on: bool = False
     line: socket.socket | None = None  # to the porter
     pid: int = 0  # of the process that made the line; a child of it has no porter
@@ -48,7 +48,7 @@ def _tell_board(place: Mapping[str, Any] | None) -> None:
     BOARD.post(f"process {os.getpid()}", DebugSeat(role="controller", rank=0, node=_served.node, title=title), place)
 
 
-_served = _Served(host=LOOPBACK, node=0, told=_tell_board)
+_served = _Served(host=LOOPBACK, node=0, on_stop=_tell_board)
 _stops: dict[str, Mapping[str, Any]] = {}  # of this process and its children: who, and where
 _telling = threading.Lock()
 _making = threading.Lock()
@@ -62,12 +62,12 @@ def _examined() -> Examined:
     return Examined()
 
 
-def serve(*, host: str | None = None, node: int | None = None, told: OnStop | None = None) -> bool:
+def serve(*, host: str | None = None, node: int | None = None, on_stop: OnStop | None = None) -> bool:
     """Stop at breakpoints from now on; False: somebody else's debugger does. ``host`` and ``node``: this machine, as
-    terminals of other nodes reach it; ``told``: who hears of a stop, by default the board of this process."""
-    before = (_served.host, _served.told)
-    _served.host, _served.told = host or _served.host, told or _served.told
-    if before != (_served.host, _served.told):
+    terminals of other nodes reach it; ``on_stop`` is called at each stop, by default that of this process's board."""
+    before = (_served.host, _served.on_stop)
+    _served.host, _served.on_stop = host or _served.host, on_stop or _served.on_stop
+    if before != (_served.host, _served.on_stop):
         _served.line = None  # the next stop has a porter that knows them
     _served.node = _served.node if node is None else node
     _served.is_on = True
@@ -84,24 +84,24 @@ def is_rays() -> bool:
 
 def is_others() -> bool:
     named = os.environ.get("PYTHONBREAKPOINT", "")
-    # Ray names its hook in every process of its own (2.60); without RAY_DEBUG nobody has asked for it.
+    # Ray names its hook in each of its processes (2.60); without RAY_DEBUG nobody has asked for it.
     is_named = named not in ("", "0") and not named.startswith("ray.util.")
     return is_rays() or is_named or sys.breakpointhook not in (sys.__breakpointhook__, _hook)
 
 
 def is_watched() -> bool:
-    """Whether somebody else than the board of this process hears of its stops: this is a worker of a run."""
-    return _served.is_on and _served.told is not _tell_board
+    """Whether this is a worker of a run, whose stops do not go to the board of this process."""
+    return _served.is_on and _served.on_stop is not _tell_board
 
 
 def tell(who: str, place: Mapping[str, Any] | None) -> None:
-    """``who`` has stopped there; None: it goes on. A worker can show one stop at a time, so the others come when it goes on."""
+    """``who`` has stopped there, or continues. A worker can show one stop at a time, so the others wait for their turn."""
     with _telling:
         if place is None:
             _stops.pop(who, None)
         else:
             _stops[who] = place
-        _served.told(next(iter(_stops.values()), None))
+        _served.on_stop(next(iter(_stops.values()), None))
 
 
 def debugger() -> TerminalPdb | LinePdb:
@@ -115,7 +115,7 @@ def debugger() -> TerminalPdb | LinePdb:
         if _served.line is None or _served.pid != os.getpid():
             _served.line, porters = socket.socketpair()
             _served.pid = os.getpid()
-            Porter(porters, host=_served.host, told=partial(tell, f"process {os.getpid()}"))
+            Porter(porters, host=_served.host, on_stop=partial(tell, f"process {os.getpid()}"))
         line = _served.line
     if getattr(_own, "line", None) is not line:
         _own.line, _own.over_line = line, LinePdb(line.recv, line.send)
@@ -159,9 +159,9 @@ class DebugLine:
         return self._ours.fileno()
 
     def answer(self) -> bool:
-        """The process has stopped: talk to it at this terminal, until it goes on. False: this process has none, and from now on
-        a porter reads the line. Or nobody does, and what is stopped there goes on: what came is not from a debugger, or the command
-        has no run directory, so that nobody could find the porter."""
+        """The process has stopped: talk to it at this terminal until it continues, and return True. Without a terminal, a porter reads
+        the line from now on. The line is closed, and what is stopped there continues, if what came is not from a debugger, or if the
+        command has no run directory, so that nobody could find the porter."""
         try:
             if self._ours.recv(1, socket.MSG_PEEK) == b"":
                 return False  # it has ended, which others notice
@@ -172,7 +172,7 @@ class DebugLine:
             self.close()
             return False
         if not has_terminal():
-            Porter(self._ours, host=_served.host, told=self._note)
+            Porter(self._ours, host=_served.host, on_stop=self._note)
             return False
         with paused(), borrowed_terminal():
             end = converse(self._ours, again=True, opens_within_s=PROMPT_S)

@@ -145,53 +145,56 @@ class Overseer(Protocol):
     lookout: Lookout
 
     def lose(self, losses: Mapping[Member, str]) -> None:
-        """These members are lost, for these reasons. Any thread may call it; a second loss of a member does nothing."""
+        """Members are lost, for these reasons. Any thread may call it; a second loss of a member does nothing."""
         ...
 
 
-class Carrier(Protocol):
+class Carrier:
     """Starts the processes of a gang and takes calls to them. A call names a method of ``host.Host``."""
 
-    peer_s: float  # once a worker has complained about a peer, its death is known within this; 0: there are no peers
+    peer_s = 0.0  # when a worker complains about a peer, the peer's death is known within this; 0: there are no peers
+    gang: Overseer
 
-    def open(self, gang: Overseer) -> None: ...
+    def open(self, gang: Overseer) -> None:
+        self.gang = gang
 
     def launch(self, spec: WorkerSpec, *, lost: Member | None, wait: Wait) -> Member:
-        """A new process for this seat, in place of the lost one; it may still be starting."""
-        ...
+        """Start a process in this seat, in place of the lost one. It may still be starting."""
+        raise NotImplementedError
 
     def watch(self, member: Member) -> None:
-        """Its process id is known: notice from now on when it is lost. Corrects its spec where it runs on another node."""
-        ...
+        """Its process id is known: tell the gang when it is lost. Corrects its spec if it runs on another node than before."""
 
     def start_env(self, spec: WorkerSpec) -> Mapping[str, str]:
-        """Variables that its worker gets besides those of the group."""
-        ...
+        """The worker's variables besides those of the group."""
+        return spec.env
 
     def share(self, value: Any) -> Any:
         """The value in a form that is cheap to give to several workers."""
-        ...
+        return value
 
-    def send(self, call: Call, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None: ...
+    def send(self, call: Call, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        raise NotImplementedError
 
     def settle(self, calls: Sequence[Call], *, timeout_s: float, through_failures: bool = False) -> None:
         """Take the answers; returns when all are there, when one of them is a failure, or when the time is over."""
-        ...
+        raise NotImplementedError
 
     def answered(self, calls: Sequence[Call], *, timeout_s: float) -> Collection[Call]:
-        """Those that have an answer or have failed; waits for the first."""
-        ...
+        """Wait for the first answer or failure; returns all calls that have one."""
+        raise NotImplementedError
 
-    def is_alive(self, member: Member) -> bool: ...
+    def is_alive(self, member: Member) -> bool:
+        raise NotImplementedError
 
     def look(self, members: Sequence[Member], *, last: bool) -> Collection[int]:
         """Tell the lookout what the members do; returns the ranks on nodes that do not answer. It asks nobody, unless this is
         the ``last`` time: then it waits a moment for what they did until now."""
-        ...
+        return ()
 
     def stop(self, members: Sequence[Member], *, timeout_s: float) -> None:
         """End every process of the gang, and every process that those have started."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

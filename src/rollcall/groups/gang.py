@@ -159,7 +159,7 @@ class Gang:
         return member.spec
 
     def sightings(self, *, last: bool = False) -> Sightings:
-        """What the workers do, and did since this was last asked."""
+        """What the workers are doing, and did since this was last asked."""
         silent = self._carrier.look(self.members, last=last)
         return self.lookout.take([member.pid for member in self.members], silent=silent)
 
@@ -175,7 +175,7 @@ class Gang:
         return died(specs, f"{members[0].death}{self._waits()}{others}")
 
     def _waits(self) -> str:
-        """What is waited for in any thread, as the end of a sentence."""
+        """The end of a sentence that says what any thread waits for."""
         waiting = [call for calls in list(self._waited_for.values()) for call in calls if not call.is_done]
         answered = self._carrier.answered(waiting, timeout_s=0) if waiting else ()
         found: dict[str, list[WorkerSpec]] = {}

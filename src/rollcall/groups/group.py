@@ -1,7 +1,7 @@
 """Worker groups: one class in many processes, called together.
 
-A WorkerBuilder says what a worker is. A WorkerGroup makes one in each of its seats and calls them. A MultiWorkerFuture stands
-for the answers. Run methods return at once; ``get_all_worker_results`` waits.
+A WorkerBuilder says what a worker is. A WorkerGroup makes one in each of its seats and calls them. A MultiWorkerFuture holds
+the answers to come. Run methods return at once; ``get_all_worker_results`` waits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from rollcall.worker_env.declared import GROUP_VARIABLES
 
 START_DEADLINE_S = 900.0
 RESULT_DEADLINE_S = 3600.0
-DATA_AXES = ("batch", "data_parallel")  # what dp_size counts, in a layout that has one of them
 
 
 class WorkerMetadata(TypedDict):
@@ -141,20 +140,55 @@ class WorkerGroup:
             raise ValueError(
                 f"the sharding lays out ranks {self.sharding.ranks}, and the group has ranks 0 to {len(seats) - 1}"
             )
-        self.specs = _specs(
+        self.specs = self._specs(
             seats,
-            cluster=cluster,
-            role=self.name_prefix,
             env=env_vars or {},
             node_env=node_env_vars or {},
             titles=titles or [""] * len(seats),
             kinds=kinds or [self.name_prefix] * len(seats),
-            takes_slots=takes_slots,
         )
         self._one_call = threading.Lock()
         recipe = replace(remote_worker_builder.recipe, purposes=purposes or {})
         self._gang: Gang | None = cluster.launch(self, self.specs, recipe, timeout_s=timeout_s)
         self.workers = [Worker(self._gang, self._metadata(spec)) for spec in self.specs]
+
+    def _specs(
+        self,
+        seats: Sequence[Seat],
+        *,
+        env: Mapping[str, str],
+        node_env: Mapping[int, Mapping[str, str]],
+        titles: Sequence[str],
+        kinds: Sequence[str],
+    ) -> list[WorkerSpec]:
+        """The processes in rank order."""
+        for name in (name for variables in (env, *node_env.values()) for name in variables):
+            if name in GROUP_VARIABLES:
+                raise ValueError(
+                    f"{name} is set by the worker group, differently for each worker; leave it out of env_vars"
+                )
+        for node_rank in node_env:
+            self.cluster.node(node_rank)
+        per_slot = Counter((seat.node_rank, slot) for seat in seats for slot in seat.slots)
+        on_node = [seat.node_rank for seat in seats]
+        specs = []
+        for rank, seat in enumerate(seats):
+            num_sharing = max(per_slot[seat.node_rank, slot] for slot in seat.slots)
+            spec = WorkerSpec(
+                role=self.name_prefix,
+                rank=rank,
+                world_size=len(seats),
+                local_rank=on_node[:rank].count(seat.node_rank),
+                local_world_size=on_node.count(seat.node_rank),
+                node=self.cluster.node(seat.node_rank),
+                slots=seat.slots,
+                share=self.cluster.share_of_slot(num_workers=num_sharing) if self.takes_slots else 0.0,
+                env={**env, **node_env.get(seat.node_rank, {})},
+                title=titles[rank],
+                kind=kinds[rank],
+            )
+            specs.append(spec)
+        return specs
 
     @property
     def worker_metadata(self) -> list[WorkerMetadata]:
@@ -296,8 +330,7 @@ class WorkerGroup:
         self.workers[rank] = Worker(self._running, self._metadata(self.specs[rank]))
 
     def sightings(self, *, last: bool = False) -> Sightings:
-        """What the workers do, and did since the last time; nothing once the group is shut down. It asks nobody, unless this is
-        the ``last`` time."""
+        """What the workers are doing, and did since the last time; nothing once the group is shut down."""
         gang = self._gang
         return Sightings() if gang is None else gang.sightings(last=last)
 
@@ -337,7 +370,8 @@ class WorkerGroup:
         return self._gang
 
     def _data_axis(self) -> str | None:
-        return next((axis for axis in DATA_AXES if axis in self.sharding.names), None)
+        """The axis that ``dp_size`` counts, if the layout has one."""
+        return next((axis for axis in ("batch", "data_parallel") if axis in self.sharding.names), None)
 
     def _metadata(self, spec: WorkerSpec) -> WorkerMetadata:
         axis, nodes = self._data_axis(), [node.node_rank for node in self.cluster.nodes]
@@ -392,47 +426,6 @@ def _seats_of_bundles(cluster: VirtualCluster, entries: Sequence[tuple[int, Sequ
         if not slots:
             raise ValueError(f"bundle_indices_list has an entry of node {node} without a slot")
     return [Seat(node_rank=nodes[node].node_rank, slots=tuple(slots)) for node, slots in entries]
-
-
-def _specs(
-    seats: Sequence[Seat],
-    *,
-    cluster: VirtualCluster,
-    role: str,
-    env: Mapping[str, str],
-    node_env: Mapping[int, Mapping[str, str]],
-    titles: Sequence[str],
-    kinds: Sequence[str],
-    takes_slots: bool,
-) -> list[WorkerSpec]:
-    """The processes in rank order."""
-    for name in (name for variables in (env, *node_env.values()) for name in variables):
-        if name in GROUP_VARIABLES:
-            raise ValueError(
-                f"{name} is set by the worker group, differently for each worker; leave it out of env_vars"
-            )
-    for node_rank in node_env:
-        cluster.node(node_rank)
-    per_slot = Counter((seat.node_rank, slot) for seat in seats for slot in seat.slots)
-    on_node = [seat.node_rank for seat in seats]
-    return [
-        WorkerSpec(
-            role=role,
-            rank=rank,
-            world_size=len(seats),
-            local_rank=on_node[:rank].count(seat.node_rank),
-            local_world_size=on_node.count(seat.node_rank),
-            node=cluster.node(seat.node_rank),
-            slots=seat.slots,
-            share=cluster.share_of_slot(num_workers=max(per_slot[seat.node_rank, slot] for slot in seat.slots))
-            if takes_slots
-            else 0.0,
-            env={**env, **node_env.get(seat.node_rank, {})},
-            title=titles[rank],
-            kind=kinds[rank],
-        )
-        for rank, seat in enumerate(seats)
-    ]
 
 
 RayWorkerBuilder = WorkerBuilder

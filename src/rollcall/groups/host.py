@@ -169,7 +169,7 @@ class Host:
             raise _examined(error) from None
 
     def _serve_debugger(self, pulse: Pulse, *, host: str) -> None:
-        serve(host=host, told=pulse.note_stop)
+        serve(host=host, on_stop=pulse.note_stop)
         if is_rays():
             pulse.note_stop({})  # it does not say when it holds this process: no call here is ever too long
 

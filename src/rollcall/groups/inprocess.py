@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from rollcall.debug.here import post_mortem
-from rollcall.groups.backend import Ask, Call, Member, NodeSeats, Overseer, Reservation, WorkerSpec
+from rollcall.groups.backend import Ask, Call, Carrier, Member, NodeSeats, Reservation, WorkerSpec
 from rollcall.groups.dispatch import Drop, trim
 from rollcall.groups.host import RemoteFailureError, call_method, lease_port, load_class
 from rollcall.groups.pulse import DoneCall
@@ -35,28 +35,14 @@ class InProcessBackend:
         return Reservation(nodes=nodes, carrier=lambda recipe: InProcess())
 
 
-class InProcess:
-    peer_s = 0.0
-
+class InProcess(Carrier):
     def __init__(self) -> None:
         self._lease = lease_port()
         self._loop = asyncio.new_event_loop()
-        self._is_open = False
-
-    def open(self, gang: Overseer) -> None:
-        self._gang, self._is_open = gang, True
+        self._is_open = True
 
     def launch(self, spec: WorkerSpec, *, lost: Member | None, wait: Wait) -> Member:
         return Member(spec, link=_Worker(self._loop, port=self._lease.getsockname()[1]))
-
-    def watch(self, member: Member) -> None:
-        return None  # they live and die together
-
-    def start_env(self, spec: WorkerSpec) -> Mapping[str, str]:
-        return spec.env
-
-    def share(self, value: Any) -> Any:
-        return value
 
     def send(self, call: Call, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         worker, began_s = call.member.link, time.time()
@@ -66,7 +52,7 @@ class InProcess:
             post_mortem(error)
             call.finish(error=RemoteFailureError.of(error))
         if method == "call":
-            self._gang.lookout.add(call.member.spec.rank, DoneCall(args[0], began_s, time.time()))
+            self.gang.lookout.add(call.member.spec.rank, DoneCall(args[0], began_s, time.time()))
 
     def settle(self, calls: Sequence[Call], *, timeout_s: float, through_failures: bool = False) -> None:
         return None
@@ -76,9 +62,6 @@ class InProcess:
 
     def is_alive(self, member: Member) -> bool:
         return self._is_open
-
-    def look(self, members: Sequence[Member], *, last: bool) -> Collection[int]:
-        return ()
 
     def stop(self, members: Sequence[Member], *, timeout_s: float) -> None:
         for member in members:
@@ -94,8 +77,6 @@ class _Worker:
     def __init__(self, loop: asyncio.AbstractEventLoop, *, port: int) -> None:
         self._loop = loop
         self._port = port
-        self._env: Mapping[str, str] = {}
-        self._worker: Any = None
 
     def greet(self, leads: bool) -> tuple[int, int]:
         return os.getpid(), self._port

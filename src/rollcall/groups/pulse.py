@@ -14,7 +14,6 @@ import json
 import math
 import mmap
 import os
-import stat
 import struct
 import time
 from collections.abc import Iterator, Mapping
@@ -116,7 +115,7 @@ class Pulse:
         self._memory[BEAT.size : PAGE] = text.ljust(PAGE - BEAT.size)[: PAGE - BEAT.size]
 
     def note_stop(self, place: Mapping[str, Any] | None) -> None:
-        """A debugger holds this process at that place; None: it goes on."""
+        """Note where a debugger holds this process, or with None that it runs again."""
         text = b"" if place is None else json.dumps(place).encode()
         if len(text) > STOP_BYTES:
             text = json.dumps({**place, "file": "...", "function": "", "why": "stopped"}).encode()  # type: ignore[dict-item]
@@ -143,7 +142,7 @@ def _goes_on(last: DoneCall, method: str, start_s: float) -> bool:
 
 
 class Reader:
-    """Looks at one process again and again; each call is told once."""
+    """Looks at one process again and again, and reports each call once."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -199,7 +198,7 @@ class Reader:
         )
 
     def _read(self) -> bytes:
-        """Empty: it has no pulse yet."""
+        """The bytes of the pulse; empty if there is none yet."""
         try:
             if self._file is None:
                 path = memory_file(self._pid, PULSE)
@@ -211,7 +210,7 @@ class Reader:
             return b""
 
     def _calls(self, data: bytes, *, doing: str, since_s: float, now: float) -> tuple[DoneCall, ...]:
-        """Those that are new, without the last one if that may still go on."""
+        """The calls that are new, without the last one if it may still grow."""
         kept, _ = HEAD.unpack_from(data, PAGE)
         found: list[DoneCall] = []
         for number in range(max(self._told, kept - NUM_CALLS), kept):
@@ -236,7 +235,7 @@ def look(pid: int) -> Seen:
 
 
 def memory_file(pid: int, name: str) -> Path | None:
-    """The path through /proc of the process's memory file whose name begins so; None: it has none."""
+    """Find the process's memory file whose name begins so; returns its path in /proc, or None."""
     try:
         entries = sorted(Path(f"/proc/{pid}/fd").iterdir())
     except (FileNotFoundError, ProcessLookupError, PermissionError):  # gone, or another user's
@@ -251,13 +250,16 @@ def memory_file(pid: int, name: str) -> Path | None:
 
 
 class LogTail:
-    """The files that standard output and standard error of a process go to."""
+    """The files that standard output and standard error of a process go to, read as they grow: a bounded number of bytes at a time,
+    whole lines, without secrets."""
 
     def __init__(self, pid: int) -> None:
         self._ends: dict[str, int] = {}  # how far each file has been read
         for number in (1, 2):
-            if (path := _file_of(pid, number)) and path not in self._ends:
-                self._ends[path] = max(_size(path) - (8 << 10), 0)
+            with contextlib.suppress(OSError):
+                path = os.readlink(f"/proc/{pid}/fd/{number}")
+                if os.path.isabs(path) and os.path.isfile(path):
+                    self._ends.setdefault(path, max(os.path.getsize(path) - LOG_BYTES // 2, 0))
 
     @property
     def path(self) -> str:
@@ -268,40 +270,18 @@ class LogTail:
         """The lines that are new."""
         return b"".join(self._read(path) for path in self._ends)
 
-    def close(self) -> None:
-        self._ends = {}
-
     def _read(self, path: str) -> bytes:
-        size = _size(path)
-        if size <= self._ends[path]:
-            self._ends[path] = min(self._ends[path], size)
-            return b""
-        start = max(self._ends[path], size - LOG_BYTES)
         try:
+            size = os.path.getsize(path)
+            begin = max(min(self._ends[path], size), size - LOG_BYTES)
             with open(path, "rb") as file:
-                file.seek(start)
-                data = file.read(size - start)
+                file.seek(begin)
+                data = file.read(size - begin)
         except OSError:  # taken away
             return b""
         whole = data.rfind(b"\n") + 1
         if not whole and len(data) >= LOG_BYTES:
             whole = len(data)  # a line without an end
-        self._ends[path] = start + whole
+        self._ends[path] = begin + whole
         lines = [line for line in data[:whole].splitlines(keepends=True) if not line.startswith(OF_RAY)]
         return redact(b"".join(lines).decode(errors="replace")).encode()
-
-
-def _file_of(pid: int, number: int) -> str:
-    try:
-        path = os.readlink(f"/proc/{pid}/fd/{number}")
-        is_file = stat.S_ISREG(os.stat(path).st_mode)
-    except OSError:
-        return ""
-    return path if is_file and Path(path).is_absolute() else ""
-
-
-def _size(path: str) -> int:
-    try:
-        return os.stat(path).st_size
-    except OSError:
-        return 0

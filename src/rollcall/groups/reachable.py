@@ -4,7 +4,7 @@ It says who it is in a small file in its memory, which others find through ``/pr
 py-spy, which only the user that runs the process, and root, can do.
 
 Where the kernel lets a process read only those that it started (``kernel.yama.ptrace_scope`` is 1, as on Ubuntu), a reachable
-process allows every process of its user to read it: whoever asks, a command in another shell or the process that watches a
+process allows every process of its user to read it: the one that asks, a command in another shell or the process that watches a
 node, is not its parent. A permission given once for all time also serves where the process hangs or is stopped. It holds for
 this process only. What it starts, such as the processes of rewards and environments, does not inherit it.
 
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import mmap
 import os
 import select
 import socket
@@ -31,27 +30,24 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from rollcall.groups.pulse import look, memory_file
+from rollcall.process.framing import frame, json_frame, read_exactly, read_frame, read_json_frame
 from rollcall.process_table import Process, command_of, descendants, status_of
 
 ABOUT = "rollcall-about"
 PAGE = 4096
-SHOWN = 200  # characters of a command line
 SPY_S = 60.0  # py-spy reads the symbols of large libraries for native frames
-LONGEST_S = 600.0
-REQUEST_S = 5.0  # for the one who asks to say what
 START_S = 120.0  # for the profiler to start: the first time it loads libraries
 END_S = 300.0  # for a trace to be made and sent
-_PEER = struct.Struct("3i")  # process, user, group
 _PR_SET_PTRACER, _ANY = 0x59616D61, ctypes.c_ulong(-1)
 _lock = threading.Lock()
-_page: mmap.mmap | None = None
-_descriptor = -1
+_descriptor = -1  # of the file in memory that says who this process is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +72,7 @@ class Thread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stacks:
-    """What one process does now."""
+    """One process at this moment."""
 
     title: str
     pid: int
@@ -89,26 +85,22 @@ class Stacks:
 
 def be_reachable(about: About) -> None:
     """From now on others can find this process, read its stacks and profile it. A second call changes what it says."""
-    global _page, _descriptor
+    global _descriptor
     with _lock:
-        if _page is None:
+        if _descriptor < 0:
             _descriptor = os.memfd_create(ABOUT)  # stays open: others find it so
-            os.ftruncate(_descriptor, PAGE)
-            _page = mmap.mmap(_descriptor, PAGE)
             serve_profiles()
         if sys.platform == "linux":  # a kernel without this rule refuses, and lets others read anyway
             ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _ANY if about.title else 0, 0, 0, 0)
-        data = json.dumps(asdict(about)).encode()[: PAGE - 1]
-        _page[:] = data.ljust(PAGE, b"\0")
+        os.pwrite(_descriptor, json.dumps(asdict(about)).encode().ljust(PAGE, b"\0")[:PAGE], 0)
 
 
 def _forget() -> None:
-    """In a forked child, which is not the process that the page is about."""
-    global _page, _descriptor, _lock
-    if _page is not None:
-        _page.close()
+    """In a forked child, which is not the process that the file is about."""
+    global _descriptor, _lock
+    if _descriptor >= 0:
         os.close(_descriptor)
-    _page, _descriptor, _lock = None, -1, threading.Lock()
+    _descriptor, _lock = -1, threading.Lock()
 
 
 os.register_at_fork(after_in_child=_forget)
@@ -125,7 +117,7 @@ def reachable(about: About) -> Iterator[None]:
 
 
 def about_process(pid: int) -> About | None:
-    """None: it is not one of ours, or is gone."""
+    """What the process says about itself; None if it is not one of ours, or is gone."""
     path = memory_file(pid, ABOUT)
     try:
         found: dict[str, Any] = json.loads(path.read_bytes().rstrip(b"\0")) if path is not None else {}
@@ -147,7 +139,7 @@ def stacks_here(*, run: str | None = None, native: bool = False) -> list[Stacks]
     for pid, about in known.items():
         for process in descendants(pid):
             if process.pid != os.getpid() and process.pid not in titles:
-                titles[process.pid] = f"started by {about.title}: {command_of(process.pid)[:SHOWN].strip()}"
+                titles[process.pid] = f"started by {about.title}: {command_of(process.pid)[:200].strip()}"
     return [_stacks(pid, title, native=native) for pid, title in titles.items()]
 
 
@@ -214,17 +206,18 @@ def _complaint(stderr: str) -> str:
 def as_text(threads: Sequence[Thread]) -> str:
     """Each thread with its frames, the innermost first."""
     return "\n".join(
-        "\n".join([f"Thread {thread.thread}", *(f"    {_place(frame)}" for frame in thread.frames)])
+        "\n".join(
+            [
+                f"Thread {thread.thread}",
+                *(f"    {one.function} ({one.file}{f':{one.line}' if one.line else ''})" for one in thread.frames),
+            ]
+        )
         for thread in threads
     )
 
 
-def _place(frame: Frame) -> str:
-    return f"{frame.function} ({frame.file}{f':{frame.line}' if frame.line else ''})"
-
-
 def py_spy() -> str:
-    """The program, which is installed with Rollcall."""
+    """The path of py-spy, which is installed with Rollcall."""
     path = Path(sysconfig.get_path("scripts"), "py-spy")
     return str(path) if path.exists() else path.name
 
@@ -257,12 +250,10 @@ def _serve(server: socket.socket) -> None:
         peer, _ = server.accept()
         with peer:
             try:
-                _, user, _ = _PEER.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-                if user not in (0, os.getuid()):
-                    continue
-                peer.settimeout(REQUEST_S)
-                asked = json.loads(peer.makefile("rb").readline(1000))
-                _answer(peer, float(asked["seconds"]))
+                _, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+                if user in (0, os.getuid()):
+                    peer.settimeout(5.0)
+                    _answer(peer, float(read_json_frame(partial(read_exactly, peer.recv))["seconds"]))
             except (OSError, ValueError, KeyError, TypeError):
                 continue  # the one who asked is gone, or is not one of ours
 
@@ -271,22 +262,17 @@ def _answer(peer: socket.socket, seconds: float) -> None:
     with tempfile.TemporaryDirectory(prefix="rollcall-profile-") as folder:
         path = Path(folder) / "trace.json.gz"
         try:
-            _profile(path, peer, seconds=min(seconds, LONGEST_S))
+            if not _profile(path, peer, seconds=min(seconds, 600.0)):
+                return
             data, error = path.read_bytes(), ""
-        except _GoneError:
-            return
-        except Exception as found:  # noqa: BLE001 - whatever torch raises is told, and ends nothing here
+        except Exception as found:  # noqa: BLE001 - whatever torch raises is reported, and ends nothing here
             data, error = b"", f"{type(found).__name__}: {found}"
         peer.settimeout(END_S)
-        peer.sendall(json.dumps({"error": error, "bytes": len(data)}).encode() + b"\n")
-        peer.sendall(data)
+        peer.sendall(json_frame({"error": error}) + frame(data))
 
 
-class _GoneError(Exception):
-    """The one who asked is gone."""
-
-
-def _profile(path: Path, peer: socket.socket, *, seconds: float) -> None:
+def _profile(path: Path, peer: socket.socket, *, seconds: float) -> bool:
+    """Write a trace; False: the one who asked is gone, and there is none."""
     if "torch" not in sys.modules:
         raise ProfileError("it has not loaded torch")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it prints into the run's output
@@ -303,14 +289,14 @@ def _profile(path: Path, peer: socket.socket, *, seconds: float) -> None:
         options["experimental_config"] = _ExperimentalConfig(profile_all_threads=True)
     profiler = profile(activities=kinds, **options)
     profiler.start()
-    peer.sendall(b"started\n")
+    peer.sendall(json_frame({}))  # it has started
     try:
         is_gone = bool(select.select([peer], [], [], seconds)[0])  # nothing more is sent, so it can only be the end
     finally:
         profiler.stop()
-    if is_gone:
-        raise _GoneError
-    profiler.export_chrome_trace(str(path))
+    if not is_gone:
+        profiler.export_chrome_trace(str(path))
+    return not is_gone
 
 
 def profile_process(pid: int, *, seconds: float) -> bytes:
@@ -321,25 +307,19 @@ def profile_process(pid: int, *, seconds: float) -> bytes:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
         try:
             line.connect(_name(process))
-            line.sendall(json.dumps({"seconds": seconds}).encode() + b"\n")
-            answers = line.makefile("rb")
+            line.sendall(json_frame({"seconds": seconds}))
             line.settimeout(START_S)
-            first = answers.readline(1 << 16)
-            if first == b"started\n":
+            read = partial(read_exactly, line.recv)
+            answer = read_json_frame(read)
+            if "error" not in answer:  # it has started
                 line.settimeout(seconds + END_S)
-                first = answers.readline(1 << 16)
-            if not first:
-                raise ProfileError("it refused, or ended meanwhile")
-            head = json.loads(first)
-            if head["error"]:
-                raise ProfileError(head["error"])
-            data = answers.read(head["bytes"])
+                answer = read_json_frame(read)
+            if answer["error"]:
+                raise ProfileError(answer["error"])
+            return read_frame(read)
         except TimeoutError:
             raise ProfileError(
                 "it did not answer in time: it may be profiled already, or hang in a call (`rollcall stacks` shows it)"
             ) from None
         except OSError as error:
-            raise ProfileError(f"it does not answer ({error.strerror or error})") from None
-    if len(data) != head["bytes"]:
-        raise ProfileError("it ended while it sent the trace")
-    return data
+            raise ProfileError(f"it refused, or ended meanwhile ({error.strerror or error})") from None

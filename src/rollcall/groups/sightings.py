@@ -4,12 +4,12 @@
 in looks, not by the clock, so that a pause of this process does not count against a node. A worker is lost when its process is gone,
 when it is stopped at two looks in a row, or when one of its calls takes longer than ``patience_s`` allows: ten times the longest call
 of that method by a worker of its kind so far, and at least a minute. While a debugger holds any process of the run, the time of every
-call stands still: the others may wait for the one that is held.
+call is paused: the others may wait for the one that is held.
 
 In a ``Lookout`` one thread collects what workers do, and another takes it.
 
 Times of a worker are its host's monotonic clock. ``HostClock`` turns them into unix time of this host. It trusts no clock of another
-host: a node tells its monotonic time in every answer, and of the last answers the one with the shortest round trip says how far
+host: a node gives its monotonic time in every answer, and of the last answers the one with the shortest round trip shows how far
 the two clocks are apart. That is wrong by half a round trip at most. Where there is no round trip (workers that share only a
 folder), the answer that was the fewest seconds old counts as if it were new.
 """
@@ -45,7 +45,7 @@ class Loss:
 
 
 class Watch:
-    """``looks`` has, by node, what it reports of its workers by rank; None: it has not answered this time."""
+    """``looks`` has what each node reports about its workers, by rank; None if it did not answer this time."""
 
     def __init__(self) -> None:
         self._silent: dict[str, int] = {}  # looks in a row without an answer
@@ -182,7 +182,7 @@ class Lookout:
     def note(
         self, node: str, workers: Mapping[int, Seen], *, there_s: float, asked_s: float, answered_s: float
     ) -> None:
-        """What a node tells of its workers; ``there_s`` is its monotonic time at that moment."""
+        """Take what a node reports about its workers; ``there_s`` is its monotonic time at that moment."""
         with self._lock:
             clock = self._clocks[node]
             clock.note(there_s, asked_s=asked_s, answered_s=answered_s)
@@ -214,7 +214,7 @@ class Lookout:
             self._end_call(rank, turn.at_s)
 
     def _end_call(self, rank: int, at_s: float) -> None:
-        """What it did when it was last seen ended with it. Said twice, it is the same call to a reader."""
+        """The call it was in when it was last seen ended with it. A reader takes a repetition for the same call."""
         seen, since_s = self._seen.get(rank, (None, None))
         if seen is not None and seen.doing and since_s is not None:
             self._calls[rank].append(DoneCall(seen.doing, since_s, max(at_s, since_s)))

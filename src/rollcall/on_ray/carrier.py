@@ -18,7 +18,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rollcall.errors import ClusterError, WorkerDiedError
-from rollcall.groups.backend import Call, Member, Overseer, Recipe, WorkerSpec, whom
+from rollcall.groups.backend import Call, Carrier, Member, Overseer, Recipe, WorkerSpec, whom
 from rollcall.groups.host import DEBUG_HOST, GROUP_MARK, Host, RemoteFailureError, end_group
 from rollcall.groups.sightings import SILENT_S
 from rollcall.on_ray import zygote
@@ -30,7 +30,7 @@ from rollcall.worker_env.declared import for_ray
 INLINE_BYTES = 100 * 1024
 
 
-class OnRay:
+class OnRay(Carrier):
     peer_s = SILENT_S + 2
 
     def __init__(self, recipe: Recipe, *, group: PlacementGroup, may_fork: bool) -> None:
@@ -45,7 +45,7 @@ class OnRay:
         self._has_ended = False
 
     def open(self, gang: Overseer) -> None:
-        self._gang = gang
+        super().open(gang)
         self._supervisor = Supervisor(self._mark, gang)
         self._supervisor.start()
 
@@ -128,7 +128,7 @@ class OnRay:
                 call.finish(error=cause if isinstance(cause, RemoteFailureError) else error)
             except RayError as error:
                 if isinstance(error, RayActorError):
-                    self._gang.lose({call.member: _death(error)})
+                    self.gang.lose({call.member: _death(error)})
                 call.finish(error=error)
 
     def answered(self, calls: Sequence[Call], *, timeout_s: float) -> Collection[Call]:
@@ -171,7 +171,7 @@ class OnRay:
         for node_id, left in _answers(ends, timeout_s=timeout_s).items():
             where = f"node {used[node_id].node_rank} ({used[node_id].address})"
             if left is None:
-                problems.append(f"{where} has not said within {timeout_s:g} s that they ended")
+                problems.append(f"{where} has not confirmed within {timeout_s:g} s that they ended")
             elif left:
                 problems.append(f"{where} still has processes {left}")
         if problems:
@@ -188,7 +188,7 @@ def _alive_nodes() -> set[str]:
 
 
 def _answers(ends: Mapping[str, Any], *, timeout_s: float) -> dict[str, list[int] | None]:
-    """What each node still runs; None: it does not answer. Nodes that leave in the meantime are left out, with their processes."""
+    """The processes that each node still runs; None if it does not answer. Nodes that leave meanwhile are left out."""
     deadline, left = time.monotonic() + timeout_s, dict(ends)
     found: dict[str, list[int] | None] = {}
     while left and time.monotonic() < deadline:
@@ -222,7 +222,7 @@ def is_large(value: Any) -> bool:
 
 
 def _known_size(value: Any, limit: int) -> int | None:
-    """Bytes, or any number above the limit; None where only pickling could tell."""
+    """Bytes, or any number above the limit; None if only pickling could tell."""
     if value is None or isinstance(value, bool | int | float):
         return 16
     if isinstance(value, str | bytes | bytearray):

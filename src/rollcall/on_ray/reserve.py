@@ -37,7 +37,7 @@ NODES_DEADLINE_S = 180.0
 
 @dataclass(frozen=True, slots=True)
 class RayBackend:
-    cluster: Cluster | None = None  # None: a script has joined its Ray by itself
+    cluster: Cluster | None = None  # None if a script has joined its Ray by itself
 
     def reserve(self, ask: Ask, *, timeout_s: float) -> Reservation:
         if not ray.is_initialized():
@@ -98,7 +98,7 @@ def _missing(cluster: Cluster | None, ranks: Sequence[int]) -> str:
 
 
 def choose_nodes(ask: Ask, nodes: Sequence[RayNode]) -> list[RayNode] | None:
-    """A node for each entry: the named ones, or in rank order the first with room; None: there are too few."""
+    """A node for each entry: the named ones, or in rank order the first with room; None if there are too few."""
     if ask.node_ranks is not None:
         by_rank = {node.rank: node for node in nodes}
         named = [by_rank.get(rank) for rank in ask.node_ranks]

@@ -39,7 +39,7 @@ ENDED_S = 10.0  # for killed workers to be gone
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLook:
-    """What a node answers at a look."""
+    """A node's answer to a look."""
 
     workers: Mapping[int, Seen]  # by rank
     now_s: float  # its monotonic time

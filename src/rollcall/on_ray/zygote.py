@@ -70,7 +70,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _connect() -> socket.socket | None:
-    """The group's zygote on this node, started if there is none; None: it cannot be had."""
+    """Connect to the group's zygote on this node, and start it if there is none; None if that fails."""
     key = json.dumps([os.environ[GROUP], sys.executable, os.getuid()])
     address = f"\0rollcall-zygote-{hashlib.sha256(key.encode()).hexdigest()[:32]}"  # in the abstract namespace, without a file
     for _ in range(2):
@@ -115,7 +115,7 @@ def _serve(listener: socket.socket) -> NoReturn:
         for module in os.environ[MODULES].split():
             importlib.import_module(module)
     nothing = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):  # they are the first worker's; an import that fails is told there
+    for stream in (0, 1, 2):  # they are the first worker's; an import that fails is reported there
         os.dup2(nothing, stream)
     gc.collect()
     gc.freeze()  # a collection in a worker would write to, and so copy, the pages that all share
@@ -217,8 +217,8 @@ def _become_worker(request: dict[str, Any], streams: list[int], pipe: tuple[int,
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

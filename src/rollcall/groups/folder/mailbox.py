@@ -9,7 +9,7 @@ FOLDER/messages/
 A message is a file. It is written under another name in the same folder and renamed, so that no reader sees a part of it;
 the reader removes it. Its name has the label of a conversation (master, worker, epoch) and a number. The reader takes numbers
 in order, and waits for a number that the folder does not list yet. A message with another label belongs to an earlier
-conversation and is never answered. The writer keeps few messages in an inbox.
+conversation and is never answered.
 
 A process shows that it lives by a file with an incarnation, which is new for every process, and a counter that it advances
 (``durable/heartbeat.py``). The file of a process that is gone does not move.
@@ -17,7 +17,7 @@ A process shows that it lives by a file with an incarnation, which is new for ev
 NFS may show a new file late to a process that asks for its name, but at once to one that opens the folder; so every look
 lists the folder first. A reader gets ENOENT or ESTALE when a file is replaced while it reads; it then looks again.
 
-Messages are pickles: a process that can write one runs code here. So the folder must belong to one user alone (0700), which
+Messages are pickles: a process that can write one runs code here. So the folder must be closed to other users (0700), which
 is checked. The file system then keeps others out, and no token is needed.
 """
 
@@ -35,25 +35,24 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rollcall.durable.atomic import TEMPORARY, write_atomic
 from rollcall.durable.heartbeat import Heartbeat
+from rollcall.durable.patience import DiskError, persist
 from rollcall.errors import ClusterError
 from rollcall.version import __version__
-from rollcall.wait import Wait, warn
+from rollcall.wait import warn
 
 BEAT_S = 1.0  # between two advances of a counter
 SILENT_S = 20.0  # without an advance: gone
-SHORTEST_LOOK_S, LONGEST_LOOK_S = 0.02, 0.5
-WRITE_DEADLINE_S = 1800.0  # for a folder that is full or not reachable
 PRESENCE = "presence.json"
-_WAITS = (errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EIO, errno.EROFS, errno.EACCES, errno.ENOENT)
 
 
 class State(StrEnum):
-    """What a process says of itself: a master the first three, a worker the last two."""
+    """A process's own word for its state: the first three are a master's, the others a worker's."""
 
     RUNNING = "running"
     ENDED = "ended"
@@ -95,7 +94,7 @@ def new_id() -> str:
 
 
 def own_folder(path: Path) -> Path:
-    """The folder, made if it does not exist, and checked to be this user's alone."""
+    """Make the folder if it does not exist, and refuse it unless it is closed to other users."""
     path = path.absolute()
     if not path.exists():
         path.mkdir(parents=True, mode=0o700, exist_ok=True)
@@ -111,7 +110,7 @@ def own_folder(path: Path) -> Path:
     if mode & 0o077:
         raise ClusterError(
             f"{path} is open to other users (mode {mode:03o}); the nodes exchange Python pickles there, which run code, so it "
-            f"must be yours alone: chmod 700 {path}"
+            f"must be closed to others: chmod 700 {path}"
         )
     return path.resolve()
 
@@ -133,7 +132,7 @@ def names(folder: Path) -> list[str]:
 
 
 def read(path: Path) -> bytes | None:
-    """The file's bytes; None: it is gone, or is being replaced."""
+    """The file's bytes; None if it is gone, or is being replaced."""
     with _unless_gone():
         return path.read_bytes()
     return None
@@ -146,14 +145,7 @@ def remove(path: Path) -> None:
 
 def put(path: Path, data: bytes, *, durable: bool = False) -> None:
     """Write a file, whole or not at all; ``durable``: it survives a power cut. A folder that is full is waited for."""
-    wait = Wait(WRITE_DEADLINE_S)
-    while True:
-        try:
-            return write_atomic(path, data, durable=durable)
-        except OSError as error:
-            text = f"{path.parent} cannot be written ({error.strerror}); waiting until it can"
-            if error.errno not in _WAITS or not wait.again(text, after_s=LONGEST_LOOK_S):
-                raise
+    persist(partial(write_atomic, path, data, durable=durable), path=path, what="a message")
 
 
 def sweep(folder: Path) -> None:
@@ -166,35 +158,26 @@ def sweep(folder: Path) -> None:
 class Rhythm:
     """How long to wait between two looks: short after something happened, then longer and longer."""
 
-    def __init__(self) -> None:
-        self.wait_s = SHORTEST_LOOK_S
+    wait_s = 0.02
 
-    def hurry(self) -> None:
-        self.wait_s = SHORTEST_LOOK_S
-
-    def slow_down(self) -> None:
-        self.wait_s = min(self.wait_s * 1.2, LONGEST_LOOK_S)
+    def note(self, *, happened: bool) -> None:
+        self.wait_s = 0.02 if happened else min(self.wait_s * 1.2, 0.5)
 
 
 class Inbox:
     """The messages of one label in a folder, in the order of their numbers, each once."""
 
     def __init__(self, folder: Path, *, label: str) -> None:
-        self._folder = folder
-        self._label = label
-        self._next = 1
+        self._folder, self._label, self._next = folder, label, 1
 
     def take(self) -> tuple[int, bytes] | None:
-        """The next message; None: there is none yet."""
+        """Take the next message; None if there is none yet."""
         name = message_name(self._label, self._next)
-        if name not in names(self._folder):
-            return None
-        data = read(self._folder / name)
-        if data is None:
+        if name not in names(self._folder) or (data := read(self._folder / name)) is None:
             return None
         remove(self._folder / name)
-        number, self._next = self._next, self._next + 1
-        return number, data
+        self._next += 1
+        return self._next - 1, data
 
 
 def message_name(label: str, number: int) -> str:
@@ -210,7 +193,7 @@ def read_name(name: str) -> tuple[str, int]:
 class Presence:
     """This process as the others see it: its incarnation, facts about it, and a counter that a thread advances.
 
-    ``beside`` runs in that thread each time. ``changing`` are facts that are new each time.
+    ``each_beat`` runs in that thread each time. ``changing`` gives facts that are new each time.
     """
 
     def __init__(
@@ -218,12 +201,12 @@ class Presence:
         folder: Path,
         facts: Mapping[str, Any],
         *,
-        beside: Callable[[], None] | None = None,
+        each_beat: Callable[[], None] | None = None,
         changing: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         self._path = folder / PRESENCE
         self._facts = {**facts, "incarnation": new_id()}
-        self._beside = beside
+        self._each_beat = each_beat
         self._changing = changing
         self._counter = 0
         self._one_writes = threading.Lock()
@@ -262,9 +245,12 @@ class Presence:
         while not self._ended.wait(BEAT_S):
             try:
                 self._write(durable=False)
-                if self._beside is not None:
-                    self._beside()
-            except OSError as error:  # others see that the counter does not grow, and wait until the folder is back
+                if self._each_beat is not None:
+                    self._each_beat()
+            except (
+                OSError,
+                DiskError,
+            ) as error:  # others see that the counter does not grow, and wait until the folder is back
                 warn(f"{self._path} cannot be written: {error}")
 
 

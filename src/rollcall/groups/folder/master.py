@@ -1,5 +1,5 @@
 """Slots and workers on nodes that share a folder and nothing else, the master's side: which workers are there, calls out, answers in.
-The workers' side is ``worker``; ``mailbox`` says what lies where.
+The workers' side is ``worker``; ``mailbox`` says which file is where.
 
 A call is a file in its worker's inbox, its answer a file in ``answers``. The label of both is master, worker and epoch: a
 worker answers what is meant for it, by this master, for its current group. Node 0 runs its worker in a child process of
@@ -18,14 +18,13 @@ import sys
 import threading
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 from rollcall.errors import ClusterError, NoRoomError
-from rollcall.groups.backend import Ask, Call, Member, NodeSeats, Overseer, Reservation, WorkerSpec
+from rollcall.groups.backend import Ask, Call, Carrier, Member, NodeSeats, Overseer, Reservation, WorkerSpec
 from rollcall.groups.folder.mailbox import (
     BEAT_S,
     SILENT_S,
@@ -52,7 +51,6 @@ from rollcall.stop import Stopped
 from rollcall.wait import Wait
 
 APPEAR_S = 600.0  # until every worker is there; a person starts them
-OUTSTANDING = 8  # call files in one inbox
 
 
 class NodeWorker:
@@ -65,12 +63,11 @@ class NodeWorker:
         self.death = ""  # why; empty: it lives
         self.on_death: Callable[[str], None] = lambda why: None
         self.number = 0  # of its last call in this epoch
-        self.calls: dict[int, Call] = {}  # in the inbox, by number
-        self.waiting: deque[tuple[int, Call, bytes]] = deque()  # not there yet
+        self.calls: dict[int, Call] = {}  # under way, by number
 
 
 class FolderBackend:
-    """The master of a folder, used in a ``with`` block; at its end the workers are told how the run ended."""
+    """The master of a folder, used in a ``with`` block; at its end the workers learn how the run ended."""
 
     def __init__(
         self,
@@ -198,23 +195,16 @@ class FolderBackend:
         self._presence.say(epoch=self._epoch)
 
     def post(self, worker: NodeWorker, call: Call, data: bytes) -> None:
-        """Put a call into the inbox, or into the queue if the inbox is full."""
+        """Put a call into the worker's inbox."""
         with self.changed:
             if worker.death:
                 worker.on_death(worker.death)
                 call.finish(error=ClusterError(worker.death))
                 return
             worker.number += 1
-            worker.waiting.append((worker.number, call, data))
-            self._rhythm.hurry()
-            self._fill(worker)
-
-    def _fill(self, worker: NodeWorker) -> None:
-        inbox = self._messages.inbox(worker.rank)
-        while worker.waiting and len(worker.calls) < OUTSTANDING:
-            number, call, data = worker.waiting.popleft()
-            worker.calls[number] = call
-            put(inbox / message_name(self._label(worker), number), data)
+            worker.calls[worker.number] = call
+            put(self._messages.inbox(worker.rank) / message_name(self._label(worker), worker.number), data)
+            self._rhythm.note(happened=True)
 
     def _label(self, worker: NodeWorker) -> str:
         return label_of(master=self._presence.incarnation, worker=worker.incarnation, epoch=self._epoch)
@@ -228,7 +218,7 @@ class FolderBackend:
                 if time.monotonic() - looked > BEAT_S / 2:
                     self._look_at_workers()
                     looked = time.monotonic()
-                self._rhythm.hurry() if found else self._rhythm.slow_down()
+                self._rhythm.note(happened=found)
             except Exception as error:  # those that wait for an answer must know that none will come
                 with self.changed:
                     self._trouble = error
@@ -249,26 +239,24 @@ class FolderBackend:
             if answered is None:
                 remove(answers / name)  # of an earlier conversation
                 continue
-            worker, call = answered
             outcome: RemoteFailureError | tuple[Any] = pickle.loads(data)
             remove(answers / name)
             found = True
             with self.changed:
                 if isinstance(outcome, RemoteFailureError):
-                    call.finish(error=outcome)
+                    answered.finish(error=outcome)
                 else:
-                    call.finish(outcome[0])
-                self._fill(worker)
+                    answered.finish(outcome[0])
                 self.changed.notify_all()
         return found
 
-    def _call_of(self, name: str) -> tuple[NodeWorker, Call] | None:
-        """The call that this file answers, and its worker."""
+    def _call_of(self, name: str) -> Call | None:
+        """The call that this file answers."""
         label, number = read_name(name)
         with self.changed:
             for worker in self._workers.values():
                 if label == self._label(worker) and not worker.death and number in worker.calls:
-                    return worker, worker.calls.pop(number)
+                    return worker.calls.pop(number)
         return None
 
     def _look_at_workers(self) -> None:
@@ -280,7 +268,7 @@ class FolderBackend:
                     self._bury(rank, why)
 
     def _cause_of_death(self, rank: int, worker: NodeWorker) -> str:
-        """Empty: it lives."""
+        """Why the worker is dead; empty if it lives."""
         peer = self._peers[rank]
         if rank == 0 and self._child is not None and (status := self._child.poll()) is not None:
             return f"its process ended with status {status}"
@@ -303,14 +291,13 @@ class FolderBackend:
         self._presence.say(dismissed=[worker.incarnation for worker in self._workers.values() if worker.death])
 
     def _fail_calls(self, worker: NodeWorker, why: str) -> None:
-        for call in (*worker.calls.values(), *(call for _, call, _ in worker.waiting)):
+        for call in worker.calls.values():
             call.finish(error=ClusterError(why))
         worker.calls.clear()
-        worker.waiting.clear()
         self.changed.notify_all()
 
 
-class Mail:
+class Mail(Carrier):
     """Carries the calls of one group."""
 
     peer_s = SILENT_S + 2
@@ -321,24 +308,18 @@ class Mail:
         self._num_heard: dict[NodeWorker, int] = {}  # calls that each worker has reported
 
     def open(self, gang: Overseer) -> None:
-        self._gang = gang
+        super().open(gang)
         self._post.begin_epoch()
 
     def launch(self, spec: WorkerSpec, *, lost: Member | None, wait: Wait) -> Member:
         """The worker that waits on the node; a person starts it."""
         (worker,) = self._post.await_workers([spec.node.node_rank], timeout_s=wait.left_s)
         member = Member(replace(spec, node=replace(spec.node, node_id=worker.host)), link=worker)
-        worker.on_death = lambda why: self._gang.lose({member: why})
+        worker.on_death = lambda why: self.gang.lose({member: why})
         return member
-
-    def watch(self, member: Member) -> None:
-        return None  # the postman does
 
     def start_env(self, spec: WorkerSpec) -> Mapping[str, str]:
         return {**spec.env, GROUP_MARK: self._mark}
-
-    def share(self, value: Any) -> Any:
-        return value
 
     def send(self, call: Call, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         data = pickle.dumps((method, tuple(args), dict(kwargs)), protocol=pickle.HIGHEST_PROTOCOL)
@@ -373,7 +354,7 @@ class Mail:
             if report is not None:
                 self._num_heard[worker] = report.num_calls
                 seen = {member.spec.rank: report.seen}
-                self._gang.lookout.note(
+                self.gang.lookout.note(
                     worker.incarnation, seen, there_s=report.now_s, asked_s=told_s, answered_s=told_s
                 )
         return ()
@@ -400,7 +381,7 @@ class Report:
 
 
 def read_report(facts: Mapping[str, Any], *, mark: str, after: int) -> Report | None:
-    """The report of a worker of the group with this mark, with the calls past the first ``after``; None: it has made none."""
+    """The report of a worker of the group with this mark, with the calls past the first ``after``; None if there is none."""
     report = facts.get("pulse")
     if report is None or report["mark"] != mark:
         return None

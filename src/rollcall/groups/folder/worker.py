@@ -1,7 +1,7 @@
 """The worker of one node, where nodes share only a folder: it takes calls from its inbox and answers them one at a time.
 
 It serves a master whose counter moves; the master of an earlier run does not move. A new epoch of the master, or a new
-master, ends the work under way, and the worker is made again when it is told to start. If the master's counter stops, the
+master, ends the work under way, and the worker is made again at the next start. If the master's counter stops, the
 worker waits for it, or for a new master, up to a deadline.
 
 The main thread works. The presence's thread advances the counter and looks at the master. If no one waits for the main
@@ -56,7 +56,7 @@ MASTER_WAIT_S = 1800.0  # for a master that has not started yet, or is lost
 END_S = 10.0  # for killed processes to be gone
 
 
-# Not Exceptions: the code of a call must not take them for an error of its own.
+# Not Exceptions: the code of a call must not take them for its own errors.
 class _Abandoned(BaseException):
     """No one waits for this call any more."""
 
@@ -69,7 +69,7 @@ class _Terminated(BaseException):
 
 
 class Reporter:
-    """What a worker reports of its calls to the master, in the file that shows that it lives; ``facts`` is asked in another thread.
+    """Reports the calls of a worker to the master, in the file that shows that it lives; another thread asks for ``facts``.
 
     The file is written every second, and a master on a slow file system may not see each one. So it has the last calls and how many
     there were, and the master takes those that it does not know yet (``master.read_report``).
@@ -128,7 +128,7 @@ class FolderWorker:
         self._presence = Presence(
             self._own,
             {**about_this_process(), "state": State.HERE, "why": "", "rank": rank},
-            beside=self._look,
+            each_beat=self._look,
             changing=self._reporter.facts,
         )
         self._label = ""  # of the current conversation; empty: there is none
@@ -160,9 +160,9 @@ class FolderWorker:
         except KeyboardInterrupt:
             why = "Ctrl-C"
             raise
-        except _Terminated as told:
-            why = told.number.name
-            raise SystemExit(128 + told.number) from None
+        except _Terminated as end:
+            why = end.number.name
+            raise SystemExit(128 + end.number) from None
         except Exception as error:
             why = str(error)
             raise
@@ -205,10 +205,8 @@ class FolderWorker:
                 worked = self._work()
             except _Abandoned:
                 continue
-            if worked:
-                rhythm.hurry()
-            else:
-                rhythm.slow_down()
+            rhythm.note(happened=worked)
+            if not worked:
                 time.sleep(rhythm.wait_s)
 
     def _wait_for_master(self, waiting: Wait) -> None:
