@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import threading
-import time
 import uuid
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
@@ -22,7 +21,7 @@ from rollcall.groups.backend import Call, Carrier, Member, Overseer, Recipe, Wor
 from rollcall.groups.host import DEBUG_HOST, GROUP_MARK, Host, RemoteFailureError, end_group
 from rollcall.groups.sightings import SILENT_S
 from rollcall.on_ray import zygote
-from rollcall.on_ray.each_node import pinned
+from rollcall.on_ray.each_node import answers_of, pinned
 from rollcall.on_ray.supervise import Supervisor
 from rollcall.wait import Wait
 from rollcall.worker_env.declared import for_ray
@@ -164,44 +163,24 @@ class OnRay(Carrier):
             for host in self._hosts.values():
                 ray.kill(host)
         self._supervisor.stop()
-        used = {one.spec.node.node_id: one.spec.node for one in members if one.spec.node.node_id not in lost}
-        alive = _alive_nodes()
-        ends = {id_: _end.options(**pinned(id_)).remote(self._mark, timeout_s) for id_ in used if id_ in alive}
-        problems = []
-        for node_id, left in _answers(ends, timeout_s=timeout_s).items():
-            where = f"node {used[node_id].node_rank} ({used[node_id].address})"
-            if left is None:
-                problems.append(f"{where} has not confirmed within {timeout_s:g} s that they ended")
-            elif left:
-                problems.append(f"{where} still has processes {left}")
-        if problems:
-            raise ClusterError(f"the processes of {members[0].spec.role} cannot be ended: {'; '.join(problems)}")
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - lost
+        used = {one.spec.node.node_rank: one.spec.node for one in members if one.spec.node.node_id in alive}
+        ends = {rank: _end.options(**pinned(node.node_id)).remote(self._mark, timeout_s) for rank, node in used.items()}
+        left, problems = answers_of(ends, wait=Wait(timeout_s, first_s=timeout_s), to="end its processes")
+        problems |= {rank: f"it still has processes {pids}" for rank, pids in left.items() if pids}
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}  # those that have left took theirs along
+        said = [
+            f"node {rank} ({used[rank].address}): {why}"
+            for rank, why in problems.items()
+            if used[rank].node_id in alive
+        ]
+        if said:
+            raise ClusterError(f"the processes of {members[0].spec.role} cannot be ended: {'; '.join(said)}")
 
 
 @ray.remote
 def _end(mark: str, timeout_s: float) -> list[int]:
     return end_group(mark, timeout_s=timeout_s)
-
-
-def _alive_nodes() -> set[str]:
-    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-
-
-def _answers(ends: Mapping[str, Any], *, timeout_s: float) -> dict[str, list[int] | None]:
-    """The processes that each node still runs; None if it does not answer. Nodes that leave meanwhile are left out."""
-    deadline, left = time.monotonic() + timeout_s, dict(ends)
-    found: dict[str, list[int] | None] = {}
-    while left and time.monotonic() < deadline:
-        ready, _ = ray.wait(list(left.values()), timeout=0.5)
-        for node_id in [node_id for node_id, end in left.items() if end in ready]:
-            try:
-                found[node_id] = ray.get(left.pop(node_id))
-            except RayError:
-                continue
-        if not ready:
-            alive = _alive_nodes()
-            left = {node_id: end for node_id, end in left.items() if node_id in alive}
-    return found | dict.fromkeys(left)
 
 
 def _death(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""The watch over a crew on Ray: a small process on each node looks at the workers there, and a thread here asks it.
+"""The watch over a gang on Ray: a small process on each node looks at the workers there, and a thread here asks it.
 
 The thread asks all nodes at once, every ``LOOK_EVERY_S``, and lets ``Watch`` judge. The stacks of a stopped or stuck worker
 go to stderr under its name. The thread tells the gang every loss with its reason; then it kills the stopped or stuck worker.
