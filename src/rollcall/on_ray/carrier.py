@@ -126,7 +126,7 @@ class OnRay(Carrier):
                 cause = getattr(error, "cause", None)  # of what the worker's own code raised
                 call.finish(error=cause if isinstance(cause, RemoteFailureError) else error)
             except RayError as error:
-                if isinstance(error, RayActorError):
+                if isinstance(error, RayActorError) or not self.is_alive(call.member):
                     self.gang.lose({call.member: _death(error)})
                 call.finish(error=error)
 

@@ -35,7 +35,6 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from enum import StrEnum
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -144,8 +143,15 @@ def remove(path: Path) -> None:
 
 
 def put(path: Path, data: bytes, *, durable: bool = False) -> None:
-    """Write a file, whole or not at all; ``durable``: it survives a power cut. A folder that is full is waited for."""
-    persist(partial(write_atomic, path, data, durable=durable), path=path, what="a message")
+    """Write a file, whole or not at all; ``durable``: it survives a power cut. A folder that is full or not mounted is waited for."""
+
+    def write() -> None:
+        try:
+            write_atomic(path, data, durable=durable)
+        except FileNotFoundError as error:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE)) from error
+
+    persist(write, path=path, what="a message")
 
 
 def sweep(folder: Path) -> None:
