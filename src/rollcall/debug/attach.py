@@ -65,7 +65,7 @@ class Connection:
         self._frames = Frames(LONGEST)
         self.fileno, self.close = connection.fileno, connection.close
 
-    def send(self, **message: Any) -> None:
+    def send(self, message: Mapping[str, Any]) -> None:
         self._socket.sendall(json_frame(message))
 
     def take(self) -> list[dict[str, Any]]:
@@ -124,7 +124,7 @@ class Porter:
             else:
                 for line in typed:
                     if isinstance(line, str):
-                        self._line.send(line=line)
+                        self._line.send({"line": line})
         if self._door is None:
             return
         if (caller := self._door.accept(0)) is not None:
@@ -139,7 +139,7 @@ class Porter:
         self._is_heard = self._is_heard or "here" in message
         if self._is_heard and self._caller is not None:
             try:
-                self._caller.send(**message)
+                self._caller.send(message)
             except OSError:
                 self._drop()
         if "left" in message:
@@ -175,7 +175,7 @@ class Porter:
             )
         _has_given_up = True
         self._goes()
-        self._line.send(line="continue")
+        self._line.send({"line": "continue"})
 
     def _goes(self) -> None:
         global _alone_since
@@ -194,10 +194,10 @@ class Porter:
         caller = Connection(connection)
         if self._caller is None:
             self._caller, self._is_heard, _alone_since = caller, False, None
-            self._line.send(attach=True)
+            self._line.send({"attach": True})
             return
         try:
-            caller.send(busy=True)
+            caller.send({"busy": True})
         except OSError:
             pass  # it has left
         caller.close()
@@ -297,7 +297,7 @@ def converse(
                     typed_now = left.pop(0) if left else _ask(str(message["prompt"]), ask, again=again)
                     if typed_now is None:
                         return End.LEFT
-                    other.send(line=typed_now)
+                    other.send({"line": typed_now})
                     continue
                 if "text" in message:
                     print(visible(str(message["text"])), end="", flush=True)

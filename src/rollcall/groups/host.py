@@ -162,16 +162,13 @@ class Host:
         be_reachable(About(title=self._name))
         self._pulse = Pulse(int(env["RANK"]))
         if DEBUG_HOST in env:
-            self._serve_debugger(self._pulse, host=env[DEBUG_HOST])
+            serve(host=env[DEBUG_HOST], on_stop=self._pulse.note_stop)
+            if is_rays():
+                self._pulse.note_stop({})  # it does not say when it holds this process: no call here is ever too long
         try:
             self._worker = load_class(target)(*args, **kwargs)
         except Exception as error:
             raise _examined(error) from None
-
-    def _serve_debugger(self, pulse: Pulse, *, host: str) -> None:
-        serve(host=host, on_stop=pulse.note_stop)
-        if is_rays():
-            pulse.note_stop({})  # it does not say when it holds this process: no call here is ever too long
 
     def call(self, method: str, drop: Drop, /, *args: Any, **kwargs: Any) -> Any:
         assert self._pulse is not None, "start comes first"

@@ -20,7 +20,6 @@ import json
 import os
 import select
 import socket
-import struct
 import subprocess
 import sys
 import sysconfig
@@ -37,6 +36,7 @@ from typing import Any
 import psutil
 
 from rollcall.groups.pulse import look, memory_file
+from rollcall.process import is_own_users
 from rollcall.process.framing import frame, json_frame, read_exactly, read_frame, read_json_frame
 from rollcall.process_table import Process, command_of, descendants, status_of
 
@@ -140,18 +140,19 @@ def stacks_here(*, run: str | None = None, native: bool = False) -> list[Stacks]
         for process in descendants(pid):
             if process.pid != os.getpid() and process.pid not in titles:
                 titles[process.pid] = f"started by {about.title}: {command_of(process.pid)[:200].strip()}"
-    return [_stacks(pid, title, native=native) for pid, title in titles.items()]
-
-
-def _stacks(pid: int, title: str, *, native: bool) -> Stacks:
-    seen, state, threads, error = look(pid), status_of(pid), [], ""
-    try:
-        threads = read_threads(pid, native=native)
-    except UnreadableError as found:
-        error = str(found)
-    return Stacks(
-        title=title, pid=pid, state=state, doing=seen.doing, busy_s=round(seen.busy_s, 1), threads=threads, error=error
-    )
+    found = []
+    for pid, title in titles.items():
+        seen, state, threads, error = look(pid), status_of(pid), list[Thread](), ""
+        try:
+            threads = read_threads(pid, native=native)
+        except UnreadableError as why:
+            error = str(why)
+        busy_s = round(seen.busy_s, 1)
+        stacks = Stacks(
+            title=title, pid=pid, state=state, doing=seen.doing, busy_s=busy_s, threads=threads, error=error
+        )
+        found.append(stacks)
+    return found
 
 
 class UnreadableError(RuntimeError):
@@ -250,8 +251,7 @@ def _serve(server: socket.socket) -> None:
         peer, _ = server.accept()
         with peer:
             try:
-                _, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-                if user in (0, os.getuid()):
+                if is_own_users(peer):
                     peer.settimeout(5.0)
                     _answer(peer, float(read_json_frame(partial(read_exactly, peer.recv))["seconds"]))
             except (OSError, ValueError, KeyError, TypeError):

@@ -1,8 +1,10 @@
-"""This process: its accelerators' memory, how many files it may open, and its end with its parent."""
+"""Facts about this process and its peers: accelerator memory, open files, whose process is at the other end of a socket."""
 
 from __future__ import annotations
 
+import os
 import resource
+import struct
 import sys
 from typing import Any
 
@@ -35,3 +37,11 @@ def refuse_few_files() -> None:
         raise ValueError(
             f"this shell allows a process {limit} open files (ulimit -Hn), and a run needs {FEWEST_FILES}; start it where more are allowed"
         )
+
+
+def is_own_users(peer: Any) -> bool:
+    """Whether the other end of a Unix socket is a process of this user, or root's."""
+    import socket  # few processes need it, and children have to start fast
+
+    _, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return user in (0, os.getuid())
