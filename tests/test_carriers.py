@@ -50,8 +50,8 @@ class Scripted(Carrier):
             return all(call.is_done or call.link for call in calls) or (failed and not through_failures)
 
         with self.changed:
-            self.changed.wait_for(is_enough, timeout=timeout_s)
-            for call in calls:
+            is_all = self.changed.wait_for(is_enough, timeout=timeout_s)
+            for call in calls if is_all or through_failures else ():  # all or none, as Ray does
                 if call.link and not call.is_done:
                     is_error = isinstance(call.link[0], Exception)
                     call.finish(None if is_error else call.link[0], error=call.link[0] if is_error else None)

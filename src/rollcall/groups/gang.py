@@ -101,7 +101,10 @@ class Gang:
             del self._waited_for[threading.get_ident()]
 
     def _tell(self, missing: Sequence[Call], *, wait: Wait, total: int) -> None:
-        specs = [call.member.spec for call in missing]
+        answered = self._carrier.answered(missing, timeout_s=0)  # a carrier may take all answers or none
+        specs = [call.member.spec for call in missing if call not in answered]
+        if not specs:
+            return
         if wait.is_over:
             text = f"no answer after {wait.timeout_s:g} s from {len(specs)} of {total} workers: {listed(specs)}"
             raise WorkerTimeoutError(text, **whom(specs))
