@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
 from typing import Any, cast
@@ -42,6 +43,7 @@ from rollcall.inspect.processes import ProcessTarget, find_target
 from rollcall.inspect.profile import Format, profile_role
 from rollcall.inspect.stacks import read_stacks
 from rollcall.observe.live import Live, read_live, write_live
+from rollcall.process.framing import json_frame, read_exactly, read_json_frame
 from rollcall.process_table import Process
 
 YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
@@ -158,8 +160,8 @@ def test_a_profiler_that_fails_or_is_left_alone_ends_nothing(run_dir: Path, monk
     assert own is not None
     with socket.socket(socket.AF_UNIX) as line:  # asks, and is gone
         line.connect(f"\0rollcall-profile-{own.pid}-{own.started}")
-        line.sendall(b'{"seconds": 600}\n')
-        assert line.recv(100) == b"started\n"
+        line.sendall(json_frame({"seconds": 600}))
+        assert read_json_frame(partial(read_exactly, line.recv)) == {}, "it has started"
     with socket.socket(socket.AF_UNIX) as line:  # says rubbish
         line.connect(f"\0rollcall-profile-{own.pid}-{own.started}")
         line.sendall(b"rubbish\n")
