@@ -15,10 +15,9 @@ from typing import Any
 
 import pytest
 
-from rollcall.debug import here, porter
+from rollcall.debug import attach, here
 from rollcall.debug.attach import End, converse, reach
 from rollcall.debug.board import BOARD, Waiting
-from rollcall.debug.line import warn_passed_over
 
 WAIT_S = 120.0
 
@@ -28,11 +27,10 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The directory of a run whose controller is this process, which has no terminal."""
     monkeypatch.setattr(sys, "breakpointhook", sys.__breakpointhook__)
     monkeypatch.setattr(here, "has_terminal", lambda: False)
-    monkeypatch.setattr("rollcall.debug.line.has_terminal", lambda: False)
-    monkeypatch.setattr(here, "_opened", set())
-    monkeypatch.setattr(porter, "_alone_since", None)
-    monkeypatch.setattr(porter, "_has_given_up", False)
-    warn_passed_over.cache_clear()
+    monkeypatch.setattr(attach, "_alone_since", None)
+    monkeypatch.setattr(attach, "_has_given_up", False)
+    here._examined.cache_clear()
+    here.warn_passed_over.cache_clear()
     for name in (here.POST_MORTEM, here.RAY_DEBUG, "PYTHONBREAKPOINT"):
         monkeypatch.delenv(name, raising=False)
     with BOARD.of_run(tmp_path):

@@ -5,30 +5,25 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-import time
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
 from pathlib import Path
 from typing import Any
 
 from commands import fork_context
 
-from rollcall.errors import WorkerDiedError, WorkerError
-from rollcall.groups.backend import Ask, NodeSeats, Recipe, Reservation, WorkerSpec, whom
-from rollcall.groups.dispatch import Drop, trim
-from rollcall.groups.failures import RemoteFailureError, failure_of, is_about_a_peer
-from rollcall.groups.host import call_method, load_class
-from rollcall.groups.sightings import Sightings
+from rollcall.groups.backend import Ask, Call, Carrier, Member, NodeSeats, Recipe, Reservation, WorkerSpec
+from rollcall.groups.dispatch import trim
+from rollcall.groups.host import RemoteFailureError, call_method, load_class
 from rollcall.wait import Wait
 
 ADDRESS = "127.0.0.1"
-LAST_BREATH_S = 2.0
 
 
 class ForkedBackend:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.crews: list[ForkedCrew] = []
+        self.carriers: list[Forked] = []
 
     def reserve(self, ask: Ask, *, timeout_s: float) -> Reservation:
         ranks = ask.node_ranks or tuple(range(len(ask.slots_per_node)))
@@ -36,87 +31,52 @@ class ForkedBackend:
             NodeSeats(node_rank=rank, node_id=f"forked-{rank}", address=ADDRESS, bundles=tuple(range(count)))
             for rank, count in sorted(zip(ranks, ask.slots_per_node, strict=True))
         ]
-        return Reservation(nodes=nodes, crew=self._crew)
+        return Reservation(nodes=nodes, carrier=self._carrier)
 
-    def _crew(self, specs: Sequence[WorkerSpec], recipe: Recipe) -> ForkedCrew:
-        self.crews.append(ForkedCrew(specs, recipe, folder=self.folder))
-        return self.crews[-1]
+    def _carrier(self, recipe: Recipe) -> Forked:
+        self.carriers.append(Forked(self.folder))
+        return self.carriers[-1]
 
 
-class ForkedCrew:
-    def __init__(self, specs: Sequence[WorkerSpec], recipe: Recipe, *, folder: Path) -> None:
-        self._specs, self._recipe, self._folder = list(specs), recipe, folder
+class Forked(Carrier):
+    peer_s = 2.0
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self.processes: list[Any] = []
-        self._seats: list[_Seat] = []
-        self.pids: Sequence[int] = []
 
-    def start(self, *, timeout_s: float) -> None:
+    def launch(self, spec: WorkerSpec, *, lost: Member | None, wait: Wait) -> Member:
+        assert lost is None, "no test asks for it"
         context = fork_context()
-        for spec in self._specs:
-            here, there = context.Pipe()
-            tmp = self._folder / f"node-{spec.node.node_rank}"
-            tmp.mkdir(parents=True, exist_ok=True)
-            env = {**spec.group_env(master_address=ADDRESS, master_port=0), **spec.env, "TMPDIR": str(tmp)}
-            process = context.Process(target=_work, args=(there, env), daemon=True)
-            process.start()
-            there.close()
-            self.processes.append(process)
-            self._seats.append(_Seat(spec, here))
-        self.pids = [process.pid for process in self.processes]
-        recipe = self._recipe
-        self.gather(
-            [seat.ask("start", None, (recipe.target, recipe.args, dict(recipe.kwargs)), {}) for seat in self._seats],
-            wait=Wait(timeout_s),
-        )
+        ours, theirs = context.Pipe()
+        tmp = self._folder / f"node-{spec.node.node_rank}"
+        tmp.mkdir(parents=True, exist_ok=True)
+        process = context.Process(target=_work, args=(theirs, str(tmp)), daemon=True)
+        process.start()
+        theirs.close()
+        self.processes.append(process)
+        member = Member(spec)
+        member.link = _Seat(process, ours, lost=lambda: self.gang.lose({member: "its process has ended"}))
+        return member
 
-    def share(self, value: Any) -> Any:
-        return value
+    def send(self, call: Call, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        call.link = call.member.link.ask((method, tuple(args), dict(kwargs)))
 
-    def call(self, rank: int, method: str, drop: Drop, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Future[Any]:
-        return self._seats[rank].ask(method, drop, tuple(args), dict(kwargs))
+    def settle(self, calls: Sequence[Call], *, timeout_s: float, through_failures: bool = False) -> None:
+        done = wait([call.link for call in calls], timeout=timeout_s, return_when=FIRST_EXCEPTION).done
+        for call in calls:
+            if call.link in done and not call.is_done:
+                error = call.link.exception()
+                call.finish(None if error else call.link.result(), error=error)
 
-    def gather(self, futures: Sequence[Future[Any]], *, wait: Wait) -> list[Any]:
-        """As on a cluster the loss of any process ends every wait."""
-        while not all(future.done() for future in futures):
-            self._raise_lost()
-            for future in self.ready(futures, timeout_s=0.05):
-                try:
-                    future.result()  # a failure ends the wait for the others
-                except WorkerError as error:
-                    self._raise_lost(after=error)
-                    raise
-            time.sleep(0.005)
-        return [future.result() for future in futures]
+    def answered(self, calls: Sequence[Call], *, timeout_s: float) -> Collection[Call]:
+        done = wait([call.link for call in calls], timeout=timeout_s, return_when=FIRST_COMPLETED).done
+        return [call for call in calls if call.link in done]
 
-    def _raise_lost(self, *, after: WorkerError | None = None) -> None:
-        """A process that is dead is the reason; ``after`` a failure that is about another process, one may still be dying."""
-        give_up = time.monotonic() + (
-            LAST_BREATH_S if after is not None and is_about_a_peer(after, str(after)) else 0.0
-        )
-        while True:
-            pairs = zip(self._seats, self.processes, strict=True)
-            if lost := next((seat.spec for seat, one in pairs if not one.is_alive()), None):
-                raise WorkerDiedError(f"{lost.where} is dead", **whom([lost])) from after
-            if time.monotonic() >= give_up:
-                return
-            time.sleep(0.01)
+    def is_alive(self, member: Member) -> bool:
+        return member.link.process.is_alive()
 
-    def ready(self, futures: Sequence[Future[Any]], *, timeout_s: float) -> list[Any]:
-        return list(wait(futures, timeout=timeout_s, return_when=FIRST_COMPLETED).done)
-
-    def is_alive(self, rank: int) -> bool:
-        return self.processes[rank].is_alive()
-
-    def tolerate(self, ranks: Collection[int]) -> None:
-        return None
-
-    def replace(self, rank: int, *, timeout_s: float) -> WorkerSpec:
-        raise AssertionError("no test asks for it")
-
-    def sightings(self, *, last: bool = False) -> Sightings:
-        return Sightings()  # its processes are not looked at
-
-    def stop(self, *, timeout_s: float) -> None:
+    def stop(self, members: Sequence[Member], *, timeout_s: float) -> None:
         for process in self.processes:
             process.kill()
             process.join()
@@ -125,20 +85,20 @@ class ForkedCrew:
 class _Seat:
     """One process: it does one call after the other."""
 
-    def __init__(self, spec: WorkerSpec, pipe: Any) -> None:
-        self.spec, self._pipe = spec, pipe
+    def __init__(self, process: Any, pipe: Any, *, lost: Any) -> None:
+        self.process, self._pipe, self._lost = process, pipe, lost
         self._asked: list[Future[Any]] = []
         self._lock = threading.Lock()
         threading.Thread(target=self._listen, daemon=True).start()
 
-    def ask(self, method: str, drop: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
+    def ask(self, message: tuple[Any, ...]) -> Future[Any]:
         future: Future[Any] = Future()
         with self._lock:
             self._asked.append(future)
             try:
-                self._pipe.send((method, drop, args, kwargs))
+                self._pipe.send(message)
             except OSError:
-                future.set_exception(self._died())
+                future.set_exception(EOFError("its process has ended"))
         return future
 
     def _listen(self) -> None:
@@ -146,40 +106,42 @@ class _Seat:
             try:
                 failure, result = self._pipe.recv()
             except (EOFError, OSError):
+                self._lost()
                 with self._lock:
                     for future in self._asked:
                         if not future.done():
-                            future.set_exception(self._died())
+                            future.set_exception(EOFError("its process has ended"))
                 return
             with self._lock:
                 future = self._asked.pop(0)
             if failure is None:
                 future.set_result(result)
             else:
-                future.set_exception(failure_of([(self.spec, failure)]))
-
-    def _died(self) -> WorkerDiedError:
-        return WorkerDiedError(f"{self.spec.where} is dead", **whom([self.spec]))
+                future.set_exception(failure)
 
 
-def _work(pipe: Any, env: Mapping[str, str]) -> None:
+def _work(pipe: Any, tmp: str) -> None:
     import tempfile
 
-    os.environ.update(env)
+    os.environ["TMPDIR"] = tmp
     tempfile.tempdir = None  # it is read again
     loop = asyncio.new_event_loop()
     worker: Any = None
     while True:
         try:
-            method, drop, args, kwargs = pipe.recv()
+            method, args, kwargs = pipe.recv()
         except EOFError:
             return
         try:
-            if method == "start":
-                target, given, named = args
-                worker, result = load_class(target)(*given, **named), None
+            if method == "greet":
+                result = os.getpid(), 0
+            elif method == "start":
+                env, target, *given = args
+                os.environ.update({**env, "TMPDIR": tmp})
+                worker, result = load_class(target)(*given, **kwargs), None
             else:
-                result = trim(call_method(worker, method, args, kwargs, loop=loop), drop)
+                name, drop, *given = args
+                result = trim(call_method(worker, name, given, kwargs, loop=loop), drop)
             pipe.send((None, result))
         except Exception as error:  # noqa: BLE001 - the caller gets it
             pipe.send((RemoteFailureError.of(error), None))

@@ -23,17 +23,15 @@ from typer.testing import CliRunner
 from rollcall.cli.main import app
 from rollcall.config import load_config
 from rollcall.config.one_process import in_one_process
-from rollcall.debug import here, porter
-from rollcall.debug.attach import End, converse, is_there, reach
+from rollcall.debug import attach, here
+from rollcall.debug.attach import End, converse, is_there, reach, readable
 from rollcall.debug.board import BOARD, FILE, DebugSeat, read_board
-from rollcall.debug.inbox import readable
-from rollcall.debug.line import DebugLine
+from rollcall.debug.here import DebugLine
 from rollcall.debug.stopped import LinePdb
 from rollcall.errors import ClusterError, ConfigError
-from rollcall.groups.failures import RemoteFailureError
-from rollcall.groups.host import DEBUG_HOST, Host
+from rollcall.groups.host import DEBUG_HOST, Host, RemoteFailureError
 from rollcall.groups.pulse import STOP, Pulse, Reader, Seen
-from rollcall.groups.watch import FACTOR, LEAST_S, Watch
+from rollcall.groups.sightings import FACTOR, LEAST_S, Watch
 from rollcall.process.framing import json_frame
 from rollcall.redact import remember
 from rollcall.reward.pool import RewardPool
@@ -182,7 +180,7 @@ def test_a_process_with_many_open_files_can_be_debugged() -> None:
 def testnobody_comes_and_it_goes_on_by_itself_and_so_do_later_ones(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(porter, "UNATTENDED_S", 0.1)
+    monkeypatch.setattr(attach, "UNATTENDED_S", 0.1)
     for _ in range(2):
         thread, results = beside(lambda: add_up(3))
         thread.join(WAIT_S)
@@ -458,7 +456,7 @@ def _is_socket(fd):
 def test_a_reward_that_lies_to_the_debugger_costs_its_own_score_only(
     rewards: Path, monkeypatch: pytest.MonkeyPatch, lie: str, kind: str
 ) -> None:
-    monkeypatch.setattr(porter, "UNATTENDED_S", 1.0 if lie == "waits" else 600.0)
+    monkeypatch.setattr(attach, "UNATTENDED_S", 1.0 if lie == "waits" else 600.0)
     (rewards / "stopping_rewards.py").write_text(FORGED)
     thread, results = beside(lambda: score("forges", [lie, ""], timeout_s=1.0))
     thread.join(WAIT_S)
@@ -473,8 +471,8 @@ def test_a_reward_that_lies_to_the_debugger_costs_its_own_score_only(
 def test_a_terminal_does_not_wait_for_a_reward_that_opens_no_prompt(
     monkeypatch: pytest.MonkeyPatch, said: bytes
 ) -> None:
-    monkeypatch.setattr("rollcall.debug.line.has_terminal", lambda: True)
-    monkeypatch.setattr("rollcall.debug.line.PROMPT_S", 0.1)
+    monkeypatch.setattr("rollcall.debug.here.has_terminal", lambda: True)
+    monkeypatch.setattr("rollcall.debug.here.PROMPT_S", 0.1)
     line = DebugLine(role="reward", number=0)
     line.theirs.send(said)
     assert not line.answer()

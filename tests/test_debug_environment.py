@@ -13,7 +13,7 @@ import pytest
 from debugged import WAIT_S, at_a_terminal, beside, run_dir, talk, wait_for
 
 from rollcall.config.environments import ClassEnvironment, StepEnvironment
-from rollcall.debug import here, porter
+from rollcall.debug import attach, here
 from rollcall.debug.attach import End
 from rollcall.debug.board import BOARD, Board, Waiting, read_board
 from rollcall.environments import episode
@@ -164,8 +164,8 @@ def test_on_another_node_the_worker_that_hosts_environments_shows_one_stop_after
 ) -> None:
     """Its process has no board. What it is told reaches the controller by the worker's pulse."""
     shown: list[Any] = []
-    monkeypatch.setattr(here, "_served", here._Served(host=here.LOOPBACK, node=1, told=shown.append, is_on=True))
-    monkeypatch.setattr("rollcall.debug.line.BOARD", Board())
+    monkeypatch.setattr(here, "_served", here._Served(host=here.LOOPBACK, node=1, on_stop=shown.append, is_on=True))
+    monkeypatch.setattr("rollcall.debug.here.BOARD", Board())
 
     async def play(environments: ProcessEnvironments) -> list[Any]:
         two = [await call(environments.start("")) for _ in range(2)]
@@ -256,7 +256,7 @@ def test_what_an_environment_raises_opens_the_debugger_once_in_all_its_processes
 def test_an_environment_that_forges_a_stop_ends_by_its_limit_once_nobody_has_come(
     module: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(porter, "UNATTENDED_S", 0.3)
+    monkeypatch.setattr(attach, "UNATTENDED_S", 0.3)
     (module / "stopping_games.py").write_text(FORGED)
 
     async def play(environments: ProcessEnvironments) -> Any:
@@ -273,7 +273,7 @@ def test_an_environment_that_forges_a_stop_ends_by_its_limit_once_nobody_has_com
 
     thread, results = playing(a_game(), play)
     thread.join(WAIT_S)
-    assert results == [["late", "late", "done"]] and porter._has_given_up
+    assert results == [["late", "late", "done"]] and attach._has_given_up
     wait_for(lambda: not BOARD.is_held and not read_board(module))
 
 

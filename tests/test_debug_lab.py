@@ -16,7 +16,7 @@ from lab.cluster import ENV, bring_up, rollcall
 from lab.lab import Command, Host, Lab, needs_lab
 
 from rollcall.durable.journal import Journal
-from rollcall.groups.watch import LEAST_S
+from rollcall.groups.sightings import LEAST_S
 
 pytestmark = [needs_lab, pytest.mark.slow]
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}

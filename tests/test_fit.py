@@ -12,7 +12,7 @@ from learners import assert_same_gradient, gradients, make_learner, make_samples
 
 from rollcall.config import Gspo, Ppo
 from rollcall.errors import BatchTooLargeError, MemoryShortError, is_out_of_memory
-from rollcall.groups.failures import RemoteFailureError
+from rollcall.groups.host import RemoteFailureError
 from rollcall.learner.fit import too_large
 from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Critic, Learner

@@ -27,8 +27,18 @@ from rollcall.durable.journal import Journal
 from rollcall.errors import ClusterError, ConfigError, WorkerDiedError, WorkerError
 from rollcall.groups.cluster import VirtualCluster
 from rollcall.groups.folder import mailbox
-from rollcall.groups.folder.layout import Messages, State
-from rollcall.groups.folder.mailbox import Inbox, Peer, Presence, message_name, names, own_folder, put, sweep
+from rollcall.groups.folder.mailbox import (
+    Inbox,
+    Messages,
+    Peer,
+    Presence,
+    State,
+    message_name,
+    names,
+    own_folder,
+    put,
+    sweep,
+)
 from rollcall.groups.folder.master import FolderBackend
 from rollcall.groups.folder.worker import FolderWorker
 from rollcall.groups.group import WorkerBuilder, WorkerGroup
@@ -263,8 +273,7 @@ def test_a_worker_that_is_killed_fails_its_calls_and_its_next_incarnation_takes_
         with pytest.raises(WorkerDiedError, match="echo rank 1 on node 1 .* is dead: another process took its place"):
             group.get_all_worker_results(slow, timeout_s=WAIT_S)
         assert not group.workers[1].is_alive() and group.workers[0].is_alive()
-        crew: Any = group._running
-        crew.replace(1, timeout_s=WAIT_S)
+        group.replace(1, timeout_s=WAIT_S)
         assert group.get_all_worker_results(group.run_all_workers_single_data("prepare_for_training")) == [100, 101]
 
 
@@ -273,14 +282,15 @@ def test_a_worker_that_stands_still_is_given_up_and_comes_back_as_a_new_one(
     share: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with echoes(share) as (group, nodes):
-        crew: Any = group._running
-        crew._post._silent_s = 3.0
+        gang: Any = group._running
+        post = gang._carrier._post
+        post._silent_s = 3.0
         nodes[0].process.send_signal(signal.SIGSTOP)
         with pytest.raises(WorkerDiedError, match="has not moved for"):
             group.get_all_worker_results(group.run_single_worker_single_data("size", 1, "x"), timeout_s=WAIT_S)
         nodes[0].process.send_signal(signal.SIGCONT)
-        crew._post._silent_s = mailbox.SILENT_S
-        crew.replace(1, timeout_s=WAIT_S)
+        post._silent_s = mailbox.SILENT_S
+        group.replace(1, timeout_s=WAIT_S)
         assert group.get_all_worker_results(group.run_all_workers_single_data("prepare_for_training")) == [100, 101]
 
 

@@ -14,8 +14,8 @@ from rollcall.errors import ClusterError, NoRoomError
 from rollcall.groups.backend import Ask
 from rollcall.nodes.which import PlainRay
 from rollcall.on_ray import members, reserve
+from rollcall.on_ray.connect import hide_stacks
 from rollcall.on_ray.members import RayNode, ranked_nodes, settle_ranks
-from rollcall.on_ray.raylet_lines import hide_stacks
 from rollcall.wait import speaking
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from rollcall.config.environments import ClassEnvironment, StepEnvironment
-from rollcall.debug.line import warn_passed_over
+from rollcall.debug.here import warn_passed_over
 from rollcall.environments.make import make_environments
 from rollcall.environments.processes import ProcessEnvironments
 from rollcall.environments.protocol import Environment, EnvironmentFailed
@@ -171,7 +171,7 @@ def test_hostile_environments_fail_their_own_episode_alone(
         "eat": r"(?s)MemoryError.*memory_mb=300",
         "die": "its process died .SIGKILL",
         "exit": "SystemExit: 3",
-        "write": "its process said what no such process says",
+        "write": "its process sent something that no such process sends",
     }
 
     async def play() -> None:

@@ -38,7 +38,7 @@ from rollcall.errors import (
     WorkerLostError,
     WorkerTimeoutError,
 )
-from rollcall.groups.failures import is_about_a_peer
+from rollcall.groups.host import is_about_a_peer
 from rollcall.groups.pulse import look
 from rollcall.loop.attempts import Budget, Regrow, closing, run_attempts
 from rollcall.observe.live import REWARDS, read_live

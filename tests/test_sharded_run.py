@@ -73,7 +73,7 @@ def test_an_actor_killed_while_parts_are_written_costs_only_that_checkpoint(tmp_
         while not any(folder.glob(".tmp-step-000004-*")):
             if struck.wait(0.002):
                 return
-        backend.crews[-1].processes[victim].kill()
+        backend.carriers[-1].processes[victim].kill()
 
     thread = threading.Thread(target=strike)
     thread.start()
@@ -82,7 +82,7 @@ def test_an_actor_killed_while_parts_are_written_costs_only_that_checkpoint(tmp_
     finally:
         struck.set()
         thread.join()
-    assert len(backend.crews) == 2, "the run began again once"
+    assert len(backend.carriers) == 2, "the run began again once"
     assert audit(config.run.dir).is_clean
     store = CheckpointStore(config.run.dir / "checkpoints", keep_last=2, keep_best=1)
     assert [(entry.step, entry.reason) for entry in store.inspect()] == [(4, ""), (6, "")]

@@ -13,7 +13,7 @@ from learners import make_sample
 
 from rollcall.groups.dispatch import leaders, routes, split_arguments, split_rows
 from rollcall.groups.sharding import NamedSharding
-from rollcall.on_ray.sizes import INLINE_BYTES, is_large
+from rollcall.on_ray.carrier import INLINE_BYTES, is_large
 
 
 def grid(*shape: int, names: str = "batch model") -> NamedSharding:

@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
 from typing import Any, cast
@@ -27,18 +28,20 @@ from typer.testing import CliRunner
 from rollcall.cli.main import app
 from rollcall.durable.lease import hold
 from rollcall.groups import reachable as module
-from rollcall.groups.profiling import ProfileError, profile_process
 from rollcall.groups.reachable import (
     About,
+    ProfileError,
     UnreadableError,
     about_process,
     be_reachable,
+    profile_process,
     reachable,
     reachable_here,
     read_threads,
 )
 from rollcall.inspect.processes import Format, ProcessTarget, find_target, profile_role, read_stacks
 from rollcall.observe.live import Live, read_live, write_live
+from rollcall.process.framing import json_frame, read_exactly, read_json_frame
 from rollcall.process_table import Process
 
 YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
@@ -78,7 +81,7 @@ def test_a_process_says_which_run_it_is_of_and_no_longer_after_it(run_dir: Path)
     assert list(reachable_here(run=str(run_dir))) == [os.getpid()] and reachable_here(run="/another") == {}
     child = os.fork()
     if child == 0:  # it inherits all, and is not the controller
-        os._exit(0 if about_process(os.getpid()) is None and module._page is None else 1)
+        os._exit(0 if about_process(os.getpid()) is None and module._descriptor == -1 else 1)
     assert os.waitpid(child, 0)[1] == 0
     with reachable(About(title="x")):
         pass
@@ -155,8 +158,8 @@ def test_a_profiler_that_fails_or_is_left_alone_ends_nothing(run_dir: Path, monk
     assert own is not None
     with socket.socket(socket.AF_UNIX) as line:  # asks, and is gone
         line.connect(f"\0rollcall-profile-{own.pid}-{own.started}")
-        line.sendall(b'{"seconds": 600}\n')
-        assert line.recv(100) == b"started\n"
+        line.sendall(json_frame({"seconds": 600}))
+        assert read_json_frame(partial(read_exactly, line.recv)) == {}, "it has started"
     with socket.socket(socket.AF_UNIX) as line:  # says rubbish
         line.connect(f"\0rollcall-profile-{own.pid}-{own.started}")
         line.sendall(b"rubbish\n")

@@ -17,9 +17,9 @@ from runs import finish, letter_rows, make_run
 from typer.testing import CliRunner
 
 from rollcall.cli.main import app
-from rollcall.groups.folder.told import CallTeller, read_told
-from rollcall.groups.logs import LogTail
-from rollcall.groups.pulse import NUM_CALLS, DoneCall, Pulse, Reader, Seen
+from rollcall.groups.folder.master import read_report
+from rollcall.groups.folder.worker import Reporter
+from rollcall.groups.pulse import NUM_CALLS, DoneCall, LogTail, Pulse, Reader, Seen
 from rollcall.groups.sightings import HostClock, Lookout
 from rollcall.observe.calls import CALLS, BusySpans, CallFile, RecordedCall, read_calls
 from rollcall.observe.events import Events, Mark, MarkKind, StepPhase, last_phase, read_marks, read_phases
@@ -175,7 +175,7 @@ def test_a_lost_worker_ends_the_call_it_was_in_and_is_told_once() -> None:
 
 
 def test_a_master_that_misses_a_beat_of_a_worker_misses_no_call() -> None:
-    pulse, told = Pulse(0), CallTeller()
+    pulse, told = Pulse(0), Reporter()
     told.begin(os.getpid(), "mark")
 
     def beat(method: str) -> dict[str, Any]:
@@ -184,13 +184,13 @@ def test_a_master_that_misses_a_beat_of_a_worker_misses_no_call() -> None:
         with pulse.doing("next"):
             return json.loads(json.dumps(told.facts()))
 
-    first = read_told(beat("a"), mark="mark", after=0)
+    first = read_report(beat("a"), mark="mark", after=0)
     assert first is not None and [call.method for call in first.seen.calls] == ["a"]
     beat("b")
-    second = read_told(beat("c"), mark="mark", after=first.num_calls)
+    second = read_report(beat("c"), mark="mark", after=first.num_calls)
     assert second is not None and [call.method for call in second.seen.calls] == ["next", "b", "next", "c"]
     assert second.seen.doing == "next"
-    assert read_told(beat("d"), mark="another group", after=0) is None
+    assert read_report(beat("d"), mark="another group", after=0) is None
 
 
 # What the controller writes

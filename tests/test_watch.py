@@ -17,11 +17,11 @@ import pytest
 from rollcall.config import ClusterSection
 from rollcall.errors import PlacementError
 from rollcall.groups.backend import NodeSeats, WorkerSpec
-from rollcall.groups.failures import waits_words
+from rollcall.groups.gang import waits_words
 from rollcall.groups.host import marked_processes
 from rollcall.groups.pulse import Pulse, Seen, look
 from rollcall.groups.reachable import UnreadableError, as_text, read_threads
-from rollcall.groups.watch import FACTOR, FIRST_CALL_S, LEAST_S, Watch
+from rollcall.groups.sightings import FACTOR, FIRST_CALL_S, LEAST_S, Watch
 from rollcall.plan.elastic import shrink
 from rollcall.plan.placement import Role, plan_placement
 

@@ -1,7 +1,7 @@
 """The processes of this host, as psutil lists them.
 
-Records on disk name a process by its number and its start since boot. psutil tells the start as a time of day, which moves when
-somebody sets the clock, and so does its time of the boot: the difference stays.
+Records on disk name a process by its number and its start since boot. psutil gives the start as a time of day, which moves when
+somebody sets the clock, as its time of the boot does: the difference stays.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Process:
 
     @classmethod
     def of(cls, pid: int) -> Process | None:
-        """None when there is no such process, or only its zombie."""
+        """The process with this number; None if there is none, or only its zombie."""
         try:
             found = psutil.Process(pid)
             if found.status() in DEAD:
@@ -47,7 +47,7 @@ def living() -> Iterator[psutil.Process]:
 
 
 def descendants(*pids: int) -> list[Process]:
-    """What they have started, and what these have."""
+    """The children of these processes, their children, and so on."""
     started: dict[int, list[int]] = {}
     for process in living():
         started.setdefault(process.info["ppid"], []).append(process.pid)
@@ -84,7 +84,7 @@ def session_of(pid: int) -> int | None:
 
 
 def environment_of(pid: int) -> dict[str, str] | None:
-    """The variables that it was started with; None: it has ended, or is another user's.
+    """The variables that it was started with; None if it has ended, or is another user's.
 
     psutil stops reading at an empty entry, and ``redact.hide_from_proc`` leaves such.
     """

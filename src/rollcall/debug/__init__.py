@@ -2,9 +2,9 @@
 
     breakpoint()                       in a process with a terminal: plain pdb there (``stopped.TerminalPdb``)
        |
-    stopped.LinePdb  <--line-->  porter.Porter  <--door-->  attach.converse, `rollcall debug`
+    stopped.LinePdb  <--line-->  attach.Porter  <--door-->  attach.converse, `rollcall debug`
     the thread that stopped      in its process, or          a terminal, perhaps on another host
-                                 the parent of a reward's or an environment's process (line.DebugLine, child.ChildLine)
+                                 the parent of a reward's or an environment's process (here.DebugLine, child.ChildLine)
                                         |
                                  board.Board: who waits where, as the controller knows it
 

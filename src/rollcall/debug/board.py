@@ -1,6 +1,6 @@
 """Who waits in a debugger, as the controller of a run knows it, and how `rollcall debug` learns of it.
 
-The controller has one board. Its watch over the workers, its rewards, its environments and its own prompt post here. The board tells the
+The controller has one board. Its watch over the workers, its rewards, its environments and its own prompt post here. It tells the
 user what to run, and writes ``RUN_DIR/debugger.json``, which only its owner reads: it holds the secrets that open the doors. On
 Ray a copy is in the head's store (on_ray/waiting.py), for nodes that do not see the run directory.
 """
@@ -53,7 +53,7 @@ class Waiting:
     function: str
     why: str  # "breakpoint", or the exception
     since: float  # seconds since the epoch
-    until: float  # when it goes on by itself if nobody is attached
+    until: float  # when it continues by itself if nobody is attached
     address: str
     port: int
     secret: str = field(repr=False)
@@ -109,7 +109,7 @@ class Board:
                     run_dir.rmdir()
 
     def post(self, key: str, seat: DebugSeat, place: Mapping[str, Any] | None) -> None:
-        """What a porter told of this seat. ``key`` is the process's own."""
+        """Note where a process is stopped, or with None that it continues. ``key`` identifies the process."""
         with self._lock:
             before = self._waiting.get(key)
             if place is None:

@@ -1,6 +1,6 @@
-"""The child's end of a line: ``breakpoint()`` and exceptions of user code stop here, and the parent brings a terminal (debug/line.py).
+"""The child's end of a line: ``breakpoint()`` and exceptions of user code stop here, and the parent brings a terminal (debug/here.py).
 
-The standard library alone, and the debugger itself only when something stops: processes of rewards and environments start fast.
+Imports only the standard library, and the debugger itself when something stops: processes of rewards and environments start fast.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """The debugger inside the process that stops: plain pdb at its own terminal, or pdb over a line to a porter.
 
 ``breakpoint()`` calls the process's hook (``stops_by``), an exception the same debugger's ``post_mortem``. The thread that
-stopped waits in the prompt; the others go on. What it says over a line, and what it hears:
+stopped waits in the prompt; the others run. The messages on a line:
 
     {"stopped": {file, line, function, why}}   a prompt opens           {"attach": true}   a terminal has come: say where we are
     {"here": true}                             to "attach": what follows is for that terminal
     {"text": ...}, {"prompt": ...}             what pdb prints, asks    {"line": ...}      a line that somebody typed
     {"left": true}                             `quit`: the terminal may leave, the thread waits on
-    {"goes": true}                             the thread goes on
+    {"goes": true}                             the thread continues
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def lend_terminal(lender: Callable[[], AbstractContextManager[None]]) -> Callabl
 
 @contextmanager
 def borrowed_terminal() -> Iterator[None]:
-    """The screen without a panel, and Ctrl-C for the prompt alone."""
+    """Clear the screen of panels, and let Ctrl-C reach only the prompt."""
     with ExitStack() as opened:
         for lender in list(_lenders):
             opened.enter_context(lender())
@@ -61,7 +61,7 @@ def borrowed_terminal() -> Iterator[None]:
 
 
 class _Debugger(pdb.Pdb):
-    """What both kinds share. A signal that ends the run ends the prompt too, and is raised where the thread stopped."""
+    """The part that both kinds share. A signal that ends the run ends the prompt too, and is raised where the thread stopped."""
 
     def __init__(self, **streams: Any) -> None:
         # Ctrl-C after `continue` stops the run, as always; pdb's own handler would stop it in the debugger again.
@@ -81,7 +81,7 @@ class _Debugger(pdb.Pdb):
         self.set_trace(caller)  # the last thing here: what runs after it is traced
 
     def stop_here(self, frame: FrameType) -> bool:
-        """Whether to stop in ``frame``. The garbage collector may call somebody's function before the caller goes on."""
+        """Whether to stop in ``frame``. The garbage collector may call somebody's function before the caller's next line."""
         return (self._only is None or frame is self._only) and super().stop_here(frame)
 
     @contextmanager
@@ -118,7 +118,7 @@ class _Debugger(pdb.Pdb):
             return
         self.set_continue()
         if isinstance(heard, Stopped) and heeded().is_shielded:
-            return  # a checkpoint is half done: it goes on, and the run stops after it
+            return  # a checkpoint is half done: it is finished, and the run stops after it
         raise heard
 
     def _refuse(self, arg: str) -> None:
@@ -287,7 +287,7 @@ def _headline(error: BaseException) -> list[str]:
 
 
 def innermost(error: BaseException) -> BaseException:
-    """What was raised first, inside groups of exceptions."""
+    """The first exception inside groups of exceptions."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -1,8 +1,7 @@
 """What a worker group needs from a backend: Ray (``on_ray``), this process (``inprocess``), or nodes that share only a folder
 (``folder``).
 
-A virtual cluster reserves slots through a Backend and gets a Reservation. A worker group launches its processes on it and
-gets a Crew, which it calls.
+A virtual cluster reserves slots through a Backend and gets a Reservation. Its Carrier takes the calls of a Gang to the workers.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rollcall.debug.here import POST_MORTEM
-from rollcall.groups.dispatch import Drop
-from rollcall.groups.sightings import Sightings
+from rollcall.groups.sightings import Lookout
 from rollcall.wait import Wait
 
 STOP_DEADLINE_S = 30.0
@@ -116,50 +114,87 @@ class Recipe:
     purposes: Mapping[str, str]  # what a call of a method is waited for, in words; {0} is its first argument
 
 
-class Crew(Protocol):
-    """The running workers of one group."""
+@dataclass(eq=False, slots=True)
+class Member:
+    """The process in one seat of a gang. The process that replaces it is another member."""
 
-    pids: Sequence[int]
+    spec: WorkerSpec
+    link: Any = None  # how its carrier reaches it
+    pid: int = 0
+    death: str = ""  # why it is lost; empty: it is not
 
-    def start(self, *, timeout_s: float) -> None:
-        """Make every worker."""
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """A call to a member, and its outcome once the carrier has taken that."""
+
+    member: Member
+    purpose: str = ""  # what the caller waits for, in words
+    link: Any = None  # how its carrier finds the answer
+    is_done: bool = False
+    value: Any = None
+    error: Exception | None = None  # RemoteFailureError: what the worker raised; others: why there is no answer
+
+    def finish(self, value: Any = None, *, error: Exception | None = None) -> None:
+        self.value, self.error, self.is_done = value, error, True
+
+
+class Overseer(Protocol):
+    """The gang, as its carrier knows it."""
+
+    lookout: Lookout
+
+    def lose(self, losses: Mapping[Member, str]) -> None:
+        """Members are lost, for these reasons. Any thread may call it; a second loss of a member does nothing."""
         ...
+
+
+class Carrier:
+    """Starts the processes of a gang and takes calls to them. A call names a method of ``host.Host``."""
+
+    peer_s = 0.0  # when a worker complains about a peer, the peer's death is known within this; 0: there are no peers
+    gang: Overseer
+
+    def open(self, gang: Overseer) -> None:
+        self.gang = gang
+
+    def launch(self, spec: WorkerSpec, *, lost: Member | None, wait: Wait) -> Member:
+        """Start a process in this seat, in place of the lost one. It may still be starting."""
+        raise NotImplementedError
+
+    def watch(self, member: Member) -> None:
+        """Its process id is known: tell the gang when it is lost. Corrects its spec if it runs on another node than before."""
+
+    def start_env(self, spec: WorkerSpec) -> Mapping[str, str]:
+        """The worker's variables besides those of the group."""
+        return spec.env
 
     def share(self, value: Any) -> Any:
         """The value in a form that is cheap to give to several workers."""
-        ...
+        return value
 
-    def call(self, rank: int, method: str, drop: Drop, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any: ...
+    def send(self, call: Call, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        raise NotImplementedError
 
-    def gather(self, futures: Sequence[Any], *, wait: Wait) -> list[Any]:
-        """The results, in order; raises as soon as one call fails, a needed worker is lost, or the wait is over."""
-        ...
+    def settle(self, calls: Sequence[Call], *, timeout_s: float, through_failures: bool = False) -> None:
+        """Take the answers; returns when all are there, when one of them is a failure, or when the time is over."""
+        raise NotImplementedError
 
-    def ready(self, futures: Sequence[Any], *, timeout_s: float) -> list[Any]:
-        """Those that have an answer or have failed; waits for the first, at most ``timeout_s``."""
-        ...
+    def answered(self, calls: Sequence[Call], *, timeout_s: float) -> Collection[Call]:
+        """Wait for the first answer or failure; returns all calls that have one."""
+        raise NotImplementedError
 
-    def is_alive(self, rank: int) -> bool: ...
+    def is_alive(self, member: Member) -> bool:
+        raise NotImplementedError
 
-    def tolerate(self, ranks: Collection[int]) -> None:
-        """The group can go on without these workers. The loss of any other ends every wait, also waits for workers that live.
+    def look(self, members: Sequence[Member], *, last: bool) -> Collection[int]:
+        """Tell the lookout what the members do; returns the ranks on nodes that do not answer. It asks nobody, unless this is
+        the ``last`` time: then it waits a moment for what they did until now."""
+        return ()
 
-        A crew tolerates the loss of all its workers until this is called: a loss then ends the waits for the lost worker.
-        """
-        ...
-
-    def replace(self, rank: int, *, timeout_s: float) -> WorkerSpec:
-        """Put a new process into the seat of a lost worker; returns where it is now."""
-        ...
-
-    def sightings(self, *, last: bool = False) -> Sightings:
-        """What its workers do and did since it was last asked. It asks nobody, unless this is the ``last`` time: then it waits a
-        moment for what they did until now."""
-        ...
-
-    def stop(self, *, timeout_s: float) -> None:
-        """End every process of the group, and every process that those have started."""
-        ...
+    def stop(self, members: Sequence[Member], *, timeout_s: float) -> None:
+        """End every process of the gang, and every process that those have started."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +202,7 @@ class Reservation:
     """Slots that are held."""
 
     nodes: Sequence[NodeSeats]  # by node rank; nodes without slots are left out
-    crew: Callable[[Sequence[WorkerSpec], Recipe], Crew]
+    carrier: Callable[[Recipe], Carrier]  # for the gang of one worker group
     release: Callable[[], None] = lambda: None
 
 

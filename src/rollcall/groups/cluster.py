@@ -8,33 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from rollcall.errors import ClusterError
 from rollcall.groups.backend import (
     STOP_DEADLINE_S,
     Ask,
     Backend,
-    Crew,
     NodeSeats,
     Recipe,
     Reservation,
     Seat,
     WorkerSpec,
 )
+from rollcall.groups.gang import Gang
 
 PLACE_DEADLINE_S = 180.0
 _default: Backend | None = None
-
-
-class Tenant(Protocol):
-    """A worker group, as the cluster that it lives on knows it."""
-
-    name_prefix: str
-    specs: list[WorkerSpec]
-    takes_slots: bool
-
-    def shutdown(self) -> object: ...
 
 
 def use_by_default(backend: Backend) -> None:
@@ -43,18 +33,12 @@ def use_by_default(backend: Backend) -> None:
     _default = backend
 
 
-def _default_backend() -> Backend:
-    if _default is None:
-        raise ClusterError("this process is not connected to a cluster; call init_ray() first")
-    return _default
-
-
 class VirtualCluster:
     """Slots for worker groups, held until ``shutdown``.
 
     ``bundle_ct_per_node_list`` has an entry per node: how many slots to take there; 0 leaves a node out. Entries take
     nodes in rank order, each the next with room; ``node_ranks`` names them instead. ``max_colocated_worker_groups`` is
-    how many groups may share each slot. ``backend`` is where the workers run; None: where ``init_ray`` says.
+    how many groups may share each slot. ``backend`` is where the workers run, by default what ``init_ray`` has chosen.
     """
 
     def __init__(
@@ -92,9 +76,12 @@ class VirtualCluster:
             num_colocated=max_colocated_worker_groups,
             node_ranks=None if node_ranks is None else tuple(node_ranks),
         )
-        self._reservation: Reservation | None = (backend or _default_backend()).reserve(self._ask, timeout_s=timeout_s)
+        backend = backend or _default
+        if backend is None:
+            raise ClusterError("this process is not connected to a cluster; call init_ray() first")
+        self._reservation: Reservation | None = backend.reserve(self._ask, timeout_s=timeout_s)
         self._nodes = {node.node_rank: node for node in self._reservation.nodes}
-        self._groups: list[Tenant] = []
+        self._groups: list[Any] = []  # worker groups
 
     @property
     def nodes(self) -> list[NodeSeats]:
@@ -143,19 +130,19 @@ class VirtualCluster:
         # Rounded down to what Ray counts in, or several shares would exceed the slot.
         return int(10_000 * whole / (ask.num_colocated * num_workers)) / 10_000
 
-    def launch(self, group: Tenant, specs: Sequence[WorkerSpec], recipe: Recipe, *, timeout_s: float) -> Crew:
+    def launch(self, group: Any, specs: Sequence[WorkerSpec], recipe: Recipe, *, timeout_s: float) -> Gang:
         if self._reservation is None:
             raise ClusterError("this cluster has been shut down; make a new one")
-        crew = self._reservation.crew(specs, recipe)
+        gang = Gang(specs, recipe, self._reservation.carrier(recipe))
         try:
-            crew.start(timeout_s=timeout_s)
+            gang.start(timeout_s=timeout_s)
         except BaseException:  # an interrupt too: nothing may be left behind
-            crew.stop(timeout_s=STOP_DEADLINE_S)
+            gang.stop(timeout_s=STOP_DEADLINE_S)
             raise
         self._groups.append(group)
-        return crew
+        return gang
 
-    def forget(self, group: Tenant) -> None:
+    def forget(self, group: Any) -> None:
         if group in self._groups:
             self._groups.remove(group)
 

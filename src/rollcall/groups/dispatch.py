@@ -13,9 +13,9 @@ from typing import Any
 
 from rollcall.groups.sharding import NamedSharding
 
-SETUP = "setup"  # in run_rank_0_only_axes: rank 0 alone
+SETUP = "setup"  # in run_rank_0_only_axes: only rank 0
 
-# What a worker leaves out of its answer: nothing, some fields, or (None) all of it.
+# The part of its answer that a worker leaves out: nothing, some fields, or (None) everything.
 Drop = tuple[str, ...] | None
 
 
@@ -24,7 +24,7 @@ class Route:
     """One worker's part in a sharded call."""
 
     rank: int
-    shard: int | None  # None: called without data, only to take part
+    shard: int | None  # None if it is called without data, only to take part
     drop: Drop
 
 

@@ -1,7 +1,7 @@
 """Worker groups: one class in many processes, called together.
 
-A WorkerBuilder says what a worker is. A WorkerGroup makes one in each of its seats and calls them. A MultiWorkerFuture stands
-for the answers. Run methods return at once; ``get_all_worker_results`` waits.
+A WorkerBuilder says what a worker is. A WorkerGroup makes one in each of its seats and calls them. A MultiWorkerFuture holds
+the answers to come. Run methods return at once; ``get_all_worker_results`` waits.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
 from rollcall.errors import ClusterError, WorkerError
-from rollcall.groups.backend import STOP_DEADLINE_S, Crew, Recipe, Seat, WorkerSpec
+from rollcall.groups.backend import STOP_DEADLINE_S, Recipe, Seat, WorkerSpec
 from rollcall.groups.cluster import VirtualCluster
 from rollcall.groups.dispatch import check_fields, leaders, routes, split_arguments
+from rollcall.groups.gang import Gang
 from rollcall.groups.sharding import NamedSharding
 from rollcall.groups.sightings import Sightings
 from rollcall.wait import Wait, say
@@ -23,7 +24,6 @@ from rollcall.worker_env.declared import GROUP_VARIABLES
 
 START_DEADLINE_S = 900.0
 RESULT_DEADLINE_S = 3600.0
-DATA_AXES = ("batch", "data_parallel")  # what dp_size counts, in a layout that has one of them
 
 
 class WorkerMetadata(TypedDict):
@@ -77,12 +77,12 @@ class MultiWorkerFuture:
 class Worker:
     """One worker as the group's owner sees it."""
 
-    def __init__(self, crew: Crew, metadata: WorkerMetadata) -> None:
-        self._crew = crew
+    def __init__(self, gang: Gang, metadata: WorkerMetadata) -> None:
+        self._gang = gang
         self.metadata = metadata
 
     def is_alive(self) -> bool:
-        return self._crew.is_alive(self.metadata["global_rank"])
+        return self._gang.is_alive(self.metadata["global_rank"])
 
     def __repr__(self) -> str:
         return f"Worker({self.metadata['name']} on node {self.metadata['node_rank']})"
@@ -140,20 +140,55 @@ class WorkerGroup:
             raise ValueError(
                 f"the sharding lays out ranks {self.sharding.ranks}, and the group has ranks 0 to {len(seats) - 1}"
             )
-        self.specs = _specs(
+        self.specs = self._specs(
             seats,
-            cluster=cluster,
-            role=self.name_prefix,
             env=env_vars or {},
             node_env=node_env_vars or {},
             titles=titles or [""] * len(seats),
             kinds=kinds or [self.name_prefix] * len(seats),
-            takes_slots=takes_slots,
         )
         self._one_call = threading.Lock()
         recipe = replace(remote_worker_builder.recipe, purposes=purposes or {})
-        self._crew: Crew | None = cluster.launch(self, self.specs, recipe, timeout_s=timeout_s)
-        self.workers = [Worker(self._crew, self._metadata(spec)) for spec in self.specs]
+        self._gang: Gang | None = cluster.launch(self, self.specs, recipe, timeout_s=timeout_s)
+        self.workers = [Worker(self._gang, self._metadata(spec)) for spec in self.specs]
+
+    def _specs(
+        self,
+        seats: Sequence[Seat],
+        *,
+        env: Mapping[str, str],
+        node_env: Mapping[int, Mapping[str, str]],
+        titles: Sequence[str],
+        kinds: Sequence[str],
+    ) -> list[WorkerSpec]:
+        """The processes in rank order."""
+        for name in (name for variables in (env, *node_env.values()) for name in variables):
+            if name in GROUP_VARIABLES:
+                raise ValueError(
+                    f"{name} is set by the worker group, differently for each worker; leave it out of env_vars"
+                )
+        for node_rank in node_env:
+            self.cluster.node(node_rank)
+        per_slot = Counter((seat.node_rank, slot) for seat in seats for slot in seat.slots)
+        on_node = [seat.node_rank for seat in seats]
+        specs = []
+        for rank, seat in enumerate(seats):
+            num_sharing = max(per_slot[seat.node_rank, slot] for slot in seat.slots)
+            spec = WorkerSpec(
+                role=self.name_prefix,
+                rank=rank,
+                world_size=len(seats),
+                local_rank=on_node[:rank].count(seat.node_rank),
+                local_world_size=on_node.count(seat.node_rank),
+                node=self.cluster.node(seat.node_rank),
+                slots=seat.slots,
+                share=self.cluster.share_of_slot(num_workers=num_sharing) if self.takes_slots else 0.0,
+                env={**env, **node_env.get(seat.node_rank, {})},
+                title=titles[rank],
+                kind=kinds[rank],
+            )
+            specs.append(spec)
+        return specs
 
     @property
     def worker_metadata(self) -> list[WorkerMetadata]:
@@ -203,13 +238,13 @@ class WorkerGroup:
         **kwargs: Sequence[Any],
     ) -> list[Any]:
         """Call worker i with the i-th element of each argument."""
-        crew, ranks = self._running, leaders(self.sharding, run_rank_0_only_axes or ())
+        gang, ranks = self._running, leaders(self.sharding, run_rank_0_only_axes or ())
         for name, values in [*((f"argument {number}", value) for number, value in enumerate(args)), *kwargs.items()]:
             if len(values) != len(ranks):
                 raise ValueError(f"{name} has {len(values)} elements for {len(ranks)} workers; give one for each")
         _, shared = self._shared((), common_kwargs or {})
         return [
-            crew.call(
+            gang.call(
                 rank,
                 method_name,
                 (),
@@ -237,7 +272,7 @@ class WorkerGroup:
         where only the first worker answers, or fields of the result that are taken only from the first worker.
         ``common_kwargs`` go whole to every worker.
         """
-        crew, axes = self._running, tuple(in_sharded_axes or ())
+        gang, axes = self._running, tuple(in_sharded_axes or ())
         called = routes(
             self.sharding,
             in_sharded_axes=axes,
@@ -256,7 +291,7 @@ class WorkerGroup:
         futures = []
         for route in called:
             part, named = nothing if route.shard is None else parts[route.shard]
-            futures.append(crew.call(route.rank, method_name, route.drop, part, {**named, **shared}))
+            futures.append(gang.call(route.rank, method_name, route.drop, part, {**named, **shared}))
         return MultiWorkerFuture(
             futures=futures,
             called_workers=[route.rank for route in called],
@@ -295,10 +330,9 @@ class WorkerGroup:
         self.workers[rank] = Worker(self._running, self._metadata(self.specs[rank]))
 
     def sightings(self, *, last: bool = False) -> Sightings:
-        """What the workers do, and did since the last time; nothing once the group is shut down. It asks nobody, unless this is
-        the ``last`` time."""
-        crew = self._crew
-        return Sightings() if crew is None else crew.sightings(last=last)
+        """What the workers are doing, and did since the last time; nothing once the group is shut down."""
+        gang = self._gang
+        return Sightings() if gang is None else gang.sightings(last=last)
 
     def shutdown(
         self, *, cleanup_method: str | None = None, timeout_s: float = STOP_DEADLINE_S, force: bool = False
@@ -307,19 +341,19 @@ class WorkerGroup:
 
         ``cleanup_method`` is called on the workers first; ``force`` leaves it out. A second shutdown does nothing.
         """
-        crew, self._crew = self._crew, None
-        if crew is None:
+        gang, self._gang = self._gang, None
+        if gang is None:
             return True
         clean = True
         if cleanup_method is not None and not force:
-            calls = [crew.call(rank, cleanup_method, (), (), {}) for rank in range(self.world_size)]
+            calls = [gang.call(rank, cleanup_method, (), (), {}) for rank in range(self.world_size)]
             try:
-                crew.gather(calls, wait=Wait(timeout_s, first_s=30, every_s=30, stalls=False))
+                gang.gather(calls, wait=Wait(timeout_s, first_s=30, every_s=30, stalls=False))
             except WorkerError as error:
                 say(f"{cleanup_method} of {self.name_prefix} failed, its workers are ended anyway: {error}")
                 clean = False
         try:
-            crew.stop(timeout_s=timeout_s)
+            gang.stop(timeout_s=timeout_s)
         finally:
             self.cluster.forget(self)
         return clean
@@ -330,13 +364,14 @@ class WorkerGroup:
         return tuple(map(share, args)), {name: share(value) for name, value in kwargs.items()}
 
     @property
-    def _running(self) -> Crew:
-        if self._crew is None:
+    def _running(self) -> Gang:
+        if self._gang is None:
             raise ClusterError(f"{self.name_prefix} has been shut down; make a new group")
-        return self._crew
+        return self._gang
 
     def _data_axis(self) -> str | None:
-        return next((axis for axis in DATA_AXES if axis in self.sharding.names), None)
+        """The axis that ``dp_size`` counts, if the layout has one."""
+        return next((axis for axis in ("batch", "data_parallel") if axis in self.sharding.names), None)
 
     def _metadata(self, spec: WorkerSpec) -> WorkerMetadata:
         axis, nodes = self._data_axis(), [node.node_rank for node in self.cluster.nodes]
@@ -350,7 +385,7 @@ class WorkerGroup:
             bundle_indices=spec.slots,
             devices=spec.devices,
             dp_shard_idx=spec.rank if axis is None else self.sharding.get_worker_coords(spec.rank)[axis],
-            pid=self._running.pids[spec.rank],
+            pid=self._running.members[spec.rank].pid,
         )
 
 
@@ -391,47 +426,6 @@ def _seats_of_bundles(cluster: VirtualCluster, entries: Sequence[tuple[int, Sequ
         if not slots:
             raise ValueError(f"bundle_indices_list has an entry of node {node} without a slot")
     return [Seat(node_rank=nodes[node].node_rank, slots=tuple(slots)) for node, slots in entries]
-
-
-def _specs(
-    seats: Sequence[Seat],
-    *,
-    cluster: VirtualCluster,
-    role: str,
-    env: Mapping[str, str],
-    node_env: Mapping[int, Mapping[str, str]],
-    titles: Sequence[str],
-    kinds: Sequence[str],
-    takes_slots: bool,
-) -> list[WorkerSpec]:
-    """The processes in rank order."""
-    for name in (name for variables in (env, *node_env.values()) for name in variables):
-        if name in GROUP_VARIABLES:
-            raise ValueError(
-                f"{name} is set by the worker group, differently for each worker; leave it out of env_vars"
-            )
-    for node_rank in node_env:
-        cluster.node(node_rank)
-    per_slot = Counter((seat.node_rank, slot) for seat in seats for slot in seat.slots)
-    on_node = [seat.node_rank for seat in seats]
-    return [
-        WorkerSpec(
-            role=role,
-            rank=rank,
-            world_size=len(seats),
-            local_rank=on_node[:rank].count(seat.node_rank),
-            local_world_size=on_node.count(seat.node_rank),
-            node=cluster.node(seat.node_rank),
-            slots=seat.slots,
-            share=cluster.share_of_slot(num_workers=max(per_slot[seat.node_rank, slot] for slot in seat.slots))
-            if takes_slots
-            else 0.0,
-            env={**env, **node_env.get(seat.node_rank, {})},
-            title=titles[rank],
-            kind=kinds[rank],
-        )
-        for rank, seat in enumerate(seats)
-    ]
 
 
 RayWorkerBuilder = WorkerBuilder

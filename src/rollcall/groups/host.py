@@ -13,25 +13,88 @@ import asyncio
 import importlib
 import inspect
 import os
+import pickle
 import signal
 import socket
 import time
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
 import psutil
 
 from rollcall.debug.here import is_rays, post_mortem, serve
+from rollcall.errors import MemoryShortError
 from rollcall.groups.dispatch import Drop, trim
-from rollcall.groups.failures import RemoteFailureError, is_about_a_peer
 from rollcall.groups.pulse import Pulse
 from rollcall.groups.reachable import About, be_reachable
 from rollcall.importing import uncollected
 from rollcall.process_table import environment_of
 from rollcall.worker_env.declared import open_sealed
 
+_FRAMES = (
+    "rollcall.groups.host",
+    "rollcall.groups.inprocess",
+    "rollcall.groups.pulse",
+)  # above those of a worker's own code
 DEBUG_HOST = "ROLLCALL_DEBUG_HOST"  # the address of this node at which terminals reach a worker that has stopped
 GROUP_MARK = "ROLLCALL_GROUP"  # in the environment of a group's processes, and of all processes that they start
+
+
+# What gloo, NCCL, TCPStore and sockets say when the other side is gone or silent.
+_COMPLAINTS = (
+    "Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe", "Socket closed",
+    "gloo/transport", "NCCL", "ncclRemoteError", "failed to recv", "No route to host", "Timed out waiting",
+)  # fmt: skip
+
+
+def is_about_a_peer(error: BaseException | None, text: str) -> bool:
+    """Whether a worker's exception says that another process did not answer, rather than that its own code failed."""
+    if isinstance(error, ConnectionError):
+        return True
+    names = {kind.__name__ for kind in type(error).__mro__} if error is not None else set()
+    if names & {"DistBackendError", "DistNetworkError", "DistStoreError", "MissingPeerError"}:
+        return True
+    end = "\n".join(text.rstrip().splitlines()[-3:])
+    return any(word in end for word in _COMPLAINTS)
+
+
+class RemoteFailureError(Exception):
+    """A worker's exception on its way to the caller: the text always, the object where it can be pickled."""
+
+    def __init__(self, text: str, pickled: bytes | None) -> None:
+        super().__init__(text, pickled)
+        self.text = text
+        self.pickled = pickled
+
+    def __str__(self) -> str:
+        return self.text.rstrip()
+
+    @classmethod
+    def of(cls, error: Exception) -> RemoteFailureError:
+        """The exception as the worker's author knows it, without the frames that lead to the worker's code."""
+        inner = error.__traceback__
+        while inner is not None and inner.tb_frame.f_globals.get("__name__", "").startswith(_FRAMES):
+            inner = inner.tb_next
+        # Where memory ended says nothing about why: the sum does.
+        frames = None if isinstance(error, MemoryShortError) else traceback.format_exception(type(error), error, inner)
+        text = str(error) if frames is None else "".join(frames)
+        try:
+            pickled = pickle.dumps(error)
+        except Exception:  # an exception may hold anything, and pickling runs its code
+            pickled = None
+        failure = cls(text, pickled)
+        failure.__cause__ = error  # for a caller in this process; it does not travel
+        return failure
+
+    @property
+    def original(self) -> BaseException | None:
+        if self.__cause__ is not None or self.pickled is None:
+            return self.__cause__
+        try:
+            return pickle.loads(self.pickled)
+        except Exception:  # its class may not exist here, or refuse its own arguments
+            return None
 
 
 def lease_port() -> socket.socket:
@@ -86,31 +149,26 @@ class Host:
     def __repr__(self) -> str:
         return self._name
 
-    def lease_port(self) -> int:
-        self._lease = lease_port()
-        return self._lease.getsockname()[1]
+    def greet(self, leads: bool) -> tuple[int, int]:
+        """The id of this process and, where it leads its group, the port that it has leased for all."""
+        if leads:
+            self._lease = lease_port()
+        return os.getpid(), self._lease.getsockname()[1] if self._lease is not None else 0
 
-    def find_pid(self) -> int:
-        return os.getpid()
-
-    def start(self, env: dict[str, str], target: str | type, /, *args: Any, **kwargs: Any) -> int:
-        """Make the worker; returns this process's id."""
+    def start(self, env: Mapping[str, str], target: str | type, /, *args: Any, **kwargs: Any) -> None:
+        """Make the worker."""
         open_sealed()
         os.environ.update(env)
         be_reachable(About(title=self._name))
         self._pulse = Pulse(int(env["RANK"]))
         if DEBUG_HOST in env:
-            self._serve_debugger(self._pulse, host=env[DEBUG_HOST])
+            serve(host=env[DEBUG_HOST], on_stop=self._pulse.note_stop)
+            if is_rays():
+                self._pulse.note_stop({})  # it does not say when it holds this process: no call here is ever too long
         try:
             self._worker = load_class(target)(*args, **kwargs)
         except Exception as error:
             raise _examined(error) from None
-        return os.getpid()
-
-    def _serve_debugger(self, pulse: Pulse, *, host: str) -> None:
-        serve(host=host, told=pulse.note_stop)
-        if is_rays():
-            pulse.note_stop({})  # it does not say when it holds this process: no call here is ever too long
 
     def call(self, method: str, drop: Drop, /, *args: Any, **kwargs: Any) -> Any:
         assert self._pulse is not None, "start comes first"

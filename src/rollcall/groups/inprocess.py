@@ -11,30 +11,17 @@ import asyncio
 import os
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rollcall.debug.here import post_mortem
-from rollcall.errors import WorkerDiedError
-from rollcall.groups.backend import Ask, NodeSeats, Recipe, Reservation, WorkerSpec, whom
+from rollcall.groups.backend import Ask, Call, Carrier, Member, NodeSeats, Reservation, WorkerSpec
 from rollcall.groups.dispatch import Drop, trim
-from rollcall.groups.failures import failure_of
-from rollcall.groups.host import call_method, lease_port, load_class
+from rollcall.groups.host import RemoteFailureError, call_method, lease_port, load_class
 from rollcall.groups.pulse import DoneCall
-from rollcall.groups.sightings import Lookout, Sightings
 from rollcall.wait import Wait
 from rollcall.worker_env.declared import environment
 
 ADDRESS = "127.0.0.1"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
-    """A call that has run."""
-
-    spec: WorkerSpec
-    result: Any
-    error: Exception | None
 
 
 class InProcessBackend:
@@ -45,69 +32,60 @@ class InProcessBackend:
             for rank, count in sorted(zip(ranks, ask.slots_per_node, strict=True))
             if count
         ]
-        return Reservation(nodes=nodes, crew=InProcessCrew)
+        return Reservation(nodes=nodes, carrier=lambda recipe: InProcess())
 
 
-class InProcessCrew:
-    def __init__(self, specs: Sequence[WorkerSpec], recipe: Recipe) -> None:
+class InProcess(Carrier):
+    def __init__(self) -> None:
         self._lease = lease_port()
         self._loop = asyncio.new_event_loop()
-        self.pids: Sequence[int] = [os.getpid()] * len(specs)
-        self._specs = list(specs)
-        self._workers: list[Any] = []
-        self._recipe = recipe
-        self._lookout = Lookout()
+        self._is_open = True
 
-    def start(self, *, timeout_s: float) -> None:
-        self._workers = self.gather([self._make(spec) for spec in self._specs], wait=Wait(timeout_s))
+    def launch(self, spec: WorkerSpec, *, lost: Member | None, wait: Wait) -> Member:
+        return Member(spec, link=_Worker(self._loop, port=self._lease.getsockname()[1]))
 
-    def share(self, value: Any) -> Any:
-        return value
+    def send(self, call: Call, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        worker, began_s = call.member.link, time.time()
+        try:
+            call.finish(getattr(worker, method)(*args, **kwargs))
+        except Exception as error:
+            post_mortem(error)
+            call.finish(error=RemoteFailureError.of(error))
+        if method == "call":
+            self.gang.lookout.add(call.member.spec.rank, DoneCall(args[0], began_s, time.time()))
 
-    def call(self, rank: int, method: str, drop: Drop, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Done:
-        spec = self._specs[rank]
-        if not self.is_alive(rank):
-            return Done(spec=spec, result=None, error=WorkerDiedError("shut down", **whom([spec])))
-        worker, began_s = self._workers[rank], time.time()
-        done = self._run(spec, lambda: trim(call_method(worker, method, args, kwargs, loop=self._loop), drop))
-        self._lookout.add(rank, DoneCall(method, began_s, time.time()))
-        return done
+    def settle(self, calls: Sequence[Call], *, timeout_s: float, through_failures: bool = False) -> None:
+        return None
 
-    def _make(self, spec: WorkerSpec) -> Done:
-        recipe = self._recipe
-        return self._run(spec, lambda: load_class(recipe.target)(*recipe.args, **recipe.kwargs))
+    def answered(self, calls: Sequence[Call], *, timeout_s: float) -> Collection[Call]:
+        return calls
 
-    def _run(self, spec: WorkerSpec, function: Any) -> Done:
-        env = spec.group_env(master_address=ADDRESS, master_port=self._lease.getsockname()[1])
-        with environment({**spec.env, **env}):
-            try:
-                return Done(spec=spec, result=function(), error=None)
-            except Exception as error:
-                post_mortem(error)
-                return Done(spec=spec, result=None, error=error)
+    def is_alive(self, member: Member) -> bool:
+        return self._is_open
 
-    def gather(self, futures: Sequence[Done], *, wait: Wait) -> list[Any]:
-        if failed := [(done.spec, done.error) for done in futures if done.error is not None]:
-            raise failure_of(failed)
-        return [done.result for done in futures]
-
-    def ready(self, futures: Sequence[Done], *, timeout_s: float) -> list[Done]:
-        return list(futures)
-
-    def is_alive(self, rank: int) -> bool:
-        return rank < len(self._workers)
-
-    def tolerate(self, ranks: Collection[int]) -> None:
-        return None  # they live and die together
-
-    def replace(self, rank: int, *, timeout_s: float) -> WorkerSpec:
-        (self._workers[rank],) = self.gather([self._make(self._specs[rank])], wait=Wait(timeout_s))
-        return self._specs[rank]
-
-    def sightings(self, *, last: bool = False) -> Sightings:
-        return self._lookout.take(self.pids[: len(self._workers)])
-
-    def stop(self, *, timeout_s: float) -> None:
-        self._workers = []
+    def stop(self, members: Sequence[Member], *, timeout_s: float) -> None:
+        for member in members:
+            member.link = None
+        self._is_open = False
         self._loop.close()
         self._lease.close()
+
+
+class _Worker:
+    """As ``host.Host``, but in an environment that lasts for a call."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, port: int) -> None:
+        self._loop = loop
+        self._port = port
+
+    def greet(self, leads: bool) -> tuple[int, int]:
+        return os.getpid(), self._port
+
+    def start(self, env: Mapping[str, str], target: str | type, /, *args: Any, **kwargs: Any) -> None:
+        self._env = env
+        with environment(env):
+            self._worker = load_class(target)(*args, **kwargs)
+
+    def call(self, method: str, drop: Drop, /, *args: Any, **kwargs: Any) -> Any:
+        with environment(self._env):
+            return trim(call_method(self._worker, method, args, kwargs, loop=self._loop), drop)

@@ -1,5 +1,5 @@
 """A worker's pulse: what it does, since when, what it did before, where a debugger holds it; and the look that its node takes at
-it.
+it, and at what it prints.
 
 The thread that does the work writes the pulse into a small file that only its own node reads. So a process whose
 interpreter hangs in a call looks busy with that call, and a stopped process looks stopped. The pulse holds the last calls; a
@@ -26,6 +26,7 @@ import psutil
 from rollcall.process import device_bytes
 from rollcall.process.pause import running_s
 from rollcall.process_table import DEAD
+from rollcall.redact import redact
 
 PULSE = "rollcall-pulse"
 PAGE = 4096  # bytes of a pulse
@@ -42,6 +43,8 @@ JOIN_S = 0.05  # calls of one method with a shorter pause between them are one e
 LONGEST_JOIN_S = 30.0  # of one entry
 DEVICE_EVERY_S = 1.0  # between two looks at the memory of accelerators
 WORTH_S = 0.5  # a call is noted if it is this much longer than the longest before it
+LOG_BYTES = 16 << 10  # of one look at a log
+OF_RAY = (b":job_id:", b":actor_name:", b":task_name:")  # lines of a log that Ray writes for itself
 
 
 class DoneCall(NamedTuple):
@@ -112,7 +115,7 @@ class Pulse:
         self._memory[BEAT.size : PAGE] = text.ljust(PAGE - BEAT.size)[: PAGE - BEAT.size]
 
     def note_stop(self, place: Mapping[str, Any] | None) -> None:
-        """A debugger holds this process at that place; None: it goes on."""
+        """Note where a debugger holds this process, or with None that it runs again."""
         text = b"" if place is None else json.dumps(place).encode()
         if len(text) > STOP_BYTES:
             text = json.dumps({**place, "file": "...", "function": "", "why": "stopped"}).encode()  # type: ignore[dict-item]
@@ -139,7 +142,7 @@ def _goes_on(last: DoneCall, method: str, start_s: float) -> bool:
 
 
 class Reader:
-    """Looks at one process again and again; each call is told once."""
+    """Looks at one process again and again, and reports each call once."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -195,7 +198,7 @@ class Reader:
         )
 
     def _read(self) -> bytes:
-        """Empty: it has no pulse yet."""
+        """The bytes of the pulse; empty if there is none yet."""
         try:
             if self._file is None:
                 path = memory_file(self._pid, PULSE)
@@ -207,7 +210,7 @@ class Reader:
             return b""
 
     def _calls(self, data: bytes, *, doing: str, since_s: float, now: float) -> tuple[DoneCall, ...]:
-        """Those that are new, without the last one if that may still go on."""
+        """The calls that are new, without the last one if it may still grow."""
         kept, _ = HEAD.unpack_from(data, PAGE)
         found: list[DoneCall] = []
         for number in range(max(self._told, kept - NUM_CALLS), kept):
@@ -232,7 +235,7 @@ def look(pid: int) -> Seen:
 
 
 def memory_file(pid: int, name: str) -> Path | None:
-    """The path through /proc of the process's memory file whose name begins so; None: it has none."""
+    """Find the process's memory file whose name begins so; returns its path in /proc, or None."""
     try:
         entries = sorted(Path(f"/proc/{pid}/fd").iterdir())
     except (FileNotFoundError, ProcessLookupError, PermissionError):  # gone, or another user's
@@ -244,3 +247,41 @@ def memory_file(pid: int, name: str) -> Path | None:
             if os.readlink(entry).startswith(f"/memfd:{name}"):
                 return entry
     return None
+
+
+class LogTail:
+    """The files that standard output and standard error of a process go to, read as they grow: a bounded number of bytes at a time,
+    whole lines, without secrets."""
+
+    def __init__(self, pid: int) -> None:
+        self._ends: dict[str, int] = {}  # how far each file has been read
+        for number in (1, 2):
+            with contextlib.suppress(OSError):
+                path = os.readlink(f"/proc/{pid}/fd/{number}")
+                if os.path.isabs(path) and os.path.isfile(path):
+                    self._ends.setdefault(path, max(os.path.getsize(path) - LOG_BYTES // 2, 0))
+
+    @property
+    def path(self) -> str:
+        """The first of them; empty: it prints to no file."""
+        return next(iter(self._ends), "")
+
+    def read(self) -> bytes:
+        """The lines that are new."""
+        return b"".join(self._read(path) for path in self._ends)
+
+    def _read(self, path: str) -> bytes:
+        try:
+            size = os.path.getsize(path)
+            begin = max(min(self._ends[path], size), size - LOG_BYTES)
+            with open(path, "rb") as file:
+                file.seek(begin)
+                data = file.read(size - begin)
+        except OSError:  # taken away
+            return b""
+        whole = data.rfind(b"\n") + 1
+        if not whole and len(data) >= LOG_BYTES:
+            whole = len(data)  # a line without an end
+        self._ends[path] = begin + whole
+        lines = [line for line in data[:whole].splitlines(keepends=True) if not line.startswith(OF_RAY)]
+        return redact(b"".join(lines).decode(errors="replace")).encode()

@@ -23,8 +23,16 @@ from rollcall.config import load_config
 from rollcall.durable.atomic import write_atomic
 from rollcall.durable.lease import read_holder
 from rollcall.errors import ClusterError
-from rollcall.groups.profiling import END_S, START_S, ProfileError, profile_process
-from rollcall.groups.reachable import About, py_spy, reachable_here, stacks_here
+from rollcall.groups.reachable import (
+    END_S,
+    START_S,
+    About,
+    ProfileError,
+    profile_process,
+    py_spy,
+    reachable_here,
+    stacks_here,
+)
 from rollcall.loop.aside import start
 from rollcall.nodes.which import Cluster, find_cluster, wished_cluster
 from rollcall.observe.live import read_live

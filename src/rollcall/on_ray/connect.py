@@ -1,6 +1,6 @@
 """A driver's connection to the cluster that it means (``nodes/which.py``), through the raylet of its own node.
 
-``init_ray`` is for scripts: it can also start a Ray for this machine alone, or work without Ray.
+``init_ray`` is for scripts: it can also start a Ray on this machine, or work without Ray.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -27,15 +28,18 @@ from rollcall.nodes.which import (
 )
 from rollcall.on_ray.loopback import keep_loopback
 from rollcall.on_ray.members import forget_members
-from rollcall.on_ray.raylet_lines import hide_stacks
 from rollcall.on_ray.waiting import serve_driver
 from rollcall.stop import is_heeding, kept
 
 BACKEND = "ROLLCALL_BACKEND"  # `local` runs a script written for Ray in one process
+# A frame such as `/lib/libc.so.6(+0x27744) [0xffffb4ae7744]`, and the lines above the frames.
+_LEFT_OUT = re.compile(
+    r"\(\S*\+0x[0-9a-f]+\) \[0x[0-9a-f]+\]|\*\*\* StackTrace|\*\*\* SIG\w+ received|@ +0x[0-9a-f]+|has been marked dead because"
+)
 
 
 def init_ray(*, num_gpus: int | None = None, backend: Literal["ray", "local"] | None = None) -> None:
-    """Connect to the cluster that is meant, or start a Ray of this node alone; virtual clusters are then made there.
+    """Connect to the cluster that is meant, or start a Ray on this node; virtual clusters are then made there.
 
     Inside a job, Ray says which cluster; else ``ROLLCALL_CLUSTER`` or ``RAY_ADDRESS``, else the record of ``rollcall node``; a
     connection that exists is kept. ``num_gpus`` is the number of (logical) slots of a Ray that is started here; None counts the
@@ -72,7 +76,7 @@ def connect(
     timeout_s: float = 60.0,
     log_to_driver: bool = True,
 ) -> Cluster:
-    """Make this process a driver of the cluster; None: of the one that is meant, with ``ray_address`` from the run file.
+    """Make this process a driver of the cluster, by default of the one that is meant, with ``ray_address`` from the run file.
 
     A connection that exists is kept, where it is to that cluster or no cluster is named.
     """
@@ -164,3 +168,22 @@ def _same_cluster(cluster: Cluster | None) -> Cluster:
             "call ray.shutdown() first"
         )
     return cluster
+
+
+def hide_stacks() -> None:
+    """Leave out what Ray prints of its raylets in this driver, where the run names the node and what it does about it.
+
+    A raylet that ends prints a C++ stack of 20 lines, and Ray (2.60) shows it to every driver, besides its own words for a lost node.
+    """
+    from ray._private import worker
+
+    show = worker.print_worker_logs
+    if getattr(show, "__module__", "") == __name__:
+        return
+
+    def show_without_stacks(data: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        if data.get("pid") == "raylet":
+            data = {**data, "lines": [line for line in data["lines"] if not _LEFT_OUT.search(line)]}
+        show(data, *args, **kwargs)
+
+    worker.print_worker_logs = show_without_stacks

@@ -22,7 +22,7 @@ class NoAnswerError(ClusterError):
 
 
 def run_on(node_id: str, function: Callable[[], Any], *, env: Mapping[str, str]) -> Pending:
-    """Run the function in a process of its own on that node, with these variables."""
+    """Run the function in its own process on that node, with these variables."""
     import ray
 
     options = pinned(node_id) | {"max_retries": 0, "runtime_env": {"env_vars": dict(env)}}

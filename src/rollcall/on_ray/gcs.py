@@ -1,4 +1,4 @@
-"""One question to a Ray head, in a process of its own: run as a script by `head.py`, which waits for it.
+"""One question to a Ray head, in its own process: run as a script by `head.py`, which waits for it.
 
 Token on standard input, address as the first argument; one JSON object on standard output. Without a token, the head is
 asked without; if it refuses, with what Ray's own variables and files give. With a rank and a node's own mark behind the
@@ -34,7 +34,7 @@ def claim(client: Any, rank: str, mark: str, *, alive: set[str]) -> str:
 
 
 def ask(address: str, *, mode: str) -> tuple[Any, Any]:
-    """A client in that mode of authentication, and the nodes it was told; None: it was refused."""
+    """A client in that mode of authentication, and the nodes that the head lists; None if it refuses."""
     raylet: Any = importlib.import_module("ray._raylet")
     from ray.exceptions import AuthenticationError
 
@@ -58,7 +58,7 @@ def token_source() -> str:
 
 
 def node_rows(nodes: Any) -> list[dict[str, Any]]:
-    """What ``get_all_node_info`` tells of each node, for ``NodeInfo.of``."""
+    """The nodes that ``get_all_node_info`` lists, for ``NodeInfo.of``."""
     gcs: Any = importlib.import_module("ray.core.generated.gcs_pb2")
     fields = ("node_manager_port", "object_manager_port", "metrics_export_port", "runtime_env_agent_port")
     agents = ("metrics_agent_port", "dashboard_agent_listen_port")

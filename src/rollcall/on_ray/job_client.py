@@ -13,7 +13,7 @@ import tempfile
 import time
 import urllib.parse
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import aiohttp
 import requests
@@ -47,18 +47,6 @@ class UnknownJob(ClusterError):
     """The head has no such job."""
 
 
-class JobClient(Protocol):
-    where: str  # for messages
-
-    def call(self, method: str, *args: Any, **options: Any) -> Any:
-        """A method of Ray's client, or of ``HttpClient``."""
-        ...
-
-    def tail(self, job_id: str, *, skip: int, take: Callable[[str], None]) -> str:
-        """Pass on a log as it grows, past its first ``skip`` characters; returns why that broke off, "" at the log's end."""
-        ...
-
-
 class HttpClient(JobSubmissionClient):
     def __init__(
         self, url: str, *, token: str | None, token_source: str, connect: Callable[[], str] = lambda: ""
@@ -71,10 +59,11 @@ class HttpClient(JobSubmissionClient):
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         # Not the constructor of Ray's client (2.60): it lets RAY_ADDRESS override the address that it is given.
         dashboard_sdk.SubmissionClient.__init__(self, url, headers=headers)
-        for name in ("dashboard_sdk", "job.sdk"):  # which tell of each package, and of a log's end
+        for name in ("dashboard_sdk", "job.sdk"):  # which log each package, and a log's end
             logging.getLogger(f"ray.dashboard.modules.{name}").setLevel(logging.WARNING)
 
     def call(self, method: str, *args: Any, **options: Any) -> Any:
+        """Call a method of Ray's client, or of this one."""
         if why := self._connect():
             raise Unreachable(why)
         began = time.monotonic()
@@ -111,6 +100,7 @@ class HttpClient(JobSubmissionClient):
         return self.get_job_logs(job_id)[skip:], is_over
 
     def tail(self, job_id: str, *, skip: int, take: Callable[[str], None]) -> str:
+        """Pass on a log as it grows, past its first ``skip`` characters; returns why that broke off, "" at the log's end."""
         return self._connect() or asyncio.run(self._tail(job_id, skip=skip, take=take))
 
     async def _tail(self, job_id: str, *, skip: int, take: Callable[[str], None]) -> str:
@@ -195,6 +185,9 @@ class RelayClient:
             if is_over:
                 return ""
             time.sleep(LOOK_EVERY_S)
+
+
+JobClient = HttpClient | RelayClient
 
 
 class AtHead:

@@ -4,8 +4,8 @@ Slots are the bundles of one placement group, so a virtual cluster gets all of i
 node. A task in each bundle says which accelerator Ray gave it, so slots are in (node rank, accelerator) order, in whatever
 order Ray chose them. A worker is a Ray actor in its slot's bundle.
 
-Who waits for whom: ``reserve`` waits for nodes with room; ``RayCrew.start`` for rank 0's process, which leases the group's
-port, and then for every worker to be made. Each wait has a deadline and says what is missing.
+Who waits for whom: ``reserve`` waits for nodes with room; ``Gang.start`` for all processes, of which rank 0's leases the group's port,
+and then for every worker to be made. Each wait has a deadline and says what is missing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rollcall.errors import ClusterError, NoRoomError
 from rollcall.groups.backend import Ask, NodeSeats, Reservation
 from rollcall.nodes.check import missing_ranks, start_there
 from rollcall.nodes.which import Cluster
-from rollcall.on_ray.crew import RayCrew
+from rollcall.on_ray.carrier import OnRay
 from rollcall.on_ray.members import RayNode, lost_nodes, ranked_nodes, settle_ranks
 from rollcall.wait import Wait, say
 from rollcall.words import counted
@@ -37,7 +37,7 @@ NODES_DEADLINE_S = 180.0
 
 @dataclass(frozen=True, slots=True)
 class RayBackend:
-    cluster: Cluster | None = None  # None: a script has joined its Ray by itself
+    cluster: Cluster | None = None  # None if a script has joined its Ray by itself
 
     def reserve(self, ask: Ask, *, timeout_s: float) -> Reservation:
         if not ray.is_initialized():
@@ -52,7 +52,7 @@ class RayBackend:
                     settle_ranks(nodes)
                     return Reservation(
                         nodes=_seats(ask, chosen, group, wait=wait),
-                        crew=partial(RayCrew, group=group, may_fork=_may_fork(chosen)),
+                        carrier=partial(OnRay, group=group, may_fork=_may_fork(chosen)),
                         release=partial(remove_placement_group, group),
                     )
             missing = sorted(set(ask.node_ranks or range(len(ask.slots_per_node))) - {node.rank for node in nodes})
@@ -98,7 +98,7 @@ def _missing(cluster: Cluster | None, ranks: Sequence[int]) -> str:
 
 
 def choose_nodes(ask: Ask, nodes: Sequence[RayNode]) -> list[RayNode] | None:
-    """A node for each entry: the named ones, or in rank order the first with room; None: there are too few."""
+    """A node for each entry: the named ones, or in rank order the first with room; None if there are too few."""
     if ask.node_ranks is not None:
         by_rank = {node.rank: node for node in nodes}
         named = [by_rank.get(rank) for rank in ask.node_ranks]

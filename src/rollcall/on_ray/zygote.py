@@ -22,13 +22,15 @@ import runpy
 import select
 import signal
 import socket
-import struct
 import sys
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NoReturn
 
 from rollcall.importing import uncollected
+from rollcall.process import is_own_users
+from rollcall.process.framing import json_frame, read_exactly, read_json_frame
 
 MODULES = "ROLLCALL_ZYGOTE_MODULES"  # the modules that the zygote imports
 GROUP = "ROLLCALL_ZYGOTE_GROUP"  # one zygote for each, on each node
@@ -39,8 +41,6 @@ ANSWER_S = 30.0  # Ray gives up a worker that has not come forward after 60 s
 IDLE_S = 120.0
 LOOK_S = 1.0
 FORKED = b"f"  # the first byte of the zygote's answer; the second is the worker's exit status
-LENGTH = struct.Struct("!I")
-CREDENTIALS = struct.Struct("3i")  # process, user, group of a socket's other end
 
 
 def runtime_env(module: str, group: str, env_vars: Mapping[str, str]) -> dict[str, Any]:
@@ -56,9 +56,8 @@ def main(arguments: list[str]) -> int:
         zygote.settimeout(ANSWER_S)
         request = {"argv": arguments, "env": dict(os.environ), "cwd": os.getcwd()}
         try:
-            body = json.dumps(request).encode()
-            socket.send_fds(zygote, [LENGTH.pack(len(body))], [0, 1, 2])
-            zygote.sendall(body)
+            socket.send_fds(zygote, [FORKED], [0, 1, 2])
+            zygote.sendall(json_frame(request))
             answer = zygote.recv(1)
             zygote.settimeout(None)
         except OSError:  # it is too slow, or has ended
@@ -70,7 +69,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _connect() -> socket.socket | None:
-    """The group's zygote on this node, started if there is none; None: it cannot be had."""
+    """Connect to the group's zygote on this node, and start it if there is none; None if that fails."""
     key = json.dumps([os.environ[GROUP], sys.executable, os.getuid()])
     address = f"\0rollcall-zygote-{hashlib.sha256(key.encode()).hexdigest()[:32]}"  # in the abstract namespace, without a file
     for _ in range(2):
@@ -81,13 +80,8 @@ def _connect() -> socket.socket | None:
             zygote.close()
             _start(address)
             continue
-        return zygote if _is_own_users(zygote) else None
+        return zygote if is_own_users(zygote) else None
     return None
-
-
-def _is_own_users(peer: socket.socket) -> bool:
-    _, user, _ = CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
-    return user == os.getuid()
 
 
 def _start(address: str) -> None:
@@ -115,7 +109,7 @@ def _serve(listener: socket.socket) -> NoReturn:
         for module in os.environ[MODULES].split():
             importlib.import_module(module)
     nothing = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):  # they are the first worker's; an import that fails is told there
+    for stream in (0, 1, 2):  # they are the first worker's; an import that fails is reported there
         os.dup2(nothing, stream)
     gc.collect()
     gc.freeze()  # a collection in a worker would write to, and so copy, the pages that all share
@@ -166,17 +160,14 @@ def _try_send(stub: socket.socket, data: bytes) -> None:
 
 def _fork(stub: socket.socket, *, keep_out: list[socket.socket], pipe: tuple[int, int]) -> int | None:
     """The process of the worker that this stub asks for. It does not return there."""
-    if not _is_own_users(stub):
+    if not is_own_users(stub):
         stub.close()
         return None
     stub.settimeout(ANSWER_S)
     try:
-        head, streams, _, _ = socket.recv_fds(stub, LENGTH.size, 3)
-        left = bytearray()
-        while len(left) < LENGTH.unpack(head)[0]:
-            left += stub.recv(1 << 20) or _hung_up()
-        request = json.loads(left)
-    except (OSError, struct.error):
+        _, streams, _, _ = socket.recv_fds(stub, 1, 3)
+        request = read_json_frame(partial(read_exactly, stub.recv))
+    except OSError:
         stub.close()
         return None
     stub.settimeout(None)
@@ -189,10 +180,6 @@ def _fork(stub: socket.socket, *, keep_out: list[socket.socket], pipe: tuple[int
         os.close(stream)
     _try_send(stub, FORKED)
     return pid
-
-
-def _hung_up() -> NoReturn:
-    raise OSError("the stub has hung up")
 
 
 def _become_worker(request: dict[str, Any], streams: list[int], pipe: tuple[int, int]) -> NoReturn:
@@ -217,8 +204,8 @@ def _become_worker(request: dict[str, Any], streams: list[int], pipe: tuple[int,
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

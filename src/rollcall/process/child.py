@@ -52,8 +52,8 @@ def own_fds() -> tuple[int, int, int]:
 
 
 def serve(fd: int, target: Any) -> None:
-    """Answer calls to the methods of ``target`` until the parent hangs up. A confined process may read and write a socket, and do nothing
-    else with it."""
+    """Answer calls to the methods of ``target`` until the parent hangs up. Uses only read and write: a confined process may do nothing
+    else with a socket."""
     hears: Body = getattr(target, "hears", PICKLE)
     says: Body = getattr(target, "says", PICKLE)
     own_pid = os.getpid()
@@ -94,7 +94,7 @@ def serve(fd: int, target: Any) -> None:
 
 
 def raised_body(error: BaseException, says: Body) -> bytes:
-    """Its class, message and traceback, and between our own processes the error itself, if it can be pickled."""
+    """The class, message and traceback of an error and, between our own processes, the error itself if it can be pickled."""
     shown = "".join(traceback.format_exception(error)).rstrip()
     told = [type(error).__name__, cut(str(error)), cut(shown)]
     if says is not PICKLE:
@@ -106,12 +106,12 @@ def raised_body(error: BaseException, says: Body) -> bytes:
 
 
 def cut(text: str, longest: int = MAX_WHY) -> str:
-    """Both ends of a long text: a traceback begins with where and ends with what."""
+    """Keep both ends of a long text: a traceback begins with where and ends with what."""
     return text if len(text) <= longest else f"{text[: longest // 2]}\n...\n{text[-longest // 2 :]}"
 
 
 def dump_stacks_to(fd: int) -> None:
-    """When this process crashes, and when its parent wants to know where it hangs."""
+    """Dump stacks when this process crashes, and when its parent asks where it hangs."""
     faulthandler.enable(fd)
     faulthandler.register(STACK_SIGNAL, fd)
 

@@ -19,7 +19,7 @@ _OWN_FRAMES = (
 
 
 def plain_stack(dump: str) -> str:
-    """What faulthandler dumps, as Python shows a traceback: newest call last, without our own frames and threads."""
+    """Turns faulthandler's dump into a Python traceback: newest call last, without our own frames and threads."""
     said: list[str] = []
     threads: list[tuple[bool, list[str]]] = []
     for line in dump.splitlines():

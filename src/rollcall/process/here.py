@@ -1,7 +1,7 @@
 """Starts processes as children of this one.
 
-They get a socket, a lifeline whose other end only this process holds, and a file for stack dumps, in this order behind their command,
-and then what else they are given. Each leads a group of its own: Ctrl-C is for this process, and what they start ends with them.
+After its command, each gets a socket, a lifeline whose other end only this process holds, a file for stack dumps, and the other
+descriptors it is given. Each leads its own process group: Ctrl-C reaches only this process, and what they start ends with them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def spawn(
     answers: Mapping[str, Reader] | None = None,
     longest: int = LONGEST,
 ) -> Worker:
-    """A process of ``module:Class``, which is made with ``fds``. It starts while this goes on: the first call waits for it."""
+    """Start a process that makes ``module:Class`` with ``fds``. The first call waits until it is up."""
     command = [sys.executable, "-m", "rollcall.process.child", target]
     link = LinkHere(command, env=env, cwd=cwd, fds=fds, output=output)
     return Worker(link, name=name, answers=answers, longest=longest, line=line)

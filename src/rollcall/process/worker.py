@@ -1,12 +1,12 @@
 """A process as its parent uses it: ``await worker.call(method, ...)`` returns, or raises Raised (its own error) or Lost (who, where, why).
 
-    Worker --numbered calls, as frames--> Link --bytes--> the process: serve (child.py), or a server of its own
+    Worker --numbered calls, as frames--> Link --bytes--> the process: serve (child.py), or its own server
        ^                                    |
        +---- parts, answers, errors --------+
 
 A worker has no thread and belongs to no event loop. Calls wait where they are made: ``call`` in the event loop that runs, ``ask`` and
 ``Call.wait`` in a thread. Any number of calls may be under way; whether they are answered out of order is the child's affair. Those
-under way at the same time share one loop.
+under way at the same time share one event loop.
 
 The deadline of a call is the longest silence: a part of its answer, and a byte of the call that the process takes, begin it again. Time
 in a debugger's prompt does not count (pause.py). A process that is late, has ended or says what it should not is killed with all it
@@ -31,7 +31,7 @@ from rollcall.process.pause import running_s
 from rollcall.words import visible
 
 Reader = Callable[[bytes], Any]
-"""Makes a value of what a process said; ValueError: it should not have said that."""
+"""Reads a value that a process sent; raises ValueError if it should not have sent it."""
 _DIED = "died"
 EXIT_S = 1.0  # from the end of its connection to its own end
 _READ_BYTES = 1 << 18
@@ -91,7 +91,7 @@ class Link(Protocol):
 
 
 class Line(Protocol):
-    """The parent's end of a line to a debugger that may open in the process (debug/line.py)."""
+    """The parent's end of a line to a debugger that may open in the process (debug/here.py)."""
 
     is_held: bool  # somebody debugs it: it is not late
 
@@ -142,7 +142,7 @@ class Call:
         return self._returned
 
     def wait(self, *, meanwhile: Callable[[float], None] | None = None, every_s: float = 10.0) -> Any:
-        """What the call returns or raises, in this thread. ``meanwhile`` is called from time to time with the seconds waited."""
+        """Wait in this thread for the result. ``meanwhile`` is called from time to time with the seconds waited."""
         return self._worker.wait(self, meanwhile=meanwhile, every_s=every_s)
 
 
@@ -189,8 +189,8 @@ class Worker:
         return self.link.log_tail(lines)
 
     async def call(self, method: str, *args: Any, deadline_s: float, each: Callable[[Any], None] | None = None) -> Any:
-        """What the method returns. ``each`` gets every part of it, and raises ValueError if it cannot be one. A call that is cancelled
-        leaves the process at work on it."""
+        """Call a method and await its result. ``each`` gets every part of the answer, and raises ValueError if it cannot be one. The
+        process keeps working on a call that is cancelled."""
         call = self._begin(method, args, deadline_s, each)
         try:
             return await self.result_of(call)
@@ -198,7 +198,7 @@ class Worker:
             self._forget(call)
 
     async def result_of(self, call: Call) -> Any:
-        """What a call that has begun returns or raises. Who stops waiting for it may wait for it again."""
+        """Await the result of a call that has begun. It may be awaited again after a cancellation."""
         loop = asyncio.get_running_loop()
         assert self._loop in (None, loop), f"{self.name} is called from two event loops at once"
         self._num_waiting += 1
@@ -313,7 +313,7 @@ class Worker:
         except BlockingIOError:
             pass
         except OSError:
-            self._outbox.clear()  # it is gone; reading says so too, after what it said before
+            self._outbox.clear()  # it is gone; reading finds that too, after what it sent before
         if len(self._outbox) < before:
             self._restart_all()
         try:
@@ -329,7 +329,7 @@ class Worker:
         except ConnectionResetError:
             self._is_gone(_DIED)
         except (OSError, ValueError, RecursionError):
-            self._is_gone("said what no such process says")
+            self._is_gone("sent something that no such process sends")
 
     def _is_gone(self, why: str) -> None:
         self._gone = why

@@ -10,7 +10,7 @@ task of the event loop that asked serves each worker:
                             and the process is replaced
 
 The limit of an item runs from the worker's last sign of progress (process/worker.py), and never includes a worker's start, which has its
-own limit. It is paused while somebody debugs the worker (debug/line.py).
+own limit. It is paused while somebody debugs the worker (debug/here.py).
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter
 
-from rollcall.debug.here import POST_MORTEM
-from rollcall.debug.line import DebugLine
+from rollcall.debug.here import POST_MORTEM, DebugLine
 from rollcall.observe.prints import ChildPrints
 from rollcall.process.here import spawn
 from rollcall.process.worker import Call, Lost, Raised, Worker

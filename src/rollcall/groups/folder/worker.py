@@ -1,7 +1,7 @@
 """The worker of one node, where nodes share only a folder: it takes calls from its inbox and answers them one at a time.
 
 It serves a master whose counter moves; the master of an earlier run does not move. A new epoch of the master, or a new
-master, ends the work under way, and the worker is made again when it is told to start. If the master's counter stops, the
+master, ends the work under way, and the worker is made again at the next start. If the master's counter stops, the
 worker waits for it, or for a new master, up to a deadline.
 
 The main thread works. The presence's thread advances the counter and looks at the master. If no one waits for the main
@@ -20,30 +20,35 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rollcall.errors import ClusterError
-from rollcall.groups.failures import RemoteFailureError
-from rollcall.groups.folder.layout import Messages, State, about_this_process, label_of, refuse_second
 from rollcall.groups.folder.mailbox import (
     BEAT_S,
     SILENT_S,
     Inbox,
+    Messages,
     Peer,
     Presence,
     Rhythm,
+    State,
+    about_this_process,
+    label_of,
     message_name,
     names,
     new_id,
     own_folder,
     put,
+    refuse_second,
     remove,
     sweep,
 )
-from rollcall.groups.folder.told import CallTeller
-from rollcall.groups.host import GROUP_MARK, Host, end_group
+from rollcall.groups.host import GROUP_MARK, Host, RemoteFailureError, end_group
+from rollcall.groups.pulse import DoneCall, Reader
 from rollcall.stop import heeded_signals
 from rollcall.wait import Wait, say
 
@@ -51,7 +56,7 @@ MASTER_WAIT_S = 1800.0  # for a master that has not started yet, or is lost
 END_S = 10.0  # for killed processes to be gone
 
 
-# Not Exceptions: the code of a call must not take them for an error of its own.
+# Not Exceptions: the code of a call must not take them for its own errors.
 class _Abandoned(BaseException):
     """No one waits for this call any more."""
 
@@ -61,6 +66,43 @@ class _Terminated(BaseException):
 
     def __init__(self, number: int) -> None:
         self.number = signal.Signals(number)
+
+
+class Reporter:
+    """Reports the calls of a worker to the master, in the file that shows that it lives; another thread asks for ``facts``.
+
+    The file is written every second, and a master on a slow file system may not see each one. So it has the last calls and how many
+    there were, and the master takes those that it does not know yet (``master.read_report``).
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._reader: Reader | None = None
+        self._mark = ""
+        self._num_calls = 0
+        self._calls: deque[DoneCall] = deque(maxlen=64)
+
+    def begin(self, pid: int, mark: str) -> None:
+        """This process is a worker of the group with this mark."""
+        with self._lock:
+            self._reader, self._mark, self._num_calls = Reader(pid), mark, 0
+            self._calls.clear()
+
+    def end(self) -> None:
+        with self._lock:
+            if self._reader is not None:
+                self._reader.close()
+            self._reader = None
+
+    def facts(self) -> Mapping[str, Any]:
+        with self._lock:
+            if self._reader is None:
+                return {}
+            now_s, seen = time.monotonic(), self._reader.look()
+            self._calls += seen.calls
+            self._num_calls += len(seen.calls)
+            report = {"mark": self._mark, "now_s": now_s, "num_calls": self._num_calls, "calls": list(self._calls)}
+            return {"pulse": report | {"seen": asdict(seen) | {"calls": (), "longest_s": None}}}
 
 
 class FolderWorker:
@@ -82,12 +124,12 @@ class FolderWorker:
         self._own = self._messages.node(rank)
         self._calls = self._messages.inbox(rank)
         self._master = Peer(self._messages.master)
-        self._told = CallTeller()
+        self._reporter = Reporter()
         self._presence = Presence(
             self._own,
             {**about_this_process(), "state": State.HERE, "why": "", "rank": rank},
-            beside=self._look,
-            changing=self._told.facts,
+            each_beat=self._look,
+            changing=self._reporter.facts,
         )
         self._label = ""  # of the current conversation; empty: there is none
         self._served: set[str] = set()  # masters
@@ -118,9 +160,9 @@ class FolderWorker:
         except KeyboardInterrupt:
             why = "Ctrl-C"
             raise
-        except _Terminated as told:
-            why = told.number.name
-            raise SystemExit(128 + told.number) from None
+        except _Terminated as end:
+            why = end.number.name
+            raise SystemExit(128 + end.number) from None
         except Exception as error:
             why = str(error)
             raise
@@ -163,10 +205,8 @@ class FolderWorker:
                 worked = self._work()
             except _Abandoned:
                 continue
-            if worked:
-                rhythm.hurry()
-            else:
-                rhythm.slow_down()
+            rhythm.note(happened=worked)
+            if not worked:
                 time.sleep(rhythm.wait_s)
 
     def _wait_for_master(self, waiting: Wait) -> None:
@@ -233,13 +273,13 @@ class FolderWorker:
             is_past = master in self._served and not label.startswith(f"{master}-")
             if not is_ours or is_past or (label.startswith(f"{master}-") and name.rpartition(".")[0] < label):
                 remove(self._calls / name)
-        self._inbox = Inbox(self._calls, label=label)
+        self._inbox, self._host = Inbox(self._calls, label=label), Host(f"worker {self.rank}")
 
     def _drop(self) -> None:
         """End the worker and the processes that it started."""
         if self._mark:
             end_group(self._mark, timeout_s=END_S)
-        self._told.end()
+        self._reporter.end()
         self._mark, self._host, self._inbox = "", None, None
         gc.collect()
         torch: Any = sys.modules.get("torch")
@@ -268,19 +308,16 @@ class FolderWorker:
         except Exception as error:  # a result may hold anything, and pickling runs its code
             return pickle.dumps(RemoteFailureError.of(error))
 
-    def _call(self, kind: str, *rest: Any) -> Any:
-        if kind == "start":
-            env, target, args, kwargs = rest
-            self._host, self._mark = Host(f"worker {self.rank}"), env[GROUP_MARK]
-            pid = self._host.start(env, target, *args, **kwargs)
-            self._told.begin(pid, self._mark)
-            return pid
-        method, drop, args, kwargs = rest
-        if self._host is None:
-            raise ClusterError(f"worker {self.rank} was called before it was started")
+    def _call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call this method of the host."""
+        assert self._host is not None
+        if method == "start":
+            self._mark = args[0][GROUP_MARK]
+            self._host.start(*args, **kwargs)
+            return self._reporter.begin(os.getpid(), self._mark)
         try:
-            self._is_calling = True  # not while it is made: an interrupted import cannot be repeated
-            return self._host.call(method, drop, *args, **kwargs)
+            self._is_calling = method == "call"  # not while it is made: an interrupted import cannot be repeated
+            return getattr(self._host, method)(*args, **kwargs)
         finally:
             self._is_calling = False
 
