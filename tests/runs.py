@@ -111,7 +111,7 @@ class Kill:
 
 IN_UPDATE = "rollcall.learner.optimizer:Optimizer.step"
 IN_JOURNAL = "rollcall.durable.journal:AppendFile.append"
-IN_SAVE_WRITE = "rollcall.roles.local:LocalWorkers.write_whole"
+IN_SAVE_WRITE = "rollcall.roles.trained:Trained.write_whole"
 IN_SAVE_FLUSH = "rollcall.checkpoint.store:fsync_tree"
 IN_EXPORT_FLUSH = "rollcall.checkpoint.export:fsync_tree"  # each save exports too
 IN_PRUNE = "rollcall.checkpoint.store:CheckpointStore._prune"

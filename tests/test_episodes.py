@@ -34,8 +34,7 @@ from rollcall.environments.processes import kind_of
 from rollcall.environments.protocol import EnvironmentFailed, Message
 from rollcall.errors import ConfigError
 from rollcall.loop.attempts import RunError
-from rollcall.loop.rewards import Rewards
-from rollcall.loop.rollout import Rollouts
+from rollcall.loop.rollout import Rewards, Rollouts
 from rollcall.model.decoder import fuse_parameters
 from rollcall.observe.transcript import transcript
 from rollcall.roles.build import build_environments

@@ -1,4 +1,4 @@
-"""What `rollcall serve` does: find the model, build its engine, and offer it behind the endpoint until it is stopped.
+"""`rollcall serve`: find the model, build its engine, and offer it behind the endpoint until it is stopped.
 
 The main thread steps the engine; the endpoint's server has a thread of its own (``environments/server.py``).
 """
@@ -30,13 +30,11 @@ from rollcall.environments.histories import Histories, Templates
 from rollcall.environments.server import EndpointServer, in_loop
 from rollcall.errors import ConfigError
 from rollcall.evaluation import adapter_beside, newest_model_of, sets_model
-from rollcall.loop.aside import together
 from rollcall.loop.group_maker import sampling_of
+from rollcall.loop.tasks import together
 from rollcall.model.files import resolve_model
-from rollcall.model.load import resolve_device, resolve_dtype
-from rollcall.model.stop_tokens import stop_token_ids
 from rollcall.net.http_door import listen
-from rollcall.roles.build import check_engine, load_engine, set_threads, tokenizer_of
+from rollcall.roles.build import check_engine, load_sampler, set_threads, tokenizer_of
 from rollcall.types import Completion, Ints
 from rollcall.wait import say
 from rollcall.words import counted
@@ -96,20 +94,10 @@ def serve(plan: ServePlan, *, host: str, port: int, key: str | None, show: Calla
     path = resolve_model(plan.model_path)
     say(f"loading {plan.model_path} ({plan.origin})")
     tokenizer = tokenizer_of(config, path)
-    device = resolve_device(config.model.device)
-    model, engine = load_engine(
-        config.rollout,
-        path,
-        tokenizer,
-        device=device,
-        dtype=resolve_dtype(config.model.dtype, device),
-        trust_remote_code=config.model.trust_remote_code,
-        lora=plan.lora,
-    )
-    with closing(engine):
-        stops = stop_token_ids(tokenizer, model.config, model.generation_config, rollout=config.rollout)
-        served = Served(name=plan.name, max_model_len=engine.max_positions, vocabulary=model.config.vocab_size)
-        rules = Open(served=served, default=sampling_of(config.rollout, stops))
+    sampler = load_sampler(config.model, config.rollout, path, tokenizer, lora=plan.lora)
+    with closing(sampler.engine) as engine:
+        served = Served(name=plan.name, max_model_len=engine.max_positions, vocabulary=sampler.model.config.vocab_size)
+        rules = Open(served=served, default=sampling_of(config.rollout, sampler.stop_token_ids))
         ticker = Ticker(engine, max_running=config.rollout.max_running)
         asyncio.run(_serve(ticker, rules, tokenizer=tokenizer, host=host, listener=listener, key=key, show=show))
 
@@ -141,7 +129,7 @@ async def _serve(
     if made:
         show(key)
     try:
-        await together(_until(failed), background=[_tell(caller, engine)])
+        await together(_until(failed), background=[_report(caller, engine)])
     finally:
         rules.is_stopping = True
         server.close()
@@ -173,7 +161,7 @@ async def _until(failed: asyncio.Future[None]) -> None:
     await failed
 
 
-async def _tell(caller: Caller, engine: Engine) -> None:
+async def _report(caller: Caller, engine: Engine) -> None:
     """Now and then a line of what was served since the last one."""
     requests, tokens, since = 0, 0, time.monotonic()
     while True:

@@ -30,10 +30,10 @@ from rollcall.loop.attempts import Budget, Regrow, causes, closing, headline, lo
 from rollcall.loop.callbacks import Callbacks
 from rollcall.loop.controller import Controller
 from rollcall.loop.phases import Bounds, Split
-from rollcall.loop.protocols import Workers
 from rollcall.loop.record import Record
 from rollcall.loop.resume import Change, changes_on_resume, notes_on, refuse_changing_base
 from rollcall.loop.step_metrics import peak_memory_gib
+from rollcall.loop.workers import Workers
 from rollcall.model.load import resolve_device, resolve_dtype
 from rollcall.observe.calls import BusySpans
 from rollcall.observe.console import Console, make_console
@@ -375,9 +375,9 @@ def _build(config: Config, *, backend: Backend | None, is_bare: bool) -> Workers
     """All roles in this process, unless the run file places them on several slots."""
     if config.cluster is None or config.cluster.num_slots == 1:
         return build_workers(config, is_bare=is_bare)
-    from rollcall.roles.remote import build_remote_workers
+    from rollcall.roles.on_cluster import build_workers_on_cluster
 
-    return build_remote_workers(config, backend=backend)
+    return build_workers_on_cluster(config, backend=backend)
 
 
 def _check_lengths(config: Config, workers: Workers) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from rollcall.checkpoint.run_dir import RUN_FILE, is_run
 from rollcall.config import load_config
 from rollcall.durable.lease import read_holder
-from rollcall.loop.aside import start
+from rollcall.loop.tasks import start
 from rollcall.nodes.which import Cluster, find_cluster, wished_cluster
 from rollcall.observe.live import Live, read_live
 from rollcall.wait import Wait, say

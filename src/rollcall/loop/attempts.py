@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
 from rollcall.errors import BatchTooLargeError, ClusterError, NoRoomError, RestartsSpentError, WorkerLostError
-from rollcall.loop.aside import wait_for_threads
+from rollcall.loop.tasks import wait_for_threads
 from rollcall.wait import say
 
 T = TypeVar("T")

@@ -35,19 +35,19 @@ from typing import Any, TypeVar
 from rollcall.algo.shaping import trained
 from rollcall.checkpoint.store import Checkpoint
 from rollcall.config import Config
+from rollcall.data.order import DataOrder
 from rollcall.durable.journal import Journal
 from rollcall.durable.lease import Lease
-from rollcall.loop.aside import in_thread, together
 from rollcall.loop.attempts import Regrow, RunError
 from rollcall.loop.evaluate import evaluate
-from rollcall.loop.group_maker import GroupMaker, sampling_of
+from rollcall.loop.group_maker import GroupMaker, OpenGroups, sampling_of
 from rollcall.loop.phases import Bounds, Split, is_due
-from rollcall.loop.protocols import Workers
 from rollcall.loop.record import Record, Update
-from rollcall.loop.rewards import Rewards
-from rollcall.loop.rollout import OpenGroups, Rollouts, player_of
+from rollcall.loop.rollout import Rewards, Rollouts, player_of
 from rollcall.loop.samples import make_samples
 from rollcall.loop.supply import AsCompleted, Cursor, Demand, InOrder, NothingLeftError, StepBatch, Supply
+from rollcall.loop.tasks import in_thread, together
+from rollcall.loop.workers import Workers
 from rollcall.observe.calls import BusySpans
 from rollcall.observe.console import Console
 from rollcall.observe.events import Events, StepPhase
@@ -95,19 +95,26 @@ class Controller:
     async def run(self) -> None:
         """From the resumed step to the last; the trained model is then in ``run_dir/model``."""
         workers = self.workers
+        config = self.config
         self.rollouts = Rollouts(
             engine=workers.engine,
             rewards=Rewards(is_remote=workers.is_remote, spans=self.rewards),
-            player=player_of(self.config, workers.environments, tokenizer=workers.tokenizer, scorer=workers.scorer),
+            player=player_of(config, workers.environments, tokenizer=workers.tokenizer, scorer=workers.scorer),
         )
         open_groups = OpenGroups(partial(self._call, self.journal.append_attempts))
+        prompts = workers.train.prompts
         self.maker = GroupMaker(
-            config=self.config,
-            workers=workers,
+            run=config.run,
+            prompts=prompts,
+            order=DataOrder(len(prompts), seed=config.run.seed, shuffle=config.data.shuffle),
+            num_completions=config.rollout.samples_per_prompt,
+            sampling=sampling_of(config.rollout, workers.stop_token_ids),
+            scorer=workers.scorer,
             journal=self.journal,
             rollouts=self.rollouts,
             open_groups=open_groups,
             generates=self.bounds.generates,
+            keeps_recorded=config.algorithm.dynamic_sampling and config.trainer.order == "in_order",
             call=self._call,
         )
         self.supply = self._make_supply()
@@ -169,7 +176,7 @@ class Controller:
             if self._is_due(step, every=self.config.trainer.save_every):
                 await self._save(batch)
                 started = time.perf_counter()
-                if self.workers.repairs and (news := self.workers.repairs.regrow) and step < self.config.trainer.steps:
+                if step < self.config.trainer.steps and (news := self.workers.regrow()):
                     await self._call(self.record.settle)
                     raise Regrow(news)
         if self.steps_ahead and self.version == self.start_step:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
@@ -19,17 +21,22 @@ from rollcall.loop.attempts import RunError, causes
 from rollcall.loop.callbacks import Callbacks, CheckpointSaved, EvaluationDone, StepDone
 from rollcall.loop.evaluate import Evaluation
 from rollcall.loop.phases import is_due
-from rollcall.loop.protocols import Workers
-from rollcall.loop.saves import Saved, Saves
 from rollcall.loop.step_metrics import batch_metrics, peak_memory_gib
 from rollcall.loop.supply import StepBatch
+from rollcall.loop.tasks import start
+from rollcall.loop.workers import Workers
 from rollcall.observe.console import Console
 from rollcall.observe.headline import ACCURACY, REWARD, headline_of
 from rollcall.observe.samples import write_samples
 from rollcall.observe.sinks import Sink, read_rows
 from rollcall.observe.token_scores import FOLDER, GROUPS, write_token_scores
+from rollcall.stop import heeded
 from rollcall.types import Group, Sample
-from rollcall.wait import warn
+from rollcall.wait import Wait, warn
+
+FIRST_WORD_S = 1.0  # a wait shorter than this is not worth a message
+LOOK_S = 0.5
+LONGEST_S = 6 * 3600.0  # for one checkpoint; a terabyte over a slow network takes two hours
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +48,58 @@ class Update:
     num_tokens: int
     score_s: float
     update_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    step: int
+    path: Path
+
+
+class Saves:
+    """The checkpoint that is being written while the run continues: at most one.
+
+    ``begin`` returns at once. ``settle`` waits for the checkpoint and says so; ``poll`` never waits. Both return a checkpoint once, when it
+    is committed, and raise what its save raised.
+    """
+
+    def __init__(self) -> None:
+        self._under_way: tuple[int, Future[Path]] | None = None
+        self._lock = threading.Lock()  # the loop looks, and the next save waits, in threads of their own
+
+    def begin(self, step: int, save: Callable[[], Path]) -> None:
+        """``save`` writes and commits; it runs in a thread."""
+        assert self._under_way is None, "settle comes first"
+        self._under_way = step, start(save)
+
+    def poll(self) -> Saved | None:
+        """Return the checkpoint if it has just been committed."""
+        with self._lock:
+            if self._under_way is None or not self._under_way[1].done():
+                return None
+            (step, save), self._under_way = self._under_way, None
+        return Saved(step=step, path=save.result())
+
+    def settle(self) -> Saved | None:
+        """Wait for the checkpoint that is under way, if there is one; CheckpointError if it takes longer than any disk needs."""
+        if (under_way := self._under_way) is None:
+            return None
+        step, save = under_way
+        word, deadline = Wait(first_s=FIRST_WORD_S), time.monotonic() + LONGEST_S
+        while not save.done():
+            word.tell(f"waiting for the checkpoint of step {step}, which is still being written")
+            wait([save], timeout=min(word.until_word_s, LOOK_S))
+            if heeded().is_interrupted:
+                raise KeyboardInterrupt
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"the checkpoint of step {step} is not written after a wait of {LONGEST_S / 3600:,.1f} hours: the disk, or a node "
+                    "that writes its part, does not answer; see whether checkpoint files can be written there, then start the run "
+                    "again: it goes on from the newest whole checkpoint"
+                )
+        saved = self.poll()
+        save.result()  # raises here too, if a look at the same moment was told of the failure
+        return saved
 
 
 @dataclass(eq=False, repr=False)

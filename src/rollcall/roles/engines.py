@@ -22,7 +22,7 @@ from typing import Any
 from rollcall.engine.exchange import Exchanged
 from rollcall.engine.protocol import Made, Refused, Request, Stats
 from rollcall.errors import WorkerDiedError, WorkerError, WorkerLostError
-from rollcall.loop.aside import in_thread
+from rollcall.loop.tasks import in_thread
 from rollcall.plan.placement import Role
 from rollcall.roles.router import RolloutWorker, Router
 from rollcall.roles.team import Team
@@ -64,7 +64,7 @@ class Engines:
         room: int,
         node_weights: Sequence[float] | None,
         replaceable: Collection[int] = (),
-        replace: Callable[[int], None] | None = None,
+        replace: Callable[[int], object] | None = None,
         wait_s: float = WAIT_S,
     ) -> None:
         self.version = 0
@@ -141,7 +141,9 @@ class Engines:
         self._look_soon()
 
     async def admit(self) -> None:
-        """Give the current weights to the processes that are new."""
+        """Give the current weights to the processes that are new, unless an update has brought them in meanwhile."""
+        if not self.is_due:
+            return
         await self._push(self.version)
         self._look_soon()
 

@@ -8,7 +8,6 @@ which begins to write in a thread; ``parts_written``, until it answers.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +36,15 @@ def _saving(why: str) -> str:
 
 
 class Trained:
-    tokenizer: Any
-    stop_token_ids: tuple[int, ...]
-    learner: Learner | None
-    critic: Critic | None
-
-    @property
-    def saves_in_parts(self) -> bool:
-        """An adapter is small: one process writes it whole."""
-        if self.learner is not None and self.learner.adapter is not None:
-            return False
-        return any(model.body.in_parts for model in (self.learner, self.critic) if model is not None)
+    def __init__(
+        self, *, tokenizer: Any, stop_token_ids: tuple[int, ...] = (), learner: Learner | None, critic: Critic | None
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.stop_token_ids = stop_token_ids
+        self.learner = learner
+        self.critic = critic
+        self._parts = PartWriter()
+        self._config_files = ConfigFiles()
 
     def write_whole(self, directory: Path) -> None:
         with short_of_memory(_saving):
@@ -55,14 +52,6 @@ class Trained:
                 write_learner(self.learner, self.tokenizer, directory, stops=self.stop_token_ids)
             if self.critic is not None:
                 write_critic(self.critic, directory)
-
-    @cached_property
-    def _parts(self) -> PartWriter:
-        return PartWriter()
-
-    @cached_property
-    def _config_files(self) -> ConfigFiles:
-        return ConfigFiles()
 
     def copy_parts(self) -> None:
         """When this returns, the models may change: what is to be saved is in host memory."""
