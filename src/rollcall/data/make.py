@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.data.arithmetic import TEST_FRACTION, arithmetic, fraction
-from rollcall.data.load import Row, read_rows
+from rollcall.data.rows import Row, read_rows
 from rollcall.durable.atomic import replacing
 from rollcall.reward.functions import decode_entry, encode_entry
 from rollcall.reward.math_answer import last_boxed
