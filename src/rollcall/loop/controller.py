@@ -11,15 +11,15 @@ Two coroutines share one buffer (``loop/supply.py``). ``Supply.run`` starts roll
 allows; it takes groups from the journal where they are there, and from the engine where not (``loop/group_maker.py``).
 ``_train`` waits for a step's groups, updates, and announces the new version. With staleness 0 the two alternate.
 
-Long calls (update, new weights, checkpoint) run here when all roles are in this process. On a cluster they run in a thread
-beside the loop, so that rollout goes on meanwhile. A model in parts is only copied then; its bytes are written while the run
-trains on (``loop/saves.py``). With ``trainer.in_flight`` engines take new weights in the middle of
-completions. Without it the controller waits until they have finished what was asked for (``Engine.pause``). In both cases nothing decodes
-between an update of parameters that an engine reads and its ``serve``.
+Long calls (update, new weights, checkpoint) block the loop when all roles are in this process. On a cluster they run in a thread, so
+that rollout continues. A model in parts is only copied then; its bytes are written while the run trains (``record.Saves``). With
+``trainer.in_flight``, engines take new weights in the middle of completions. Without it, the controller first waits until they have
+finished all requests (``Engine.pause``). In both cases nothing decodes between an update of parameters that an engine reads and its
+``serve``.
 
-Step n is the n-th update. Its groups are sampled from version n - 1 (or up to ``staleness`` older), and its update makes
-version n. After a crash the same code runs again from the last checkpoint: groups that are in the journal are taken
-from there, so replayed steps train on what they trained on before. ``loop/record.py`` writes what the run leaves behind.
+Step n is the n-th update. Its groups are sampled from version n - 1 (or up to ``staleness`` older), and its update makes version n.
+After a crash the same code runs again from the last checkpoint. It takes groups from the journal where they are there, so replayed
+steps train on the same groups as before. ``loop/record.py`` writes the run's files.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Controller:
         self._owes_evaluation = bool(state.get("owes_evaluation"))
 
     async def run(self) -> None:
-        """From the resumed step to the last; the trained model is then in ``run_dir/model``."""
+        """Train from the resumed step to the last; the trained model is then in ``run_dir/model``."""
         workers = self.workers
         config = self.config
         self.rollouts = Rollouts(
@@ -120,9 +120,9 @@ class Controller:
         self.supply = self._make_supply()
         with self.events.phase(StepPhase.SYNC, self.version):
             await workers.engine.serve(self.version)
-        beside = [open_groups.run(), self._flush(), self._repair(), self._keep_lease(), self._watch_saves()]
+        background = [open_groups.run(), self._flush(), self._repair(), self._keep_lease(), self._watch_saves()]
         try:
-            await together(self._run(), background=beside)
+            await together(self._run(), background=background)
         finally:
             await workers.engine.close()
             if workers.environments is not None:
@@ -143,7 +143,7 @@ class Controller:
                 await self._call(partial(self.record.export, step=self.version))
 
     async def _fill(self) -> None:
-        """Rollout alone: write the groups of all steps that may be sampled from these weights to the journal."""
+        """Only roll out: write the groups of all steps that may be sampled from these weights to the journal."""
         for step in self.steps_ahead:
             await self._batch(step)
 
@@ -197,12 +197,12 @@ class Controller:
         self.record.settle()
 
     def _leave_if_too_late(self) -> None:
-        """When the run has to stop, do not begin an update that may not end in time: the unsaved steps would be lost."""
+        """When the run has been told to stop, do not begin an update that may not end in time: the unsaved steps would be lost."""
         if self.stop.asked and self.record.unsaved and self.record.update_s > self.stop.left_s:
             self.stop.check()
 
     async def _batch(self, step: int) -> StepBatch | None:
-        """The step's groups, all of them on disk; None if this command only trains and the journal does not have them."""
+        """The step's groups, once all of them are on disk; None if this command only trains and the journal does not have them."""
         with self.events.phase(StepPhase.ROLLOUT, step) as outcome:
             try:
                 batch = await self.supply.batch(step)
@@ -217,7 +217,7 @@ class Controller:
         return batch
 
     def _update(self, batch: StepBatch) -> Update:
-        """Advantages, then the updates of the policy (and the critic)."""
+        """Compute advantages, then update the policy (and the critic)."""
         workers = self.workers
         started = time.perf_counter()
         samples = make_samples(
@@ -270,7 +270,7 @@ class Controller:
             await self.supply.announce(version)
 
     async def _pause(self) -> None:
-        """Nothing decodes from here to ``serve``. Unless completions may continue with new weights, those that are running end first."""
+        """Stop decoding until ``serve``. Unless completions may continue with new weights, the running ones end first."""
         await self.workers.engine.pause(drain=not self.config.trainer.in_flight)
 
     def _decide_evaluation(self, step: int) -> bool:
@@ -328,17 +328,17 @@ class Controller:
         return AsCompleted(demand, cursor=self.cursor, recorded=self.maker.trained)
 
     async def _call(self, function: Callable[..., T], *args: Any) -> T:
-        """A call that takes long: here and now, or in a thread where it only waits for other processes."""
+        """Make a call that takes long: in a thread where it only waits for other processes, else here."""
         return await in_thread(function, *args) if self.workers.is_remote else function(*args)
 
     async def _flush(self) -> None:
-        """On a cluster, write the journal to disk while rollout goes on, so that a step does not wait for all of it."""
+        """On a cluster, write the journal to disk while rollout continues, so that a step does not wait for all of it."""
         while self.workers.is_remote:
             await asyncio.sleep(FLUSH_EVERY_S)
             await in_thread(self.journal.sync)
 
     async def _repair(self) -> None:
-        """Let rollout processes that replace lost ones serve, as soon as the actor has the current weights."""
+        """Let rollout processes that replace lost ones serve as soon as the actor has the current weights."""
         while self.workers.repairs is not None:
             await asyncio.sleep(REPAIR_EVERY_S)
             if self.workers.repairs.is_due:
@@ -346,7 +346,7 @@ class Controller:
                     await self.workers.repairs.admit()
 
     async def _watch_saves(self) -> None:
-        """End the run if a checkpoint that is written beside it cannot be."""
+        """End the run if the checkpoint that is being written cannot be."""
         while True:
             await asyncio.sleep(SAVES_LOOK_S)
             await self._call(self.record.look_at_saves)
@@ -359,7 +359,7 @@ class Controller:
 
 
 def _last_worker(batch: StepBatch) -> str | None:
-    """The worker that finished last; None if all groups were in the journal."""
+    """The worker that finished last, unless all groups were in the journal."""
     if batch.num_from_journal >= len(batch.groups):
         return None
     return max(batch.groups, key=lambda group: group.finished_s).worker

@@ -1,4 +1,4 @@
-"""What a run leaves in its directory step by step: rows of metrics, samples, checkpoints, and at the end the model."""
+"""The files that a run writes step by step: rows of metrics, samples, checkpoints, and at the end the model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LONGEST_S = 6 * 3600.0  # for one checkpoint; a terabyte over a slow network tak
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """What the update of one step did, and how long it took."""
+    """The result of a step's update, and how long it took."""
 
     samples: list[Sample]
     metrics: dict[str, float]
@@ -128,7 +128,7 @@ class Record:
             sink.log(step, metrics)
 
     def note_update(self, batch: StepBatch, update: Update, *, stats: Stats, reward_s: float, started: float) -> None:
-        """The step is trained, whatever happens next. ``log_step`` writes its row. ``stats`` and ``reward_s`` are of its rollout."""
+        """Note that the step is trained; ``log_step`` writes its row. ``stats`` and ``reward_s`` are those of its rollout."""
         self.unsaved, self.update_s = batch, update.score_s + update.update_s
         updated = time.perf_counter()
 
@@ -161,8 +161,8 @@ class Record:
         persist(write, path=directory, what=f"the {split} samples of step {step}")
 
     def write_token_scores(self, batch: StepBatch) -> None:
-        """What the learner says of the tokens of the first groups, before the step's update. They are for people to look at, so
-        a disk that does not take them keeps no run waiting."""
+        """Write the learner's scores of the first groups' tokens, from before the step's update. They are only for people to look at, so
+        the run does not wait for a disk that does not take them."""
         groups = batch.groups[:GROUPS]
         rows = self.workers.learner.score(
             [
@@ -184,8 +184,8 @@ class Record:
             )
 
     def save(self, batch: StepBatch) -> None:
-        """Write the checkpoint of a step, or only begin to where the bytes can be written while the run goes on (``settle``
-        ends it). Samples first: after a kill they are written again with the checkpoint."""
+        """Write the checkpoint of a step, or only begin to, where the bytes can be written while the run continues (``settle`` ends it).
+        Samples come first: after a kill they are written again with the checkpoint."""
         step, trainer = batch.step, self.config.trainer
         self.settle()
         self.write_samples(step, "train", batch.groups[:8])
@@ -199,10 +199,10 @@ class Record:
             "owes_evaluation": evaluates and self._evaluated_step < step,
         }
         with self.explaining_divergence(step, lost="this step was not saved"):
-            goes_on = self.workers.saving.copy()
+            is_copied = self.workers.saving.copy()
             score = ranking["scores"].get(ranking["best_by"])
             write = partial(self._write, step, state=state, score=score, **ranking)
-            if goes_on:
+            if is_copied:
                 self._saves.begin(step, write)
             else:
                 self._tell_saved(Saved(step=step, path=write()))
@@ -219,7 +219,7 @@ class Record:
         self._tell_saved(self._saves.settle())
 
     def look_at_saves(self) -> None:
-        """As ``settle``, without waiting."""
+        """Do the same without waiting."""
         self._tell_saved(self._saves.poll())
 
     def _tell_saved(self, saved: Saved | None) -> None:
@@ -227,7 +227,7 @@ class Record:
             self.callbacks.tell(CheckpointSaved(step=saved.step, num_steps=self._num_steps, path=saved.path))
 
     def add_scores(self, step: int) -> None:
-        """Of a checkpoint that was saved before its evaluation."""
+        """Add the scores to a checkpoint that was saved before its evaluation."""
         self.store.add_scores(step, **self._ranking(step))
 
     def export(self, *, step: int) -> None:
@@ -238,7 +238,7 @@ class Record:
 
     @contextmanager
     def explaining_divergence(self, step: int, *, lost: str) -> Iterator[None]:
-        """If weights, loss or gradients diverge in the block, here or in a worker, the error says what to do."""
+        """If weights, loss or gradients diverge in the block, here or in a worker, raise an error that says what to do."""
         try:
             yield
         except Exception as error:
@@ -253,12 +253,12 @@ class Record:
             ) from error
 
     def _ranking(self, step: int) -> dict[str, Any]:
-        """What decides whether the step's checkpoint is among the best, as arguments of the store."""
+        """The arguments of the store that decide whether the step's checkpoint is among the best."""
         headline = headline_of(read_rows(self._run_dir / "metrics.jsonl"))
         return {"scores": self._scores if self._evaluated_step == step else {}, "best_by": headline.metric}
 
     def _metrics(self, batch: StepBatch, update: Update, *, stats: Stats, reward_s: float) -> dict[str, float]:
-        """The step's row, put together while the next rollout runs."""
+        """The step's row, computed while the next rollout runs."""
         first_reward, threshold = self.workers.scorer.names[0], self.config.eval.threshold
         metrics = batch_metrics(
             batch, update.samples, stats=stats, reward_s=reward_s, threshold=threshold, first_reward=first_reward
