@@ -113,7 +113,7 @@ def plan_evaluation(
     temperature: float | None,
     max_prompts: int | None,
 ) -> EvalPlan:
-    """Which model to evaluate, on what and how; refuses what cannot work before anything is loaded."""
+    """Plan which model to evaluate, on what and how. Refuses what cannot work before anything is loaded."""
     given = {
         "data.val": data,
         "eval.max_prompts": max_prompts,
@@ -209,7 +209,7 @@ def sets_model(overrides: list[str], changes: Mapping[str, Any]) -> bool:
 
 
 def _model_dir_values(target: Path, *, data: str) -> dict[str, Any]:
-    """What replaces keys of the embedded run file: this model, these rows and room for an answer."""
+    """Values that replace keys of the embedded run file: this model, these rows and room for an answer."""
     return {
         "run.name": target.name,
         "model.path": str(target),
@@ -233,7 +233,7 @@ def newest_model_of(config: Config, *, is_given: bool) -> tuple[str, str]:
 
 
 def adapter_beside(config: Config, *, path: str, is_given: bool) -> LoraSection | None:
-    """The adapter that the run begins with, where ``path`` is the model that it begins with; what a run has trained has it already."""
+    """The adapter that the run begins with, if ``path`` is the model that it begins with; a model that the run has trained has it already."""
     lora = config.model.lora
     if lora is None or lora.path is None or path != config.model.path:
         return None
@@ -253,7 +253,7 @@ def _sampling(config: Config, prompts: PromptSet, sampler: Sampler) -> Sampling:
 
 
 def _rewards(config: Config) -> list[Any]:
-    """The run's rewards that judge an answer; where there are none, whether it is exactly right."""
+    """The run's rewards that judge an answer. Where there are none, the exact answer counts."""
     rewards: list[Any] = [reward for reward in config.reward if reward.type != "self_certainty"]
     return [ExactReward()] if all(reward.type == "model" for reward in rewards) else rewards
 

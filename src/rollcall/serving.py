@@ -55,7 +55,7 @@ class ServePlan:
 
 
 def plan_serving(target: str, *, overrides: list[str], engine: str | None = None) -> ServePlan:
-    """Which model to serve and how: of a run directory or run file its newest, else the model of that path or name."""
+    """Plan to serve the newest model of a run directory or run file, or the model with that path or name."""
     values = {"rollout.engine": engine} if engine else {}
     path = Path(target)
     if (path / RUN_FILE).is_file() or (path.is_file() and path.suffix in (".yaml", ".yml")):
@@ -72,7 +72,7 @@ def plan_serving(target: str, *, overrides: list[str], engine: str | None = None
 
 
 def read_key(file: Path | None) -> str | None:
-    """The key in a file, else that of the variable; None: neither."""
+    """Read the key from the file, else from the environment variable, if there is either."""
     key = file.read_text(errors="replace").strip() if file is not None else os.environ.get(KEY, "").strip()
     if not key and file is None:
         return None
@@ -86,7 +86,7 @@ def read_key(file: Path | None) -> str | None:
 
 
 def serve(plan: ServePlan, *, host: str, port: int, key: str | None, show: Callable[[str], None]) -> None:
-    """Until Ctrl-C. ``show`` gets the address, and the key if it was made here."""
+    """Serve until Ctrl-C. ``show`` gets the address, and the key unless it was given."""
     config = plan.config
     listener = listen(host, port)  # a port that is taken is refused before the model is loaded
     set_threads(config.trainer.num_threads)
@@ -136,8 +136,8 @@ async def _serve(
 
 
 def open_caller(engine: Engine, rules: Open, *, tokenizer: Any, failed: asyncio.Future[None]) -> Caller:
-    """For a server of this event loop. Its tokenizer is a copy: the engine's is used by another thread. ``failed`` gets the error that
-    ends the engine."""
+    """A caller for a server of this event loop. Its tokenizer is a copy, because another thread uses the engine's. ``failed`` gets the error
+    that ends the engine."""
     own = copy.deepcopy(tokenizer)
     histories = Histories(Templates(Conversations(own)), own, name="serve", max_kept=KEPT_TOKENS)
     numbers = itertools.count()
@@ -162,7 +162,7 @@ async def _until(failed: asyncio.Future[None]) -> None:
 
 
 async def _report(caller: Caller, engine: Engine) -> None:
-    """Now and then a line of what was served since the last one."""
+    """Print a line from time to time about what was served since the last one."""
     requests, tokens, since = 0, 0, time.monotonic()
     while True:
         await asyncio.sleep(LINE_EVERY_S)

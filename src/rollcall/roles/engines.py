@@ -47,14 +47,14 @@ class _Link:
     cancelled: list[str] = field(default_factory=list)
     ended_sessions: list[str] = field(default_factory=list)
     calls: list[Any] = field(default_factory=list)
-    num_preemptions: int = 0  # that its process has told of
+    num_preemptions: int = 0  # the last count from its process
 
 
 class Engines:
     """``room`` is how many completions a process decodes at once.
 
-    The run can go on without the ``replaceable`` processes; ``replace`` makes a new one, ready for weights, and raises if it
-    cannot. With no engine left, the run waits ``wait_s`` for one.
+    The run can continue without the ``replaceable`` processes; ``replace`` makes a new one, ready for weights, and raises if it cannot.
+    With no engine left, the run waits ``wait_s`` for one.
     """
 
     def __init__(
@@ -153,10 +153,10 @@ class Engines:
         return bool(self._new_ones)
 
     def begin_session(self, session: str) -> None:
-        """The processes do not wait for turns to come together."""
+        """Nothing to do: the processes do not wait for turns to come together."""
 
     def end_session(self, session: str) -> None:
-        """Goes along with the next call: what a process without work keeps is in nobody's way."""
+        """Sent with the next call: until there is one, nothing needs the memory that the process keeps for the session."""
         for worker in self._router.end_session(session):
             self._links[worker].ended_sessions.append(session)
 
@@ -177,13 +177,13 @@ class Engines:
     # Calls
 
     def _look_soon(self) -> None:
-        """Once all who ask in this moment have asked: a group goes out together."""
+        """Look once everyone who asks at this moment has asked, so that a group goes out together."""
         if not self._is_due:
             self._is_due = True
             asyncio.get_running_loop().call_soon(self._look)
 
     def _look(self) -> None:
-        """Give out what there is to do. Nothing here waits."""
+        """Hand out the waiting requests. Nothing here waits."""
         self._is_due = False
         if self._is_still or self._failure is not None:
             return
@@ -196,7 +196,7 @@ class Engines:
                 if self._router.load(worker) or link.cancelled:
                     while len(link.calls) < CALLS:
                         self._call(worker, link)
-        except Exception as error:  # noqa: BLE001 - nobody else would hear of it
+        except Exception as error:  # noqa: BLE001 - raised in everyone who waits; nobody else would hear of it
             self._fail(error)
         if self._collecting is None and any(link.calls for link in self._links.values()):
             self._collecting = asyncio.get_running_loop().create_task(self._collect())
@@ -213,13 +213,13 @@ class Engines:
                 for worker, call, answer in await in_thread(self._answers, calls):
                     self._take(worker, call, answer)
                 self._look()
-        except Exception as error:  # noqa: BLE001 - all who wait get it
+        except Exception as error:  # noqa: BLE001 - raised in everyone who waits
             self._fail(error)
         finally:
             self._collecting = None
 
     def _answers(self, calls: list[tuple[int, Any]]) -> list[tuple[int, Any, Exchanged | WorkerDiedError]]:
-        """In a thread: those that are there, after a moment."""
+        """Wait a moment, in a thread, for answers, and return those that are there."""
         group = self._team.group
         done = set(map(id, group.wait_for_some([call for _, call in calls], timeout_s=ANSWERS_S)))
         ready = [(worker, call) for worker, call in calls if id(call) in done]
@@ -271,7 +271,7 @@ class Engines:
         return done
 
     def _fail(self, error: Exception) -> None:
-        """All who wait get it, and who asks later."""
+        """Raise the error in everyone who waits, or asks later."""
         self._failure = self._failure or error
         for done in [self._forget(request_id) for request_id in list(self._asked)]:
             if not done.cancelled():
@@ -280,7 +280,7 @@ class Engines:
     # Losses
 
     def _lose(self, worker: int, error: WorkerError) -> None:
-        """Its requests go to the others, and it is replaced."""
+        """Give its requests to the others, and begin to replace it."""
         if worker in self._away and worker not in self._new_ones:
             return
         self._new_ones.discard(worker)
@@ -300,7 +300,7 @@ class Engines:
         assert self._replace is not None
         try:
             await in_thread(self._replace, worker)
-        except Exception as error:  # noqa: BLE001 - all who wait get it, whatever it is
+        except Exception as error:  # noqa: BLE001 - raised in everyone who waits
             self._fail(error)
         else:
             self._new_ones.add(worker)
@@ -338,7 +338,7 @@ class Engines:
             self._alone = None
 
     async def _lose_receivers(self, error: WorkerLostError) -> None:
-        """A push broke off: replace the receivers that are dead. If none of them is, raise the error."""
+        """After a push that broke off, replace the receivers that are dead. If none of them is, raise the error."""
         group = self._team.group
         # It may be dead before Ray knows it.
         named = error.ranks[:1] if isinstance(error, WorkerDiedError) else ()

@@ -1,8 +1,8 @@
-"""What one process trains, on disk.
+"""The models that one process trains, and their way to disk and back.
 
-Where every process of a gang has the whole model, a checkpoint is one call: the first process writes. Where a model is in parts,
-it is three: ``copy_parts``, for which the run waits and which all processes of the gang make together; ``write_parts``,
-which begins to write in a thread; ``parts_written``, until it answers.
+Where every process of a gang has the whole model, a checkpoint is one call, in which the first process writes. Where a model is in parts, it
+takes three: ``copy_parts``, which all processes of the gang make together while the run waits; ``write_parts``, which begins to write in a
+thread; ``parts_written``, repeated until it answers.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Trained:
                 write_critic(self.critic, directory)
 
     def copy_parts(self) -> None:
-        """When this returns, the models may change: what is to be saved is in host memory."""
+        """Copy what is to be saved to host memory, so that the models may change afterwards."""
         config_files: Mapping[str, bytes] = {}
         if self.learner is not None:
             config_files = self._config_files.files(self.learner, self.tokenizer, stops=self.stop_token_ids)
@@ -63,12 +63,12 @@ class Trained:
             self._parts.copy(files, facts=facts)
 
     def write_parts(self, directory: Path, run: str | None = None) -> None:
-        """Begin to write the copy to the checkpoint's folder; with ``run`` to the folder of that name on this node."""
+        """Begin to write the copy to the checkpoint's folder, or with ``run`` to the folder of that name on this node."""
         place = None if run is None else local.folder_of(run) / directory.name.removeprefix(".tmp-")
         self._parts.start(directory, place=place)
 
     def parts_written(self) -> Written | None:
-        """None: it still writes."""
+        """The result of the write, once it has ended."""
         return self._parts.written()
 
     def parts_here(self, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
