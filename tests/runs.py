@@ -80,6 +80,16 @@ def make_run(
     return load_config(path, list(overrides))
 
 
+SHARDED = (
+    "cluster.num_nodes=2", "cluster.num_gpus_per_node=1", "cluster.accelerator=cpu",
+    "cluster.component_placement={'actor,rollout': all}", "actor.sharding=fsdp",
+)  # fmt: skip
+
+
+def sharded_run(folder: Path, *overrides: str, name: str = "sharded") -> Config:
+    return make_run(folder, *SHARDED, *overrides, name=name)
+
+
 @contextmanager
 def lean() -> Iterator[None]:
     """Runs draw no learning curve, half of the work of one so small, and have one process for their rewards, forked."""

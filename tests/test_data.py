@@ -15,7 +15,7 @@ import pyarrow.parquet
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tiny import a_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from rollcall.config import DataSection, load_config
@@ -29,18 +29,6 @@ CHAT_TEMPLATE = (
     "<bos>{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
-
-
-def a_tokenizer(*, chat_template: str | None = None) -> Any:
-    """Bytes as tokens, with a <bos> that it puts before every text it encodes."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(["<bos>", *alphabet])}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 0)])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<bos>")
-    tokenizer.chat_template = chat_template
-    return tokenizer
 
 
 def a_file(path: Path, *rows: Any, name: str = "train.jsonl") -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_data import a_tokenizer
+from tiny import a_tokenizer
 
 from rollcall.config import DataSection, load_config
 from rollcall.config.checks import unused

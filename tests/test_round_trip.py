@@ -9,9 +9,9 @@ import pytest
 from forked import ForkedBackend
 from ranks import Ranks
 from runs import finish as train
+from runs import sharded_run
 from saved import save
 from test_learner import make_samples, section, trainable
-from test_sharded_run import sharded_run
 
 from rollcall.checkpoint.verify import verify
 from rollcall.config import Grpo

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from forked import ForkedBackend
-from runs import finish, make_run, metric_rows
+from runs import finish, make_run, metric_rows, sharded_run
 
 from rollcall.checkpoint.store import CheckpointStore
 from rollcall.config import Config
@@ -18,14 +18,6 @@ from rollcall.observe.sinks import read_rows
 from rollcall.view.audit import audit
 
 pytestmark = pytest.mark.slow
-CLUSTER = (
-    "cluster.num_nodes=2", "cluster.num_gpus_per_node=1", "cluster.accelerator=cpu",
-    "cluster.component_placement={'actor,rollout': all}", "actor.sharding=fsdp",
-)  # fmt: skip
-
-
-def sharded_run(folder: Path, *overrides: str, name: str = "sharded") -> Config:
-    return make_run(folder, *CLUSTER, *overrides, name=name)
 
 
 def losses(config: Config) -> list[float]:
