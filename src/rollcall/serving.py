@@ -129,7 +129,7 @@ async def _serve(
     if made:
         show(key)
     try:
-        await together(_until(failed), background=[_report(caller, engine)])
+        await together(asyncio.wait_for(failed, timeout=None), background=[_report(caller, engine)])
     finally:
         rules.is_stopping = True
         server.close()
@@ -155,10 +155,6 @@ def open_caller(engine: Engine, rules: Open, *, tokenizer: Any, failed: asyncio.
 
     here = asyncio.get_running_loop()
     return Caller(name="serve", rules=rules, histories=histories, sample=in_loop(sample, here))
-
-
-async def _until(failed: asyncio.Future[None]) -> None:
-    await failed
 
 
 async def _report(caller: Caller, engine: Engine) -> None:

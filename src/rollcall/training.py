@@ -15,7 +15,7 @@ from rollcall.checkpoint.exported import finished_summary
 from rollcall.checkpoint.origin import changed_code, code_of, note_base, note_code, note_rows, refuse_changed_base
 from rollcall.checkpoint.run_dir import RUN_FILE, clear_leftovers, has_begun, move_aside, unless_begun
 from rollcall.checkpoint.size import run_size
-from rollcall.checkpoint.store import CheckpointStore
+from rollcall.checkpoint.store import Checkpoint, CheckpointStore
 from rollcall.config import Config, dump_config
 from rollcall.debug.board import BOARD
 from rollcall.debug.here import post_mortem, serve
@@ -131,6 +131,12 @@ class _Run:
                     f"{run_dir} --out FOLDER` writes its model in another form"
                 )
             return summary
+        return self._train(store, resume, continued=continued, started=started, quiet=quiet)
+
+    def _train(
+        self, store: CheckpointStore, resume: Checkpoint | None, *, continued: bool, started: float, quiet: bool
+    ) -> dict[str, Any]:
+        config, run_dir, trainer = self.config, self.config.run.dir, self.config.trainer
         start_step = resume.step if resume else 0
         before = [row for row in read_rows(run_dir / "metrics.jsonl") if row["step"] <= start_step] if resume else []
         progress = Progress(name=config.run.name, num_steps=trainer.steps, start_step=start_step, rows=before)

@@ -46,8 +46,8 @@ from rollcall.loop.record import Record, Update
 from rollcall.loop.rollout import Rewards, Rollouts, player_of
 from rollcall.loop.samples import make_samples
 from rollcall.loop.supply import AsCompleted, Cursor, Demand, InOrder, NothingLeftError, StepBatch, Supply
-from rollcall.loop.tasks import in_thread, together
-from rollcall.loop.workers import Workers
+from rollcall.loop.tasks import every, in_thread, together
+from rollcall.loop.workers import Repairs, Workers
 from rollcall.observe.calls import BusySpans
 from rollcall.observe.console import Console
 from rollcall.observe.events import Events, StepPhase
@@ -120,7 +120,15 @@ class Controller:
         self.supply = self._make_supply()
         with self.events.phase(StepPhase.SYNC, self.version):
             await workers.engine.serve(self.version)
-        background = [open_groups.run(), self._flush(), self._repair(), self._keep_lease(), self._watch_saves()]
+        background = [open_groups.run(), every(SAVES_LOOK_S, partial(self._call, self.record.look_at_saves))]
+        if (
+            workers.is_remote
+        ):  # write the journal to disk while rollout continues, so that a step does not wait for all of it
+            background.append(every(FLUSH_EVERY_S, partial(in_thread, self.journal.sync)))
+        if workers.repairs is not None:
+            background.append(every(REPAIR_EVERY_S, partial(self._repair, workers.repairs)))
+        if self.lease is not None:  # the run ends when another controller has taken over the run directory
+            background.append(every(LEASE_LOOK_S, partial(self._call, self.lease.check)))
         try:
             await together(self._run(), background=background)
         finally:
@@ -170,7 +178,10 @@ class Controller:
             started = time.perf_counter()
             await self._call(self.record.log_step)
             self.stop.check()
-            if self._decide_evaluation(step):
+            with self.events.phase(StepPhase.EVALUATION_DECISION, step) as outcome:
+                evaluates = self.workers.val is not None and self._is_due(step, every=self.config.trainer.eval_every)
+                outcome.result = "due" if evaluates else "not due"
+            if evaluates:
                 await self._evaluate(step, title="after training")
                 started = time.perf_counter()
             if self._is_due(step, every=self.config.trainer.save_every):
@@ -273,12 +284,6 @@ class Controller:
         """Stop decoding until ``serve``. Unless completions may continue with new weights, the running ones end first."""
         await self.workers.engine.pause(drain=not self.config.trainer.in_flight)
 
-    def _decide_evaluation(self, step: int) -> bool:
-        with self.events.phase(StepPhase.EVALUATION_DECISION, step) as outcome:
-            due = self.workers.val is not None and self._is_due(step, every=self.config.trainer.eval_every)
-            outcome.result = "due" if due else "not due"
-        return due
-
     async def _evaluate(self, step: int, *, title: str) -> None:
         val = self.workers.val
         if val is None:
@@ -331,31 +336,11 @@ class Controller:
         """Make a call that takes long: in a thread where it only waits for other processes, else here."""
         return await in_thread(function, *args) if self.workers.is_remote else function(*args)
 
-    async def _flush(self) -> None:
-        """On a cluster, write the journal to disk while rollout continues, so that a step does not wait for all of it."""
-        while self.workers.is_remote:
-            await asyncio.sleep(FLUSH_EVERY_S)
-            await in_thread(self.journal.sync)
-
-    async def _repair(self) -> None:
+    async def _repair(self, repairs: Repairs) -> None:
         """Let rollout processes that replace lost ones serve as soon as the actor has the current weights."""
-        while self.workers.repairs is not None:
-            await asyncio.sleep(REPAIR_EVERY_S)
-            if self.workers.repairs.is_due:
-                async with self._policy:
-                    await self.workers.repairs.admit()
-
-    async def _watch_saves(self) -> None:
-        """End the run if the checkpoint that is being written cannot be."""
-        while True:
-            await asyncio.sleep(SAVES_LOOK_S)
-            await self._call(self.record.look_at_saves)
-
-    async def _keep_lease(self) -> None:
-        """End the run when another controller has taken over the run directory."""
-        while self.lease is not None:
-            self.lease.check()
-            await asyncio.sleep(LEASE_LOOK_S)
+        if repairs.is_due:
+            async with self._policy:
+                await repairs.admit()
 
 
 def _last_worker(batch: StepBatch) -> str | None:

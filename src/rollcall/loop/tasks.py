@@ -10,7 +10,7 @@ import asyncio
 import threading
 import time
 import weakref
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, ParamSpec, TypeVar
 
@@ -68,6 +68,13 @@ async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     finally:
         for task in tasks:
             task.cancel()
+
+
+async def every(seconds: float, work: Callable[[], Awaitable[object]]) -> None:
+    """Do the work again and again, after a pause each time; its error ends this."""
+    while True:
+        await asyncio.sleep(seconds)
+        await work()
 
 
 def wait_for_threads(*, timeout_s: float) -> list[str]:
