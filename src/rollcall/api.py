@@ -75,7 +75,7 @@ class SavedCheckpoint:
 
     @property
     def model_dir(self) -> Path | None:
-        """For ``AutoModelForCausalLM.from_pretrained``; None: the model is in parts, which `rollcall merge` puts together."""
+        """For ``AutoModelForCausalLM.from_pretrained``, unless the model is in parts, which `rollcall merge` puts together."""
         model = self.path / "model"
         return model if (model / "model.safetensors").is_file() else None
 
@@ -156,7 +156,7 @@ class Run:
 
     @property
     def model_dir(self) -> Path | None:
-        """The trained model, for ``AutoModelForCausalLM.from_pretrained``; None: the run has not come to its end."""
+        """The trained model, for ``AutoModelForCausalLM.from_pretrained``, once the run has come to its end."""
         return exported_model(self.dir, last=store_of(self.dir).latest())
 
 

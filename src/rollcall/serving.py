@@ -1,6 +1,6 @@
 """`rollcall serve`: find the model, build its engine, and offer it behind the endpoint until it is stopped.
 
-The main thread steps the engine; the endpoint's server has a thread of its own (``environments/server.py``).
+The main thread steps the engine; the endpoint's server has its own thread (``environments/server.py``).
 """
 
 from __future__ import annotations

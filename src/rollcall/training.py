@@ -295,7 +295,7 @@ def _mark_end(run_dir: Path, reason: Exception) -> None:
 
 @contextmanager
 def _marking_failure(run_dir: Path) -> Iterator[None]:
-    """If the block raises, note in the events why the run ended. Those of another controller are left alone."""
+    """If the block raises, note in the events why the run ended. Those of another controller are not touched."""
     try:
         yield
     except Exception as error:
@@ -418,8 +418,8 @@ def _say_changes(events: Events, changes: list[Change], config: Config, *, step:
         events.mark(Mark(time.time(), "code changed", MarkKind.NOTE, None, line))
     if not changes:
         return
-    told = [f"  {change}" for change in changes]
-    say("\n".join(["settings that this resume changes:", *told, *notes_on(changes, config)]))
+    lines = [f"  {change}" for change in changes]
+    say("\n".join(["settings that this resume changes:", *lines, *notes_on(changes, config)]))
     events.write(
         {"resumed_at_step": step, "changed": {change.key: [change.before, change.after] for change in changes}}
     )

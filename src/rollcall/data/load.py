@@ -214,7 +214,7 @@ def _messages(row: Row, data: DataSection, *, has_template: bool) -> list[dict[s
                 f"{row.where} holds chat messages and the tokenizer has no chat template; "
                 "set model.chat_template, or give the prompt as text"
             )
-    if data.system is not None and messages[0]["role"] != "system":  # a row's own system message stands
+    if data.system is not None and messages[0]["role"] != "system":  # a row's own system message wins
         messages = [{"role": "system", "content": data.system}, *messages]
     return messages
 
@@ -252,13 +252,13 @@ def _render(batch: list[_Asked], tokenizer: Any, long: _Overlong) -> None:
 
 
 def _refuse_same_text(asked: _Asked, seen: dict[str, tuple[str, int]]) -> None:
-    """Refuse a chat template that writes the same for rows that differ. Spaces do not count, nor what a model said: templates trim the
-    first and cut thoughts out of the second."""
+    """Refuse a chat template that writes the same for rows that differ. Spaces do not count, nor do the model's messages: templates trim
+    the first and cut thoughts out of the second."""
     if asked.messages is None:
         return
-    said = hash(tuple(tuple(each["content"].split()) for each in asked.messages if each["role"] != "assistant"))
-    where, other = seen.setdefault(asked.text, (asked.row.where, said))
-    if other != said:
+    asks = hash(tuple(tuple(each["content"].split()) for each in asked.messages if each["role"] != "assistant"))
+    where, other = seen.setdefault(asked.text, (asked.row.where, asks))
+    if other != asks:
         raise DataError(
             f"the chat template writes the same text for {where} and {asked.row.where}, which differ: it drops what they ask. Set "
             "model.chat_template to one that keeps it, or data.chat=false"

@@ -44,7 +44,7 @@ class TaskRows:
 
     train: Iterable[RowDict]
     test: Iterable[RowDict]
-    num_rows: int | None  # train and test together; None: not known before they are read
+    num_rows: int | None  # train and test together, if that is known before they are read
     reward: str  # the reward type that fits
 
 

@@ -25,7 +25,7 @@ LEFT_S = 30.0
 
 
 class RunError(RuntimeError):
-    """The run cannot go on. The files on disk are whole, and the message says what to change."""
+    """The run cannot continue. The files on disk are whole, and the message says what to change."""
 
 
 class Regrow(Exception):  # noqa: N818 - not an error: the attempt has ended well, at a checkpoint
@@ -100,7 +100,7 @@ def closing(workers: Closable) -> Iterator[None]:
             workers.close()
         except ClusterError as problem:
             say(str(problem))
-        # A call whose caller has left, such as a half-written checkpoint, must not run beside the next attempt.
+        # A call whose caller has left, such as a half-written checkpoint, must not run during the next attempt.
         if left := wait_for_threads(timeout_s=LEFT_S):
             say(f"still running from before: {', '.join(left)}")
         raise

@@ -68,7 +68,7 @@ class GroupMaker:
 
     def has_signal(self, group: Group) -> bool:
         recorded = self.trained.get(group.step, ()) if self.keeps_recorded else ()
-        if len(recorded) > 1:  # a single one may stand in for a step without any signal
+        if len(recorded) > 1:  # a single one may replace all groups of a step without any signal
             return group.draw in recorded
         return has_signal(group)
 
@@ -123,7 +123,7 @@ class GroupMaker:
         return {"step": step, "draw": draw, "seeds": seeds, "sampling": self.sampling, "scorer": self.scorer}
 
     def _earlier_attempts(self, *, step: int, draw: int, seeds: tuple[int, ...]) -> dict[int, Completion]:
-        """What an earlier process finished of this group."""
+        """The completions of this group that an earlier process finished, by place."""
         if step not in self._attempts:
             self._attempts[step] = self.journal.read_attempts(step)
         found = self._attempts[step].pop(draw, {})

@@ -98,7 +98,7 @@ class Saves:
                     "again: it goes on from the newest whole checkpoint"
                 )
         saved = self.poll()
-        save.result()  # raises here too, if a look at the same moment was told of the failure
+        save.result()  # raises here too, if ``poll`` got the failure at the same moment
         return saved
 
 

@@ -33,7 +33,7 @@ FREE_OF_LORA = ("dropout", "export")
 FREE_OF_REWARDS = (
     "timeout_s", "env", "network", "memory_mb", "file_mb", "processes", "url", "key_env", "concurrency", "retries", "outage_s",
 )  # fmt: skip
-# What `auto` stands for where there is no card: a run directory that has the number has not been given another setting.
+# The meaning of `auto` where there is no card: a run directory that has the number has not been given another setting.
 SAME_AS_AUTO = {
     "tokens_per_microbatch": DEFAULT_TOKENS, "activation_checkpointing": False, "kv_memory_fraction": 0.3,
 }  # fmt: skip

@@ -48,7 +48,7 @@ class Plays(Protocol):
 class Rollouts:
     engine: Engine
     rewards: Rewards
-    player: Plays | None = None  # None: a completion is one turn
+    player: Plays | None = None  # without one, a completion is one turn
     _numbers: Any = field(default_factory=itertools.count, init=False)  # of requests, groups and sessions
     _free: asyncio.Semaphore = field(init=False)
 

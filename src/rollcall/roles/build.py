@@ -55,7 +55,7 @@ LocalEngine = NativeEngine | VllmEngine
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """What the controller reads before any weights are loaded."""
+    """The inputs that the controller reads before any weights are loaded."""
 
     model_path: str
     tokenizer: Any
@@ -225,7 +225,7 @@ def build_engine(
                 graphs=graphs,
                 adapters=None if adapter is None else {POLICY: adapter},
             )
-    say("starting vLLM in a process of its own (a minute or so)")
+    say("starting vLLM in its own process (a minute or so)")
     child = Child(find_python(rollout.vllm.python), num_threads=torch.get_num_threads())
     try:
         child.wait_until_ready()
@@ -240,7 +240,7 @@ def build_engine(
             device=device,
             adapter=adapter,
         )
-    except BaseException:  # an interrupt too: it must not go on loading
+    except BaseException:  # an interrupt too: it must not continue to load
         child.close()
         raise
 
@@ -248,8 +248,8 @@ def build_engine(
 def _engine_sentence(model: Any, why: str) -> str:
     weights = sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
     return (
-        f"the KV cache of the native engine does not fit ({why}); the model's weights are {size(weights)}, and the learner's state may be "
-        "beside them. Lower rollout.kv_memory_fraction or rollout.kv_tokens, or give rollout slots without an actor"
+        f"the KV cache of the native engine does not fit ({why}); the model's weights are {size(weights)}, and the learner's state may be in "
+        "memory too. Lower rollout.kv_memory_fraction or rollout.kv_tokens, or give rollout slots without an actor"
     )
 
 

@@ -3,12 +3,12 @@
     generate ──▶ router: which process? ──▶ its link: what the next call takes along ──▶ ``exchange`` in that process
              ◀── what has ended comes back with a call's answer ◀──
 
-A completion has no call of its own. Each busy process has two exchanges under way, so that it does not wait for this process between
+There is no call for each completion. Each busy process has two exchanges under way, so that it does not wait for this process between
 them. An answer brings what has ended; the next call takes along what is new and what is cancelled. One thread waits for answers;
 everything else happens in the thread of the event loop, without waiting.
 
-A process that holds only an engine may be lost: what it had not finished goes out again first, and ``replace`` makes a new process in a
-thread of its own. The new one gets requests once it has the current weights, from the next ``serve`` or from ``admit``.
+A process that holds only an engine may be lost: what it had not finished goes out again first, and ``replace`` makes a new process in
+another thread. The new one gets requests once it has the current weights, from the next ``serve`` or from ``admit``.
 """
 
 from __future__ import annotations

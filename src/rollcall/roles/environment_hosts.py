@@ -1,4 +1,4 @@
-"""The environment role: a process on each node of its slots, in a group of its own.
+"""The environment role: a process on each node of its slots. They have their own group.
 
 The group that holds the models continues when such a process is lost: the episodes that it was playing are played again elsewhere
 (environments/hosted.py), and a new process takes its place.

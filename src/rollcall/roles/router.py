@@ -56,7 +56,7 @@ class RolloutWorker:
     name: str  # recorded with the groups that it makes
     given: dict[Batch, None] = field(default_factory=dict)
     load: int = 0  # completions it has
-    num_waiting: int = 0  # completions that it said it has not begun
+    num_waiting: int = 0  # completions that it has not begun, when it last answered
     done: float = 0.0  # completions, older ones counting less
     busy_s: float = 0.0  # the time they took, older ones counting less
     since_s: float = 0.0  # up to when busy_s is counted, while there is work
@@ -376,7 +376,7 @@ class _Pool:
             rate = (done + size) / (spent + size / usual)
             own = self.seats[worker].latency_s
             # With more work some engines have a higher rate at the same latency, others a higher latency at the same rate.
-            # A speed made of both evens out the loads of either kind; one part alone would overload one kind.
+            # A speed made of both evens out the loads of either kind; only one of them would overload one kind.
             share = (rate / usual) ** 0.75 * (latency / own if own else 1.0) ** 0.25
             speeds[worker] = _Speed(rate=rate, latency_s=latency if own is None else own, share=share)
         return _Speeds(

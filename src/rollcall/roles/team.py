@@ -160,7 +160,7 @@ def look_at(
     on_ray: bool,
     last: bool = False,
 ) -> Look:
-    """What the groups know of their workers, in the words of the plan. The processes of a group are in order of rank."""
+    """Describe the groups' workers in the words of the plan. The processes of a group are in order of rank."""
     states: list[ProcessState] = []
     calls: dict[str, list[RecordedCall]] = {}
     marks: list[Mark] = []

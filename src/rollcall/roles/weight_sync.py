@@ -35,7 +35,9 @@ class WeightSync:
 
     def __init__(self, team: Team) -> None:
         self._team = team
-        self._invited: dict[int, str] | None = {}  # name of each receiver, by process; None: invite again
+        self._invited: (
+            dict[int, str] | None
+        ) = {}  # name of each receiver, by process, unless they must be invited again
         self._invitations: Mapping[str, list[Invitation]] = {}  # of each receiver, one from each sender
         self._broken_off: list[Any] = []
 
@@ -62,8 +64,7 @@ class WeightSync:
         """After a failed push, wait until the actor's processes have given it up; raises if one does not."""
         deadline, actors = time.monotonic() + timeout_s, self._team.members[Role.ACTOR]
         for name in [name for worker, name in self._names().items() if worker in lost and name in self._invitations]:
-            # The sender itself misses a receiver that had connected, and then no longer listens; or it listens on its own
-            # host alone.
+            # A sender that had connected to the receiver notices its loss, and no longer listens; another may listen only on its own host.
             for invitation in self._invitations[name]:
                 with suppress(MissingPeerError):
                     decline(invitation, name=name, timeout_s=DECLINE_S)

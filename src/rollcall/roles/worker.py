@@ -119,7 +119,7 @@ class RoleWorker(Trained):
         self.reference: Reference | None = None
         self._listener: socket.socket | None = None
         self.engine: LocalEngine | None = None
-        self._served: int | None = None  # the version that the engine has; None: none, or a part of one
+        self._served: int | None = None  # the version that the engine has, once it is whole
         self._sent_blocks: list[tuple[str, Block]] | None = None
         # Where vLLM has the only copy, each actor sends what it holds, and tensors are put together in host memory on their way there.
         # An adapter is small, and goes whole.
@@ -283,7 +283,7 @@ class RoleWorker(Trained):
     def _take(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """New weights, one by one: to the policy that is here, or to the engine that has the only one."""
         if self._hands_on:
-            assert isinstance(self.engine, VllmEngine), "only vLLM keeps weights of its own"
+            assert isinstance(self.engine, VllmEngine), "only vLLM keeps its own weights"
             if version != self._served:
                 self.engine.load_weights(version, tensors)
             return
