@@ -269,7 +269,14 @@ async def _evaluate(
     on_progress: OnProgress,
 ) -> Evaluation:
     environments = build_environments(config.environment, tokenizer, prompts)
-    player = player_of(config, environments, tokenizer=tokenizer, scorer=scorer)
+    player = player_of(
+        config.environment,
+        environments,
+        tokenizer=tokenizer,
+        scorer=scorer,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_response_tokens=config.rollout.max_response_tokens,
+    )
     rollouts = Rollouts(engine=engine, rewards=Rewards(), player=player)
     done: list[Group] = []
 

@@ -99,7 +99,14 @@ class Controller:
         self.rollouts = Rollouts(
             engine=workers.engine,
             rewards=Rewards(is_remote=workers.is_remote, spans=self.rewards),
-            player=player_of(config, workers.environments, tokenizer=workers.tokenizer, scorer=workers.scorer),
+            player=player_of(
+                config.environment,
+                workers.environments,
+                tokenizer=workers.tokenizer,
+                scorer=workers.scorer,
+                max_prompt_tokens=config.data.max_prompt_tokens,
+                max_response_tokens=config.rollout.max_response_tokens,
+            ),
         )
         open_groups = OpenGroups(partial(self._call, self.journal.append_attempts))
         prompts = workers.train.prompts

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.checkpoint.store import CheckpointStore
-from rollcall.config import Config
+from rollcall.config import TrainerSection
 from rollcall.durable.patience import disk_fault, persist
 from rollcall.engine.protocol import Stats
 from rollcall.errors import CheckpointError, NonFiniteError
@@ -104,17 +104,17 @@ class Saves:
 
 @dataclass(eq=False, repr=False)
 class Record:
-    config: Config
+    run_dir: Path
+    trainer: TrainerSection
     workers: Workers
     _: KW_ONLY
+    threshold: float  # of a first reward that counts as correct
     store: CheckpointStore
     sinks: Sequence[Sink]
     console: Console
     callbacks: Callbacks = Callbacks()
 
     def __post_init__(self) -> None:
-        self._run_dir = self.config.run.dir
-        self._num_steps = self.config.trainer.steps
         # Trained since the newest checkpoint, or since the one that is being written.
         self.unsaved: StepBatch | None = None
         self.update_s = 0.0  # of the last step
@@ -145,7 +145,7 @@ class Record:
             self.log(batch.step, metrics)
             self._row = None
             groups = tuple(batch.groups)
-            self.callbacks.tell(StepDone(step=batch.step, num_steps=self._num_steps, metrics=metrics, groups=groups))
+            self.callbacks.tell(StepDone(step=batch.step, num_steps=self.trainer.steps, metrics=metrics, groups=groups))
 
     def log_evaluation(self, step: int, result: Evaluation, *, seconds: float) -> None:
         metrics = {**result.metrics(), "time/eval_s": seconds}
@@ -153,10 +153,10 @@ class Record:
         self.write_samples(step, "val", result.groups[:64])
         self._evaluated_step = step
         self._scores = {headline.metric: metrics[headline.metric] for headline in (ACCURACY, REWARD)}
-        self.callbacks.tell(EvaluationDone(step=step, num_steps=self._num_steps, metrics=metrics, evaluation=result))
+        self.callbacks.tell(EvaluationDone(step=step, num_steps=self.trainer.steps, metrics=metrics, evaluation=result))
 
     def write_samples(self, step: int, split: str, groups: Sequence[Group]) -> None:
-        directory = self._run_dir / "samples"
+        directory = self.run_dir / "samples"
         write = partial(write_samples, directory, step=step, split=split, groups=groups)
         persist(write, path=directory, what=f"the {split} samples of step {step}")
 
@@ -171,7 +171,7 @@ class Record:
                 for attempt, completion in enumerate(group.completions)
             ]
         )
-        directory = self._run_dir / FOLDER
+        directory = self.run_dir / FOLDER
         logprobs, entropy = [row.logprobs for row in rows], [row.entropy for row in rows]
         try:
             write_token_scores(directory, step=batch.step, groups=groups, logprobs=logprobs, entropy=entropy)
@@ -186,7 +186,7 @@ class Record:
     def save(self, batch: StepBatch) -> None:
         """Write the checkpoint of a step, or only begin to, where the bytes can be written while the run continues (``settle`` ends it).
         Samples come first: after a kill they are written again with the checkpoint."""
-        step, trainer = batch.step, self.config.trainer
+        step, trainer = batch.step, self.trainer
         self.settle()
         self.write_samples(step, "train", batch.groups[:8])
         ranking = self._ranking(step)
@@ -224,14 +224,14 @@ class Record:
 
     def _tell_saved(self, saved: Saved | None) -> None:
         if saved is not None:
-            self.callbacks.tell(CheckpointSaved(step=saved.step, num_steps=self._num_steps, path=saved.path))
+            self.callbacks.tell(CheckpointSaved(step=saved.step, num_steps=self.trainer.steps, path=saved.path))
 
     def add_scores(self, step: int) -> None:
         """Add the scores to a checkpoint that was saved before its evaluation."""
         self.store.add_scores(step, **self._ranking(step))
 
     def export(self, *, step: int) -> None:
-        target = self._run_dir / "model"
+        target = self.run_dir / "model"
         with self.explaining_divergence(step, lost="no model was exported"):
             write = partial(self.workers.export, target)
             persist(write, path=target, what="the trained model", refuse=CheckpointError)
@@ -254,14 +254,18 @@ class Record:
 
     def _ranking(self, step: int) -> dict[str, Any]:
         """The arguments of the store that decide whether the step's checkpoint is among the best."""
-        headline = headline_of(read_rows(self._run_dir / "metrics.jsonl"))
+        headline = headline_of(read_rows(self.run_dir / "metrics.jsonl"))
         return {"scores": self._scores if self._evaluated_step == step else {}, "best_by": headline.metric}
 
     def _metrics(self, batch: StepBatch, update: Update, *, stats: Stats, reward_s: float) -> dict[str, float]:
         """The step's row, computed while the next rollout runs."""
-        first_reward, threshold = self.workers.scorer.names[0], self.config.eval.threshold
         metrics = batch_metrics(
-            batch, update.samples, stats=stats, reward_s=reward_s, threshold=threshold, first_reward=first_reward
+            batch,
+            update.samples,
+            stats=stats,
+            reward_s=reward_s,
+            threshold=self.threshold,
+            first_reward=self.workers.scorer.names[0],
         )
         others = {"mismatch": "rollout/logprob_mismatch", "mismatch_max": "rollout/logprob_mismatch_max"}
         metrics |= {others.get(name, f"train/{name}"): value for name, value in update.metrics.items()}

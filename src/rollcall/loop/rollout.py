@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Protocol
 
-from rollcall.config import Config, EnvironmentBase
+from rollcall.config import EnvironmentBase, EnvironmentSection
 from rollcall.config.environments import ClassEnvironment, StepEnvironment
 from rollcall.engine.protocol import LOCAL, Engine, Made, Request, Sampling
 from rollcall.environments.agent import AgentEnvironments
@@ -186,26 +186,32 @@ class Rewards:
             return await in_thread(function, *args)
 
 
-def player_of(config: Config, environments: Environments | None, *, tokenizer: Any, scorer: Scorer) -> Plays | None:
+def player_of(
+    section: EnvironmentSection | None,
+    environments: Environments | None,
+    *,
+    tokenizer: Any,
+    scorer: Scorer,
+    max_prompt_tokens: int,
+    max_response_tokens: int,
+) -> Plays | None:
     """Returns None for a run without an environment, in which a completion is one turn."""
-    if scorer.environment_readers and not isinstance(config.environment, ClassEnvironment | StepEnvironment):
+    if scorer.environment_readers and not isinstance(section, ClassEnvironment | StepEnvironment):
         raise ConfigError(
             f"the reward {scorer.environment_readers[0]} takes environments, and there are none: the run file needs an environment of "
             "type class or step"
         )
-    if config.environment is None or environments is None:
+    if section is None or environments is None:
         return None
     if isinstance(environments, AgentEnvironments):
         return environments.player(
-            tokenizer=tokenizer,
-            max_prompt_tokens=config.data.max_prompt_tokens,
-            max_response_tokens=config.rollout.max_response_tokens,
+            tokenizer=tokenizer, max_prompt_tokens=max_prompt_tokens, max_response_tokens=max_response_tokens
         )
     return Player(
-        section=config.environment,
+        section=section,
         environments=environments,
         conversations=Conversations(tokenizer),
-        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_prompt_tokens=max_prompt_tokens,
         keeps_attributes=bool(scorer.environment_readers),
     )
 
