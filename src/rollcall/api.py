@@ -248,7 +248,7 @@ def evaluate(
         settle_functions(plan.config.run.dir, plan.config.reward, are_given=False)
     calm_transformers()
     with heed_if_possible(), speaking(in_silence if quiet else on_stdout):
-        return outside_loop(partial(run_evaluation, plan, on_progress=lambda *_: None))
+        return outside_loop(partial(run_evaluation, plan, on_progress=_nothing))
 
 
 def read_config(source: Source, *, overrides: Sequence[str] = (), changes: Mapping[str, Any] | None = None) -> Config:
@@ -294,3 +294,7 @@ def _choice(kind: type[_Choice], given: str, *, name: str) -> _Choice:
         return kind(given)
     except ValueError:
         raise ConfigError(f"{name}={given!r} does not exist; use {', '.join(kind)}") from None
+
+
+def _nothing(*_: object) -> None:
+    return None
