@@ -22,8 +22,7 @@ from rollcall.environments.conversation import MESSAGES, Conversations
 from rollcall.environments.episode import Player
 from rollcall.environments.make import make_environments
 from rollcall.environments.protocol import Message
-from rollcall.loop.rewards import Rewards
-from rollcall.loop.rollout import Rollouts
+from rollcall.loop.rollout import Rewards, Rollouts
 from rollcall.reward.scorer import Scorer
 from rollcall.types import Completion, EndReason, Prompt
 

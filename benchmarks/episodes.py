@@ -168,11 +168,11 @@ def main() -> None:
         )
         workers = make_workers(config)
         torch.set_num_threads(args.threads or workload.threads)
-        side = make_side(workers.core, args)
+        side = make_side(workers.engine.core, args)
         try:
             prompt_tokens = prompt_tokens_of(side, args, usual=workload.prompt_tokens)
             plans = make_plans(args, prompt_tokens=prompt_tokens, vocabulary=workload.vocab_size)
-            episodes, single = measure_pair(workers.core, side, plans, repeats=args.repeats)
+            episodes, single = measure_pair(workers.engine.core, side, plans, repeats=args.repeats)
         finally:
             side.close()
             workers.close()

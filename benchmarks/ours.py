@@ -18,8 +18,8 @@ from rollcall.checkpoint.store import CheckpointStore
 from rollcall.config import Config, parse_config
 from rollcall.durable.journal import Journal
 from rollcall.loop.controller import Controller
-from rollcall.loop.protocols import Workers
 from rollcall.loop.record import Record
+from rollcall.loop.workers import Workers
 from rollcall.observe.calls import BusySpans
 from rollcall.observe.console import Console
 from rollcall.observe.events import Events
@@ -95,9 +95,9 @@ def make_workers(config: Config) -> Any:
     if config.cluster is None:
         workers: Any = build_workers(config)
     else:
-        from rollcall.roles.remote import build_remote_workers
+        from rollcall.roles.on_cluster import build_workers_on_cluster
 
-        workers = build_remote_workers(config)
+        workers = build_workers_on_cluster(config)
     workers.stop_token_ids = ()  # both sides sample exactly the workload's tokens
     return workers
 
@@ -127,7 +127,15 @@ def run_steps(config: Config, workers: Workers) -> Recorder:
             config,
             workers,
             journal=journal,
-            record=Record(config, workers, store=store, sinks=[recorder], console=console),
+            record=Record(
+                run_dir,
+                config.trainer,
+                workers,
+                threshold=config.eval.threshold,
+                store=store,
+                sinks=[recorder],
+                console=console,
+            ),
             console=console,
             resume=None,
             events=events,

@@ -61,11 +61,11 @@ def measure_ours(workload: Workload, model_dir: Path, run_dir: Path, args: argpa
 
     def once() -> None:
         nonlocal runs
-        submit(workers.core, workload, prompts, tag=runs)
+        submit(workers.engine.core, workload, prompts, tag=runs)
         runs += 1
         count = 0
-        while workers.core.num_unfinished:
-            count += sum(len(completion.token_ids) for completion in workers.core.step().values())
+        while workers.engine.core.num_unfinished:
+            count += sum(len(completion.token_ids) for completion in workers.engine.core.step().values())
         assert count == workload.num_new_tokens, f"{count} tokens instead of {workload.num_new_tokens}"
 
     try:

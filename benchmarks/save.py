@@ -185,19 +185,17 @@ class Seat(Trained):
         if gang.size == 1:  # it holds everything, as one part
             whole = whole.to(device)
             fuse_parameters(whole)
-        self.learner = Learner(
+        learner = Learner(
             whole, OptimizerSection(sharding="fsdp"), algorithm=Grpo(), temperature=1.0, max_response_tokens=8, total_updates=9,
             gang=gang, device=device,
         )  # fmt: skip
         if gang.size > 1:
             whole.to("meta")
             gc.collect()
-        self.critic = None
+        super().__init__(tokenizer=char_tokenizer(ALPHABET), learner=learner, critic=None)
         self.spent: list[tuple[float, float, float]] = []
-        self.tokenizer = char_tokenizer(ALPHABET)
-        self.stop_token_ids = ()
-        self.learner.optimizer.accumulate([torch.ones_like(part) for part in self.learner.body.named.values()])
-        self.learner.optimizer.step()
+        learner.optimizer.accumulate([torch.ones_like(part) for part in learner.body.named.values()])
+        learner.optimizer.step()
 
     def copy_parts(self) -> None:
         """As ``Trained`` does it, with the time of each of its three parts."""

@@ -13,8 +13,6 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,14 +27,14 @@ from rollcall.data.load import PromptSet
 from rollcall.durable.journal import Journal
 from rollcall.loop.controller import Controller
 from rollcall.loop.record import Record
+from rollcall.loop.workers import Workers
 from rollcall.observe.console import Console
 from rollcall.observe.events import Events
-from rollcall.observe.live import Look
 from rollcall.observe.progress import Progress
 from rollcall.plan.placement import Role
 from rollcall.reward.scorer import Scorer
 from rollcall.roles.engines import Engines
-from rollcall.roles.remote import RemoteLearner
+from rollcall.roles.on_cluster import RemoteLearner
 from rollcall.roles.team import Team
 from rollcall.types import Prompt
 
@@ -64,48 +62,6 @@ class ThreadGroup:
     def shutdown(self) -> None:
         for thread in self._threads:
             thread.shutdown(wait=False)
-
-
-@dataclass(slots=True, kw_only=True)
-class StandInWorkers:
-    """What the controller drives."""
-
-    engine: Engines
-    learner: RemoteLearner
-    scorer: Scorer
-    train: PromptSet
-    team: Team
-    shares_policy: bool
-    is_remote: bool = True
-    repairs: None = None
-    critic: None = None
-    reference: None = None
-    val: None = None
-    stop_token_ids: tuple[int, ...] = ()
-    max_positions: int = 1 << 20
-    tokenizer: None = None
-
-    @property
-    def environments(self) -> None:
-        return None
-
-    @property
-    def eval_scorer(self) -> Scorer:
-        return self.scorer
-
-    @property
-    def saving(self) -> Saving:
-        first = self.team.members[Role.ACTOR][:1]
-        return Saving(call=self.team.call, processes=first, in_parts=False, place="shared", run_name="stand-ins")
-
-    def export(self, directory: Path) -> None:
-        return None
-
-    def look(self, *, last: bool = False) -> Look:
-        return Look()
-
-    def close(self) -> None:
-        self.scorer.close()
 
 
 def team_of(paces: Sequence[Pace], *, node_ranks: Sequence[int], actors: Sequence[int]) -> Team:
@@ -142,18 +98,26 @@ def _members(paces: Sequence[Pace], actors: Sequence[int]) -> dict[Role, list[in
     return {Role.ROLLOUT: rollouts, Role.ACTOR: list(actors)}
 
 
-def make_workers(config: Config, team: Team, *, prompts: int, room: int, prompt_tokens: int = 64) -> StandInWorkers:
+def make_workers(config: Config, team: Team, *, prompts: int, room: int, prompt_tokens: int = 64) -> Workers:
     """``room`` is in completions, as ``rollout.max_running``."""
     weights = config.cluster.node_weights if config.cluster else None
-    return StandInWorkers(
+    actors = team.members[Role.ACTOR]
+    scorer = Scorer(config.reward, num_workers=2, model_rewards={})
+    return Workers(
+        tokenizer=None,
         engine=Engines(team, room=room, node_weights=weights),
         learner=RemoteLearner(team, rescores=config.rescores),
-        scorer=Scorer(config.reward, num_workers=2, model_rewards={}),
+        scorer=scorer,
+        eval_scorer=scorer,
         train=PromptSet(
             prompts=[_prompt(index, prompt_tokens) for index in range(prompts)], num_overlong=0, source="stand-ins"
         ),
-        team=team,
-        shares_policy=not set(team.members[Role.ROLLOUT]).isdisjoint(team.members[Role.ACTOR]),
+        stop_token_ids=(),
+        max_positions=1 << 20,
+        shares_policy=not set(team.members[Role.ROLLOUT]).isdisjoint(actors),
+        saving=Saving(call=team.call, processes=actors[:1], in_parts=False, place="shared", run_name="stand-ins"),
+        export=lambda directory: None,
+        is_remote=True,
     )
 
 
@@ -164,7 +128,7 @@ def _prompt(index: int, num_tokens: int) -> Prompt:
 
 @contextmanager
 def controller_of(
-    config: Config, workers: StandInWorkers, *, resume: Checkpoint | None = None
+    config: Config, workers: Workers, *, resume: Checkpoint | None = None
 ) -> Iterator[tuple[Controller, Recorder]]:
     recorder = Recorder()
     run_dir = config.run.dir
@@ -177,7 +141,15 @@ def controller_of(
                 config,
                 workers,
                 journal=journal,
-                record=Record(config, workers, store=store, sinks=[recorder], console=console),
+                record=Record(
+                    run_dir,
+                    config.trainer,
+                    workers,
+                    threshold=config.eval.threshold,
+                    store=store,
+                    sinks=[recorder],
+                    console=console,
+                ),
                 console=console,
                 resume=store.latest() if resume is None else resume,
                 events=events,
@@ -186,7 +158,7 @@ def controller_of(
         )
 
 
-def run_steps(config: Config, workers: StandInWorkers) -> Recorder:
+def run_steps(config: Config, workers: Workers) -> Recorder:
     """The training loop to its end, from where the run directory stands."""
     with controller_of(config, workers) as (controller, recorder):
         try:

@@ -80,6 +80,16 @@ def make_run(
     return load_config(path, list(overrides))
 
 
+SHARDED = (
+    "cluster.num_nodes=2", "cluster.num_gpus_per_node=1", "cluster.accelerator=cpu",
+    "cluster.component_placement={'actor,rollout': all}", "actor.sharding=fsdp",
+)  # fmt: skip
+
+
+def sharded_run(folder: Path, *overrides: str, name: str = "sharded") -> Config:
+    return make_run(folder, *SHARDED, *overrides, name=name)
+
+
 @contextmanager
 def lean() -> Iterator[None]:
     """Runs draw no learning curve, half of the work of one so small, and have one process for their rewards, forked."""
@@ -111,7 +121,7 @@ class Kill:
 
 IN_UPDATE = "rollcall.learner.optimizer:Optimizer.step"
 IN_JOURNAL = "rollcall.durable.journal:AppendFile.append"
-IN_SAVE_WRITE = "rollcall.roles.local:LocalWorkers.write_whole"
+IN_SAVE_WRITE = "rollcall.roles.trained:Trained.write_whole"
 IN_SAVE_FLUSH = "rollcall.checkpoint.store:fsync_tree"
 IN_EXPORT_FLUSH = "rollcall.checkpoint.export:fsync_tree"  # each save exports too
 IN_PRUNE = "rollcall.checkpoint.store:CheckpointStore._prune"
@@ -222,13 +232,3 @@ def wait_for_steps(run_dir: Path, count: int, *, timeout_s: float) -> None:
     while sum("time/step_s" in row for row in read_rows(run_dir / "metrics.jsonl")) < count:
         assert time.monotonic() < deadline, f"{run_dir} did not get to step {count} within {timeout_s:g} s"
         time.sleep(0.2)
-
-
-CLUSTER = (
-    "cluster.num_nodes=2", "cluster.num_gpus_per_node=1", "cluster.accelerator=cpu",
-    "cluster.component_placement={'actor,rollout': all}", "actor.sharding=fsdp",
-)  # fmt: skip
-
-
-def sharded_run(folder: Path, *overrides: str, name: str = "sharded") -> Config:
-    return make_run(folder, *CLUSTER, *overrides, name=name)

@@ -20,8 +20,7 @@ from rollcall.engine.ticker import Ticker
 from rollcall.environments.conversation import Conversations
 from rollcall.environments.episode import Player
 from rollcall.environments.protocol import Message, Opening, StepResult
-from rollcall.loop.rewards import Rewards
-from rollcall.loop.rollout import Rollouts
+from rollcall.loop.rollout import Rewards, Rollouts
 from rollcall.model.decoder import fuse_parameters
 from rollcall.types import Completion, Prompt
 

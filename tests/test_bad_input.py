@@ -45,8 +45,8 @@ from rollcall.model.load import ModelError
 from rollcall.observe.events import read_marks
 from rollcall.observe.timeline import RUN_FAILED
 from rollcall.roles.build import load_inputs
-from rollcall.roles.local import LocalWorkers
 from rollcall.roles.reward_trial import try_run
+from rollcall.roles.trained import Trained
 from rollcall.training import train
 from rollcall.types import Completion
 
@@ -377,11 +377,11 @@ def test_weights_that_diverge_in_the_last_step_are_neither_saved_nor_exported(
 
 
 def test_divergence_in_another_process_is_told_as_one_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def write(self: LocalWorkers, directory: Path) -> None:
+    def write(self: Trained, directory: Path) -> None:
         told = WorkerError("actor rank 1 on node 0 raised", role="actor", ranks=[1], node_ranks=[0])
         raise told from NonFiniteError("the actor's lm_head.weight hold NaN or infinite values")
 
-    monkeypatch.setattr(LocalWorkers, "write_whole", write)
+    monkeypatch.setattr(Trained, "write_whole", write)
     with pytest.raises(
         RunError, match=r"step 2: the actor's lm_head\.weight .*this step was not saved.*Lower actor\.lr"
     ):
@@ -450,7 +450,7 @@ def fill_disk_at(patch: pytest.MonkeyPatch, disk: Path, owner: type, name: str, 
             Journal, "append", 20, JournalError, r"cannot write the group of draw \d+.*No space left", id="group"
         ),
         pytest.param(
-            LocalWorkers,
+            Trained,
             "write_whole",
             2,
             CheckpointError,

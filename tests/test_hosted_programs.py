@@ -39,7 +39,8 @@ from rollcall.plan.judge import workable_plan
 from rollcall.process.framing import CALL, HEAD, JSON, frame
 from rollcall.process_table import Process
 from rollcall.roles import environment_hosts
-from rollcall.roles.environment_hosts import start_hosts
+from rollcall.roles.environment_hosts import EnvironmentHosts
+from rollcall.roles.team import Site
 from rollcall.types import Completion, EndReason
 
 SECRET = new_secret()
@@ -234,12 +235,12 @@ def test_the_placement_makes_hosts_that_have_what_the_run_file_declares(
             },
         }
     )  # fmt: skip
-    assert config.cluster is not None
+    assert config.cluster is not None and config.environment is not None
     plan = workable_plan(config, config.cluster)
     with VirtualCluster([1, 1], use_gpus=False, backend=InProcessBackend()) as cluster:
-        hosts, environments = start_hosts(
-            config, plan, cluster, section=config.cluster, kept=[0, 1], chat_template=tokenizer.chat_template
-        )
+        site = Site(plan=plan, section=config.cluster, kept=[0, 1], cluster=cluster)
+        hosts = EnvironmentHosts(config.environment, site=site, trainer=config.trainer, run_dir=config.run.dir)
+        environments = hosts.start(tokenizer.chat_template)
         assert isinstance(environments, AgentEnvironments) and hosts.group.world_size == 1
         assert [spec.kind for spec in hosts.group.specs] == ["environment"], "as the debugger shows it"
         (completion,), _ = play_in(tokenizer, environments)

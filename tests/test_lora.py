@@ -62,7 +62,7 @@ from rollcall.model.peft_files import write_adapter
 from rollcall.plan.activations import Passes
 from rollcall.plan.memory import ModelSizes
 from rollcall.plan.placement import Role
-from rollcall.roles.build import build_adapter, build_learner, load_engine
+from rollcall.roles.build import build_adapter, build_learner, load_sampler
 from rollcall.roles.worker import RoleWorker
 from rollcall.serving import plan_serving
 from rollcall.stored.files import StoredError
@@ -904,12 +904,10 @@ def test_an_evaluation_of_a_run_that_has_not_begun_has_its_first_adapter(tmp_pat
         plan_serving(str(base), overrides=[f"model.lora={lora}"]),
     ):
         assert plan.lora is not None and plan.lora.path == str(tmp_path)
-    found, engine = load_engine(
-        plan.config.rollout, str(base), make_tokenizer(), device=CPU, dtype=torch.float32, lora=plan.lora
-    )
-    engine.close()
+    sampler = load_sampler(plan.config.model, plan.config.rollout, str(base), make_tokenizer(), lora=plan.lora)
+    sampler.engine.close()
     expected = merged_of(str(base), adapter).state_dict()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.state_dict().items())
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in sampler.model.state_dict().items())
     with pytest.raises(ConfigError, match=r"model.path=.* is given, and model.lora.path=.* add model.lora=null"):
         plan_serving(str(tmp_path / "run.yaml"), overrides=[f"model.path={base}"])
     assert plan_serving(str(tmp_path / "run.yaml"), overrides=[f"model.path={base}", "model.lora=null"]).lora is None
@@ -923,9 +921,9 @@ def test_an_adapter_is_not_trained_further_on_another_model(tmp_path: Path) -> N
         config = load_config(None, [f"model.path={model_path}", *lora])
         model = load_causal_lm(str(model_path), device=CPU, dtype=torch.float32)
         build_learner(config, model, gang=Gang.alone(), adapter=build_adapter(config, model, device=CPU))
-        load_engine(
-            config.rollout, str(model_path), make_tokenizer(), device=CPU, dtype=torch.float32, lora=config.model.lora
-        )[1].close()
+        load_sampler(
+            config.model, config.rollout, str(model_path), make_tokenizer(), lora=config.model.lora
+        ).engine.close()
 
     start(base)
     start(other)  # the same weights in another place
@@ -935,9 +933,7 @@ def test_an_adapter_is_not_trained_further_on_another_model(tmp_path: Path) -> N
         start(other)
     config = load_config(None, [f"model.path={other}", *lora])
     with pytest.raises(ModelFilesError, match=words):
-        load_engine(
-            config.rollout, str(other), make_tokenizer(), device=CPU, dtype=torch.float32, lora=config.model.lora
-        )
+        load_sampler(config.model, config.rollout, str(other), make_tokenizer(), lora=config.model.lora)
     change_weights(other, _reversed)  # as it was
     text = (other / "config.json").read_text()
     (other / "config.json").write_text(text.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-03'))

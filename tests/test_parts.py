@@ -217,6 +217,7 @@ class Node(Trained):
     """A process on a node with a temporary folder of its own."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, *, number: int) -> None:
+        super().__init__(tokenizer=None, learner=None, critic=None)
         self.folder, self.number, self._patch = folder, number, monkeypatch
         folder.mkdir()
         self.read: list[Path] = []

@@ -30,7 +30,7 @@ from rollcall.errors import CheckpointError, ConfigError, JournalError, WorkerDi
 from rollcall.loop.record import Record
 from rollcall.observe.events import Events, read_events
 from rollcall.observe.sinks import JsonlSink, TensorBoardSink, read_rows
-from rollcall.roles.local import LocalWorkers
+from rollcall.roles.trained import Trained
 from rollcall.view.audit import audit
 
 
@@ -101,7 +101,7 @@ def at_call(patch: pytest.MonkeyPatch, owner: type, name: str, *, call: int, act
     [
         pytest.param(Journal, "append", 20, id="a-group"),
         pytest.param(Journal, "mark_trained", 3, id="that-a-step-was-trained", marks=pytest.mark.slow),
-        pytest.param(LocalWorkers, "write_whole", 2, id="a-checkpoint"),
+        pytest.param(Trained, "write_whole", 2, id="a-checkpoint"),
         pytest.param(JsonlSink, "log", 3, id="metrics", marks=pytest.mark.slow),
         pytest.param(Record, "export", 1, id="the-model", marks=pytest.mark.slow),
     ],
@@ -157,7 +157,7 @@ def test_a_run_waits_for_a_folder_that_cannot_be_written(
     elif call == "save":
         at_call(monkeypatch, CheckpointStore, "save", call=2, action=blocked.begin)
     else:  # with a save begun, which can then neither be put in place nor be removed
-        at_call(monkeypatch, LocalWorkers, "write_whole", call=2, action=blocked.begin)
+        at_call(monkeypatch, Trained, "write_whole", call=2, action=blocked.begin)
     with Rescue(blocked.end) as rescue:
         assert finish(config)["steps"] == 6
     assert rescue.said and ("Read-only" in rescue.said[0] or "Permission" in rescue.said[0])
@@ -342,6 +342,6 @@ def test_token_scores_that_the_disk_does_not_take_are_left_out_with_a_message(
 
     monkeypatch.setattr("rollcall.loop.record.write_token_scores", refuse)
     workers = SimpleNamespace(learner=SimpleNamespace(score=lambda samples: []))
-    record: Any = SimpleNamespace(workers=workers, _run_dir=tmp_path)
+    record: Any = SimpleNamespace(workers=workers, run_dir=tmp_path)
     Record.write_token_scores(record, cast(Any, SimpleNamespace(step=3, groups=[])))
     assert "the token scores of step 3 are left out (No space left on device)" in caplog.text

@@ -29,8 +29,8 @@ from benchmarks.standin_worker import Pace, StandIn
 from benchmarks.standins import make_workers, run_steps, stop, team_of
 from rollcall.config import Config, parse_config
 from rollcall.durable.journal import Journal
-from rollcall.loop.aside import in_thread
 from rollcall.loop.supply import AsCompleted, Begun, Cursor, Demand, InOrder, StepBatch, SuppliedGroup, choose
+from rollcall.loop.tasks import in_thread
 from rollcall.plan.placement import Role
 from rollcall.types import Group, Prompt, Segment
 

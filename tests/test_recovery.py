@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
-from routed import add, make_group
+from requests_of import add, make_group
 from runs import column, make_run, num_records, weights
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the benchmarks' stand-ins
@@ -507,25 +507,25 @@ class Saboteur:
         method: str = "append",
         signum: int = signal.SIGKILL,
     ) -> None:
-        import rollcall.training as module
+        import rollcall.roles.on_cluster as module
 
-        self.built: list[Any] = []
+        self.teams: list[Team] = []  # of each attempt
         self.hit_pid: int | None = None
-        build, original, count = module._build, getattr(owner, method), 0
+        make, original, count = module.Team, getattr(owner, method), 0
 
-        def remember(*args: Any, **kwargs: Any) -> Any:
-            self.built.append(build(*args, **kwargs))
-            return self.built[-1]
+        def remember(**fields: Any) -> Team:
+            self.teams.append(make(**fields))
+            return self.teams[-1]
 
         def hit(*args: Any, **kwargs: Any) -> Any:
             nonlocal count
             count += 1
             if count == before:
-                pid = self.hit_pid = int(self.built[-1].team.group.worker_metadata[worker]["pid"])
+                pid = self.hit_pid = int(self.teams[-1].group.worker_metadata[worker]["pid"])
                 os.kill(pid, signum)
             return original(*args, **kwargs)
 
-        patch.setattr(module, "_build", remember)
+        patch.setattr(module, "Team", remember)
         patch.setattr(owner, method, hit)
 
 
@@ -555,7 +555,7 @@ def test_a_lost_rollout_process_is_replaced_within_the_attempt_and_a_lost_actor_
     actor = Saboteur(monkeypatch, worker=1, before=4 * PROMPTS + 3)
     summary = train(config, quiet=True)
     assert summary["steps"] == STEPS and rollout.hit_pid is not None and actor.hit_pid is not None
-    assert len(actor.built) == 2, "the actor lived on without the rollout process, and not the other way round"
+    assert len(actor.teams) == 2, "the actor lived on without the rollout process, and not the other way round"
     assert "rollout-0 on node 0 is lost" in caplog.text
     check_whole(config, undisturbed)
     check_timeline(config)
@@ -589,7 +589,7 @@ def test_a_receiver_that_dies_in_a_weight_update_leaves_the_others_with_the_new_
 ) -> None:
     config = on_cluster(undisturbed.run.dir.parent, "{rollout: 0-1, actor: 2}", slots=3, name="pushed")
     saboteur = Saboteur(monkeypatch, worker=0, before=3, owner=WeightSync, method="push")
-    assert train(config, quiet=True)["steps"] == STEPS and len(saboteur.built) == 1
+    assert train(config, quiet=True)["steps"] == STEPS and len(saboteur.teams) == 1
     assert "rollout-0 on node 0 is lost" in caplog.text
     check_whole(config, undisturbed)
 
@@ -600,7 +600,7 @@ def test_a_stopped_rollout_process_tells_its_stacks_and_others_do_its_part(
 ) -> None:
     config = on_cluster(undisturbed.run.dir.parent, "{rollout: 0-1, actor: 2}", slots=3, name="stopped")
     saboteur = Saboteur(monkeypatch, worker=0, before=2 * PROMPTS + 3, signum=signal.SIGSTOP)
-    assert train(config, quiet=True)["steps"] == STEPS and len(saboteur.built) == 1
+    assert train(config, quiet=True)["steps"] == STEPS and len(saboteur.teams) == 1
     told = caplog.text
     assert "its process is stopped" in told and "MainThread" in told
     check_whole(config, undisturbed)
@@ -613,7 +613,7 @@ def test_a_lost_actor_ends_the_attempt_and_the_next_one_goes_on(
     config = on_cluster(undisturbed.run.dir.parent, "{'actor,rollout': all}", slots=2, name="together")
     saboteur = Saboteur(monkeypatch, worker=1, before=3 * PROMPTS + 3)
     summary = train(config, quiet=True)
-    assert summary["steps"] == STEPS and len(saboteur.built) == 2
-    pids = {meta["pid"] for meta in saboteur.built[0].team.group.worker_metadata}
+    assert summary["steps"] == STEPS and len(saboteur.teams) == 2
+    pids = {meta["pid"] for meta in saboteur.teams[0].group.worker_metadata}
     assert not any(look(pid).is_alive for pid in pids), "the survivors were ended too"
     check_whole(config, undisturbed)

@@ -474,7 +474,7 @@ def test_completions_of_a_group_that_was_not_finished_are_not_made_again(
         raise RuntimeError("the power is cut")
 
     with monkeypatch.context() as cut:
-        cut.setattr("rollcall.loop.rollout.KEEP_EVERY_S", 0.0)
+        cut.setattr("rollcall.loop.group_maker.KEEP_EVERY_S", 0.0)
         cut.setattr(Journal, "append", refuse)
         with pytest.raises(RuntimeError, match="power"):
             finish(config)

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from rollcall.engine.protocol import Made, Refused, Request, Sampling, Stats
-from rollcall.loop.rewards import Rewards
-from rollcall.loop.rollout import OpenGroups, Rollouts, sampling_seeds
+from rollcall.loop.group_maker import OpenGroups
+from rollcall.loop.rollout import Rewards, Rollouts, sampling_seeds
 from rollcall.types import Completion, FinishReason, Group, Prompt, Score, Segment
 
 T = TypeVar("T")
@@ -249,7 +249,7 @@ def test_a_model_in_another_process_is_asked_in_a_thread_and_one_here_in_the_eve
 
 
 def test_what_has_ended_of_open_groups_is_written_once_and_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollcall.loop.rollout.KEEP_EVERY_S", 0.02)
+    monkeypatch.setattr("rollcall.loop.group_maker.KEEP_EVERY_S", 0.02)
     writes: list[list[tuple[int, Group]]] = []
 
     async def write(attempts: list[tuple[int, Group]]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from routed import SAMPLING, add, make_group
+from requests_of import SAMPLING, add, make_group
 
 from rollcall.config import parse_config
 from rollcall.engine.protocol import Request

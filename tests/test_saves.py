@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rollcall.errors import CheckpointError
-from rollcall.loop.saves import Saved, Saves
+from rollcall.loop.record import Saved, Saves
 from rollcall.wait import speaking
 
 
@@ -37,7 +37,7 @@ def test_a_save_is_begun_and_told_of_once_when_it_is_committed() -> None:
 
 
 def test_who_needs_a_checkpoint_waits_for_it_with_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollcall.loop.saves.FIRST_WORD_S", 0.0)
+    monkeypatch.setattr("rollcall.loop.record.FIRST_WORD_S", 0.0)
     saves, disk, said = Saves(), Disk(), []
 
     def voice(text: str) -> None:
@@ -80,7 +80,7 @@ def test_a_failure_that_a_look_was_told_of_is_told_to_who_waits_too(monkeypatch:
 
 
 def test_a_save_that_never_ends_is_not_waited_for_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollcall.loop.saves.LONGEST_S", 0.0)
+    monkeypatch.setattr("rollcall.loop.record.LONGEST_S", 0.0)
     saves, disk = Saves(), Disk()
     saves.begin(4, disk.save)
     try:

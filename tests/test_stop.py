@@ -33,7 +33,7 @@ from rollcall.durable.journal import Journal
 from rollcall.loop.controller import Controller
 from rollcall.loop.evaluate import Evaluation
 from rollcall.observe.events import read_phases
-from rollcall.roles.local import LocalWorkers
+from rollcall.roles.trained import Trained
 from rollcall.stop import INTERRUPTED, STOPPED, Stop, Stopped, heed, kept
 from rollcall.view.audit import audit
 
@@ -154,7 +154,7 @@ def test_a_disk_that_stays_full_is_not_waited_for_when_the_grace_is_over(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(LocalWorkers, "write_whole", refuse)
+        patch.setattr(Trained, "write_whole", refuse)
         stop_in_training(config)
     assert not saved(config)
     finish(config)
@@ -178,7 +178,7 @@ def test_one_ctrl_c_ends_a_run_that_waits_for_a_full_disk(tmp_path: Path, monkey
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background commands ignore it
     try:
         with monkeypatch.context() as patch, heed(), pytest.raises(KeyboardInterrupt) as ended:
-            patch.setattr(LocalWorkers, "write_whole", refuse)
+            patch.setattr(Trained, "write_whole", refuse)
             finish(config)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:

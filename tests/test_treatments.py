@@ -17,7 +17,7 @@ from rollcall.config import Dapo, DrGrpo, Grpo, ReinforcePlusPlus, StepEnvironme
 from rollcall.engine.protocol import Stats
 from rollcall.environments.protocol import EnvironmentFailed
 from rollcall.loop.evaluate import summarize
-from rollcall.loop.rollout import is_finite
+from rollcall.loop.group_maker import is_finite
 from rollcall.loop.samples import make_samples
 from rollcall.loop.step_metrics import batch_metrics
 from rollcall.loop.supply import Cursor, StepBatch

@@ -1,4 +1,4 @@
-"""The Python interface: ``rollcall.train``, ``rollcall.evaluate``, ``rollcall.load_run`` and the ``Run`` that they give (docs/python.md).
+"""The Python interface: ``rollcall.train``, ``rollcall.evaluate``, ``rollcall.load_run`` and the ``Run`` that they return (docs/python.md).
 
 The command line calls the same functions. Importing this module imports neither torch nor ray; calling one does.
 """
@@ -48,7 +48,7 @@ Source = Config | Mapping[str, Any] | str | Path | None
 
 
 class Table(Protocol):
-    """What is used most of a ``pyarrow.Table``, which has no types of its own and is what one gets."""
+    """The most used part of a ``pyarrow.Table``, which has no type hints and is what the properties of a ``Run`` return."""
 
     @property
     def num_rows(self) -> int: ...
@@ -75,7 +75,7 @@ class SavedCheckpoint:
 
     @property
     def model_dir(self) -> Path | None:
-        """For ``AutoModelForCausalLM.from_pretrained``; None: the model is in parts, which `rollcall merge` puts together."""
+        """For ``AutoModelForCausalLM.from_pretrained``, unless the model is in parts, which `rollcall merge` puts together."""
         model = self.path / "model"
         return model if (model / "model.safetensors").is_file() else None
 
@@ -103,7 +103,7 @@ class Run:
 
     @property
     def result(self) -> dict[str, Any]:
-        """What the call of ``train`` came to, as `rollcall train --json` prints it; of a loaded run, its summary."""
+        """The result of the call of ``train``, as `rollcall train --json` prints it; for a loaded run its summary."""
         return self.summary if self._result is None else self._result
 
     @property
@@ -122,7 +122,10 @@ class Run:
         """The completions that were kept to read: the first groups of each checkpoint (``train``) and evaluation (``val``)."""
         columns: dict[str, list[Any]] = {"step": [], "split": []}
         columns |= {name: [] for name in _SAMPLE_COLUMNS}
-        for step, split, path in sorted(self._sample_files()):
+        folder = self.dir / "samples"
+        paths = folder.iterdir() if folder.is_dir() else ()
+        named = [(int(found[2]), found[1], path) for path in paths if (found := _SAMPLES.fullmatch(path.name))]
+        for step, split, path in sorted(named):
             # Not splitlines: a completion may hold a separator that JSON leaves as it is, such as U+2028.
             for line in path.read_bytes().rstrip(b"\n").split(b"\n"):
                 row: dict[str, Any] = json.loads(line)
@@ -153,14 +156,8 @@ class Run:
 
     @property
     def model_dir(self) -> Path | None:
-        """The trained model, for ``AutoModelForCausalLM.from_pretrained``; None: the run has not come to its end."""
+        """The trained model, for ``AutoModelForCausalLM.from_pretrained``, once the run has come to its end."""
         return exported_model(self.dir, last=store_of(self.dir).latest())
-
-    def _sample_files(self) -> Iterator[tuple[int, str, Path]]:
-        folder = self.dir / "samples"
-        for path in folder.iterdir() if folder.is_dir() else ():
-            if found := _SAMPLES.fullmatch(path.name):
-                yield int(found[2]), found[1], path
 
 
 def load_run(directory: str | Path) -> Run:
@@ -193,13 +190,13 @@ def train(
     local_debug: bool = False,
     **overrides: Any,
 ) -> Run:
-    """Train, or go on where the run directory stands, until the last step.
+    """Train until the last step, or continue the run that is in the run directory.
 
-    ``config`` is a run file, the directory of a run, the sections of a run file as a map, or a ``Config``; None is the demo.
-    Any other keyword sets a key of it: ``trainer={"steps": 3}`` or ``**{"trainer.steps": 3}``.
-    ``fresh`` starts over and moves an old run directory aside. ``quiet`` shows no progress. ``post_mortem`` opens the debugger where
-    a worker, a reward or an environment raises; ``local_debug`` runs all roles in this process, one reward process, one episode at a time, and compiles
-    nothing (docs/debugging.md).
+    ``config`` is a run file, the directory of a run, the sections of a run file as a map, or a ``Config``; without it the demo runs. Any
+    other keyword sets a key of it: ``trainer={"steps": 3}`` or ``**{"trainer.steps": 3}``. ``fresh`` starts over and moves an old run
+    directory aside. ``quiet`` shows no progress. ``post_mortem`` opens the debugger where a worker, a reward or an environment raises;
+    ``local_debug`` runs all roles in this process with one reward process and one episode at a time, and compiles nothing
+    (docs/debugging.md).
     """
     bounds = Bounds(phase=_choice(Phase, phase, name="phase"), split=_choice(Split, split, name="split"))
     callbacks = Callbacks(on_step=on_step, on_evaluation=on_evaluation, on_save=on_save)
@@ -255,7 +252,7 @@ def evaluate(
 
 
 def read_config(source: Source, *, overrides: Sequence[str] = (), changes: Mapping[str, Any] | None = None) -> Config:
-    """The settings of a run, validated. ``overrides`` are texts of a command line (``trainer.steps=3``), ``changes`` values."""
+    """The settings of a run, validated. ``overrides`` are arguments of a command line (``trainer.steps=3``), ``changes`` values by key."""
     if isinstance(source, Config):
         settings = source.model_dump(warnings=False)
         load_config(settings)  # pydantic does not check what model_copy changes, or what is put into a list
@@ -277,7 +274,7 @@ def read_config(source: Source, *, overrides: Sequence[str] = (), changes: Mappi
 
 
 def _with_paths(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The same values, with each reward that is a function replaced by its name, as a run file writes it."""
+    """Replace each reward that is a function by its name, as a run file writes it."""
     for key, value in values.items():
         if key.startswith("reward.") and callable(value):
             raise ConfigError(f"{key} cannot be a function; give all rewards in one list, such as reward=[my_function]")

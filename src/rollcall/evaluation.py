@@ -1,7 +1,4 @@
-"""What `rollcall eval` does: find the model, build engine and rewards (no optimizer), answer every prompt.
-
-``evaluate`` awaits the groups, with their scores.
-"""
+"""`rollcall eval`: find the model, build engine and rewards (no optimizer), answer every prompt."""
 
 from __future__ import annotations
 
@@ -14,8 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from rollcall.checkpoint.exported import exported_model
 from rollcall.checkpoint.in_parts import is_in_parts
 from rollcall.checkpoint.run_dir import RUN_FILE, run_file_of
@@ -23,17 +18,15 @@ from rollcall.checkpoint.store import store_of
 from rollcall.config import Config, DataSection, ExactReward, load_config
 from rollcall.config.lora import LoraSection
 from rollcall.data.load import PromptSet, load_prompts
-from rollcall.engine.protocol import Sampling
+from rollcall.engine.protocol import Engine, Sampling
 from rollcall.engine.ticker import Ticker
 from rollcall.errors import ConfigError
-from rollcall.loop.aside import together
 from rollcall.loop.evaluate import Evaluation, evaluate
 from rollcall.loop.group_maker import sampling_of
-from rollcall.loop.rewards import Rewards
-from rollcall.loop.rollout import Rollouts, player_of
+from rollcall.loop.rollout import Rewards, Rollouts, player_of
+from rollcall.loop.tasks import together
 from rollcall.model.files import model_folder, resolve_model
-from rollcall.model.load import resolve_device, resolve_dtype
-from rollcall.model.stop_tokens import stop_token_ids
+from rollcall.model.load import resolve_device
 from rollcall.observe.headline import Headline, headline_of
 from rollcall.observe.samples import sample_rows
 from rollcall.process import refuse_few_files
@@ -41,10 +34,10 @@ from rollcall.reward.model import load_reward_models
 from rollcall.reward.scorer import Failure, Scorer, columns_needed
 from rollcall.roles.build import (
     NUM_REWARD_WORKERS,
-    LocalEngine,
+    Sampler,
     build_environments,
     check_engine,
-    load_engine,
+    load_sampler,
     set_threads,
     tokenizer_of,
 )
@@ -120,7 +113,7 @@ def plan_evaluation(
     temperature: float | None,
     max_prompts: int | None,
 ) -> EvalPlan:
-    """Which model to evaluate, on what and how; refuses what cannot work before anything is loaded."""
+    """Plan which model to evaluate, on what and how. Refuses what cannot work before anything is loaded."""
     given = {
         "data.val": data,
         "eval.max_prompts": max_prompts,
@@ -161,10 +154,8 @@ def run_evaluation(plan: EvalPlan, *, on_progress: OnProgress) -> EvalReport:
     started = time.perf_counter()
     set_threads(config.trainer.num_threads)
     check_engine(config.rollout)
-    device = resolve_device(config.model.device)
     path = resolve_model(plan.model_path)
     say(f"loading {plan.model_path} ({plan.origin})")
-    trust = config.model.trust_remote_code
     tokenizer = tokenizer_of(config, path)
     assert config.data.val is not None, "plan_evaluation refuses a run without data"
     prompts = load_prompts(
@@ -176,23 +167,24 @@ def run_evaluation(plan: EvalPlan, *, on_progress: OnProgress) -> EvalReport:
         rewards={reward.type for reward in config.reward},
         needs=columns_needed(_rewards(config)),
     )
-    dtype = resolve_dtype(config.model.dtype, device)
-    model, engine = load_engine(
-        config.rollout, path, tokenizer, device=device, dtype=dtype, trust_remote_code=trust, lora=plan.lora
-    )
-    stops = stop_token_ids(tokenizer, model.config, model.generation_config, rollout=config.rollout)
-    sampling = _sampling(config, prompts, engine=engine, stops=stops)
+    sampler = load_sampler(config.model, config.rollout, path, tokenizer, lora=plan.lora)
+    sampling = _sampling(config, prompts, sampler)
     each = config.eval.samples_per_prompt
     say(
         f"answering {counted(len(prompts.prompts), 'prompt')}, {counted(each, 'completion')} each, of at most "
         f"{sampling.max_tokens:,} tokens (rollout.max_response_tokens)"
     )
-    with closing(engine), _scorer(config, device) as scorer:
+    rewards, device = _rewards(config), resolve_device(config.model.device)
+    models = load_reward_models(rewards, device=device, trust_remote_code=config.model.trust_remote_code)
+    with (
+        closing(sampler.engine),
+        Scorer(rewards, num_workers=NUM_REWARD_WORKERS, model_rewards=models) as scorer,
+    ):
         work = _evaluate(
             config,
             prompts,
+            engine=Ticker(sampler.engine, max_running=config.rollout.max_running),
             tokenizer=tokenizer,
-            engine=engine,
             scorer=scorer,
             sampling=sampling,
             on_progress=on_progress,
@@ -217,7 +209,7 @@ def sets_model(overrides: list[str], changes: Mapping[str, Any]) -> bool:
 
 
 def _model_dir_values(target: Path, *, data: str) -> dict[str, Any]:
-    """What replaces keys of the embedded run file: this model, these rows and room for an answer."""
+    """Values that replace keys of the embedded run file: this model, these rows and room for an answer."""
     return {
         "run.name": target.name,
         "model.path": str(target),
@@ -241,7 +233,7 @@ def newest_model_of(config: Config, *, is_given: bool) -> tuple[str, str]:
 
 
 def adapter_beside(config: Config, *, path: str, is_given: bool) -> LoraSection | None:
-    """The adapter that the run begins with, where ``path`` is the model that it begins with; what a run has trained has it already."""
+    """The adapter that the run begins with, if ``path`` is the model that it begins with; a model that the run has trained has it already."""
     lora = config.model.lora
     if lora is None or lora.path is None or path != config.model.path:
         return None
@@ -253,41 +245,39 @@ def adapter_beside(config: Config, *, path: str, is_given: bool) -> LoraSection 
     return lora
 
 
-def _sampling(config: Config, prompts: PromptSet, *, engine: LocalEngine, stops: tuple[int, ...]) -> Sampling:
-    room = engine.max_positions - max(len(prompt.token_ids) for prompt in prompts.prompts)
+def _sampling(config: Config, prompts: PromptSet, sampler: Sampler) -> Sampling:
+    room = sampler.engine.max_positions - max(len(prompt.token_ids) for prompt in prompts.prompts)
     # No completion can pass the model's last position; without room for one token the engine refuses and says so.
     longest = max(1, min(config.rollout.max_response_tokens, room))
-    return sampling_of(config.rollout, stops, temperature=config.eval.temperature, max_tokens=longest)
+    return sampling_of(config.rollout, sampler.stop_token_ids, temperature=config.eval.temperature, max_tokens=longest)
 
 
 def _rewards(config: Config) -> list[Any]:
-    """The run's rewards that judge an answer; where there are none, whether it is exactly right."""
+    """The run's rewards that judge an answer. Where there are none, the exact answer counts."""
     rewards: list[Any] = [reward for reward in config.reward if reward.type != "self_certainty"]
     return [ExactReward()] if all(reward.type == "model" for reward in rewards) else rewards
-
-
-def _scorer(config: Config, device: torch.device) -> Scorer:
-    rewards = _rewards(config)
-    models = load_reward_models(rewards, device=device, trust_remote_code=config.model.trust_remote_code)
-    return Scorer(rewards, num_workers=NUM_REWARD_WORKERS, model_rewards=models)
 
 
 async def _evaluate(
     config: Config,
     prompts: PromptSet,
     *,
+    engine: Engine,
     tokenizer: Any,
-    engine: LocalEngine,
     scorer: Scorer,
     sampling: Sampling,
     on_progress: OnProgress,
 ) -> Evaluation:
     environments = build_environments(config.environment, tokenizer, prompts)
-    rollouts = Rollouts(
-        engine=Ticker(engine, max_running=config.rollout.max_running),
-        rewards=Rewards(),
-        player=player_of(config, environments, tokenizer=tokenizer, scorer=scorer),
+    player = player_of(
+        config.environment,
+        environments,
+        tokenizer=tokenizer,
+        scorer=scorer,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_response_tokens=config.rollout.max_response_tokens,
     )
+    rollouts = Rollouts(engine=engine, rewards=Rewards(), player=player)
     done: list[Group] = []
 
     async def make_group(prompt: Prompt, **given: Any) -> Group:

@@ -1,4 +1,4 @@
-"""What `rollcall serve` does: find the model, build its engine, and offer it behind the endpoint until it is stopped.
+"""`rollcall serve`: find the model, build its engine, and offer it behind the endpoint until it is stopped.
 
 The main thread steps the engine; the endpoint's server has its own thread (``environments/endpoint.py``).
 """
@@ -29,13 +29,11 @@ from rollcall.environments.endpoint import Endpoint, EndpointServer, call_format
 from rollcall.environments.histories import Histories, Templates
 from rollcall.errors import ConfigError
 from rollcall.evaluation import adapter_beside, newest_model_of, sets_model
-from rollcall.loop.aside import together
 from rollcall.loop.group_maker import sampling_of
+from rollcall.loop.tasks import together
 from rollcall.model.files import resolve_model
-from rollcall.model.load import resolve_device, resolve_dtype
-from rollcall.model.stop_tokens import stop_token_ids
 from rollcall.net.http_door import listen
-from rollcall.roles.build import check_engine, load_engine, set_threads, tokenizer_of
+from rollcall.roles.build import check_engine, load_sampler, set_threads, tokenizer_of
 from rollcall.types import Completion, Ints
 from rollcall.wait import say
 from rollcall.words import counted
@@ -56,7 +54,7 @@ class ServePlan:
 
 
 def plan_serving(target: str, *, overrides: list[str], engine: str | None = None) -> ServePlan:
-    """Which model to serve and how: of a run directory or run file its newest, else the model of that path or name."""
+    """Plan to serve the newest model of a run directory or run file, or the model with that path or name."""
     values = {"rollout.engine": engine} if engine else {}
     path = Path(target)
     if (path / RUN_FILE).is_file() or (path.is_file() and path.suffix in (".yaml", ".yml")):
@@ -73,7 +71,7 @@ def plan_serving(target: str, *, overrides: list[str], engine: str | None = None
 
 
 def read_key(file: Path | None) -> str | None:
-    """The key in a file, else that of the variable; None: neither."""
+    """Read the key from the file, else from the environment variable, if there is either."""
     key = file.read_text(errors="replace").strip() if file is not None else os.environ.get(KEY, "").strip()
     if not key and file is None:
         return None
@@ -87,7 +85,7 @@ def read_key(file: Path | None) -> str | None:
 
 
 def serve(plan: ServePlan, *, host: str, port: int, key: str | None, show: Callable[[str], None]) -> None:
-    """Until Ctrl-C. ``show`` gets the address, and the key if it was made here."""
+    """Serve until Ctrl-C. ``show`` gets the address, and the key unless it was given."""
     config = plan.config
     listener = listen(host, port)  # a port that is taken is refused before the model is loaded
     set_threads(config.trainer.num_threads)
@@ -95,20 +93,10 @@ def serve(plan: ServePlan, *, host: str, port: int, key: str | None, show: Calla
     path = resolve_model(plan.model_path)
     say(f"loading {plan.model_path} ({plan.origin})")
     tokenizer = tokenizer_of(config, path)
-    device = resolve_device(config.model.device)
-    model, engine = load_engine(
-        config.rollout,
-        path,
-        tokenizer,
-        device=device,
-        dtype=resolve_dtype(config.model.dtype, device),
-        trust_remote_code=config.model.trust_remote_code,
-        lora=plan.lora,
-    )
-    with closing(engine):
-        stops = stop_token_ids(tokenizer, model.config, model.generation_config, rollout=config.rollout)
-        served = Served(name=plan.name, max_model_len=engine.max_positions, vocabulary=model.config.vocab_size)
-        rules = Open(served=served, default=sampling_of(config.rollout, stops))
+    sampler = load_sampler(config.model, config.rollout, path, tokenizer, lora=plan.lora)
+    with closing(sampler.engine) as engine:
+        served = Served(name=plan.name, max_model_len=engine.max_positions, vocabulary=sampler.model.config.vocab_size)
+        rules = Open(served=served, default=sampling_of(config.rollout, sampler.stop_token_ids))
         ticker = Ticker(engine, max_running=config.rollout.max_running)
         asyncio.run(_serve(ticker, rules, tokenizer=tokenizer, host=host, listener=listener, key=key, show=show))
 
@@ -140,15 +128,15 @@ async def _serve(
     if made:
         show(key)
     try:
-        await together(_until(failed), background=[_tell(caller, engine)])
+        await together(asyncio.wait_for(failed, timeout=None), background=[_report(caller, engine)])
     finally:
         rules.is_stopping = True
         server.close()
 
 
 def open_caller(engine: Engine, rules: Open, *, tokenizer: Any, failed: asyncio.Future[None]) -> Caller:
-    """For a server of this event loop. Its tokenizer is a copy: the engine's is used by another thread. ``failed`` gets the error that
-    ends the engine."""
+    """A caller for a server of this event loop. Its tokenizer is a copy, because another thread uses the engine's. ``failed`` gets the error
+    that ends the engine."""
     own = copy.deepcopy(tokenizer)
     histories = Histories(Templates(Conversations(own)), own, name="serve", max_kept=KEPT_TOKENS)
     numbers = itertools.count()
@@ -168,12 +156,8 @@ def open_caller(engine: Engine, rules: Open, *, tokenizer: Any, failed: asyncio.
     return Caller(name="serve", rules=rules, histories=histories, sample=in_loop(sample, here))
 
 
-async def _until(failed: asyncio.Future[None]) -> None:
-    await failed
-
-
-async def _tell(caller: Caller, engine: Engine) -> None:
-    """Now and then a line of what was served since the last one."""
+async def _report(caller: Caller, engine: Engine) -> None:
+    """Print a line from time to time about what was served since the last one."""
     requests, tokens, since = 0, 0, time.monotonic()
     while True:
         await asyncio.sleep(LINE_EVERY_S)

@@ -1,8 +1,8 @@
-"""Rehearse a run's cluster on this machine: as many nodes with as many slots, its own placement, algorithm and loop, a
-tiny model in place of the real one, two steps, and a verdict.
+"""Rehearse a run's cluster on this machine: as many nodes with as many slots, the run's placement, algorithm and loop, a tiny model in
+place of the real one, two steps, and a verdict.
 
-Nodes are started as ``rollcall node`` starts them, each with a state folder of its own, and are stopped at the end
-whatever happened. Slots are logical: nothing here needs a GPU.
+Nodes are started as ``rollcall node`` starts them, each with its own state folder, and are always stopped at the end. Slots are logical:
+nothing here needs a GPU.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Verdict:
 
 
 def simulate(config: Config) -> Verdict:
-    """Bring up, run, take down. Errors in the run file or the placement are raised, not part of the verdict."""
+    """Start nodes, run on them, stop them. Errors in the run file or the placement are raised and are not part of the verdict."""
     if config.cluster is None:
         raise ConfigError(
             "the run file has no cluster section, so there is no placement to rehearse; `rollcall train` runs it"
@@ -88,7 +88,8 @@ def simulate(config: Config) -> Verdict:
 
 
 def rehearsed(config: Config, root: Path, *, model: Path, reward_model: Path | None) -> Config:
-    """The run with everything small that is not about placement."""
+    """The run with its placement as it is, and everything else small."""
+    unit = math.lcm(config.actor.minibatches, config.critic.minibatches)  # minibatches divide the prompts
     document = config.model_dump(mode="json")
     document["run"] |= {"name": NAME, "dir": str(root / "run")}
     document["cluster"] |= {"accelerator": "cpu", "ray_address": None}  # the nodes of the rehearsal are its own
@@ -99,7 +100,7 @@ def rehearsed(config: Config, root: Path, *, model: Path, reward_model: Path | N
     document["data"] = {
         "train": "builtin:arithmetic",
         "val": None,
-        "prompts_per_step": _few_prompts(config),
+        "prompts_per_step": min(config.data.prompts_per_step, unit * max(1, PROMPTS // unit)),
         "max_prompt_tokens": 32,
     }
     document["rollout"] |= {
@@ -123,12 +124,6 @@ def rehearsed(config: Config, root: Path, *, model: Path, reward_model: Path | N
         "steps": STEPS, "eval_every": 0, "save_every": STEPS, "loggers": [], "num_threads": 1
     }  # fmt: skip
     return parse_config(document)
-
-
-def _few_prompts(config: Config) -> int:
-    """At most about 16 a step, and what minibatches divide."""
-    unit = math.lcm(config.actor.minibatches, config.critic.minibatches)
-    return min(config.data.prompts_per_step, unit * max(1, PROMPTS // unit))
 
 
 def _run(config: Config, root: Path) -> dict[str, Any]:

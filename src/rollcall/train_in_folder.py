@@ -1,7 +1,7 @@
-"""A run on nodes that share only a folder: what ``rollcall train --master`` and ``--worker R`` do.
+"""A run on nodes that share only a folder: ``rollcall train --master`` and ``--worker R``.
 
-The master trains as on a cluster, with its workers in the folder; the placement is implied: the actor and all that learns
-on node 0, an engine on every node.
+The master trains as on a cluster, and reaches its workers through the folder. The placement is implied: the actor and the critic on node 0,
+an engine on every node.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def serve_as_worker(folder: Path, *, rank: int, num_nodes: int, options: Mapping
 
 
 def with_folder(config: Config, folder: Path, *, num_nodes: int, rank_weights: Sequence[float] | None) -> Config:
-    """The run with the cluster that the folder implies; a run file that says something else is refused."""
+    """Add the cluster that the folder implies to the run; refuses a run file that says something else."""
     if num_nodes < 2:
         raise ConfigError(
             f"--num-nodes {num_nodes}: a master without workers does not need a folder; leave --master out"
@@ -115,9 +115,7 @@ def _shared_dir(run_dir: Path, folder: Path) -> Path:
 
 
 def _device(path: Path) -> int:
-    while not path.exists():
-        path = path.parent
-    return path.stat().st_dev
+    return next(each for each in (path, *path.parents) if each.exists()).stat().st_dev
 
 
 def read_weights(text: str | None) -> list[float] | None:

@@ -1,11 +1,11 @@
-"""One training run from a run file to a model directory: resume or start, run the controller, sum up."""
+"""A training run, from a run file to a model directory: start or resume, run the controller in attempts, sum up."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from rollcall.checkpoint.exported import finished_summary
 from rollcall.checkpoint.origin import changed_code, code_of, note_base, note_code, note_rows, refuse_changed_base
 from rollcall.checkpoint.run_dir import RUN_FILE, clear_leftovers, has_begun, move_aside, unless_begun
 from rollcall.checkpoint.size import run_size
-from rollcall.checkpoint.store import CheckpointStore
+from rollcall.checkpoint.store import Checkpoint, CheckpointStore
 from rollcall.config import Config, dump_config
 from rollcall.debug.board import BOARD
 from rollcall.debug.here import post_mortem, serve
@@ -30,10 +30,10 @@ from rollcall.loop.attempts import Budget, Regrow, causes, closing, headline, lo
 from rollcall.loop.callbacks import Callbacks
 from rollcall.loop.controller import Controller
 from rollcall.loop.phases import Bounds, Split
-from rollcall.loop.protocols import Workers
 from rollcall.loop.record import Record
 from rollcall.loop.resume import Change, changes_on_resume, notes_on, refuse_changing_base
 from rollcall.loop.step_metrics import peak_memory_gib
+from rollcall.loop.workers import Workers
 from rollcall.model.load import resolve_device, resolve_dtype
 from rollcall.observe.calls import BusySpans
 from rollcall.observe.console import Console, make_console
@@ -49,7 +49,6 @@ from rollcall.plan.memory import element_size, read_sizes
 from rollcall.plan.placement import needed_roles
 from rollcall.process import refuse_few_files
 from rollcall.redact import redact
-from rollcall.reward.scorer import Scorer
 from rollcall.roles.local import build_workers
 from rollcall.stop import Stopped, heeded
 from rollcall.view.growing import MetricsTable
@@ -70,9 +69,9 @@ def train(
     callbacks: Callbacks | None = None,
     is_bare: bool = False,
 ) -> dict[str, Any]:
-    """Train, or go on where the run directory stands; returns the summary.
+    """Train, or continue the run that the directory holds; returns the summary.
 
-    ``backend`` runs the processes of a run with several slots; None: the Ray cluster that this node belongs to. ``is_bare`` is for
+    ``backend`` runs the processes of a run with several slots, in place of the Ray cluster that this node belongs to. ``is_bare`` is for
     a debugger: one reward process, no CUDA graphs.
     """
     bounds = bounds or Bounds()
@@ -86,21 +85,16 @@ def train(
         old = move_aside(config.run.dir) if fresh else None
         if old is not None:
             say(f"the run that was in {config.run.dir} is now in {old}")
-        with unless_begun(config.run.dir, old=old), reachable(_about(config)):
-            training = _Training(
-                config=config,
-                bounds=bounds,
-                lease=lease,
-                backend=backend,
-                callbacks=callbacks or Callbacks(),
-                is_bare=is_bare,
-            )
-            with _examining():  # what comes before and after the attempts, too
-                return training.run(quiet=quiet)
+        # Without other slots this process holds all roles.
+        roles = () if _has_slots(config) else tuple(sorted(map(str, needed_roles(config))))
+        about = About(title=CONTROLLER, roles=(CONTROLLER, *roles), run=str(config.run.dir.resolve()))
+        run = _Run(config, bounds, lease, backend, callbacks or Callbacks(), is_bare)
+        with unless_begun(config.run.dir, old=old), reachable(about), _examining():
+            return run.finish(quiet=quiet)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Training:
+@dataclass(frozen=True, slots=True)
+class _Run:
     """A run whose directory this process holds."""
 
     config: Config
@@ -109,12 +103,10 @@ class _Training:
     backend: Backend | None
     callbacks: Callbacks
     is_bare: bool
-    smaller: dict[str, int] = field(
-        default_factory=dict
-    )  # tokens of a micro-batch that a lost attempt asks for, by section
+    smaller: dict[str, int] = field(default_factory=dict)  # section -> tokens of a micro-batch, after one did not fit
 
-    def run(self, *, quiet: bool) -> dict[str, Any]:
-        """To the end, in as many attempts as that takes; returns the summary."""
+    def finish(self, *, quiet: bool) -> dict[str, Any]:
+        """Train to the end, in as many attempts as that takes; returns the summary."""
         started = time.perf_counter()
         config, run_dir, trainer = self.config, self.config.run.dir, self.config.trainer
         check_loggers(config)
@@ -139,11 +131,21 @@ class _Training:
                     f"{run_dir} --out FOLDER` writes its model in another form"
                 )
             return summary
+        return self._train(store, resume, continued=continued, started=started, quiet=quiet)
+
+    def _train(
+        self, store: CheckpointStore, resume: Checkpoint | None, *, continued: bool, started: float, quiet: bool
+    ) -> dict[str, Any]:
+        config, run_dir, trainer = self.config, self.config.run.dir, self.config.trainer
         start_step = resume.step if resume else 0
         before = [row for row in read_rows(run_dir / "metrics.jsonl") if row["step"] <= start_step] if resume else []
         progress = Progress(name=config.run.name, num_steps=trainer.steps, start_step=start_step, rows=before)
         voice = in_silence if quiet else None
-        with make_console(progress, quiet=quiet) as console, speaking(voice or console.note), _page_of(config):
+        with make_console(progress, quiet=quiet) as console, speaking(voice or console.note), ExitStack() as opened:
+            if trainer.page:
+                from rollcall.view.page_process import serving_page
+
+                opened.enter_context(serving_page(run_dir, tell=say))
             with _marking_failure(run_dir):
                 controller, number = run_attempts(
                     lambda number: (self._examined(store, console, number=number), number),
@@ -158,16 +160,44 @@ class _Training:
                 peak_gib=peak_memory_gib(),
                 run=config.run.name,
                 model_dir=str(run_dir / "model"),
-                reward_failures=_failures(controller.workers.scorer),
+                reward_failures=[
+                    {
+                        "reward": one.reward,
+                        "kind": one.kind,
+                        "prompt": one.prompt_id,
+                        "completion": one.completion,
+                        "why": one.why,
+                    }
+                    for one in controller.workers.scorer.failures
+                ],
             )
             if not self.bounds.trains:
                 return _say_rollout(run_dir, controller, summary)
             if (continued or number > 1) and summary["reward_errors"]:
                 summary["reward_failures"] += _journaled_failures(run_dir / "journal", shown=summary["reward_failures"])
-            curve = _write_result(config, summary)
-            console.close()  # what follows stands below the last picture
+            metrics, picture, path = (
+                run_dir / name for name in ("metrics.jsonl", "learning_curve.png", "summary.json")
+            )
+            draw = partial(learning_curve, metrics, picture, name=config.run.name)
+            curve = persist(draw, path=picture, what="the learning curve")
+            # Last: a run that has a summary is finished.
+            persist(lambda: write_summary(path, summary), path=path, what="the summary")
+            console.close()  # what follows is printed below the last picture
             say_result(run_dir, summary, curve)
         return summary
+
+    def _build(self) -> Workers:
+        """All roles in this process, unless the run file places them on several slots. The run file keeps the sizes that the user wrote."""
+        smaller = {
+            name: getattr(self.config, name).model_copy(update={"tokens_per_microbatch": tokens})
+            for name, tokens in self.smaller.items()
+        }
+        config = self.config.model_copy(update=smaller)
+        if not _has_slots(config):
+            return build_workers(config, is_bare=self.is_bare)
+        from rollcall.roles.on_cluster import build_workers_on_cluster
+
+        return build_workers_on_cluster(config, backend=self.backend)
 
     def _examined(self, store: CheckpointStore, console: Console, *, number: int) -> Controller:
         with _examining():
@@ -180,14 +210,14 @@ class _Training:
                 raise
 
     def _attempt(self, store: CheckpointStore, console: Console, *, number: int) -> Controller:
-        """Build the workers and train from where the run directory stands to the end."""
+        """Build the workers and train to the end, from the newest checkpoint and the journal."""
         heeded().check()
         config, run_dir, resume = self.config, self.config.run.dir, store.latest()
         start_step = resume.step if resume else 0
         console.restart(start_step)
         code = code_of(config)
         other_code = changed_code(run_dir, code)
-        workers = _build(_with_sizes(config, self.smaller), backend=self.backend, is_bare=self.is_bare)
+        workers = self._build()
         with closing(workers), ExitStack() as opened:
             if resume is not None and (why := workers.saving.missing(resume.path)):
                 warn(f"checkpoint {resume.path} is not complete ({why}) and is skipped")
@@ -226,7 +256,16 @@ class _Training:
                 config,
                 workers,
                 journal=journal,
-                record=Record(config, workers, store=store, sinks=sinks, console=console, callbacks=self.callbacks),
+                record=Record(
+                    run_dir,
+                    config.trainer,
+                    workers,
+                    threshold=config.eval.threshold,
+                    store=store,
+                    sinks=sinks,
+                    console=console,
+                    callbacks=self.callbacks,
+                ),
                 console=console,
                 resume=resume,
                 events=events,
@@ -241,8 +280,8 @@ class _Training:
 
 @contextmanager
 def _examining() -> Iterator[None]:
-    """What this process raises is looked at in the debugger, where that was asked for; what another process raised has been looked
-    at there. One line opens it once, so blocks may lie in each other."""
+    """Open the debugger, where the user asked for it, at what this process raises; an error of another process has been examined there.
+    An error opens it once, so such blocks may be nested."""
     try:
         yield
     except Exception as error:
@@ -251,15 +290,13 @@ def _examining() -> Iterator[None]:
         raise
 
 
-def _about(config: Config) -> About:
-    """This process, to those who look for it. Without other slots it holds all roles."""
-    alone = config.cluster is None or config.cluster.num_slots == 1
-    roles = tuple(map(str, needed_roles(config))) if alone else ()
-    return About(title=CONTROLLER, roles=(CONTROLLER, *sorted(roles)), run=str(config.run.dir.resolve()))
+def _has_slots(config: Config) -> bool:
+    """Whether the run has more slots than this process."""
+    return config.cluster is not None and config.cluster.num_slots > 1
 
 
 def _mark_end(run_dir: Path, reason: Exception) -> None:
-    """Another attempt follows, for this reason."""
+    """Note in the events why another attempt follows."""
     if run_dir.is_dir():
         kinds = ("node back", MarkKind.RECOVERY) if isinstance(reason, Regrow) else (ATTEMPT_LOST, MarkKind.FAULT)
         _mark(run_dir, *kinds, reason=reason)
@@ -267,7 +304,7 @@ def _mark_end(run_dir: Path, reason: Exception) -> None:
 
 @contextmanager
 def _marking_failure(run_dir: Path) -> Iterator[None]:
-    """If the block raises, the events say why the run ended; but those of another controller are not touched."""
+    """If the block raises, note in the events why the run ended. Those of another controller are not touched."""
     try:
         yield
     except Exception as error:
@@ -282,21 +319,17 @@ def _mark(run_dir: Path, name: str, kind: MarkKind, *, reason: Exception) -> Non
     events.close()
 
 
-def _write_result(config: Config, summary: dict[str, Any]) -> Path | None:
-    """The summary and the learning curve; where the curve is, if it could be drawn."""
-    metrics, path, picture = (config.run.dir / name for name in ("metrics.jsonl", "summary.json", "learning_curve.png"))
-    draw = partial(learning_curve, metrics, picture, name=config.run.name)
-    curve = persist(draw, path=picture, what="the learning curve")
-    persist(lambda: write_summary(path, summary), path=path, what="the summary")  # last: a run that has one is finished
-    return curve
-
-
 def _drive(controller: Controller, *, grace_s: float) -> None:
     """Run it to its end, or until this process is told to stop; what was trained by then is saved."""
     stop = controller.stop
+
+    async def run() -> None:
+        with stop.noting_interrupts():
+            await controller.run()
+
     try:
         with stop.waiting(grace_s):
-            asyncio.run(_noting_interrupts(controller))
+            asyncio.run(run())
         return
     except Stopped:
         pass
@@ -308,29 +341,24 @@ def _drive(controller: Controller, *, grace_s: float) -> None:
             say(f"stopped by Ctrl-C, and then: {headline(error)}")
             raise KeyboardInterrupt from error
         if stop.asked is None:
-            if loss_of(error) is None:
-                _end_saves(controller)
+            if loss_of(error) is None:  # then a checkpoint that is being written has nothing to do with it
+                with _saying_why("the checkpoint that was being written is lost"):
+                    controller.record.settle()
             raise
-        # The other processes were told too, and are gone.
+        # The other processes were told to stop too, and are gone.
         say(f"told to stop by {stop.asked}, and then: {headline(error)}")
-    try:
+    with _saying_why("the newest step cannot be saved"):
         controller.save_unsaved()
-    except Exception as error:  # noqa: BLE001 - whatever it is, there is no time for a second attempt
-        say(f"the newest step cannot be saved: {headline(error)}")
     raise Stopped(stop.asked)
 
 
-def _end_saves(controller: Controller) -> None:
-    """A checkpoint that is being written outlives an error that has nothing to do with it."""
+@contextmanager
+def _saying_why(what: str) -> Iterator[None]:
+    """If the block raises, only say so: another error, or the end of the run, is on its way to the user."""
     try:
-        controller.record.settle()
-    except Exception as error:  # noqa: BLE001 - another error is on its way to the user
-        say(f"the checkpoint that was being written is lost: {headline(error)}")
-
-
-async def _noting_interrupts(controller: Controller) -> None:
-    with controller.stop.noting_interrupts():
-        await controller.run()
+        yield
+    except Exception as error:  # noqa: BLE001 - whatever it is, there is no time for a second attempt
+        say(f"{what}: {headline(error)}")
 
 
 def _claim(config: Config, run_dir: Path, *, continued: bool) -> None:
@@ -348,36 +376,10 @@ def _claim(config: Config, run_dir: Path, *, continued: bool) -> None:
 
 
 def _keep_tokenizer(tokenizer: Any, path: Path) -> None:
-    """The journal has token ids; with this one file beside it a reader can turn them into text. `model/` has all files."""
+    """With this file a reader can turn the journal's token ids into text. `model/` has all files of the tokenizer."""
     fast = getattr(tokenizer, "backend_tokenizer", None)
     if fast is not None and not path.exists():
         persist(lambda: write_atomic(path, fast.to_str()), path=path, what="the tokenizer")
-
-
-def _page_of(config: Config) -> AbstractContextManager[None]:
-    """The page beside this run, if its run file asks for one."""
-    if not config.trainer.page:
-        return nullcontext()
-    from rollcall.view.page_process import serving_page
-
-    return serving_page(config.run.dir, tell=say)
-
-
-def _with_sizes(config: Config, tokens: Mapping[str, int]) -> Config:
-    """The same run with smaller micro-batches. Its run file keeps what the user wrote."""
-    sections = {
-        name: getattr(config, name).model_copy(update={"tokens_per_microbatch": most}) for name, most in tokens.items()
-    }
-    return config.model_copy(update=sections)
-
-
-def _build(config: Config, *, backend: Backend | None, is_bare: bool) -> Workers:
-    """All roles in this process, unless the run file places them on several slots."""
-    if config.cluster is None or config.cluster.num_slots == 1:
-        return build_workers(config, is_bare=is_bare)
-    from rollcall.roles.remote import build_remote_workers
-
-    return build_remote_workers(config, backend=backend)
 
 
 def _check_lengths(config: Config, workers: Workers) -> None:
@@ -403,14 +405,15 @@ def _say_size(config: Config) -> None:
         sizes = read_sizes(config.model.path)
     except SizesUnknown:
         return  # another check refuses such a model by the name of its architecture
-    alone = config.cluster is None or config.cluster.num_slots == 1
-    width = resolve_dtype(config.model.dtype, resolve_device(config.model.device)).itemsize if alone else None
+    width = element_size(config)
+    if not _has_slots(config):
+        width = resolve_dtype(config.model.dtype, resolve_device(config.model.device)).itemsize
     size = run_size(
         config,
         num_parameters=sizes.num_parameters,
         adapter_parameters=None if config.model.lora is None else sizes.adapter_parameters(config.model.lora),
         critic_parameters=sizes.body_parameters if config.algorithm.name == "ppo" else 0,
-        width=width or element_size(config),
+        width=width,
         run_dir=config.run.dir,
     )
     if words := size.words(config.run.dir):
@@ -424,8 +427,8 @@ def _say_changes(events: Events, changes: list[Change], config: Config, *, step:
         events.mark(Mark(time.time(), "code changed", MarkKind.NOTE, None, line))
     if not changes:
         return
-    told = [f"  {change}" for change in changes]
-    say("\n".join(["settings that this resume changes:", *told, *notes_on(changes, config)]))
+    lines = [f"  {change}" for change in changes]
+    say("\n".join(["settings that this resume changes:", *lines, *notes_on(changes, config)]))
     events.write(
         {"resumed_at_step": step, "changed": {change.key: [change.before, change.after] for change in changes}}
     )
@@ -438,13 +441,6 @@ def _say_where(run_dir: Path, start_step: int, journal: Journal) -> None:
             f"resuming {run_dir} from step {start_step}; {counted(ahead, 'finished group')} "
             f"{'waits' if ahead == 1 else 'wait'} in the journal"
         )
-
-
-def _failures(scorer: Scorer) -> list[dict[str, str]]:
-    return [
-        {"reward": one.reward, "kind": one.kind, "prompt": one.prompt_id, "completion": one.completion, "why": one.why}
-        for one in scorer.failures
-    ]
 
 
 def _journaled_failures(directory: Path, *, shown: list[dict[str, str]]) -> list[dict[str, str]]:

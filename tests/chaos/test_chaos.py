@@ -127,7 +127,7 @@ def test_a_run_grows_back_when_the_node_returns(arena: Arena, mode: str) -> None
     with arena.run(mode, steps=80, **ELASTIC) as run:
         strike(run, "node gone", phase="update", step=3)
         run.wait_for("checkpoint", step=6)
-        run.to_notice.append(("node back", r"is back; going on with it", len(run.said)))
+        run.to_notice.append(("node back", r"is back; the run continues with it", len(run.said)))
         run.arena.hosts[1].restart()
         run.arena.join(1)
         run.end()

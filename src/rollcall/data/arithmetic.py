@@ -15,7 +15,7 @@ def arithmetic(*, split: Literal["train", "val"], seed: int = 0) -> Iterator[dic
     """Sums a+b with both numbers up to ``MAX_NUMBER``, each in one split, in a shuffled order.
 
     a+b and b+a fall on the same side, so the held-out sums are new in either order. They are the same for every ``seed``,
-    which decides the order alone: the embedded model has seen all the others. Even sums whose units need no carry are left
+    which decides only the order: the embedded model has seen all the others. Even sums whose units need no carry are left
     out, so that six in ten of the rest need one: a carry is what there is to learn.
     """
     rows: list[tuple[float, int, int]] = []
@@ -30,5 +30,5 @@ def arithmetic(*, split: Literal["train", "val"], seed: int = 0) -> Iterator[dic
 
 
 def fraction(text: str) -> float:
-    """A number in [0, 1) that depends on the text alone."""
+    """A number in [0, 1) that depends only on the text."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64

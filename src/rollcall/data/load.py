@@ -1,27 +1,18 @@
-"""Rows of a JSONL or Parquet file (or a hub dataset, or a built-in task) as tokenised Prompts.
-
-Every refusal names the file and the row; rows count from 1, as an editor shows the lines of a JSONL file.
-"""
+"""Rows (``data/rows.py``) as tokenised Prompts. Every refusal names the file and the row."""
 
 from __future__ import annotations
 
 import math
-import os
-import stat
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from rollcall.config import DataSection
-from rollcall.config.checks import is_hub
-from rollcall.data.arithmetic import arithmetic
 from rollcall.data.columns import (
-    ColumnError,
     DataError,
     answer_text,
     check_texts,
@@ -31,13 +22,11 @@ from rollcall.data.columns import (
     plain,
     row_name,
 )
-from rollcall.data.files import READERS
-from rollcall.data.hub import default_name, read_dataset
+from rollcall.data.rows import NO_DATA, Row, Split, of_column, section_rows
 from rollcall.model.chat_template import TemplateError, render_chats
 from rollcall.types import Prompt
 from rollcall.words import all_of, are, counted
 
-NO_DATA = "builtin:environment"  # the environment owns the task
 NUM_ROWS = 1024
 _ROWS_PER_BATCH = 1024
 _CHARACTERS_PER_BATCH = 1 << 20
@@ -58,21 +47,15 @@ class PromptSet:
         return _IN_TEMPLATE if any("prompt_messages" in prompt.metadata for prompt in self.prompts) else ""
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One row as it is in the file."""
-
-    where: str  # "train.jsonl, row 7"
-    default_id: str
-    columns: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Asked:
+    """A row on its way to a prompt."""
+
     row: Row
     text: str  # of a chat: empty until it is rendered
-    messages: list[dict[str, Any]] | None  # None: plain text, which no chat template renders
+    messages: list[dict[str, Any]] | None  # absent from plain text, which no chat template renders
     answer: str
+    token_ids: list[int] | None = None  # absent where it is far too long
 
     @property
     def num_characters(self) -> int:
@@ -85,13 +68,12 @@ def load_prompts(
     data: DataSection,
     tokenizer: Any,
     limit: int | None = None,
-    split: Literal["train", "val"] = "train",
+    split: Split = "train",
     rewards: Collection[str] = (),
     needs: Mapping[str, str] = MappingProxyType({}),
 ) -> PromptSet:
-    """The prompts of ``source``, at most ``limit``. ``split`` says which part of a built-in task is meant; ``rewards`` are the
-    types of the run's, some of which read columns of their own; ``needs`` are the columns that a row must have, each with the
-    reward that reads it."""
+    """The prompts of ``source``, at most ``limit``. ``split`` says which part of a built-in task is meant; ``rewards`` are the types of the
+    run's rewards, some of which read more columns; ``needs`` maps each column that a row must have to the reward that reads it."""
     _check_section(data, tokenizer)
     if source == NO_DATA:
         for column, reward in needs.items():
@@ -104,13 +86,14 @@ def load_prompts(
     long = _Overlong(tokenizer, max_tokens=data.max_prompt_tokens)
     seen: dict[str, tuple[str, int]] = {}
     for batch in _batches(_asked_rows(source, data=data, tokenizer=tokenizer, split=split, needs=needs)):
-        rendered = _render(batch, tokenizer, long)
-        for asked, token_ids in zip(rendered, _encode(rendered, tokenizer, long), strict=True):
-            if token_ids is None or len(token_ids) > data.max_prompt_tokens:
-                long.add(asked, token_ids)
+        _render(batch, tokenizer, long)
+        _encode(batch, tokenizer, long)
+        for asked in batch:
+            if asked.token_ids is None or len(asked.token_ids) > data.max_prompt_tokens:
+                long.add(asked)
                 continue
             _refuse_same_text(asked, seen)
-            prompts.append(_prompt(asked, token_ids, data, rewards))
+            prompts.append(_prompt(asked, asked.token_ids, data, rewards))
             if len(prompts) == limit:
                 return PromptSet(prompts=prompts, num_overlong=long.count, source=source)
     if not prompts and long.count:
@@ -124,8 +107,8 @@ def load_prompts(
 
 
 class _Overlong:
-    """The prompts that are left out. One of far too many characters is not tokenised: that takes a second for each million, in
-    which nothing can interrupt it, and a gigabyte for each four million."""
+    """The prompts that are left out. One of far too many characters is not tokenised: that would take a second for each million, in
+    which nothing could interrupt it, and a gigabyte for each four million."""
 
     def __init__(self, tokenizer: Any, *, max_tokens: int) -> None:
         self._tokenizer = tokenizer
@@ -136,15 +119,17 @@ class _Overlong:
 
     @cached_property
     def _most_characters(self) -> int:
-        """That many tokens of the longest kind, four characters for each of theirs: a tokenizer may join a letter with its accents."""
+        """Those of as many tokens as there may be, of the longest kind, times four: a tokenizer may join a letter with its accents."""
         return 4 * self._max_tokens * max(map(len, self._tokenizer.get_vocab()))
 
     def has(self, asked: _Asked) -> bool:
-        """Whether its characters say so already. Of a chat, as its template wrote it: it may have cut most of the messages."""
+        """Whether its number of characters is enough to leave it out. A chat counts as its template wrote it, which may have cut most of the
+        messages."""
         return len(asked.text) > _FEW_CHARACTERS and len(asked.text) > self._most_characters
 
-    def add(self, asked: _Asked, token_ids: list[int] | None) -> None:
+    def add(self, asked: _Asked) -> None:
         self.count += 1
+        token_ids = asked.token_ids
         length = (math.inf if token_ids is None else len(token_ids), len(asked.text))
         if length < self._fewest:
             in_template = _IN_TEMPLATE if asked.messages is not None else ""
@@ -153,7 +138,7 @@ class _Overlong:
 
 
 def _without_data(data: DataSection, tokenizer: Any, *, split: str, limit: int | None) -> PromptSet:
-    """Rows with nothing but a number: the environment says how an episode begins, so their tokens are never read."""
+    """Rows with only a number: the environment says how an episode begins, so their tokens are never read."""
     is_chat = data.chat if data.chat is not None else bool(tokenizer.chat_template)
     system = [{"role": "system", "content": data.system}] if data.system is not None else []
     chat = {"prompt_messages": [*system, {"role": "user", "content": ""}]} if is_chat else {}
@@ -180,94 +165,13 @@ def _check_section(data: DataSection, tokenizer: Any) -> None:
         )
 
 
-# Reading
-
-
-def read_rows(source: str, *, split: Literal["train", "val"] = "train") -> Iterator[Row]:
-    """The rows of a file or of a built-in task, untouched."""
-    if source == "builtin:arithmetic":
-        for number, columns in enumerate(arithmetic(split=split), start=1):
-            yield Row(f"{source}, row {number}", f"arithmetic-{split}:{number}", columns)
-        return
-    if source.startswith("builtin:"):
-        raise DataError(f"{source} is not a built-in task; there are builtin:arithmetic and {NO_DATA}")
-    path = Path(source)
-    if path.is_dir():
-        found = ", ".join(sorted(each.name for each in path.iterdir() if each.suffix in READERS)) or "no data file"
-        raise DataError(f"{source} is a directory; name one file ({found} in it)")
-    if path.suffix not in READERS:
-        raise DataError(
-            f"{source} ends in {path.suffix or 'nothing'!r}; data files are .jsonl, .json (JSON lines) or .parquet"
-        )
-    try:
-        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would be waited for, and a device has no end
-            raise DataError(f"data file {source} is a pipe or a device; write the rows to a regular file")
-        for number, columns in READERS[path.suffix](path):
-            row = Row(f"{source}, row {number}", f"{path.stem}:{number}", columns)
-            _check_columns(row)
-            yield row
-    except FileNotFoundError:
-        raise DataError(
-            f"data file {source} does not exist; `rollcall data arithmetic --out DIR` makes one to try"
-        ) from None
-    except OSError as error:
-        raise DataError(f"data file {source} cannot be read: {error}") from None
-
-
-def _data_rows(source: str, *, data: DataSection, split: Literal["train", "val"]) -> Iterator[Row]:
-    """The rows that the section means, with the columns named as it says."""
-    rows = _hub_rows(source, data=data, split=split) if is_hub(source) else read_rows(source, split=split)
-    for row in rows:
-        yield replace(row, columns=_renamed(row, data.columns)) if data.columns else row
-
-
-def _hub_rows(source: str, *, data: DataSection, split: Literal["train", "val"]) -> Iterator[Row]:
-    part = data.split if split == "train" else data.val_split
-    for number, columns in enumerate(read_dataset(source, subset=data.subset, split=part), start=1):
-        row = Row(f"{source} ({part}), row {number}", f"{default_name(source, split=part)}:{number}", dict(columns))
-        _check_columns(row)
-        yield row
-
-
-def _renamed(row: Row, names: Mapping[str, str]) -> dict[str, Any]:
-    """``names`` is from a column of the data to the name that it gets."""
-    columns = {name: value for name, value in row.columns.items() if name not in names}
-    for before, after in names.items():
-        if before not in row.columns and after in columns:
-            continue  # data.train and data.val may differ: this one has the name already
-        if before not in row.columns:
-            raise DataError(
-                f"{row.where} has no column {before!r}, which data.columns renames; it has {listed(row.columns)}"
-            )
-        if after in columns:
-            raise DataError(
-                f"{row.where} has a column {after!r} already, and data.columns gives {before!r} that name too; rename the other "
-                f"as well, such as {after}: {after}_before"
-            )
-        columns[after] = row.columns[before]
-    return columns
-
-
-def _check_columns(row: Row) -> None:
-    for column, value in row.columns.items():
-        _of_column(row, "a column's name", check_texts, column)
-        _of_column(row, column, check_texts, value)
-
-
-def _of_column(row: Row, column: str, read: Callable[[Any], Any], value: Any) -> Any:
-    try:
-        return read(value)
-    except ColumnError as error:
-        raise DataError(f"{row.where}: {column} {error}") from None
-
-
 # Rendering
 
 
 def _asked_rows(
-    source: str, *, data: DataSection, tokenizer: Any, split: Literal["train", "val"], needs: Mapping[str, str]
+    source: str, *, data: DataSection, tokenizer: Any, split: Split, needs: Mapping[str, str]
 ) -> Iterator[_Asked]:
-    rows = _data_rows(source, data=data, split=split)
+    rows = section_rows(source, data=data, split=split)
     for place, row in enumerate(rows):
         if data.prompt_key not in row.columns:
             raise DataError(
@@ -310,7 +214,7 @@ def _messages(row: Row, data: DataSection, *, has_template: bool) -> list[dict[s
                 f"{row.where} holds chat messages and the tokenizer has no chat template; "
                 "set model.chat_template, or give the prompt as text"
             )
-    if data.system is not None and messages[0]["role"] != "system":  # a row's own system message stands
+    if data.system is not None and messages[0]["role"] != "system":  # a row's own system message wins
         messages = [{"role": "system", "content": data.system}, *messages]
     return messages
 
@@ -332,8 +236,8 @@ def _checked_messages(value: Any, row: Row) -> list[dict[str, Any]]:
     return [{key: item for key, item in message.items() if item is not None} for message in value]
 
 
-def _render(batch: list[_Asked], tokenizer: Any, long: _Overlong) -> list[_Asked]:
-    """The batch with the texts of its chats."""
+def _render(batch: list[_Asked], tokenizer: Any, long: _Overlong) -> None:
+    """Give the batch's chats their texts."""
     chats = [asked for asked in batch if asked.messages is not None]
     try:
         texts = render_chats(tokenizer, [asked.messages or [] for asked in chats]) if chats else []
@@ -341,22 +245,20 @@ def _render(batch: list[_Asked], tokenizer: Any, long: _Overlong) -> list[_Asked
         first, last = (chats[0], chats[-1]) if error.place is None else (chats[error.place],) * 2
         where = first.row.where if first is last else f"{first.row.where} to {last.row.where}"
         raise DataError(f"{where}: the chat template refuses the messages: {error}") from None
-    rendered = {id(asked): text for asked, text in zip(chats, texts, strict=True)}
-    batch = [replace(asked, text=rendered.get(id(asked), asked.text)) for asked in batch]
-    for asked in batch:
-        if asked.messages is not None and not long.has(asked):
-            _of_column(asked.row, "what the chat template writes", check_texts, asked.text)
-    return batch
+    for asked, text in zip(chats, texts, strict=True):
+        asked.text = text
+        if not long.has(asked):
+            of_column(asked.row, "what the chat template writes", check_texts, text)
 
 
 def _refuse_same_text(asked: _Asked, seen: dict[str, tuple[str, int]]) -> None:
-    """Refuse a chat template that writes the same for rows that differ. Spaces do not count, nor what a model said: templates trim the
-    first and cut thoughts out of the second."""
+    """Refuse a chat template that writes the same for rows that differ. Spaces do not count, nor do the model's messages: templates trim
+    the first and cut thoughts out of the second."""
     if asked.messages is None:
         return
-    said = hash(tuple(tuple(each["content"].split()) for each in asked.messages if each["role"] != "assistant"))
-    where, other = seen.setdefault(asked.text, (asked.row.where, said))
-    if other != said:
+    asks = hash(tuple(tuple(each["content"].split()) for each in asked.messages if each["role"] != "assistant"))
+    where, other = seen.setdefault(asked.text, (asked.row.where, asks))
+    if other != asks:
         raise DataError(
             f"the chat template writes the same text for {where} and {asked.row.where}, which differ: it drops what they ask. Set "
             "model.chat_template to one that keeps it, or data.chat=false"
@@ -375,11 +277,12 @@ def _answer(row: Row, data: DataSection) -> str:
         raise DataError(
             f"{row.where} has no column {data.answer_key!r}; {nearest(data.answer_key, row.columns, 'answer_key')}"
         )
-    return _of_column(row, "the answer", answer_text, row.columns[data.answer_key])
+    return of_column(row, "the answer", answer_text, row.columns[data.answer_key])
 
 
 def _check_needs(row: Row, data: DataSection, needs: Mapping[str, str], *, is_first: bool, rest: Iterable[Row]) -> None:
-    """Refuse a row without what a reward reads: an empty completion equals an empty answer. Those of the ``rest`` are counted."""
+    """Refuse a row without what a reward reads, since an empty completion would equal an empty answer. The message counts such rows in the
+    ``rest``."""
     for column, reward in needs.items():
         key = data.answer_key if column == "answer" else column
         if not _is_empty(row, key):
@@ -406,19 +309,14 @@ def _is_empty(row: Row, key: str) -> bool:
 # Tokens
 
 
-def _encode(batch: list[_Asked], tokenizer: Any, long: _Overlong) -> list[list[int] | None]:
-    """Token ids of each row; None: it is far too long. A chat template writes the special tokens itself; plain text gets the
-    tokenizer's own."""
-    encoded: list[list[int] | None] = [None for _ in batch]
-    for chat in (False, True):
-        places = [
-            place for place, asked in enumerate(batch) if (asked.messages is not None) == chat and not long.has(asked)
-        ]
-        if places:
-            texts = [batch[place].text for place in places]
-            for place, ids in zip(places, tokenizer(texts, add_special_tokens=not chat)["input_ids"], strict=True):
-                encoded[place] = ids
-    return encoded
+def _encode(batch: list[_Asked], tokenizer: Any, long: _Overlong) -> None:
+    """Give the batch its token ids. A chat template writes the special tokens itself; plain text gets the tokenizer's own."""
+    for is_chat in (False, True):
+        some = [asked for asked in batch if (asked.messages is not None) == is_chat and not long.has(asked)]
+        if some:
+            encoded = tokenizer([asked.text for asked in some], add_special_tokens=not is_chat)["input_ids"]
+            for asked, ids in zip(some, encoded, strict=True):
+                asked.token_ids = ids
 
 
 def _prompt(asked: _Asked, token_ids: list[int], data: DataSection, rewards: Collection[str]) -> Prompt:
@@ -426,7 +324,7 @@ def _prompt(asked: _Asked, token_ids: list[int], data: DataSection, rewards: Col
     if not token_ids:
         raise DataError(f"{row.where}: the prompt {asked.text[:40]!r} has no tokens")
     own = {data.prompt_key, "id"}
-    metadata = {key: _of_column(row, key, plain, value) for key, value in row.columns.items() if key not in own}
+    metadata = {key: of_column(row, key, plain, value) for key, value in row.columns.items() if key not in own}
     if metadata.get("answer") == asked.answer:
         del metadata["answer"]  # a number, or an answer under another name, stays as TRL's functions expect it
     for name in _OURS:
@@ -436,7 +334,7 @@ def _prompt(asked: _Asked, token_ids: list[int], data: DataSection, rewards: Col
                 f"data.columns: {{{name}: own_{name}}}"
             )
     if "countdown" in rewards:
-        metadata = _of_column(row, "column", countdown_columns, metadata)
+        metadata = of_column(row, "column", countdown_columns, metadata)
     if asked.messages is not None:
         metadata["prompt_messages"] = asked.messages  # a reward model renders them by its own template
         if isinstance(given := row.columns[data.prompt_key], str):
@@ -450,7 +348,7 @@ def _prompt(asked: _Asked, token_ids: list[int], data: DataSection, rewards: Col
             "tokenizer.json is damaged: copy the model's files again"
         ) from None
     return Prompt(
-        id=row.default_id if identity is None else _of_column(row, "the id", row_name, identity),
+        id=row.default_id if identity is None else of_column(row, "the id", row_name, identity),
         token_ids=ids,
         text=asked.text,
         answer=asked.answer,

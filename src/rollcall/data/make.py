@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.data.arithmetic import TEST_FRACTION, arithmetic, fraction
-from rollcall.data.load import Row, read_rows
+from rollcall.data.rows import Row, read_rows
 from rollcall.durable.atomic import replacing
 from rollcall.reward.functions import decode_entry, encode_entry
 from rollcall.reward.math_answer import last_boxed
@@ -44,7 +44,7 @@ class TaskRows:
 
     train: Iterable[RowDict]
     test: Iterable[RowDict]
-    num_rows: int | None  # train and test together; None: not known before they are read
+    num_rows: int | None  # train and test together, if that is known before they are read
     reward: str  # the reward type that fits
 
 

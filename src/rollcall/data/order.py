@@ -12,7 +12,7 @@ _EPOCHS_KEPT = 2  # draws of a run that looks ahead straddle the end of an epoch
 
 
 class DataOrder:
-    """Each epoch visits every prompt exactly once, in an order that depends on the seed and the epoch alone."""
+    """Each epoch visits every prompt exactly once, in an order that depends only on the seed and the epoch."""
 
     def __init__(self, num_prompts: int, *, seed: int, shuffle: bool) -> None:
         if num_prompts < 1:

@@ -85,7 +85,7 @@ def examine_machine(config: Config | None) -> Diagnosis:
 
 def _judge_parts(config: Config, node: NodeFacts) -> Iterator[Finding]:
     from rollcall.config.checks import is_hub
-    from rollcall.data.load import NO_DATA, read_rows
+    from rollcall.data.rows import NO_DATA, read_rows
     from rollcall.model.files import resolve_model
     from rollcall.model.load import check_architecture
     from rollcall.roles.reward_trial import try_run

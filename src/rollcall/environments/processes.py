@@ -30,8 +30,7 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter
 
 from rollcall.config.environments import ClassEnvironment, StepEnvironment, kinds_of
-from rollcall.debug.here import POST_MORTEM
-from rollcall.debug.here import DebugLine
+from rollcall.debug.here import POST_MORTEM, DebugLine
 from rollcall.environments.calls import format_of
 from rollcall.environments.program import variables_of
 from rollcall.environments.protocol import Environment, EnvironmentFailed, Opening, StepResult

@@ -33,7 +33,7 @@ from rollcall.groups.reachable import (
     reachable_here,
     stacks_here,
 )
-from rollcall.loop.aside import start
+from rollcall.loop.tasks import start
 from rollcall.nodes.which import Cluster, find_cluster, wished_cluster
 from rollcall.observe.live import read_live
 from rollcall.wait import Wait, say

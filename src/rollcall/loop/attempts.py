@@ -1,10 +1,9 @@
-"""A run is a sequence of attempts: each builds its workers and goes on from the newest checkpoint and the journal.
+"""A run is a sequence of attempts: each builds its workers and continues from the newest checkpoint and the journal.
 
-An attempt that loses a process or a node ends, and the next one begins: recovery is resuming. An error in a worker's own
-code would come again, so it ends the run, unless it only says that another worker is gone. More losses than the budget
-allows end the run too; the message has the last reason and the first traceback. In one process nothing can be lost while
-this code runs, so the first attempt is the only one. A micro-batch that does not fit where all ranks run it together is a loss too:
-the next attempt has a smaller one.
+An attempt that loses a process or a node ends, and the next one begins: recovery is resuming. An error in a worker's own code would come
+again, so it ends the run, unless it only says that another worker is gone. More losses than the budget allows end the run too; the message
+has the last reason and the first traceback. In one process nothing can be lost while this code runs, so there is only one attempt. A
+micro-batch that does not fit, where all ranks run it together, is a loss too: the next attempt has a smaller one.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
 from rollcall.errors import BatchTooLargeError, ClusterError, NoRoomError, RestartsSpentError, WorkerLostError
-from rollcall.loop.aside import wait_for_threads
+from rollcall.loop.tasks import wait_for_threads
 from rollcall.wait import say
 
 T = TypeVar("T")
@@ -26,7 +25,7 @@ LEFT_S = 30.0
 
 
 class RunError(RuntimeError):
-    """The run cannot go on. The files on disk are whole, and the message says what to change."""
+    """The run cannot continue. The files on disk are whole, and the message says what to change."""
 
 
 class Regrow(Exception):  # noqa: N818 - not an error: the attempt has ended well, at a checkpoint
@@ -38,8 +37,8 @@ class Closable(Protocol):
 
 
 class Budget:
-    """How many losses a run survives within a moving window of time. Losses without a new checkpoint between them always add
-    up, however far apart they are: a slow loop of failures is also a loop."""
+    """The number of losses that a run survives within a moving window of time. Losses without a new checkpoint between them always add up,
+    however far apart they are: a slow loop of failures is also a loop."""
 
     def __init__(self, *, most: int, window_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.most = most
@@ -72,15 +71,15 @@ def run_attempts(
     reached: Callable[[], object] = lambda: None,
     note: Callable[[Exception], None] = lambda reason: None,
 ) -> T:
-    """Returns the result of the first attempt that ends well. Each attempt gets its number, from 1; ``note`` gets why another
-    one follows: a loss, or ``Regrow``."""
+    """Return the result of the first attempt that ends well. Each attempt gets its number, from 1; ``note`` gets the reason why another one
+    follows: a loss, or ``Regrow``."""
     number = 1
     while True:
         try:
             return attempt(number)
         except Regrow as news:
             note(news)
-            say(f"{news}; going on with it from the checkpoint just made")
+            say(f"{news}; the run continues with it from the checkpoint just made")
         except Exception as error:
             loss = loss_of(error)
             if loss is None or (number == 1 and isinstance(loss, NoRoomError)):
@@ -101,7 +100,7 @@ def closing(workers: Closable) -> Iterator[None]:
             workers.close()
         except ClusterError as problem:
             say(str(problem))
-        # A call whose caller has left, such as a half-written checkpoint, must not run beside the next attempt.
+        # A call whose caller has left, such as a half-written checkpoint, must not run during the next attempt.
         if left := wait_for_threads(timeout_s=LEFT_S):
             say(f"still running from before: {', '.join(left)}")
         raise
@@ -109,7 +108,7 @@ def closing(workers: Closable) -> Iterator[None]:
 
 
 def loss_of(error: BaseException) -> BaseException | None:
-    """The loss that caused this error; None: nothing was lost, and another attempt would not help."""
+    """The loss that caused this error. None means that nothing was lost, so another attempt would not help."""
     kinds = WorkerLostError | NoRoomError | BatchTooLargeError
     return next((one for one in causes(error) if isinstance(one, kinds)), None)
 
@@ -125,7 +124,7 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def headline(loss: BaseException) -> str:
-    """What is lost and why, in one line.
+    """The first line of an error: what is lost and why.
 
     >>> headline(NoRoomError("no room for node 1\\nmore of it"))
     'no room for node 1'

@@ -1,7 +1,7 @@
-"""What a run tells the functions that its caller gave: after each step, each evaluation and each checkpoint.
+"""The functions of its caller that a run calls after each step, each evaluation and each checkpoint.
 
-They are called by the thread that trains, which waits for them. One that raises ends the run under its name; what is on disk is
-whole, and the same call goes on. A step that a resumed run trains again is told again.
+The thread that trains calls them and waits. One that raises ends the run with an error that names it; the files on disk are whole, and the
+same call continues the run. For a step that a resumed run trains again, they are called again.
 """
 
 # pyright: strict
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class CallbackError(RuntimeError):
-    """A function that the caller gave raised; ``__cause__`` is what it raised."""
+    """A function of the caller raised; ``__cause__`` is what it raised."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +90,6 @@ class Callbacks:
         except Exception as error:
             given = getattr(callback, "__qualname__", repr(callback))
             raise CallbackError(
-                f"{name}={given} raised at step {what.step}: {type(error).__name__}: {error}\nThe run has ended; put the function "
-                "right, then make the same call again: it goes on from the newest checkpoint"
+                f"{name}={given} raised at step {what.step}: {type(error).__name__}: {error}\nThe run has ended; fix the function, "
+                "then make the same call again: it continues from the newest checkpoint"
             ) from error

@@ -11,15 +11,15 @@ Two coroutines share one buffer (``loop/supply.py``). ``Supply.run`` starts roll
 allows; it takes groups from the journal where they are there, and from the engine where not (``loop/group_maker.py``).
 ``_train`` waits for a step's groups, updates, and announces the new version. With staleness 0 the two alternate.
 
-Long calls (update, new weights, checkpoint) run here when all roles are in this process. On a cluster they run in a thread
-beside the loop, so that rollout goes on meanwhile. A model in parts is only copied then; its bytes are written while the run
-trains on (``loop/saves.py``). With ``trainer.in_flight`` engines take new weights in the middle of
-completions. Without it the controller waits until they have finished what was asked for (``Engine.pause``). In both cases nothing decodes
-between an update of parameters that an engine reads and its ``serve``.
+Long calls (update, new weights, checkpoint) block the loop when all roles are in this process. On a cluster they run in a thread, so
+that rollout continues. A model in parts is only copied then; its bytes are written while the run trains (``record.Saves``). With
+``trainer.in_flight``, engines take new weights in the middle of completions. Without it, the controller first waits until they have
+finished all requests (``Engine.pause``). In both cases nothing decodes between an update of parameters that an engine reads and its
+``serve``.
 
-Step n is the n-th update. Its groups are sampled from version n - 1 (or up to ``staleness`` older), and its update makes
-version n. After a crash the same code runs again from the last checkpoint: groups that are in the journal are taken
-from there, so replayed steps train on what they trained on before. ``loop/record.py`` writes what the run leaves behind.
+Step n is the n-th update. Its groups are sampled from version n - 1 (or up to ``staleness`` older), and its update makes version n.
+After a crash the same code runs again from the last checkpoint. It takes groups from the journal where they are there, so replayed
+steps train on the same groups as before. ``loop/record.py`` writes the run's files.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from typing import Any, TypeVar
 from rollcall.algo.shaping import trained
 from rollcall.checkpoint.store import Checkpoint
 from rollcall.config import Config
+from rollcall.data.order import DataOrder
 from rollcall.durable.journal import Journal
 from rollcall.durable.lease import Lease
-from rollcall.loop.aside import in_thread, together
 from rollcall.loop.attempts import Regrow, RunError
 from rollcall.loop.evaluate import evaluate
-from rollcall.loop.group_maker import GroupMaker, sampling_of
+from rollcall.loop.group_maker import GroupMaker, OpenGroups, sampling_of
 from rollcall.loop.phases import Bounds, Split, is_due
-from rollcall.loop.protocols import Workers
 from rollcall.loop.record import Record, Update
-from rollcall.loop.rewards import Rewards
-from rollcall.loop.rollout import OpenGroups, Rollouts, player_of
+from rollcall.loop.rollout import Rewards, Rollouts, player_of
 from rollcall.loop.samples import make_samples
 from rollcall.loop.supply import AsCompleted, Cursor, Demand, InOrder, NothingLeftError, StepBatch, Supply
+from rollcall.loop.tasks import every, in_thread, together
+from rollcall.loop.workers import Repairs, Workers
 from rollcall.observe.calls import BusySpans
 from rollcall.observe.console import Console
 from rollcall.observe.events import Events, StepPhase
@@ -93,29 +93,51 @@ class Controller:
         self._owes_evaluation = bool(state.get("owes_evaluation"))
 
     async def run(self) -> None:
-        """From the resumed step to the last; the trained model is then in ``run_dir/model``."""
+        """Train from the resumed step to the last; the trained model is then in ``run_dir/model``."""
         workers = self.workers
+        config = self.config
         self.rollouts = Rollouts(
             engine=workers.engine,
             rewards=Rewards(is_remote=workers.is_remote, spans=self.rewards),
-            player=player_of(self.config, workers.environments, tokenizer=workers.tokenizer, scorer=workers.scorer),
+            player=player_of(
+                config.environment,
+                workers.environments,
+                tokenizer=workers.tokenizer,
+                scorer=workers.scorer,
+                max_prompt_tokens=config.data.max_prompt_tokens,
+                max_response_tokens=config.rollout.max_response_tokens,
+            ),
         )
         open_groups = OpenGroups(partial(self._call, self.journal.append_attempts))
+        prompts = workers.train.prompts
         self.maker = GroupMaker(
-            config=self.config,
-            workers=workers,
+            run=config.run,
+            prompts=prompts,
+            order=DataOrder(len(prompts), seed=config.run.seed, shuffle=config.data.shuffle),
+            num_completions=config.rollout.samples_per_prompt,
+            sampling=sampling_of(config.rollout, workers.stop_token_ids),
+            scorer=workers.scorer,
             journal=self.journal,
             rollouts=self.rollouts,
             open_groups=open_groups,
             generates=self.bounds.generates,
+            keeps_recorded=config.algorithm.dynamic_sampling and config.trainer.order == "in_order",
             call=self._call,
         )
         self.supply = self._make_supply()
         with self.events.phase(StepPhase.SYNC, self.version):
             await workers.engine.serve(self.version)
-        beside = [open_groups.run(), self._flush(), self._repair(), self._keep_lease(), self._watch_saves()]
+        background = [open_groups.run(), every(SAVES_LOOK_S, partial(self._call, self.record.look_at_saves))]
+        if (
+            workers.is_remote
+        ):  # write the journal to disk while rollout continues, so that a step does not wait for all of it
+            background.append(every(FLUSH_EVERY_S, partial(in_thread, self.journal.sync)))
+        if workers.repairs is not None:
+            background.append(every(REPAIR_EVERY_S, partial(self._repair, workers.repairs)))
+        if self.lease is not None:  # the run ends when another controller has taken over the run directory
+            background.append(every(LEASE_LOOK_S, partial(self._call, self.lease.check)))
         try:
-            await together(self._run(), background=beside)
+            await together(self._run(), background=background)
         finally:
             await workers.engine.close()
             if workers.environments is not None:
@@ -136,7 +158,7 @@ class Controller:
                 await self._call(partial(self.record.export, step=self.version))
 
     async def _fill(self) -> None:
-        """Rollout alone: write the groups of all steps that may be sampled from these weights to the journal."""
+        """Only roll out: write the groups of all steps that may be sampled from these weights to the journal."""
         for step in self.steps_ahead:
             await self._batch(step)
 
@@ -163,13 +185,16 @@ class Controller:
             started = time.perf_counter()
             await self._call(self.record.log_step)
             self.stop.check()
-            if self._decide_evaluation(step):
+            with self.events.phase(StepPhase.EVALUATION_DECISION, step) as outcome:
+                evaluates = self.workers.val is not None and self._is_due(step, every=self.config.trainer.eval_every)
+                outcome.result = "due" if evaluates else "not due"
+            if evaluates:
                 await self._evaluate(step, title="after training")
                 started = time.perf_counter()
             if self._is_due(step, every=self.config.trainer.save_every):
                 await self._save(batch)
                 started = time.perf_counter()
-                if self.workers.repairs and (news := self.workers.repairs.regrow) and step < self.config.trainer.steps:
+                if step < self.config.trainer.steps and (news := self.workers.regrow()):
                     await self._call(self.record.settle)
                     raise Regrow(news)
         if self.steps_ahead and self.version == self.start_step:
@@ -190,12 +215,12 @@ class Controller:
         self.record.settle()
 
     def _leave_if_too_late(self) -> None:
-        """When the run has to stop, do not begin an update that may not end in time: the unsaved steps would be lost."""
+        """When the run has been told to stop, do not begin an update that may not end in time: the unsaved steps would be lost."""
         if self.stop.asked and self.record.unsaved and self.record.update_s > self.stop.left_s:
             self.stop.check()
 
     async def _batch(self, step: int) -> StepBatch | None:
-        """The step's groups, all of them on disk; None if this command only trains and the journal does not have them."""
+        """The step's groups, once all of them are on disk; None if this command only trains and the journal does not have them."""
         with self.events.phase(StepPhase.ROLLOUT, step) as outcome:
             try:
                 batch = await self.supply.batch(step)
@@ -210,7 +235,7 @@ class Controller:
         return batch
 
     def _update(self, batch: StepBatch) -> Update:
-        """Advantages, then the updates of the policy (and the critic)."""
+        """Compute advantages, then update the policy (and the critic)."""
         workers = self.workers
         started = time.perf_counter()
         samples = make_samples(
@@ -263,14 +288,8 @@ class Controller:
             await self.supply.announce(version)
 
     async def _pause(self) -> None:
-        """Nothing decodes from here to ``serve``. Unless completions may continue with new weights, those that are running end first."""
+        """Stop decoding until ``serve``. Unless completions may continue with new weights, the running ones end first."""
         await self.workers.engine.pause(drain=not self.config.trainer.in_flight)
-
-    def _decide_evaluation(self, step: int) -> bool:
-        with self.events.phase(StepPhase.EVALUATION_DECISION, step) as outcome:
-            due = self.workers.val is not None and self._is_due(step, every=self.config.trainer.eval_every)
-            outcome.result = "due" if due else "not due"
-        return due
 
     async def _evaluate(self, step: int, *, title: str) -> None:
         val = self.workers.val
@@ -321,38 +340,18 @@ class Controller:
         return AsCompleted(demand, cursor=self.cursor, recorded=self.maker.trained)
 
     async def _call(self, function: Callable[..., T], *args: Any) -> T:
-        """A call that takes long: here and now, or in a thread where it only waits for other processes."""
+        """Make a call that takes long: in a thread where it only waits for other processes, else here."""
         return await in_thread(function, *args) if self.workers.is_remote else function(*args)
 
-    async def _flush(self) -> None:
-        """On a cluster, write the journal to disk while rollout goes on, so that a step does not wait for all of it."""
-        while self.workers.is_remote:
-            await asyncio.sleep(FLUSH_EVERY_S)
-            await in_thread(self.journal.sync)
-
-    async def _repair(self) -> None:
-        """Let rollout processes that replace lost ones serve, as soon as the actor has the current weights."""
-        while self.workers.repairs is not None:
-            await asyncio.sleep(REPAIR_EVERY_S)
-            if self.workers.repairs.is_due:
-                async with self._policy:
-                    await self.workers.repairs.admit()
-
-    async def _watch_saves(self) -> None:
-        """End the run if a checkpoint that is written beside it cannot be."""
-        while True:
-            await asyncio.sleep(SAVES_LOOK_S)
-            await self._call(self.record.look_at_saves)
-
-    async def _keep_lease(self) -> None:
-        """End the run when another controller has taken over the run directory."""
-        while self.lease is not None:
-            self.lease.check()
-            await asyncio.sleep(LEASE_LOOK_S)
+    async def _repair(self, repairs: Repairs) -> None:
+        """Let rollout processes that replace lost ones serve as soon as the actor has the current weights."""
+        if repairs.is_due:
+            async with self._policy:
+                await repairs.admit()
 
 
 def _last_worker(batch: StepBatch) -> str | None:
-    """The worker that finished last; None if all groups were in the journal."""
+    """The worker that finished last, unless all groups were in the journal."""
     if batch.num_from_journal >= len(batch.groups):
         return None
     return max(batch.groups, key=lambda group: group.finished_s).worker

@@ -51,8 +51,8 @@ async def evaluate(
     seed: int,
     step: int,
 ) -> Evaluation:
-    """Attempt every prompt ``section.samples_per_prompt`` times, by ``Rollouts.group``. Seeds do not depend on the step, so that evaluations of
-    different steps can be compared."""
+    """Attempt every prompt ``section.samples_per_prompt`` times, with ``Rollouts.group``. Seeds do not depend on the step, so that evaluations
+    of different steps can be compared."""
 
     async def one(index: int, prompt: Prompt) -> Group:
         seeds = sampling_seeds(seed, -1, prompt.id, section.samples_per_prompt)
@@ -82,7 +82,7 @@ def summarize(groups: list[Group], *, first_reward: str, threshold: float) -> Ev
 
 
 def pass_at_k(attempts: int, correct: int, k: int) -> float:
-    """Probability that at least one of k attempts, drawn without replacement, is correct (arXiv:2107.03374).
+    """The probability that at least one of k attempts, drawn without replacement, is correct (arXiv:2107.03374).
 
     >>> pass_at_k(4, 1, 2)
     0.5

@@ -1,41 +1,51 @@
-"""The group of each draw: read from the journal if an earlier process made it, else generated and journaled.
+"""The group of each draw: read from the journal if an earlier process made it, else generated and written there.
 
 After a crash the same steps run again and get the same groups, so they train on what they trained on before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from rollcall.algo.shaping import has_signal
-from rollcall.config import Config, RolloutSection
+from rollcall.config import RolloutSection, RunSection
 from rollcall.data.order import DataOrder
 from rollcall.durable.journal import Journal
-from rollcall.engine.protocol import Sampling
+from rollcall.engine.protocol import LOCAL, Sampling
 from rollcall.loop.attempts import RunError
-from rollcall.loop.protocols import Workers
-from rollcall.loop.rollout import OpenGroups, Rollouts, is_finite, sampling_seeds
+from rollcall.loop.rollout import Rollouts, sampling_seeds
 from rollcall.loop.supply import NothingLeftError, StepBatch, SuppliedGroup
-from rollcall.reward.scorer import ENVIRONMENT, why_unscored
-from rollcall.types import Completion, Group, Prompt, failed_on_all
+from rollcall.reward.scorer import ENVIRONMENT, Scorer, why_unscored
+from rollcall.types import Completion, Group, Prompt, Score, failed_on_all, rows_of
+
+KEEP_EVERY_S = 1.0
+UNSCORED = Score(value=0.0, parts={}, errors={})
 
 
 @dataclass(slots=True, kw_only=True)
 class GroupMaker:
-    """``call`` runs a function that takes long, in a thread where other work can go on meanwhile."""
+    """``call`` runs a function that takes long, in a thread where other work can continue meanwhile."""
 
-    config: Config
-    workers: Workers
+    run: RunSection
+    prompts: Sequence[Prompt]
+    order: DataOrder
+    num_completions: int  # of a group
+    sampling: Sampling
+    scorer: Scorer
     journal: Journal
     rollouts: Rollouts
     open_groups: OpenGroups
     generates: bool
+    keeps_recorded: bool  # a step that is trained again keeps the groups that it had the first time
     call: Callable[..., Awaitable[Any]]
     trained: dict[int, tuple[int, ...]] = field(init=False)  # step -> draws, by earlier processes
-    _order: DataOrder = field(init=False)
     # step -> draw -> the group of an earlier process
     _journaled: dict[int, dict[int, Group]] = field(default_factory=dict)
     # step -> draw -> place in the group -> an attempt of an earlier process, whose group was not finished
@@ -44,12 +54,10 @@ class GroupMaker:
     _unscored: dict[int, frozenset[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        config = self.config
-        self._order = DataOrder(len(self.workers.train.prompts), seed=config.run.seed, shuffle=config.data.shuffle)
         self.trained = {step: entry.draws for step, entry in self.journal.trained().items()}
 
     async def make(self, step: int, draw: int) -> SuppliedGroup:
-        prompt = self.workers.train.prompts[self._order.index(draw)]
+        prompt = self.prompts[self.order.index(draw)]
         group = self._take_journaled(step, draw)
         if group is None:
             return SuppliedGroup(group=await self._generate(step, draw, prompt), from_journal=False)
@@ -59,11 +67,9 @@ class GroupMaker:
         return SuppliedGroup(group=group, from_journal=True)
 
     def has_signal(self, group: Group) -> bool:
-        """A step that is trained again keeps the groups that it had the first time."""
-        if self.config.algorithm.dynamic_sampling and self.config.trainer.order == "in_order":
-            recorded = self.trained.get(group.step, ())
-            if len(recorded) > 1:  # a single one may stand in for a step without any signal
-                return group.draw in recorded
+        recorded = self.trained.get(group.step, ()) if self.keeps_recorded else ()
+        if len(recorded) > 1:  # a single one may replace all groups of a step without any signal
+            return group.draw in recorded
         return has_signal(group)
 
     def refuse_unscored(self, batch: StepBatch) -> None:
@@ -71,7 +77,7 @@ class GroupMaker:
         failed = failed_on_all(batch.groups)
         if failed and not self._is_trained(batch.groups[0].draw):
             raise RunError(
-                f"step {batch.step}: {why_unscored(batch.groups, reward=min(failed), scorer=self.workers.scorer)}\n"
+                f"step {batch.step}: {why_unscored(batch.groups, reward=min(failed), scorer=self.scorer)}\n"
                 f"Nothing was trained on them. {_what_to_do(min(failed))}"
             )
 
@@ -90,7 +96,7 @@ class GroupMaker:
     async def _make_again(self, group: Group, *, failed: frozenset[str]) -> Group:
         """The same completions with new scores; episodes whose environment failed are played again."""
         if ENVIRONMENT not in failed or self.rollouts.player is None or not self.generates:
-            return await self.rollouts.score_again(group, scorer=self.workers.scorer)
+            return await self.rollouts.score_again(group, scorer=self.scorer)
         given = self._given(group.step, group.draw, group.prompt)
         return await self.rollouts.group(group.prompt, **given)
 
@@ -105,7 +111,7 @@ class GroupMaker:
             raise RunError(
                 f"step {step}: the policy's log-probs for prompt {prompt.id!r} are not finite, so its weights have diverged; "
                 f"this group was not journaled. Lower actor.lr or set actor.grad_clip, then remove the newest checkpoint in "
-                f"{self.config.run.dir / 'checkpoints'} to go on from an older one, or start over with --fresh"
+                f"{self.run.dir / 'checkpoints'} to go on from an older one, or start over with --fresh"
             )
         self.open_groups.close(step=step, draw=draw)
         await self.call(self.journal.append, group)
@@ -113,13 +119,11 @@ class GroupMaker:
 
     def _given(self, step: int, draw: int, prompt: Prompt) -> dict[str, Any]:
         # With the draw, a prompt that comes twice in one step (small data, refills) gets different seeds.
-        count = self.config.rollout.samples_per_prompt
-        seeds = sampling_seeds(self.config.run.seed, step, f"{prompt.id}#{draw}", count)
-        sampling = sampling_of(self.config.rollout, self.workers.stop_token_ids)
-        return {"step": step, "draw": draw, "seeds": seeds, "sampling": sampling, "scorer": self.workers.scorer}
+        seeds = sampling_seeds(self.run.seed, step, f"{prompt.id}#{draw}", self.num_completions)
+        return {"step": step, "draw": draw, "seeds": seeds, "sampling": self.sampling, "scorer": self.scorer}
 
     def _earlier_attempts(self, *, step: int, draw: int, seeds: tuple[int, ...]) -> dict[int, Completion]:
-        """What an earlier process finished of this group."""
+        """The completions of this group that an earlier process finished, by place."""
         if step not in self._attempts:
             self._attempts[step] = self.journal.read_attempts(step)
         found = self._attempts[step].pop(draw, {})
@@ -128,6 +132,50 @@ class GroupMaker:
             for place, one in found.items()
             if place < len(seeds) and one.completions[0].seed == seeds[place]
         }
+
+
+class OpenGroups:
+    """Completions that have ended while their group is still running go to ``write``: at most once a second, all of them at once. A run
+    that is killed then makes only those that are missing."""
+
+    def __init__(self, write: Callable[[list[tuple[int, Group]]], Awaitable[Any]]) -> None:
+        self._write = write
+        # (step, draw) -> makes a group of one completion; completions that have ended, by place; places that are written
+        self._groups: dict[tuple[int, int], tuple[Callable[..., Group], dict[int, Completion], set[int]]] = {}
+
+    def open(self, prompt: Prompt, *, step: int, draw: int, done: dict[int, Completion]) -> None:
+        """``done`` has the completions that are written already, and gets each that ends."""
+        make = partial(
+            Group, step=step, draw=draw, prompt=prompt, scores=(UNSCORED,), started_s=time.time(), worker=LOCAL
+        )
+        self._groups[step, draw] = (make, done, set(done))
+
+    def close(self, *, step: int, draw: int) -> None:
+        """The whole group is about to be written."""
+        del self._groups[step, draw]
+
+    async def run(self) -> None:
+        """Write until cancelled, and once more then."""
+        try:
+            while True:
+                await asyncio.sleep(KEEP_EVERY_S)
+                await self._flush()
+        finally:
+            await self._flush()
+
+    async def _flush(self) -> None:
+        new: list[tuple[int, Group]] = []
+        for make, done, written in self._groups.values():
+            for place in [place for place in done if place not in written]:
+                if is_finite(done[place]):  # else the whole group is refused
+                    written.add(place)
+                    new.append((place, make(completions=(done[place],), finished_s=time.time())))
+        if new:
+            await self._write(new)
+
+
+def is_finite(completion: Completion) -> bool:
+    return all(np.isfinite(row.logprobs).all() for row in rows_of(completion))
 
 
 def _what_to_do(failed: str) -> str:

@@ -1,4 +1,4 @@
-"""Which part of the loop a command runs: all of it, or rollout and update as commands of their own.
+"""The part of the loop that a command runs: all of it, or only rollout, or only update.
 
 ``rollout`` fills the journal with the groups that ``trainer.staleness`` allows from the newest checkpoint, and stops.
 ``update`` trains the steps whose groups are in the journal, saves, and stops; it can run on another cluster or another day.
@@ -30,7 +30,7 @@ class Split(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Which part of the run this command does."""
+    """The part of the run that this command does."""
 
     phase: Phase = Phase.BOTH
     split: Split = Split.TRAIN  # eval: only evaluate the newest checkpoint

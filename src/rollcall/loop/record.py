@@ -1,9 +1,11 @@
-"""What a run leaves in its directory step by step: rows of metrics, samples, checkpoints, and at the end the model."""
+"""The files that a run writes step by step: rows of metrics, samples, checkpoints, and at the end the model."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
@@ -11,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.checkpoint.store import CheckpointStore
-from rollcall.config import Config
+from rollcall.config import TrainerSection
 from rollcall.durable.patience import disk_fault, persist
 from rollcall.engine.protocol import Stats
 from rollcall.errors import CheckpointError, NonFiniteError
@@ -19,22 +21,27 @@ from rollcall.loop.attempts import RunError, causes
 from rollcall.loop.callbacks import Callbacks, CheckpointSaved, EvaluationDone, StepDone
 from rollcall.loop.evaluate import Evaluation
 from rollcall.loop.phases import is_due
-from rollcall.loop.protocols import Workers
-from rollcall.loop.saves import Saved, Saves
 from rollcall.loop.step_metrics import batch_metrics, peak_memory_gib
 from rollcall.loop.supply import StepBatch
+from rollcall.loop.tasks import start
+from rollcall.loop.workers import Workers
 from rollcall.observe.console import Console
 from rollcall.observe.headline import ACCURACY, REWARD, headline_of
 from rollcall.observe.samples import write_samples
 from rollcall.observe.sinks import Sink, read_rows
 from rollcall.observe.token_scores import FOLDER, GROUPS, write_token_scores
+from rollcall.stop import heeded
 from rollcall.types import Group, Sample
-from rollcall.wait import warn
+from rollcall.wait import Wait, warn
+
+FIRST_WORD_S = 1.0  # a wait shorter than this is not worth a message
+LOOK_S = 0.5
+LONGEST_S = 6 * 3600.0  # for one checkpoint; a terabyte over a slow network takes two hours
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """What the update of one step did, and how long it took."""
+    """The result of a step's update, and how long it took."""
 
     samples: list[Sample]
     metrics: dict[str, float]
@@ -43,19 +50,71 @@ class Update:
     update_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    step: int
+    path: Path
+
+
+class Saves:
+    """The checkpoint that is being written while the run continues: at most one.
+
+    ``begin`` returns at once. ``settle`` waits for the checkpoint and says so; ``poll`` never waits. Both return a checkpoint once, when it
+    is committed, and raise what its save raised.
+    """
+
+    def __init__(self) -> None:
+        self._under_way: tuple[int, Future[Path]] | None = None
+        self._lock = threading.Lock()  # the loop looks, and the next save waits, in threads of their own
+
+    def begin(self, step: int, save: Callable[[], Path]) -> None:
+        """``save`` writes and commits; it runs in a thread."""
+        assert self._under_way is None, "settle comes first"
+        self._under_way = step, start(save)
+
+    def poll(self) -> Saved | None:
+        """Return the checkpoint if it has just been committed."""
+        with self._lock:
+            if self._under_way is None or not self._under_way[1].done():
+                return None
+            (step, save), self._under_way = self._under_way, None
+        return Saved(step=step, path=save.result())
+
+    def settle(self) -> Saved | None:
+        """Wait for the checkpoint that is under way, if there is one; CheckpointError if it takes longer than any disk needs."""
+        if (under_way := self._under_way) is None:
+            return None
+        step, save = under_way
+        word, deadline = Wait(first_s=FIRST_WORD_S), time.monotonic() + LONGEST_S
+        while not save.done():
+            word.tell(f"waiting for the checkpoint of step {step}, which is still being written")
+            wait([save], timeout=min(word.until_word_s, LOOK_S))
+            if heeded().is_interrupted:
+                raise KeyboardInterrupt
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"the checkpoint of step {step} is not written after a wait of {LONGEST_S / 3600:,.1f} hours: the disk, or a node "
+                    "that writes its part, does not answer; see whether checkpoint files can be written there, then start the run "
+                    "again: it goes on from the newest whole checkpoint"
+                )
+        saved = self.poll()
+        save.result()  # raises here too, if ``poll`` got the failure at the same moment
+        return saved
+
+
 @dataclass(eq=False, repr=False)
 class Record:
-    config: Config
+    run_dir: Path
+    trainer: TrainerSection
     workers: Workers
     _: KW_ONLY
+    threshold: float  # of a first reward that counts as correct
     store: CheckpointStore
     sinks: Sequence[Sink]
     console: Console
     callbacks: Callbacks = Callbacks()
 
     def __post_init__(self) -> None:
-        self._run_dir = self.config.run.dir
-        self._num_steps = self.config.trainer.steps
         # Trained since the newest checkpoint, or since the one that is being written.
         self.unsaved: StepBatch | None = None
         self.update_s = 0.0  # of the last step
@@ -69,7 +128,7 @@ class Record:
             sink.log(step, metrics)
 
     def note_update(self, batch: StepBatch, update: Update, *, stats: Stats, reward_s: float, started: float) -> None:
-        """The step is trained, whatever happens next. ``log_step`` writes its row. ``stats`` and ``reward_s`` are of its rollout."""
+        """Note that the step is trained; ``log_step`` writes its row. ``stats`` and ``reward_s`` are those of its rollout."""
         self.unsaved, self.update_s = batch, update.score_s + update.update_s
         updated = time.perf_counter()
 
@@ -86,7 +145,7 @@ class Record:
             self.log(batch.step, metrics)
             self._row = None
             groups = tuple(batch.groups)
-            self.callbacks.tell(StepDone(step=batch.step, num_steps=self._num_steps, metrics=metrics, groups=groups))
+            self.callbacks.tell(StepDone(step=batch.step, num_steps=self.trainer.steps, metrics=metrics, groups=groups))
 
     def log_evaluation(self, step: int, result: Evaluation, *, seconds: float) -> None:
         metrics = {**result.metrics(), "time/eval_s": seconds}
@@ -94,16 +153,16 @@ class Record:
         self.write_samples(step, "val", result.groups[:64])
         self._evaluated_step = step
         self._scores = {headline.metric: metrics[headline.metric] for headline in (ACCURACY, REWARD)}
-        self.callbacks.tell(EvaluationDone(step=step, num_steps=self._num_steps, metrics=metrics, evaluation=result))
+        self.callbacks.tell(EvaluationDone(step=step, num_steps=self.trainer.steps, metrics=metrics, evaluation=result))
 
     def write_samples(self, step: int, split: str, groups: Sequence[Group]) -> None:
-        directory = self._run_dir / "samples"
+        directory = self.run_dir / "samples"
         write = partial(write_samples, directory, step=step, split=split, groups=groups)
         persist(write, path=directory, what=f"the {split} samples of step {step}")
 
     def write_token_scores(self, batch: StepBatch) -> None:
-        """What the learner says of the tokens of the first groups, before the step's update. They are for people to look at, so
-        a disk that does not take them keeps no run waiting."""
+        """Write the learner's scores of the first groups' tokens, from before the step's update. They are only for people to look at, so
+        the run does not wait for a disk that does not take them."""
         groups = batch.groups[:GROUPS]
         rows = self.workers.learner.score(
             [
@@ -112,7 +171,7 @@ class Record:
                 for attempt, completion in enumerate(group.completions)
             ]
         )
-        directory = self._run_dir / FOLDER
+        directory = self.run_dir / FOLDER
         logprobs, entropy = [row.logprobs for row in rows], [row.entropy for row in rows]
         try:
             write_token_scores(directory, step=batch.step, groups=groups, logprobs=logprobs, entropy=entropy)
@@ -125,9 +184,9 @@ class Record:
             )
 
     def save(self, batch: StepBatch) -> None:
-        """Write the checkpoint of a step, or only begin to where the bytes can be written while the run goes on (``settle``
-        ends it). Samples first: after a kill they are written again with the checkpoint."""
-        step, trainer = batch.step, self.config.trainer
+        """Write the checkpoint of a step, or only begin to, where the bytes can be written while the run continues (``settle`` ends it).
+        Samples come first: after a kill they are written again with the checkpoint."""
+        step, trainer = batch.step, self.trainer
         self.settle()
         self.write_samples(step, "train", batch.groups[:8])
         ranking = self._ranking(step)
@@ -140,10 +199,10 @@ class Record:
             "owes_evaluation": evaluates and self._evaluated_step < step,
         }
         with self.explaining_divergence(step, lost="this step was not saved"):
-            goes_on = self.workers.saving.copy()
+            is_copied = self.workers.saving.copy()
             score = ranking["scores"].get(ranking["best_by"])
             write = partial(self._write, step, state=state, score=score, **ranking)
-            if goes_on:
+            if is_copied:
                 self._saves.begin(step, write)
             else:
                 self._tell_saved(Saved(step=step, path=write()))
@@ -160,26 +219,26 @@ class Record:
         self._tell_saved(self._saves.settle())
 
     def look_at_saves(self) -> None:
-        """As ``settle``, without waiting."""
+        """Do the same without waiting."""
         self._tell_saved(self._saves.poll())
 
     def _tell_saved(self, saved: Saved | None) -> None:
         if saved is not None:
-            self.callbacks.tell(CheckpointSaved(step=saved.step, num_steps=self._num_steps, path=saved.path))
+            self.callbacks.tell(CheckpointSaved(step=saved.step, num_steps=self.trainer.steps, path=saved.path))
 
     def add_scores(self, step: int) -> None:
-        """Of a checkpoint that was saved before its evaluation."""
+        """Add the scores to a checkpoint that was saved before its evaluation."""
         self.store.add_scores(step, **self._ranking(step))
 
     def export(self, *, step: int) -> None:
-        target = self._run_dir / "model"
+        target = self.run_dir / "model"
         with self.explaining_divergence(step, lost="no model was exported"):
             write = partial(self.workers.export, target)
             persist(write, path=target, what="the trained model", refuse=CheckpointError)
 
     @contextmanager
     def explaining_divergence(self, step: int, *, lost: str) -> Iterator[None]:
-        """If weights, loss or gradients diverge in the block, here or in a worker, the error says what to do."""
+        """If weights, loss or gradients diverge in the block, here or in a worker, raise an error that says what to do."""
         try:
             yield
         except Exception as error:
@@ -194,15 +253,19 @@ class Record:
             ) from error
 
     def _ranking(self, step: int) -> dict[str, Any]:
-        """What decides whether the step's checkpoint is among the best, as arguments of the store."""
-        headline = headline_of(read_rows(self._run_dir / "metrics.jsonl"))
+        """The arguments of the store that decide whether the step's checkpoint is among the best."""
+        headline = headline_of(read_rows(self.run_dir / "metrics.jsonl"))
         return {"scores": self._scores if self._evaluated_step == step else {}, "best_by": headline.metric}
 
     def _metrics(self, batch: StepBatch, update: Update, *, stats: Stats, reward_s: float) -> dict[str, float]:
-        """The step's row, put together while the next rollout runs."""
-        first_reward, threshold = self.workers.scorer.names[0], self.config.eval.threshold
+        """The step's row, computed while the next rollout runs."""
         metrics = batch_metrics(
-            batch, update.samples, stats=stats, reward_s=reward_s, threshold=threshold, first_reward=first_reward
+            batch,
+            update.samples,
+            stats=stats,
+            reward_s=reward_s,
+            threshold=self.threshold,
+            first_reward=self.workers.scorer.names[0],
         )
         others = {"mismatch": "rollout/logprob_mismatch", "mismatch_max": "rollout/logprob_mismatch_max"}
         metrics |= {others.get(name, f"train/{name}"): value for name, value in update.metrics.items()}

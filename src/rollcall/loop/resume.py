@@ -1,4 +1,4 @@
-"""What a resume may change: the run file of the run directory compared with the one given, key by key.
+"""The settings that a resume may change: the run file in the run directory is compared with the given one, key by key.
 
 A change that would contradict the journal or the checkpoints is refused by its key, with both values. All others are
 applied and shown in one list.
@@ -33,7 +33,7 @@ FREE_OF_LORA = ("dropout", "export")
 FREE_OF_REWARDS = (
     "timeout_s", "env", "network", "memory_mb", "file_mb", "processes", "url", "key_env", "concurrency", "retries", "outage_s",
 )  # fmt: skip
-# What `auto` stands for where there is no card: a run directory that has the number has not been given another setting.
+# The meaning of `auto` where there is no card: a run directory that has the number has not been given another setting.
 SAME_AS_AUTO = {
     "tokens_per_microbatch": DEFAULT_TOKENS, "activation_checkpointing": False, "kv_memory_fraction": 0.3,
 }  # fmt: skip
@@ -102,7 +102,7 @@ def changes_on_resume(config: Config, run_dir: Path) -> list[Change]:
 
 
 def refuse_changing_base(config: Config) -> None:
-    """An adapter belongs to one model; a run as ``model.path`` leads to another one after its next save."""
+    """An adapter belongs to one model. Where ``model.path`` is a run, it means another model after that run's next save."""
     path = Path(config.model.path).expanduser()
     if config.model.lora is None or is_model_dir(path):
         return
@@ -158,7 +158,7 @@ def _means_the_same(key: str, before: Any, after: Any) -> bool:
 
 
 def _pairs(before: Any, after: Any) -> dict[str, tuple[Any, Any]] | None:
-    """The two values of each name; None: these are leaves."""
+    """The two values of each name, or None for leaves."""
     if isinstance(before, dict) and isinstance(after, dict):
         names = dict.fromkeys([*before, *after])
         return {str(name): (before.get(name, NOT_SET), after.get(name, NOT_SET)) for name in names}

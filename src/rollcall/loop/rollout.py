@@ -1,7 +1,7 @@
 """A prompt becomes a group: its completions, all at once, then their scores.
 
-``Rollouts.group`` is the way of every group, in training and in evaluation. A completion is one request to the engine, or an episode of
-several (``environments/episode.py``). ``OpenGroups`` keeps what has ended while its group goes on, for a run that is killed.
+``Rollouts.group`` makes every group, in training and in evaluation. A completion is one request to the engine, or an episode of several
+(``environments/episode.py``).
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ import hashlib
 import itertools
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Protocol
 
-import numpy as np
-
-from rollcall.config import Config, EnvironmentBase
+from rollcall.config import EnvironmentBase, EnvironmentSection
 from rollcall.config.environments import ClassEnvironment, StepEnvironment
 from rollcall.engine.protocol import LOCAL, Engine, Made, Request, Sampling
 from rollcall.environments.agent import AgentEnvironments
@@ -27,14 +26,11 @@ from rollcall.environments.conversation import Conversations
 from rollcall.environments.episode import Player
 from rollcall.environments.protocol import Environments, SampleTurn
 from rollcall.errors import ConfigError
-from rollcall.loop.aside import all_of
-from rollcall.loop.rewards import Rewards
+from rollcall.loop.tasks import all_of, in_thread
+from rollcall.observe.calls import BusySpans
+from rollcall.observe.live import REWARDS
 from rollcall.reward.scorer import Scorer
-from rollcall.types import Completion, Group, Ints, Prompt, Score, rows_of
-
-KEEP_EVERY_S = 1.0
-
-UNSCORED = Score(value=0.0, parts={}, errors={})
+from rollcall.types import Completion, Group, Ints, Prompt, Score
 
 
 class Plays(Protocol):
@@ -52,7 +48,7 @@ class Plays(Protocol):
 class Rollouts:
     engine: Engine
     rewards: Rewards
-    player: Plays | None = None  # None: a completion is one turn
+    player: Plays | None = None  # without one, a completion is one turn
     _numbers: Any = field(default_factory=itertools.count, init=False)  # of requests, groups and sessions
     _free: asyncio.Semaphore = field(init=False)
 
@@ -71,7 +67,7 @@ class Rollouts:
         scorer: Scorer,
         done: dict[int, Completion] | None = None,
     ) -> Group:
-        """One completion for each seed. ``done`` has those that an earlier process has made, by place, and gets each that ends."""
+        """Make one completion for each seed. ``done`` has those that an earlier process has made, by place, and gets each that ends."""
         done = {} if done is None else done
         makers, started_s, name = Counter[str](), time.time(), str(next(self._numbers))
 
@@ -142,104 +138,86 @@ class Rollouts:
                 self.engine.end_session(session)
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class OpenGroup:
-    """A group that is not finished."""
+class Rewards:
+    """The scoring of groups, and how long it takes. With ``is_remote``, reward models are in other processes, so asking them only waits.
+    ``spans`` notes when reward functions are busy."""
 
-    step: int
-    draw: int
-    prompt: Prompt
-    started_s: float
-    done: dict[int, Completion]  # by place
-    written: set[int]  # places
+    def __init__(self, *, is_remote: bool = False, spans: BusySpans | None = None) -> None:
+        self._ask_model = self._ask if is_remote else None
+        self._spans = spans or BusySpans(REWARDS)
+        self._num_scored = self._num_generated = 0  # groups at this moment
+        self._one_asks = asyncio.Lock()
+        self._seconds, self._since = 0.0, time.perf_counter()
 
-    def take_new(self) -> list[tuple[int, Group]]:
-        """Each place that is done and not written, with a group of this completion alone."""
-        new = {
-            place: completion
-            for place, completion in self.done.items()
-            if place not in self.written and is_finite(completion)  # else the whole group is refused
-        }
-        self.written |= new.keys()
-        return [
-            (
-                place,
-                Group(
-                    step=self.step,
-                    draw=self.draw,
-                    prompt=self.prompt,
-                    completions=(completion,),
-                    scores=(UNSCORED,),
-                    started_s=self.started_s,
-                    finished_s=time.time(),
-                    worker=LOCAL,
-                ),
-            )
-            for place, completion in new.items()
-        ]
-
-
-class OpenGroups:
-    """What has ended of groups that are not finished goes to ``write`` at most once a second, all of it at once."""
-
-    def __init__(self, write: Callable[[list[tuple[int, Group]]], Awaitable[Any]]) -> None:
-        self._write = write
-        self._groups: dict[tuple[int, int], OpenGroup] = {}
-
-    def open(self, prompt: Prompt, *, step: int, draw: int, done: dict[int, Completion]) -> None:
-        """``done`` has what is written already, and gets each completion that ends."""
-        self._groups[step, draw] = OpenGroup(
-            step=step, draw=draw, prompt=prompt, started_s=time.time(), done=done, written=set(done)
-        )
-
-    def close(self, *, step: int, draw: int) -> None:
-        """The whole group is about to be written."""
-        del self._groups[step, draw]
-
-    async def run(self) -> None:
-        """Until cancelled; what is new by then is written too."""
+    async def score(self, scorer: Scorer, prompt: Prompt, completions: tuple[Completion, ...]) -> tuple[Score, ...]:
+        self._count(scored=1)
         try:
-            while True:
-                await asyncio.sleep(KEEP_EVERY_S)
-                await self._flush()
+            return await scorer.score(prompt, completions, ask_model=self._ask_model)
         finally:
-            await self._flush()
+            self._count(scored=-1)
 
-    async def _flush(self) -> None:
-        if new := [one for group in self._groups.values() for one in group.take_new()]:
-            await self._write(new)
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """A group is generated while the block runs."""
+        self._count(generated=1)
+        try:
+            yield
+        finally:
+            self._count(generated=-1)
+
+    def take_seconds(self) -> float:
+        """Return for how long groups were scored while none was generated, since the last call of this."""
+        self._count()
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def _count(self, *, scored: int = 0, generated: int = 0) -> None:
+        now = time.perf_counter()
+        if self._num_scored and not self._num_generated:
+            self._seconds += now - self._since
+        self._since = now
+        self._num_scored += scored
+        self._num_generated += generated
+        self._spans.note(bool(self._num_scored))
+
+    async def _ask(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Ask a model in another process, for one group at a time."""
+        async with self._one_asks:
+            return await in_thread(function, *args)
 
 
-def player_of(config: Config, environments: Environments | None, *, tokenizer: Any, scorer: Scorer) -> Plays | None:
-    """None: the run has no environment, and a completion is one turn."""
-    if scorer.environment_readers and not isinstance(config.environment, ClassEnvironment | StepEnvironment):
+def player_of(
+    section: EnvironmentSection | None,
+    environments: Environments | None,
+    *,
+    tokenizer: Any,
+    scorer: Scorer,
+    max_prompt_tokens: int,
+    max_response_tokens: int,
+) -> Plays | None:
+    """Returns None for a run without an environment, in which a completion is one turn."""
+    if scorer.environment_readers and not isinstance(section, ClassEnvironment | StepEnvironment):
         raise ConfigError(
             f"the reward {scorer.environment_readers[0]} takes environments, and there are none: the run file needs an environment of "
             "type class or step"
         )
-    if config.environment is None or environments is None:
+    if section is None or environments is None:
         return None
     if isinstance(environments, AgentEnvironments):
         return environments.player(
-            tokenizer=tokenizer,
-            max_prompt_tokens=config.data.max_prompt_tokens,
-            max_response_tokens=config.rollout.max_response_tokens,
+            tokenizer=tokenizer, max_prompt_tokens=max_prompt_tokens, max_response_tokens=max_response_tokens
         )
     return Player(
-        section=config.environment,
+        section=section,
         environments=environments,
         conversations=Conversations(tokenizer),
-        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_prompt_tokens=max_prompt_tokens,
         keeps_attributes=bool(scorer.environment_readers),
     )
 
 
-def is_finite(completion: Completion) -> bool:
-    return all(np.isfinite(row.logprobs).all() for row in rows_of(completion))
-
-
 def sampling_seeds(run_seed: int, step: int, prompt_id: str, count: int) -> tuple[int, ...]:
-    """The seeds of a group's attempts, a function of (run seed, step, prompt, attempt) alone."""
+    """The seeds of a group's attempts: a pure function of run seed, step, prompt and attempt."""
     seeds: list[int] = []
     for attempt in range(count):
         digest = hashlib.blake2b(f"{run_seed}/{step}/{prompt_id}/{attempt}".encode(), digest_size=8).digest()
@@ -249,7 +227,7 @@ def sampling_seeds(run_seed: int, step: int, prompt_id: str, count: int) -> tupl
 
 @cache
 def _spare_the_collector() -> None:
-    """What this process has loaded by now stays, so Python's collector need not look at it again: with torch and transformers a full look
-    takes a fifth of a second, and everything waits."""
+    """Keep Python's collector from looking again at what is loaded by now, and stays: with torch and transformers a full collection takes
+    a fifth of a second, in which everything waits."""
     gc.collect()
     gc.freeze()

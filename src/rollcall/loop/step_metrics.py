@@ -18,7 +18,7 @@ MOST_NAMES = 500  # of environments' metrics in a step: those that most episodes
 
 
 def peak_memory_gib() -> float:
-    """Most memory this process has held: by CUDA's allocator where a card is in use, else resident."""
+    """The most memory that this process has held: by CUDA's allocator where a card is in use, else resident."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated() / 2**30
@@ -106,7 +106,7 @@ def _episode_metrics(episodes: list[Episode]) -> dict[str, float]:
 
 
 def _staleness(batch: StepBatch) -> Counter[int]:
-    """Number of sampled tokens by how many versions older they are than the policy that they train."""
+    """The number of sampled tokens, by how many versions older they are than the policy that they train."""
     lags: Counter[int] = Counter()
     completions = (completion for group in batch.groups for completion in group.completions)
     for row in (row for completion in completions for row in rows_of(completion)):

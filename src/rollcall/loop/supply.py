@@ -30,7 +30,7 @@ from rollcall.types import Group, failed_on_all, rows_of
 
 
 class NothingLeftError(Exception):
-    """``make`` has no group for a draw and may not generate one: this command only trains."""
+    """The journal has no group for a draw, and this command only trains, so it may not generate one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class Cursor:
 
     @classmethod
     def of(cls, state: dict[str, Any], *, where: str) -> Cursor:
-        """As a checkpoint keeps it."""
+        """Read it from the state of a checkpoint."""
         pending, next_draw = state.get("pending", []), state.get("next_draw")
         if not is_count(next_draw) or not isinstance(pending, list) or not all(map(is_count, pending)):
             raise ValueError(
@@ -80,13 +80,13 @@ class StepBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What the steps of a run need, and how they get it."""
+    """The needs of a run's steps, and the functions that meet them."""
 
     start_step: int  # trained already
     steps: int
     wanted: int  # groups a step
     staleness: int
-    max_refills: int | None  # None: groups without signal are trained on too
+    max_refills: int | None  # absent where groups without signal are trained on too
     make: Callable[[int, int], Awaitable[SuppliedGroup]]  # step, draw
     has_signal: Callable[[Group], bool]
 
@@ -110,7 +110,7 @@ class Supply(ABC):
 
     @abstractmethod
     async def batch(self, step: int) -> StepBatch:
-        """What this step trains on; asked for in order of steps. NothingLeftError: this command cannot have it."""
+        """Return the batch of a step; steps are asked for in order. Raises NothingLeftError if this command cannot have it."""
 
 
 class InOrder(Supply):
@@ -149,7 +149,8 @@ class InOrder(Supply):
         return draws
 
     async def _fill(self, step: int, draws: list[int], cursor: Cursor) -> StepBatch:
-        """The step's own draws, ``cursor`` being what follows them; groups without signal are left out and others drawn, round after round."""
+        """Make the groups of the step's own draws; ``cursor`` is what follows them. Groups without signal are left out and others drawn, round
+        after round."""
         started, demand = time.perf_counter(), self._demand
         made: list[SuppliedGroup] = []
         kept: list[Group] = []
@@ -164,8 +165,8 @@ class InOrder(Supply):
             draws = self._take(demand.wanted - len(kept))
             cursor = self._cursor
         if not kept:
-            # No group has a signal: train on one of them, whose gradient is zero. Not on one that could not be scored while others
-            # could: a step of nothing else ends the run.
+            # No group has a signal: train on one of them, whose gradient is zero. If possible not on one that could not be scored, because
+            # a step of only such groups ends the run.
             kept = [next((item.group for item in made if not failed_on_all([item.group])), made[0].group)]
         return StepBatch(
             step=step,
@@ -180,7 +181,7 @@ class InOrder(Supply):
 
 @dataclass(slots=True, kw_only=True)
 class Begun:
-    """A group that no step has yet."""
+    """A group that was begun and has not been given to a step."""
 
     draw: int
     version: int  # the engines' when it began; once it has finished, that of its oldest token
@@ -196,8 +197,8 @@ class Begun:
 class AsCompleted(Supply):
     """``recorded`` has the draws of steps that were trained before a crash: these steps get the same draws again.
 
-    With staleness k, at most k steps' worth of groups (at least two, except for k = 0) are begun and not trained. With k + 1
-    every step would have to wait for exactly the oldest groups, and there would be nothing to choose.
+    With staleness k, at most k steps' worth of groups (at least two, except for k = 0) are begun and not yet trained. With k + 1, every
+    step would have to wait for exactly the oldest groups, and there would be nothing to choose.
     """
 
     def __init__(self, demand: Demand, *, cursor: Cursor, recorded: Mapping[int, Sequence[int]]) -> None:
@@ -299,7 +300,7 @@ class AsCompleted(Supply):
             del self._begun[begun.draw]
 
     def _is_stuck(self) -> bool:
-        """Nothing more will finish."""
+        """Whether nothing more will finish."""
         items = self._begun.values()
         return any(item.missing for item in items) and all(item.missing or item.is_finished for item in items)
 
@@ -311,9 +312,8 @@ class AsCompleted(Supply):
 
 
 def choose(begun: Iterable[Begun], *, step: int, wanted: int, staleness: int) -> list[int] | None:
-    """The draws of a step: the first that finished, as long as every other can still be trained before it is too old.
-
-    None: too few have finished, or one that must not wait any longer has not.
+    """The draws of a step: the first that finished, as long as every other group can still be trained before it is too old. Returns None if
+    too few have finished, or if one that must not wait any longer has not.
 
     >>> late, *others = (Begun(draw=draw, version=draw // 2) for draw in range(4))  # staleness 1: 0 and 1 are due in step 2
     >>> for place, item in enumerate(others): item.made, item.place = object(), place

@@ -1,5 +1,5 @@
-"""Each part of a run from its settings: prompts, learner, critic, reference, engine, rewards. For roles in this process
-(``local``), for the process of a cluster (``worker``) and for evaluation."""
+"""The parts of a run from their sections of the run file: prompts, learner, critic, reference, engine, rewards. Used by ``local``, by
+``on_cluster`` and the processes that it starts (``worker``), by evaluation and by serving."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,9 +17,9 @@ from rollcall.checkpoint.origin import refuse_changed_rows
 from rollcall.config import Config, EnvironmentSection, ExactReward, Ppo, RolloutSection
 from rollcall.config.lora import LoraSection
 from rollcall.config.rewards import Reward
+from rollcall.config.sections import ModelSection
 from rollcall.data.load import PromptSet, load_prompts
 from rollcall.engine.native.engine import NativeEngine
-from rollcall.engine.protocol import Engine
 from rollcall.engine.vllm.child import Child
 from rollcall.engine.vllm.engine import VllmEngine
 from rollcall.engine.vllm.setup import find_python
@@ -33,8 +33,8 @@ from rollcall.loop.samples import ScoreSamples
 from rollcall.model.adapter import Adapter, add_to_weights
 from rollcall.model.decoder import Decoder, has_compiler
 from rollcall.model.files import resolve_model
-from rollcall.model.load import check_architecture, load_tokenizer, outline_causal_lm
-from rollcall.model.stop_tokens import check_stop_strings
+from rollcall.model.load import check_architecture, load_tokenizer, outline_causal_lm, resolve_device, resolve_dtype
+from rollcall.model.stop_tokens import check_stop_strings, stop_token_ids
 from rollcall.model.unread import WholeOnly, each_tensor, load_onto, open_unread, refuse_other_head
 from rollcall.plan.activations import COMPILE_FROM
 from rollcall.plan.engine import kv_fraction
@@ -51,31 +51,11 @@ NUM_REWARD_WORKERS = 2
 
 
 LocalEngine = NativeEngine | VllmEngine
-EngineT = TypeVar("EngineT", bound=Engine)
-
-
-@dataclass(slots=True, kw_only=True)
-class Held(Generic[EngineT]):
-    """What the controller drives, in this process or on a cluster."""
-
-    tokenizer: Any
-    engine: EngineT
-    scorer: Scorer
-    eval_scorer: Scorer
-    environments: Environments | None  # the controller closes them
-    train: PromptSet
-    val: PromptSet | None
-    stop_token_ids: tuple[int, ...]
-
-    def close(self) -> None:
-        self.scorer.close()
-        if self.eval_scorer is not self.scorer:
-            self.eval_scorer.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """What the controller reads before any weights are loaded."""
+    """The inputs that the controller reads before any weights are loaded."""
 
     model_path: str
     tokenizer: Any
@@ -101,9 +81,8 @@ def load_inputs(config: Config) -> Inputs:
             needs = columns_needed([ExactReward()])  # `build_scorers` evaluates by it
         val = load(config.data.val, split="val", limit=config.eval.max_prompts, needs=needs)
         refuse_changed_rows(config.run.dir, "val", val, limit=config.eval.max_prompts)
-    _warn_of_unknown_text(train, tokenizer)
-    if config.environment is None:  # it may tell rows of one text apart by their other columns
-        _warn_of_repeats(train, val)
+    # An environment may tell rows of one text apart by their other columns.
+    _warn_of_rows(train, val, tokenizer, may_repeat=config.environment is not None)
     for prompts in (train, val):
         if prompts is not None and prompts.num_overlong:
             say(
@@ -113,17 +92,16 @@ def load_inputs(config: Config) -> Inputs:
     return Inputs(model_path=path, tokenizer=tokenizer, train=train, val=val)
 
 
-def _warn_of_unknown_text(prompts: PromptSet, tokenizer: Any) -> None:
-    """Say when the tokenizer has no tokens for much of the first prompt: the model is asked something else."""
-    first = prompts.prompts[0]
+def _warn_of_rows(train: PromptSet, val: PromptSet | None, tokenizer: Any, *, may_repeat: bool) -> None:
+    """Say when the tokenizer has no tokens for much of the first prompt, since the model is asked something else, and when rows repeat."""
+    first = train.prompts[0]
     if lost := unknown_characters(first.text, first.token_ids, tokenizer):
         warn(
             f"{first.id}: the tokenizer has no tokens for {', '.join(map(repr, lost[:8]))} of the prompt {first.text[:40]!r}, so the model "
             "does not see them; use another model, or prompts that its tokenizer can write"
         )
-
-
-def _warn_of_repeats(train: PromptSet, val: PromptSet | None) -> None:
+    if may_repeat:
+        return
     texts = {prompt.text for prompt in train.prompts}
     if num_repeats := len(train.prompts) - len(texts):
         warn(
@@ -138,8 +116,8 @@ def _warn_of_repeats(train: PromptSet, val: PromptSet | None) -> None:
 
 
 def tokenizer_of(config: Config, path: str) -> Any:
-    """The model's at ``path``, with the run's chat template; refuses a model that cannot be run, before anything of it is loaded, and
-    stop strings that the tokenizer would never show."""
+    """The tokenizer of the model at ``path``, with the run's chat template. Refuses a model that cannot be run, before any of it is
+    loaded, and stop strings that the tokenizer would never show."""
     model = config.model
     check_architecture(path, trust_remote_code=model.trust_remote_code)
     tokenizer = load_tokenizer(path, chat_template=model.chat_template, trust_remote_code=model.trust_remote_code)
@@ -192,7 +170,7 @@ def build_learner(
 
 
 def build_adapter(config: Config, model: Any, *, device: torch.device) -> Adapter | None:
-    """The run's adapter, the same in every process; None: the run trains the model's own weights."""
+    """The run's adapter, the same in every process; None where the run trains the model's own weights."""
     if config.model.lora is None:
         return None
     path = resolve_model(config.model.path)
@@ -247,7 +225,7 @@ def build_engine(
                 graphs=graphs,
                 adapters=None if adapter is None else {POLICY: adapter},
             )
-    say("starting vLLM in a process of its own (a minute or so)")
+    say("starting vLLM in its own process (a minute or so)")
     child = Child(find_python(rollout.vllm.python), num_threads=torch.get_num_threads())
     try:
         child.wait_until_ready()
@@ -262,7 +240,7 @@ def build_engine(
             device=device,
             adapter=adapter,
         )
-    except BaseException:  # an interrupt too: it must not go on loading
+    except BaseException:  # an interrupt too: it must not continue to load
         child.close()
         raise
 
@@ -270,26 +248,30 @@ def build_engine(
 def _engine_sentence(model: Any, why: str) -> str:
     weights = sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
     return (
-        f"the KV cache of the native engine does not fit ({why}); the model's weights are {size(weights)}, and the learner's state may be "
-        "beside them. Lower rollout.kv_memory_fraction or rollout.kv_tokens, or give rollout slots without an actor"
+        f"the KV cache of the native engine does not fit ({why}); the model's weights are {size(weights)}, and the learner's state may be in "
+        "memory too. Lower rollout.kv_memory_fraction or rollout.kv_tokens, or give rollout slots without an actor"
     )
 
 
-def load_engine(
-    rollout: RolloutSection,
-    path: str,
-    tokenizer: Any,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    trust_remote_code: bool = False,
-    lora: LoraSection | None = None,
-) -> tuple[Any, LocalEngine]:
-    """A model and its engine, for sampling alone. vLLM reads the weights here tensor by tensor, and has the only copy: the model is
-    an outline then. ``lora`` names an adapter to add to the weights."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampler:
+    """A model that only samples."""
+
+    model: Any
+    engine: LocalEngine
+    stop_token_ids: tuple[int, ...]
+
+
+def load_sampler(
+    section: ModelSection, rollout: RolloutSection, path: str, tokenizer: Any, *, lora: LoraSection | None
+) -> Sampler:
+    """Load the model at ``path``, with the adapter that ``lora`` names added to its weights. vLLM has the only copy of the weights, which
+    are read here tensor by tensor: the model is an outline then."""
+    device = resolve_device(section.device)
+    dtype, trust = resolve_dtype(section.dtype, device), section.trust_remote_code
 
     def load(device: torch.device) -> Any:
-        model = load_onto(path, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+        model = load_onto(path, device=device, dtype=dtype, trust_remote_code=trust)
         if lora is not None:
             decoder = Decoder.of(model)
             adapter = Adapter.make(decoder, lora, seed=0, device=device, base=path)
@@ -297,19 +279,23 @@ def load_engine(
             add_to_weights(model, adapter.named_tensors(), gain=lora.gain)
         return model
 
+    def sampler(model: Any, engine: LocalEngine) -> Sampler:
+        stops = stop_token_ids(tokenizer, model.config, model.generation_config, rollout=rollout)
+        return Sampler(model=model, engine=engine, stop_token_ids=stops)
+
     if rollout.engine == "native":
         model = load(device)
-        return model, build_engine(rollout, model, tokenizer)
-    model = outline_causal_lm(path, dtype=dtype, trust_remote_code=trust_remote_code)
+        return sampler(model, build_engine(rollout, model, tokenizer))
+    model = outline_causal_lm(path, dtype=dtype, trust_remote_code=trust)
     try:
         if lora is not None:
             raise WholeOnly("an adapter is added to it")
         unread = open_unread(path, model)
         refuse_other_head(model, unread)
-    except WholeOnly:  # the whole model is here until vLLM has it
+    except WholeOnly:  # the whole model is in this process until vLLM has it
         model = load(torch.device("cpu"))
         engine = build_engine(rollout, model, tokenizer, device=device)
-        return model.to("meta"), engine
+        return sampler(model.to("meta"), engine)
     engine = build_engine(rollout, model, tokenizer, device=device)
     assert isinstance(engine, VllmEngine)
     try:
@@ -317,7 +303,7 @@ def load_engine(
     except BaseException:
         engine.close()
         raise
-    return model, engine
+    return sampler(model, engine)
 
 
 def build_critic(
@@ -361,10 +347,8 @@ def build_scorers(
     models: Mapping[int, ModelRewardFunction],
     num_workers: int = NUM_REWARD_WORKERS,
 ) -> tuple[Scorer, Scorer]:
-    """For training, and for evaluation: the same, or where a model alone gives the rewards, whether the answer is right.
-
-    ``score`` is the policy's; ``models`` has the reward models by their place in the run file.
-    """
+    """The scorers of training and of evaluation. They are the same, unless only models give rewards: then an evaluation asks whether the
+    answer is right. ``score`` is the policy's; ``models`` has the reward models by their place in the run file."""
     functions = dict(models)
     for index, reward in enumerate(rewards):
         if reward.type == "self_certainty":
@@ -381,18 +365,18 @@ def build_environments(
     *sets: PromptSet | None,
     make: Callable[[str | None], Environments] | None = None,
 ) -> Environments | None:
-    """Refuses a chat template that cannot be extended turn by turn. ``make`` gets the template of chats; None: they run here."""
+    """Start the environment in processes of this one, or by ``make``, which gets the chat template. Refuses a template that cannot be
+    extended turn by turn."""
     if section is None:
         return None
     from rollcall.environments.make import make_environments  # few runs have one
 
     say("starting the environment")
     rows = [prompt.metadata for prompts in sets if prompts is not None for prompt in prompts.prompts]
-    # A tokenizer may have a template that plain prompts do not go through.
-    is_chat = any(MESSAGES in row for row in rows)
-    template = tokenizer.chat_template if is_chat else None
-    environments = make_environments(section, chat_template=template) if make is None else make(template)
     chats = {str(row.get(KIND) or "") for row in rows if MESSAGES in row}
+    # A tokenizer may have a template that plain prompts do not go through.
+    template = tokenizer.chat_template if chats else None
+    environments = make_environments(section, chat_template=template) if make is None else make(template)
     for kind in {str(row.get(KIND) or "") for row in rows}:
         tools = environments.tools_of(kind)  # refuses a name that environment.path does not have
         if kind in chats:

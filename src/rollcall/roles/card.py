@@ -1,8 +1,8 @@
-"""What ``auto`` comes to on the card of this process: the learners' micro-batches first, then the KV cache of the native engine.
+"""Turns ``auto`` into sizes for the card of this process: the learners' micro-batches first, then the KV cache of the native engine.
 
-Everything that is held for the whole run is on the card by then, the optimizer's state too. What is free is divided by the arithmetic of
-``plan/choose.py``: first by the plan's estimate, then by a measured pass. All ranks of a gang take the smallest size that any of
-them found. On a CPU nothing is done: there ``auto`` is a number.
+Everything that is held for the whole run is on the card by then, even the optimizer's state. The free memory is divided by the arithmetic
+of ``plan/choose.py``: first by the plan's estimate, then by a measured pass. All ranks of a gang take the smallest size that any of them
+found. On a CPU ``auto`` is a fixed number, so nothing is done.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rollcall.words import size
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summed:
-    """A pass with the sums of gradients beside it."""
+    """The needs of a pass while the sums of gradients are in memory too."""
 
     passes: Needs
     sums: int
@@ -44,8 +44,8 @@ class Summed:
 
 
 def settle(config: Config, model: Any, *, learners: Sequence[Learner | Critic], samples: bool) -> int | None:
-    """Size the micro-batches of the learners in this process, and say it. Returns the tokens of KV for a native engine that
-    ``samples`` from ``model`` here, where the run file leaves that open."""
+    """Size the micro-batches of the learners in this process, and say how. Returns the tokens of KV for a native engine that ``samples`` from
+    ``model`` here, where the run file leaves that open."""
     device = learners[0].body.device if learners else next(model.parameters()).device
     if device.type != "cuda":
         return None
@@ -63,7 +63,7 @@ def settle(config: Config, model: Any, *, learners: Sequence[Learner | Critic], 
 
 
 def room_on(device: torch.device) -> int:
-    """Bytes that this process can still allocate, but for what the allocator loses."""
+    """The bytes that this process can still allocate, less what the allocator loses."""
     free, total = torch.cuda.mem_get_info(device)
     held = torch.cuda.memory_allocated(device)
     usable = int(total * torch.cuda.get_per_process_memory_fraction(device))
@@ -72,7 +72,7 @@ def room_on(device: torch.device) -> int:
 
 
 def engine_needs(config: Config, decoder: Decoder) -> EngineNeeds:
-    """Of the engine that is still to come."""
+    """The needs of the engine that is still to be made."""
     rollout = config.rollout
     shapes = {name: tensor.shape for name, tensor in decoder.named_tensors().items()}
     return EngineNeeds(
@@ -85,7 +85,7 @@ def engine_needs(config: Config, decoder: Decoder) -> EngineNeeds:
 
 
 def _kv_of(engine: EngineNeeds, model: Any, *, card: int) -> KvNeed:
-    """What the run file fixes is taken out of the room as it is; with vLLM, so are its weights."""
+    """The KV that the engine needs. What the run file fixes is taken out of the room, and with vLLM its weights too."""
     rollout = engine.config.rollout
     if kv_is_open(rollout):
         return engine.open_kv
@@ -134,14 +134,14 @@ def _size(learner: Learner | Critic, *, config: Config, kv: KvNeed, rows: Rows) 
 
 
 def _agreed(learner: Learner | Critic, choice: Choice) -> Choice:
-    """What all ranks of the gang can do, set as the learner's ``fit``."""
+    """Set as the learner's ``fit`` what all ranks of the gang can do."""
     fit = learner.fit
     fit.agree([(tokens, again) for tokens, again in learner.body.gang.gather([choice.tokens, choice.recompute])])
     return Choice(tokens=fit.tokens, recompute=fit.recompute)
 
 
 def _together(learner: Learner | Critic, line: Line | None) -> Line | None:
-    """The worst line of all ranks; None: one of them has none, and its smaller size counts for all."""
+    """The worst line of all ranks. If one of them has none, neither has the gang, and that rank's smaller size counts for all."""
     fit, gang = learner.fit, learner.body.gang
     own = None if line is None else [line.fixed, line.per_token]
     members = gang.gather([own, fit.tokens, fit.recompute])
@@ -158,7 +158,7 @@ def _chosen(fit: Fit, line: Line | None, *, room: int) -> str:
 
 
 def _kv_tokens(engine: EngineNeeds, *, device: torch.device, needs: Sequence[int]) -> int:
-    """What the learners leave. The engine's own work takes turns with theirs, but its graphs keep their memory."""
+    """The KV tokens that fit into what the learners leave. The engine's work alternates with theirs, but its graphs keep their memory."""
     config = engine.config
     room = room_on(device) - engine.graphs - max([engine.filling, *needs])
     tokens = max(1, engine.open_kv.of(room) // (engine.kv_per_token * KV_BLOCK)) * KV_BLOCK

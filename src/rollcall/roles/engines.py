@@ -3,12 +3,12 @@
     generate ──▶ router: which process? ──▶ its link: what the next call takes along ──▶ ``exchange`` in that process
              ◀── what has ended comes back with a call's answer ◀──
 
-A completion has no call of its own. Each busy process has two exchanges under way, so that it does not wait for this process between
+There is no call for each completion. Each busy process has two exchanges under way, so that it does not wait for this process between
 them. An answer brings what has ended; the next call takes along what is new and what is cancelled. One thread waits for answers;
 everything else happens in the thread of the event loop, without waiting.
 
-A process that holds only an engine may be lost: what it had not finished goes out again first, and ``replace`` makes a new process in a
-thread of its own. The new one gets requests once it has the current weights, from the next ``serve`` or from ``admit``.
+A process that holds only an engine may be lost: what it had not finished goes out again first, and ``replace`` makes a new process in
+another thread. The new one gets requests once it has the current weights, from the next ``serve`` or from ``admit``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from rollcall.engine.exchange import Exchanged
 from rollcall.engine.protocol import Made, Refused, Request, Stats
 from rollcall.errors import WorkerDiedError, WorkerError, WorkerLostError
-from rollcall.loop.aside import in_thread
+from rollcall.loop.tasks import in_thread
 from rollcall.plan.placement import Role
 from rollcall.roles.router import RolloutWorker, Router
 from rollcall.roles.team import Team
@@ -47,14 +47,14 @@ class _Link:
     cancelled: list[str] = field(default_factory=list)
     ended_sessions: list[str] = field(default_factory=list)
     calls: list[Any] = field(default_factory=list)
-    num_preemptions: int = 0  # that its process has told of
+    num_preemptions: int = 0  # the last count from its process
 
 
 class Engines:
     """``room`` is how many completions a process decodes at once.
 
-    The run can go on without the ``replaceable`` processes; ``replace`` makes a new one, ready for weights, and raises if it
-    cannot. With no engine left, the run waits ``wait_s`` for one.
+    The run can continue without the ``replaceable`` processes; ``replace`` makes a new one, ready for weights, and raises if it cannot.
+    With no engine left, the run waits ``wait_s`` for one.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Engines:
         room: int,
         node_weights: Sequence[float] | None,
         replaceable: Collection[int] = (),
-        replace: Callable[[int], None] | None = None,
+        replace: Callable[[int], object] | None = None,
         wait_s: float = WAIT_S,
     ) -> None:
         self.version = 0
@@ -141,7 +141,9 @@ class Engines:
         self._look_soon()
 
     async def admit(self) -> None:
-        """Give the current weights to the processes that are new."""
+        """Give the current weights to the processes that are new, unless an update has brought them in meanwhile."""
+        if not self.is_due:
+            return
         await self._push(self.version)
         self._look_soon()
 
@@ -151,10 +153,10 @@ class Engines:
         return bool(self._new_ones)
 
     def begin_session(self, session: str) -> None:
-        """The processes do not wait for turns to come together."""
+        """Nothing to do: the processes do not wait for turns to come together."""
 
     def end_session(self, session: str) -> None:
-        """Goes along with the next call: what a process without work keeps is in nobody's way."""
+        """Sent with the next call: until there is one, nothing needs the memory that the process keeps for the session."""
         for worker in self._router.end_session(session):
             self._links[worker].ended_sessions.append(session)
 
@@ -175,13 +177,13 @@ class Engines:
     # Calls
 
     def _look_soon(self) -> None:
-        """Once all who ask in this moment have asked: a group goes out together."""
+        """Look once everyone who asks at this moment has asked, so that a group goes out together."""
         if not self._is_due:
             self._is_due = True
             asyncio.get_running_loop().call_soon(self._look)
 
     def _look(self) -> None:
-        """Give out what there is to do. Nothing here waits."""
+        """Hand out the waiting requests. Nothing here waits."""
         self._is_due = False
         if self._is_still or self._failure is not None:
             return
@@ -194,7 +196,7 @@ class Engines:
                 if self._router.load(worker) or link.cancelled:
                     while len(link.calls) < CALLS:
                         self._call(worker, link)
-        except Exception as error:  # noqa: BLE001 - nobody else would hear of it
+        except Exception as error:  # noqa: BLE001 - raised in everyone who waits; nobody else would hear of it
             self._fail(error)
         if self._collecting is None and any(link.calls for link in self._links.values()):
             self._collecting = asyncio.get_running_loop().create_task(self._collect())
@@ -211,13 +213,13 @@ class Engines:
                 for worker, call, answer in await in_thread(self._answers, calls):
                     self._take(worker, call, answer)
                 self._look()
-        except Exception as error:  # noqa: BLE001 - all who wait get it
+        except Exception as error:  # noqa: BLE001 - raised in everyone who waits
             self._fail(error)
         finally:
             self._collecting = None
 
     def _answers(self, calls: list[tuple[int, Any]]) -> list[tuple[int, Any, Exchanged | WorkerDiedError]]:
-        """In a thread: those that are there, after a moment."""
+        """Wait a moment, in a thread, for answers, and return those that are there."""
         group = self._team.group
         done = set(map(id, group.wait_for_some([call for _, call in calls], timeout_s=ANSWERS_S)))
         ready = [(worker, call) for worker, call in calls if id(call) in done]
@@ -269,7 +271,7 @@ class Engines:
         return done
 
     def _fail(self, error: Exception) -> None:
-        """All who wait get it, and who asks later."""
+        """Raise the error in everyone who waits, or asks later."""
         self._failure = self._failure or error
         for done in [self._forget(request_id) for request_id in list(self._asked)]:
             if not done.cancelled():
@@ -278,7 +280,7 @@ class Engines:
     # Losses
 
     def _lose(self, worker: int, error: WorkerError) -> None:
-        """Its requests go to the others, and it is replaced."""
+        """Give its requests to the others, and begin to replace it."""
         if worker in self._away and worker not in self._new_ones:
             return
         self._new_ones.discard(worker)
@@ -298,7 +300,7 @@ class Engines:
         assert self._replace is not None
         try:
             await in_thread(self._replace, worker)
-        except Exception as error:  # noqa: BLE001 - all who wait get it, whatever it is
+        except Exception as error:  # noqa: BLE001 - raised in everyone who waits
             self._fail(error)
         else:
             self._new_ones.add(worker)
@@ -336,7 +338,7 @@ class Engines:
             self._alone = None
 
     async def _lose_receivers(self, error: WorkerLostError) -> None:
-        """A push broke off: replace the receivers that are dead. If none of them is, raise the error."""
+        """After a push that broke off, replace the receivers that are dead. If none of them is, raise the error."""
         group = self._team.group
         # It may be dead before Ray knows it.
         named = error.ranks[:1] if isinstance(error, WorkerDiedError) else ()

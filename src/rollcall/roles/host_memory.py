@@ -1,4 +1,4 @@
-"""Freed memory stays with the process, in large pages.
+"""Keeps freed memory in the process, in large pages.
 
 An update on a CPU allocates and frees the same large tensors again and again. glibc returns blocks of that size to the
 kernel at once, and each new allocation costs a page fault and a zeroed page for every 4 KiB. Memory that is kept can be in
@@ -24,7 +24,7 @@ LARGE_SHARE = 4  # a quarter of the machine's memory may be in large pages
 
 
 def keep_freed_memory() -> None:
-    """For this thread and for threads that start later. C libraries other than glibc are left unchanged."""
+    """Do so for this thread and for threads that start later. C libraries other than glibc are left unchanged."""
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallopt"):
         return
@@ -34,9 +34,9 @@ def keep_freed_memory() -> None:
 
 
 def _ask_for_large_pages(libc: ctypes.CDLL) -> None:
-    """For the unused part of the heap. The heap is first made long enough, because each later extension would have to be asked
-    for again; no memory is taken before it is used. A kernel without large pages, or a limit on the process's size, refuses:
-    then nothing changes."""
+    """Ask for large pages in the unused part of the heap. The heap is first made long enough, because each later extension would have to be
+    asked for again; no memory is taken before it is used. If the kernel has no large pages, or the process's size is limited, it refuses and
+    nothing changes."""
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     libc.free.restype, libc.free.argtypes = None, [ctypes.c_void_p]
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]

@@ -29,7 +29,7 @@ _NEED_THE_POLICY = ("self_certainty", "environment")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """One completion of the trial."""
+    """A completion of the trial and its score."""
 
     row: str
     completion: str  # which of the three
@@ -37,7 +37,7 @@ class Scored:
     score: float  # the weighted sum
     parts: dict[str, float]
     errors: dict[str, str]
-    notes: dict[str, str]  # what services said
+    notes: dict[str, str]  # from services
     seconds: float
 
 
@@ -45,7 +45,7 @@ class Scored:
 class Trial:
     scored: list[Scored]
     failures: list[Failure]  # the first of each reward and kind, with tracebacks
-    in_force: dict[str, dict[str, str]]  # what confines each reward's processes on this machine
+    in_force: dict[str, dict[str, str]]  # the confinement of each reward's processes on this machine
     left_out: list[str]  # rewards that need the policy
 
     @property
@@ -114,7 +114,7 @@ def try_rewards(config: Config, prompts: list[Prompt]) -> Trial:
 
 
 def _not_waited_for(reward: Reward) -> Reward:
-    """A service that does not answer is what the trial has to say, at once."""
+    """A service that does not answer fails the trial at once."""
     return reward.model_copy(update={"outage_s": 0.0}) if isinstance(reward, AskedReward) else reward
 
 

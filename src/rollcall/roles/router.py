@@ -1,8 +1,8 @@
-"""Which engine gets which requests. Pure: requests and a clock in, decisions out.
+"""Decides which engine gets which requests. Pure: requests and a clock in, decisions out.
 
 A completion keeps its seed, so the choice of a worker changes the time and nothing else. The requests of a group go to one worker
 together (a ``Batch``), because the prompt is computed once for them. A worker gets what it can decode at once (``room``, in
-completions) and some more, so that it never runs empty. The rest waits here, by ``Request.order``.
+completions) and some more, so that it never runs empty. The rest waits here, in ``Request.order``.
 
 - With node weights, each node gets its share of the batches at any speed; the workers of a node divide it by speed.
 - Without, all workers divide everything by speed. A batch goes to the worker that is expected to finish it first. A slow
@@ -43,31 +43,30 @@ class Batch:
     pool: _Pool
     requests: dict[str, Request] = field(default_factory=dict)
     size: int = 0  # completions when it was given out
-    seat: RolloutWorker | None = None  # None: it waits here
+    seat: RolloutWorker | None = None  # absent while it waits here
     when_s: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RolloutWorker:
-    """One rollout process: what it has, and how fast it was."""
+    """A rollout process: the work that it has, and how fast it was."""
 
     worker: int  # its number in the team
     node_rank: int
     name: str  # recorded with the groups that it makes
     given: dict[Batch, None] = field(default_factory=dict)
     load: int = 0  # completions it has
-    num_waiting: int = 0  # completions that it said it has not begun
+    num_waiting: int = 0  # completions that it has not begun, when it last answered
     done: float = 0.0  # completions, older ones counting less
     busy_s: float = 0.0  # the time they took, older ones counting less
     since_s: float = 0.0  # up to when busy_s is counted, while there is work
     latency_s: float | None = None
     version: int = 0  # of the weights when it last got a batch
-    on_trial: bool = False  # its next batch alone says how fast it is
+    on_trial: bool = False  # only its next batch says how fast it is
     patience: int = 1  # versions without work until it is tried again
 
     def measured(self, now: float) -> tuple[float, float]:
-        """Completions, and the seconds they took. Time beyond that of a usual batch counts too: such a worker is slow or
-        stuck."""
+        """Completions, and the seconds they took. Time beyond that of a usual batch counts too, because such a worker is slow or stuck."""
         overdue_s = now - self.since_s - (self.latency_s or 0.0) if self.load else 0.0
         return self.done, self.busy_s + max(overdue_s, 0.0)
 
@@ -143,18 +142,18 @@ class Router:
         self._batches[request.id] = batch
 
     def _next_pool(self, among: Sequence[int] = ()) -> int:
-        """One of these pools, else one with workers, if there is one."""
+        """Choose one of these pools, else one with workers, if there is one."""
         able = among or [rank for rank in self._weights if self._pools[rank].seats] or list(self._weights)
         rank = min(able, key=lambda rank: ((self._num_given.get(rank, 0) + 1) / self._weights[rank], rank))
         self._num_given[rank] = self._num_given.get(rank, 0) + 1
         return rank
 
     def end_session(self, session: str) -> list[int]:
-        """The workers that had requests of it."""
+        """Forget a session; returns the workers that had requests of it."""
         return self._sessions.pop(session, [])
 
     def hand_out(self, *, version: int = 0) -> list[tuple[int, list[Request]]]:
-        """What goes to which worker now, batch by batch; ``version`` is that of the weights."""
+        """The requests that go out now, with their worker, batch by batch; ``version`` is that of the weights."""
         out: list[tuple[int, list[Request]]] = []
         for seat, batch in [given for pool in self._pools.values() for given in pool.hand_out(version)]:
             requests = list(batch.requests.values())
@@ -163,12 +162,12 @@ class Router:
         return out
 
     def worker_of(self, request_id: str) -> int | None:
-        """The worker that has it; None: it waits here, or nobody has asked for it."""
+        """The worker that has it, unless it waits here or nobody has asked for it."""
         batch = self._batches.get(request_id)
         return None if batch is None or batch.seat is None else batch.seat.worker
 
     def finish(self, request_id: str) -> str:
-        """A completion is there; returns the name of the worker that made it."""
+        """Note that a completion has arrived; returns the name of the worker that made it."""
         batch = self._batches[request_id]
         seat = batch.seat
         assert seat is not None, "no worker had this request"
@@ -178,7 +177,7 @@ class Router:
         return seat.name
 
     def drop(self, request_id: str) -> None:
-        """Nobody waits for this request any more."""
+        """Forget a request that nobody waits for any more."""
         batch = self._batches.pop(request_id)
         request = batch.requests.pop(request_id)
         if batch.seat is not None:
@@ -195,19 +194,19 @@ class Router:
             self._open.pop(request.group, None)
 
     def note_waiting(self, worker: int, num_waiting: int) -> None:
-        """A worker says how many of its completions it has not begun."""
+        """Note how many of its completions a worker has not begun."""
         for pool in self._pools.values():
             if worker in pool.seats:
                 pool.seats[worker].num_waiting = num_waiting
 
     def take_back(self) -> list[tuple[int, list[str]]]:
-        """Requests that busy workers have not begun while others are idle: they wait here again, and these workers are to cancel them."""
+        """Take back requests that busy workers have not begun while others are idle. They wait here again; the caller cancels them there."""
         return [
             (seat.worker, list(batch.requests)) for pool in self._pools.values() for seat, batch in pool.take_back()
         ]
 
     def lose(self, worker: int) -> None:
-        """This worker is gone: what is left of its batches waits here again in its old order, so it is the first to go out."""
+        """Forget a worker that is gone. The rest of its batches waits here again in the old order, so it is the first to go out."""
         for had in self._sessions.values():
             if worker in had:
                 had.remove(worker)
@@ -218,14 +217,14 @@ class Router:
         self._spread()
 
     def join(self, new: RolloutWorker) -> None:
-        """A process that is new: it knows nothing of what was given out before."""
+        """Add a new process, which knows nothing of what was given out before."""
         rank = new.node_rank if self._by_node else 0
         if rank in self._pools:  # else its node has weight 0
             self._pools[rank].seats[new.worker] = new
             self._spread()
 
     def _spread(self) -> None:
-        """What waits in a pool without workers goes to the others."""
+        """Move the batches that wait in a pool without workers to the others."""
         for pool in self._pools.values():
             waiting, pool.queue = (sorted(pool.queue), []) if not pool.seats and self.num_workers else ([], pool.queue)
             for _, batch in waiting:
@@ -257,7 +256,7 @@ class _Pool:
         heapq.heappush(self.queue, (batch.order, batch))
 
     def first(self) -> Batch | None:
-        """The next to go out; those of which nothing is left are dropped."""
+        """The next batch to go out; drops those of which nothing is left."""
         while self.queue and not self.queue[0][1].requests:
             heapq.heappop(self.queue)
         return self.queue[0][1] if self.queue else None
@@ -300,7 +299,7 @@ class _Pool:
             had[:] = [worker for worker in had if worker != seat.worker] + [seat.worker]
 
     def measure(self, seat: RolloutWorker, batch: Batch) -> None:
-        """All of a batch is back."""
+        """Measure a worker by a batch of which everything is back."""
         now = self._clock()
         seat.done = KEPT * seat.done + batch.size
         seat.busy_s = KEPT * seat.busy_s + now - seat.since_s
@@ -311,7 +310,7 @@ class _Pool:
         seat.latency_s = took_s if seat.latency_s is None else 0.9 * seat.latency_s + 0.1 * took_s
 
     def _judge(self, seat: RolloutWorker, size: int, *, took_s: float) -> None:
-        """Measure a worker that had no work for long by this one batch."""
+        """Measure a worker that had no work for long by this batch, forgetting older measurements."""
         speeds = self._speeds(self._clock()).of
         others = [speed for worker, speed in speeds.items() if worker != seat.worker]
         latency_s = statistics.median(speed.latency_s for speed in others)
@@ -364,7 +363,8 @@ class _Pool:
         return turns * own.latency_s <= TOLERANCE * max(speeds.latency_s, others_s)
 
     def _speeds(self, now: float) -> _Speeds:
-        """A worker that is not measured yet counts as fast as the others; that assumption weighs as much as one batch."""
+        """The speeds of all workers. One that is not measured yet counts as fast as the others, an assumption that weighs as much as one
+        batch."""
         size = self._size
         measured = {worker: seat.measured(now) for worker, seat in self.seats.items()}
         known = [done / max(spent, 1e-6) for done, spent in measured.values() if done]
@@ -376,7 +376,7 @@ class _Pool:
             rate = (done + size) / (spent + size / usual)
             own = self.seats[worker].latency_s
             # With more work some engines have a higher rate at the same latency, others a higher latency at the same rate.
-            # A speed made of both evens out the loads of either kind; one part alone would overload one kind.
+            # A speed made of both evens out the loads of either kind; only one of them would overload one kind.
             share = (rate / usual) ** 0.75 * (latency / own if own else 1.0) ** 0.25
             speeds[worker] = _Speed(rate=rate, latency_s=latency if own is None else own, share=share)
         return _Speeds(
@@ -388,8 +388,8 @@ class _Pool:
 
 
 class _Choice:
-    """The best worker for one batch after the other. What a worker is given changes its own turn alone: the sum of what waits and
-    what is given out stays."""
+    """Chooses the best worker for one batch after the other. Giving a worker a batch changes only that worker's turn, because the sum of
+    what waits and what is given out stays the same."""
 
     def __init__(self, pool: _Pool, *, waiting: int, version: int, speeds: _Speeds) -> None:
         self._pool, self._waiting, self._speeds = pool, waiting, speeds
@@ -402,7 +402,7 @@ class _Choice:
         ]
 
     def best(self, size: int) -> RolloutWorker | None:
-        """The worker that is expected to finish a batch of this size first and has room for it; None: let it wait."""
+        """The worker that has room for a batch of this size and is expected to finish it first; None if the batch should wait."""
         while self._forgotten and len(self._pool.seats) > 1:
             seat = self._forgotten.pop(0)
             if not seat.load:
@@ -428,7 +428,7 @@ class _Choice:
         self._speeds.load += size
 
     def _turn(self, seat: RolloutWorker) -> tuple[bool, float, int] | None:
-        """The lowest is the best; None: it gets nothing."""
+        """A worker's place in the order, the lowest first; None if it gets nothing."""
         pool, size = self._pool, self._size
         if not pool.may_get(seat, size) or not pool.in_time(seat, size, waiting=self._waiting, speeds=self._speeds):
             return None

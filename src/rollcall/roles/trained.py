@@ -1,14 +1,13 @@
-"""What one process trains, on disk.
+"""The models that one process trains, and their way to disk and back.
 
-Where every process of a gang has the whole model, a checkpoint is one call: the first process writes. Where a model is in parts,
-it is three: ``copy_parts``, for which the run waits and which all processes of the gang make together; ``write_parts``,
-which begins to write in a thread; ``parts_written``, until it answers.
+Where every process of a gang has the whole model, a checkpoint is one call, in which the first process writes. Where a model is in parts, it
+takes three: ``copy_parts``, which all processes of the gang make together while the run waits; ``write_parts``, which begins to write in a
+thread; ``parts_written``, repeated until it answers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +36,15 @@ def _saving(why: str) -> str:
 
 
 class Trained:
-    tokenizer: Any
-    stop_token_ids: tuple[int, ...]
-    learner: Learner | None
-    critic: Critic | None
-
-    @property
-    def saves_in_parts(self) -> bool:
-        """An adapter is small: one process writes it whole."""
-        if self.learner is not None and self.learner.adapter is not None:
-            return False
-        return any(model.body.in_parts for model in (self.learner, self.critic) if model is not None)
+    def __init__(
+        self, *, tokenizer: Any, stop_token_ids: tuple[int, ...] = (), learner: Learner | None, critic: Critic | None
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.stop_token_ids = stop_token_ids
+        self.learner = learner
+        self.critic = critic
+        self._parts = PartWriter()
+        self._config_files = ConfigFiles()
 
     def write_whole(self, directory: Path) -> None:
         with short_of_memory(_saving):
@@ -56,16 +53,8 @@ class Trained:
             if self.critic is not None:
                 write_critic(self.critic, directory)
 
-    @cached_property
-    def _parts(self) -> PartWriter:
-        return PartWriter()
-
-    @cached_property
-    def _config_files(self) -> ConfigFiles:
-        return ConfigFiles()
-
     def copy_parts(self) -> None:
-        """When this returns, the models may change: what is to be saved is in host memory."""
+        """Copy what is to be saved to host memory, so that the models may change afterwards."""
         config_files: Mapping[str, bytes] = {}
         if self.learner is not None:
             config_files = self._config_files.files(self.learner, self.tokenizer, stops=self.stop_token_ids)
@@ -74,12 +63,12 @@ class Trained:
             self._parts.copy(files, facts=facts)
 
     def write_parts(self, directory: Path, run: str | None = None) -> None:
-        """Begin to write the copy to the checkpoint's folder; with ``run`` to the folder of that name on this node."""
+        """Begin to write the copy to the checkpoint's folder, or with ``run`` to the folder of that name on this node."""
         place = None if run is None else local.folder_of(run) / directory.name.removeprefix(".tmp-")
         self._parts.start(directory, place=place)
 
     def parts_written(self) -> Written | None:
-        """None: it still writes."""
+        """The result of the write, once it has ended."""
         return self._parts.written()
 
     def parts_here(self, files: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -1,10 +1,10 @@
-"""New weights on the cluster: who sends, who receives, and when they meet.
+"""New weights on a cluster: who sends, who receives, and when they meet.
 
-The first actor process sends, or where vLLM has the only copy of its process, each that holds a part (``weights/parts.py``). Every process
-with a rollout or an inference role but no actor receives. A process with an actor reads the actor's parameters, so it only notes the
-version. The controller tells all of them at once (``WeightSync``); the bytes go from process to process (``WorkerWeights``), over the
-transport that ``rollout.weights`` names. When a process is new, or back after a failure, the senders invite all receivers again, and
-the first update then carries all weights.
+The first actor process sends; where vLLM has the only copy in its process, each actor process sends the part that it holds
+(``weights/parts.py``). Every process with a rollout or an inference role but no actor receives. A process with an actor reads the actor's
+parameters, so it only notes the version. The controller tells all of them at once (``WeightSync``); the bytes go from process to process
+(``WorkerWeights``), over the transport that ``rollout.weights`` names. When a process is new, or back after a failure, the senders invite
+all receivers again, and the first update then carries all weights.
 """
 
 from __future__ import annotations
@@ -31,16 +31,18 @@ DECLINE_S = 2.0
 
 
 class WeightSync:
-    """The controller's side."""
+    """The controller's side of it."""
 
     def __init__(self, team: Team) -> None:
         self._team = team
-        self._invited: dict[int, str] | None = {}  # name of each receiver, by process; None: invite again
+        self._invited: (
+            dict[int, str] | None
+        ) = {}  # name of each receiver, by process, unless they must be invited again
         self._invitations: Mapping[str, list[Invitation]] = {}  # of each receiver, one from each sender
         self._broken_off: list[Any] = []
 
     def push(self, version: int, *, without: Collection[int] = ()) -> None:
-        """Returns when every process with a policy has this version, except those in ``without``."""
+        """Return when every process with a policy has this version, except those in ``without``."""
         group, actors = self._team.group, self._team.members[Role.ACTOR]
         names = {worker: name for worker, name in self._names().items() if worker not in without}
         apart = {worker: name for worker, name in names.items() if worker not in actors}
@@ -62,8 +64,7 @@ class WeightSync:
         """After a failed push, wait until the actor's processes have given it up; raises if one does not."""
         deadline, actors = time.monotonic() + timeout_s, self._team.members[Role.ACTOR]
         for name in [name for worker, name in self._names().items() if worker in lost and name in self._invitations]:
-            # The sender itself misses a receiver that had connected, and then no longer listens; or it listens on its own
-            # host alone.
+            # A sender that had connected to the receiver notices its loss, and no longer listens; another may listen only on its own host.
             for invitation in self._invitations[name]:
                 with suppress(MissingPeerError):
                     decline(invitation, name=name, timeout_s=DECLINE_S)
@@ -78,7 +79,7 @@ class WeightSync:
                 )
 
     def invite_again(self) -> None:
-        """A receiver is a new process."""
+        """Invite all receivers before the next push, because one is a new process."""
         self._invited = None
 
     def _invite(self, apart: dict[int, str]) -> None:
@@ -94,7 +95,7 @@ class WeightSync:
         self._invited = apart
 
     def _names(self) -> dict[int, str]:
-        """Processes that hold a policy, by what an error calls them."""
+        """The processes that hold a policy, with their names in errors."""
         metadata = self._team.group.worker_metadata
         names: dict[int, str] = {}
         for role in HOLDERS:
@@ -104,8 +105,8 @@ class WeightSync:
 
 
 class WorkerWeights:
-    """A process's side: its end of every transport it takes part in. ``by_parts``: senders send what they hold, and receivers get
-    tensors one by one."""
+    """A process's side of it: its end of each transport that it takes part in. With ``by_parts``, senders send what they hold, and receivers
+    get tensors one by one."""
 
     def __init__(self, transport: WeightTransport, *, folder: Path, on_gpu: bool, by_parts: bool = False) -> None:
         self._transport: WeightTransport = transport
@@ -123,7 +124,7 @@ class WorkerWeights:
         return self._sender is not None
 
     def invite(self, receivers: Mapping[str, bool], host: str, *, name: str) -> Mapping[str, Invitation]:
-        """Become the sender to these receivers, each of which is (or is not) on this host; ``name``: the sender's in messages."""
+        """Become the sender to these receivers, whose value says whether one is on this host; ``name`` is the sender's in messages."""
         if self._sender is not None:
             self._sender.close()
             self._sender = None
@@ -152,12 +153,12 @@ class WorkerWeights:
         """Nothing moves where learner and engine read the same tensors: an update is only a new version number."""
         if self._shared is not None and version < self._shared:  # a push for a new process repeats the version
             raise StaleUpdateError(
-                f"the actor's own process: version {version} is not newer than the {self._shared} that is here"
+                f"the actor's own process: version {version} is not newer than {self._shared}, which it has"
             )
         self._shared = version
 
     def receive(self, tensors: Mapping[str, Tensor], *, version: int, name: str, invitation: Invitation) -> None:
-        """Into tensors that are here."""
+        """Receive into these tensors."""
         if self._receiver is None or [invitation] != self._invitations:
             if self._receiver is not None:
                 self._receiver.close()

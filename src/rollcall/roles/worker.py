@@ -1,8 +1,8 @@
-"""One process of a run on the cluster: it holds the roles that its slots were given, and does what the controller asks.
+"""One process of a run on a cluster: it holds the roles that its slots were given, and does what the controller asks.
 
-Roles in one process share the policy: engine and learner read the same parameters. A process with a rollout but no actor
-has its own policy, which gets new weights after every update. If vLLM samples there, only vLLM has it: this process hands on what
-comes, tensor by tensor.
+Roles in one process share the policy: engine and learner read the same parameters. A process with a rollout role but no actor has its own
+policy, which gets new weights after every update. If vLLM samples there, only vLLM has the policy, and this process passes it each tensor
+that arrives.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ PURPOSES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What the controller must know about a model that only workers have loaded."""
+    """Facts that the controller needs about a model that only workers have loaded."""
 
     max_positions: int
     stop_token_ids: tuple[int, ...]
@@ -104,10 +104,11 @@ def _syncing(why: str) -> str:
 
 
 class RoleWorker(Trained):
-    """The processes of roles ``in_parts`` hold parts of one model, and run every forward together."""
+    """A process with some of the run's roles. Those of a role ``in_parts`` each hold part of one model, and run every forward together."""
 
     def __init__(self, config: Config, model_path: str, *, in_parts: frozenset[Role]) -> None:
         transformers_logging.disable_progress_bar()  # every process would draw its own
+        super().__init__(tokenizer=tokenizer_of(config, model_path), learner=None, critic=None)
         self.config = config
         self.model_path = model_path
         self._in_parts = in_parts
@@ -115,10 +116,10 @@ class RoleWorker(Trained):
         self.device = resolve_device(config.model.device)
         self.dtype = resolve_dtype(config.model.dtype, self.device)
         self.trust = config.model.trust_remote_code
-        self.tokenizer = tokenizer_of(config, model_path)
+        self.reference: Reference | None = None
         self._listener: socket.socket | None = None
         self.engine: LocalEngine | None = None
-        self._served: int | None = None  # the version that the engine has; None: none, or a part of one
+        self._served: int | None = None  # the version that the engine has, once it is whole
         self._sent_blocks: list[tuple[str, Block]] | None = None
         # Where vLLM has the only copy, each actor sends what it holds, and tensors are put together in host memory on their way there.
         # An adapter is small, and goes whole.
@@ -149,17 +150,15 @@ class RoleWorker(Trained):
             model, unread = self._load(gang, Role.ACTOR, in_roles=roles, whole=samples)
         else:
             model = self._outline()
-        self.learner = None
-        # Whole in every process that has the policy: it is small.
-        samples_or_trains = Role.ROLLOUT in roles or not roles.isdisjoint(POLICY)
-        self.adapter = build_adapter(self.config, model, device=self.device) if samples_or_trains else None
+        # An adapter is whole in every process that has the policy: it is small.
+        has_policy = Role.ROLLOUT in roles or not roles.isdisjoint(POLICY)
+        self.adapter = build_adapter(self.config, model, device=self.device) if has_policy else None
         if Role.ACTOR in roles:
             self.learner = build_learner(
                 self.config, model, gang=gang, device=self.device, unread=unread, adapter=self.adapter
             )
             if self.learner.body.in_parts and not samples:
                 model.to("meta")
-        self.critic = self.reference = None
         if Role.CRITIC in roles:
             critic, unread = self._load(gang, Role.CRITIC, in_roles=roles)
             self.critic = build_critic(self.config, critic, gang=gang, device=self.device, unread=unread)
@@ -167,7 +166,7 @@ class RoleWorker(Trained):
             self.reference = self._build_reference(gang, in_roles=roles)
         rewards = self.config.reward if Role.REWARD in roles else ()
         self.reward_models = load_reward_models(rewards, device=self.device, trust_remote_code=self.trust)
-        # What is held for the whole run is there; the engine gets what is left.
+        # Everything that is held for the whole run is loaded by now; the engine gets the memory that is left.
         learners = [each for each in (self.learner, self.critic) if each is not None]
         kv_tokens = settle(self.config, model, learners=learners, samples=Role.ROLLOUT in roles)
         if Role.ROLLOUT in roles:
@@ -179,7 +178,7 @@ class RoleWorker(Trained):
                 adapter=self.adapter,
                 kv_tokens=kv_tokens,
             )
-        # Whether an engine sits beside a part of the model, in any process of the gang: it gets the whole from all of them.
+        # Whether any process of the gang has an engine as well as a part of the model: the engine gets the whole from all of them.
         self._gathers = (
             self.learner is not None and self.learner.body.in_parts and any(gang.gather(self.engine is not None))
         )
@@ -284,7 +283,7 @@ class RoleWorker(Trained):
     def _take(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """New weights, one by one: to the policy that is here, or to the engine that has the only one."""
         if self._hands_on:
-            assert isinstance(self.engine, VllmEngine), "only vLLM keeps weights of its own"
+            assert isinstance(self.engine, VllmEngine), "only vLLM keeps its own weights"
             if version != self._served:
                 self.engine.load_weights(version, tensors)
             return
@@ -328,7 +327,7 @@ class RoleWorker(Trained):
         self._serve(version)
 
     def _pass_on(self, version: int) -> None:
-        """Whole weights to the engines beside the learner's parts, one at a time."""
+        """Give the engines in the learner's processes whole weights, one at a time."""
         assert self.learner is not None
         weights = iter(in_modules(self.learner.body).values)
         try:
@@ -339,7 +338,7 @@ class RoleWorker(Trained):
                 continue
 
     def _own_parts(self) -> Parts:
-        """What this process sends of the policy."""
+        """The part of the policy that this process sends."""
         assert self.learner is not None
         body = self.learner.body
         if self._sent_blocks is None:

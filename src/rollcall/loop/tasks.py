@@ -1,7 +1,7 @@
-"""Work beside other work: a blocking call beside the event loop, in a thread of its own; coroutines beside a coroutine.
+"""Blocking calls in threads while the event loop runs, and coroutines that end together.
 
-The threads are daemons, and the end of this process does not wait for them: a call may wait for another process that is
-about to be ended. Such a call raises when that process is gone, and its caller has left by then.
+The threads are daemons, and this process may end without them: a call may be waiting for another process that is about to be ended. Such
+a call raises once that process is gone, and its caller has left by then.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import threading
 import time
 import weakref
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, ParamSpec, TypeVar
 
@@ -20,7 +20,7 @@ _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 def start(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-    """Call it in a thread; the future gets what it returns or raises."""
+    """Call it in a thread; the future gets its result or its error."""
     done: Future[T] = Future()
     done.set_running_or_notify_cancel()  # it has begun: a caller that leaves does not cancel it
 
@@ -30,19 +30,21 @@ def start(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future
         except BaseException as error:  # noqa: BLE001 - whatever it is, the caller gets it
             done.set_exception(error)
 
-    thread = threading.Thread(target=work, name=f"aside: {getattr(function, '__name__', 'call')}", daemon=True)
+    thread = threading.Thread(
+        target=work, name=f"in the background: {getattr(function, '__name__', 'call')}", daemon=True
+    )
     _threads.add(thread)
     thread.start()
     return done
 
 
 async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """What ``function`` returns or raises, while the loop goes on."""
+    """Return what ``function`` returns, or raise what it raises, without blocking the loop."""
     return await asyncio.wrap_future(start(function, *args, **kwargs))
 
 
 async def together(work: Coroutine[Any, Any, T], *, background: Sequence[Coroutine[Any, Any, None]]) -> T:
-    """The result of ``work``, with ``background`` beside it. The first failure ends all of them."""
+    """The result of ``work``; ``background`` runs until then. The first failure ends all of them."""
     wanted = asyncio.create_task(work)
     tasks = {wanted, *map(asyncio.create_task, background)}
     try:
@@ -68,9 +70,15 @@ async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
             task.cancel()
 
 
+async def every(seconds: float, work: Callable[[], Awaitable[object]]) -> None:
+    """Do the work again and again, after a pause each time; its error ends this."""
+    while True:
+        await asyncio.sleep(seconds)
+        await work()
+
+
 def wait_for_threads(*, timeout_s: float) -> list[str]:
-    """Wait until all calls have ended, also those whose caller has left. Returns the names of those that still run at the
-    deadline."""
+    """Wait until all calls have ended, even those whose caller has left. Returns the names of those still running at the deadline."""
     deadline = time.monotonic() + timeout_s
     for thread in list(_threads):
         thread.join(timeout=max(deadline - time.monotonic(), 0))

@@ -1,4 +1,4 @@
-"""Requests for the router."""
+"""Requests for tests of what hands them out."""
 
 from __future__ import annotations
 

@@ -1,0 +1,84 @@
+"""The roles of a run as the controller sees them: all in this process (``roles/local.py``), or on a cluster
+(``roles/on_cluster.py``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from rollcall.checkpoint.saving import Saving
+from rollcall.data.load import PromptSet
+from rollcall.engine.protocol import Engine
+from rollcall.environments.protocol import Environments
+from rollcall.learner.learner import TokenScores
+from rollcall.loop.samples import ScoreSamples
+from rollcall.observe.live import Look
+from rollcall.reward.scorer import Scorer
+from rollcall.types import Floats, Sample
+
+
+class Trainable(Protocol):
+    """The policy's learner, or the critic."""
+
+    def update(self, samples: Sequence[Sample]) -> dict[str, float]: ...
+
+
+class Policy(Trainable, Protocol):
+    num_tokens_trained: int
+
+    def score(self, samples: Sequence[Sample]) -> list[TokenScores]: ...
+
+
+class ValueFunction(Trainable, Protocol):
+    def values(self, samples: Sequence[Sample]) -> list[Floats]: ...
+
+
+class Repairs(Protocol):
+    """Rollout processes that take the place of lost ones."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a new process waits for the current weights."""
+        ...
+
+    async def admit(self) -> None:
+        """Give the current weights, which the actor holds, to the new processes, and let them serve."""
+        ...
+
+
+def no_look(*, last: bool = False) -> Look:
+    """There is only this process, which the controller knows."""
+    return Look()
+
+
+@dataclass(slots=True, kw_only=True)
+class Workers:
+    tokenizer: Any
+    engine: Engine
+    learner: Policy
+    critic: ValueFunction | None = None
+    reference: ScoreSamples | None = None  # log-probs of the frozen reference
+    scorer: Scorer
+    eval_scorer: Scorer
+    environments: Environments | None = None  # without them a completion is one turn; the controller closes them
+    train: PromptSet
+    val: PromptSet | None = None
+    stop_token_ids: tuple[int, ...]
+    max_positions: int
+    shares_policy: bool  # an engine reads the learner's own parameters, so an update changes what it samples from
+    saving: Saving
+    export: Callable[[Path], None]
+    release: Callable[[], None] = lambda: None  # the processes, or the engine
+    # On a cluster:
+    is_remote: bool = False  # calls only wait for other processes, so they may run in threads while the loop continues
+    look: Callable[..., Look] = no_look  # at what the processes do, without asking them, unless it is the ``last`` look
+    repairs: Repairs | None = None
+    regrow: Callable[[], str | None] = lambda: None  # why a new attempt could use more nodes than this one
+
+    def close(self) -> None:
+        self.scorer.close()
+        if self.eval_scorer is not self.scorer:
+            self.eval_scorer.close()
+        self.release()
