@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.sides import Lengths
+from rollcall.base.types import Completion, EndReason, Prompt
 from rollcall.config.environments import ClassEnvironment
 from rollcall.config.rewards import EnvironmentReward
 from rollcall.engine.protocol import Core, Request, Sampling
@@ -24,7 +25,6 @@ from rollcall.environments.make import make_environments
 from rollcall.environments.protocol import Message
 from rollcall.loop.rollout import Rewards, Rollouts
 from rollcall.reward.scorer import Scorer
-from rollcall.types import Completion, EndReason, Prompt
 
 BEGIN, END = "<unused0>", "<unused1>"  # of a message: one token each
 TEMPLATE = (

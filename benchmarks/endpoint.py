@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.sides import Lengths
+from rollcall.base.types import Completion, Ints
 from rollcall.engine.protocol import Request, Sampling
 from rollcall.engine.ticker import Ticker
 from rollcall.environments.callers import Caller, Callers, Open, Served
 from rollcall.environments.conversation import Conversations
 from rollcall.environments.endpoint import Endpoint, EndpointServer, in_loop
 from rollcall.environments.histories import Histories, Templates
-from rollcall.types import Completion, Ints
 
 KEPT_TOKENS = 4_000_000
 PATH = "/inference/v1/generate"

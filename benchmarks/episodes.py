@@ -32,8 +32,8 @@ from benchmarks.common import WORKLOADS, build_model_dir, print_result
 from benchmarks.endpoint import EndpointSide
 from benchmarks.ours import make_config, make_workers
 from benchmarks.sides import Lengths, Side, cpu_s
+from rollcall.base.types import Ints
 from rollcall.engine.protocol import Core, Request, Sampling
-from rollcall.types import Ints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,8 +26,8 @@ from rollcall.engine.native.sampler import uniforms
 if find_spec("triton") is None or not torch.cuda.is_available():
     sys.exit("this benchmark needs Triton and a CUDA device")
 
-from rollcall.kernels import attention, decode, logprobs, sampling
-from rollcall.kernels.attention import AttentionTiles
+from rollcall.model.kernels import attention, decode, logprobs, sampling
+from rollcall.model.kernels.attention import AttentionTiles
 
 BATCH, HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 256, 896, 4864, 14, 2, 64, 151936
 LEARNER_ROWS = 4096

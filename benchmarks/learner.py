@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.common import WORKLOADS, Workload, build_model_dir, print_result
 from benchmarks.ours import make_config, make_workers
-from rollcall.types import Sample
+from rollcall.base.types import Sample
 
 PEAK_TFLOPS = 780.0  # an 8192^3 bfloat16 product on one H200
 

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from benchmarks.common import QWEN, QWEN_1_5B, QWEN_7B, TINY, hardware
+from rollcall.base.types import Sample
 from rollcall.config import Config, parse_config
 from rollcall.config.overrides import apply_override
 from rollcall.engine.native.engine import NativeEngine
@@ -35,8 +36,7 @@ from rollcall.learner.learner import Learner
 from rollcall.model.decoder import fuse_parameters
 from rollcall.plan.judge import plan_run
 from rollcall.plan.memory import GIB, RoleMemory, SlotMemory
-from rollcall.roles.build import build_learner
-from rollcall.types import Sample
+from rollcall.run.build import build_learner
 
 PROMPT, RESPONSE, GROUP = 128, 512, 8
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import ROOT, Workload
+from rollcall.base.journal import Journal
 from rollcall.checkpoint.store import CheckpointStore
 from rollcall.config import Config, parse_config
-from rollcall.durable.journal import Journal
 from rollcall.loop.controller import Controller
 from rollcall.loop.record import Record
 from rollcall.loop.workers import Workers
@@ -26,7 +26,7 @@ from rollcall.observe.events import Events
 from rollcall.observe.live import REWARDS
 from rollcall.observe.progress import Progress
 from rollcall.observe.recorder import Recorder as ProcessRecorder
-from rollcall.roles.local import build_workers
+from rollcall.run.local import build_workers
 
 
 class Recorder:
@@ -95,7 +95,7 @@ def make_workers(config: Config) -> Any:
     if config.cluster is None:
         workers: Any = build_workers(config)
     else:
-        from rollcall.roles.on_cluster import build_workers_on_cluster
+        from rollcall.run.on_cluster import build_workers_on_cluster
 
         workers = build_workers_on_cluster(config)
     workers.stop_token_ids = ()  # both sides sample exactly the workload's tokens

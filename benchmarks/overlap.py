@@ -23,8 +23,8 @@ from typing import Any
 from benchmarks.common import print_result
 from benchmarks.standin_worker import Pace
 from benchmarks.standins import make_workers, run_steps, stop, team_of, team_on_ray
+from rollcall.base.journal import Journal
 from rollcall.config import Config, parse_config
-from rollcall.durable.journal import Journal
 
 SPEEDUP_BAR, SLOW_BAR = 1.6, 1.15
 SAMPLES = 8

@@ -45,10 +45,10 @@ from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Learner
 from rollcall.model.decoder import fuse_parameters
 from rollcall.model.tiny import ALPHABET, char_tokenizer
-from rollcall.net.door import listen_at, new_secret
-from rollcall.net.interfaces import interface_of
-from rollcall.net.meeting import Place
-from rollcall.roles.trained import Trained
+from rollcall.nodes.door import listen_at, new_secret
+from rollcall.nodes.interfaces import interface_of
+from rollcall.nodes.meeting import Place
+from rollcall.run.trained import Trained
 
 BAR = 0.25
 HOST = "127.0.0.1"

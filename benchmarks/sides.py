@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from rollcall.types import Ints
+from rollcall.base.types import Ints
 
 
 class Lengths(Protocol):

@@ -20,12 +20,13 @@ import numpy as np
 from benchmarks.common import ROOT
 from benchmarks.ours import Recorder
 from benchmarks.standin_worker import Pace, StandIn
+from rollcall.base.journal import Journal
+from rollcall.base.types import Prompt
 from rollcall.checkpoint.saving import Saving
 from rollcall.checkpoint.store import Checkpoint, CheckpointStore
 from rollcall.config import Config
-from rollcall.data.load import PromptSet
-from rollcall.durable.journal import Journal
 from rollcall.loop.controller import Controller
+from rollcall.loop.data.load import PromptSet
 from rollcall.loop.record import Record
 from rollcall.loop.workers import Workers
 from rollcall.observe.console import Console
@@ -33,10 +34,9 @@ from rollcall.observe.events import Events
 from rollcall.observe.progress import Progress
 from rollcall.plan.placement import Role
 from rollcall.reward.scorer import Scorer
-from rollcall.roles.engines import Engines
-from rollcall.roles.on_cluster import RemoteLearner
-from rollcall.roles.team import Team
-from rollcall.types import Prompt
+from rollcall.run.engines import Engines
+from rollcall.run.on_cluster import RemoteLearner
+from rollcall.run.team import Team
 
 
 class ThreadGroup:

@@ -31,10 +31,10 @@ from torch import Tensor
 from benchmarks.common import SMALL, SMOLLM2, TINY, WORKLOADS, print_result
 from benchmarks.learner import make_samples
 from rollcall.config import Grpo, OptimizerSection, WeightTransport
+from rollcall.engine.weights.protocol import WeightSender
+from rollcall.engine.weights.transports import open_receiver, open_sender
 from rollcall.learner.learner import Learner
 from rollcall.model.decoder import Decoder, fuse_parameters
-from rollcall.weights.protocol import WeightSender
-from rollcall.weights.transports import open_receiver, open_sender
 
 MODELS: dict[str, tuple[dict[str, Any], int]] = {"0.8m": (TINY, 128), "11m": (SMALL, 128), "135m": (SMOLLM2, 49152)}
 PLAIN = {"shared_memory": "memory copy", "broadcast": "broadcast", "file": "file written and read"}

@@ -18,14 +18,14 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from rollcall.base.types import Sample
 from rollcall.checkpoint.export import export_model
 from rollcall.config import Dapo, OptimizerSection
-from rollcall.data.arithmetic import arithmetic
 from rollcall.learner.learner import Learner
+from rollcall.loop.data.arithmetic import arithmetic
 from rollcall.model.decoder import fuse_parameters
 from rollcall.model.files import MODEL_DIR
 from rollcall.model.tiny import ALPHABET, char_tokenizer
-from rollcall.types import Sample
 
 SHAPE: dict[str, Any] = dict(
     hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=1,

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rollcall.types import (
+from rollcall.base.types import (
     Branch,
     Completion,
     EndReason,

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from rollcall.debug import attach, here
-from rollcall.debug.attach import End, converse, reach
-from rollcall.debug.board import BOARD, Waiting
+from rollcall.process.debug import attach, here
+from rollcall.process.debug.attach import End, converse, reach
+from rollcall.process.debug.board import BOARD, Waiting
 
 WAIT_S = 120.0
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from rollcall.base.types import Completion, FinishReason, Segment
 from rollcall.engine.protocol import Sampling
 from rollcall.environments.callers import Caller, Callers, Open, Served
 from rollcall.environments.calls import CallFormat
@@ -18,7 +19,6 @@ from rollcall.environments.conversation import Conversations
 from rollcall.environments.endpoint import Endpoint, EndpointServer, in_loop
 from rollcall.environments.histories import Histories, Templates
 from rollcall.model.tiny import char_tokenizer
-from rollcall.types import Completion, FinishReason, Segment
 
 ALPHABET = "".join(chr(code) for code in range(32, 127)) + "\n"
 TEMPLATE = (

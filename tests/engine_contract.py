@@ -21,8 +21,8 @@ import pytest
 import torch
 from tiny import ARCHITECTURES, make_model, make_tokenizer, random_prompts, reference_logprobs
 
+from rollcall.base.types import Completion, FinishReason
 from rollcall.engine.protocol import Core, Refused, Request, Sampling
-from rollcall.types import Completion, FinishReason
 
 EOS = 0
 TOLERANCE = 1e-4

@@ -12,10 +12,10 @@ from typing import Any
 
 from commands import fork_context
 
-from rollcall.groups.backend import Ask, Call, Carrier, Member, NodeSeats, Recipe, Reservation, WorkerSpec
-from rollcall.groups.dispatch import trim
-from rollcall.groups.host import RemoteFailureError, call_method, load_class
-from rollcall.wait import Wait
+from rollcall.base.wait import Wait
+from rollcall.process.groups.backend import Ask, Call, Carrier, Member, NodeSeats, Recipe, Reservation, WorkerSpec
+from rollcall.process.groups.dispatch import trim
+from rollcall.process.groups.host import RemoteFailureError, call_method, load_class
 
 ADDRESS = "127.0.0.1"
 

@@ -18,7 +18,7 @@ from tiny import make_tokenizer
 from rollcall.checkpoint.store import CheckpointStore
 from rollcall.checkpoint.training import write_learner
 from rollcall.config import dump_config, load_config
-from rollcall.finish.nodes_of import Asked, NodeError, ThisNode
+from rollcall.launch.finish.nodes_of import Asked, NodeError, ThisNode
 from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Learner
 

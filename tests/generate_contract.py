@@ -22,8 +22,8 @@ import pytest
 from engine_contract import EOS, TOLERANCE, perturb, sampling
 from tiny import random_prompts, reference_logprobs
 
+from rollcall.base.types import Completion
 from rollcall.engine.protocol import Engine, Made, Refused, Request
-from rollcall.types import Completion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

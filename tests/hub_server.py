@@ -21,7 +21,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 
-from rollcall.finish import upload as module
+from rollcall.launch.finish import upload as module
 
 TOKEN = "hf_" + "a1b2c3d4" * 4
 CUT = 0  # instead of a status: the connection breaks while the answer is due

@@ -13,6 +13,7 @@ from tiny import make_model, random_prompts
 from torch import Tensor
 
 from rollcall.algo.recipe import loss_weights, policy_loss
+from rollcall.base.types import Sample, attempts_of
 from rollcall.config import Grpo, OptimizerSection, Ppo
 from rollcall.engine.native.engine import NativeEngine
 from rollcall.learner.gang import Gang
@@ -22,7 +23,6 @@ from rollcall.learner.tensor_parallel import cut_dim, split_order
 from rollcall.model import attention
 from rollcall.model.decoder import Decoder, fuse_parameters
 from rollcall.plan.mesh import ModelSplit
-from rollcall.types import Sample, attempts_of
 
 TEMPERATURE = 0.8
 LONGEST = 12

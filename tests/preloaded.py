@@ -6,10 +6,10 @@ import gc
 import importlib
 
 MODULES = [
-    "rollcall.training", "rollcall.evaluation", "rollcall.cli.main", "rollcall.train_in_folder", "torch.distributed.fsdp",
+    "rollcall.run.training", "rollcall.run.evaluation", "rollcall.cli.main", "rollcall.run.train_in_folder", "torch.distributed.fsdp",
     "transformers.models.auto.modeling_auto", "tiny", "ranks",
     # What these import when they need it.
-    "rollcall.api", "rollcall.engine.native.rows", "rollcall.nodes.which", "rollcall.reward.worker", "matplotlib.figure",
+    "rollcall.run.api", "rollcall.engine.native.rows", "rollcall.nodes.cluster", "rollcall.reward.worker", "matplotlib.figure",
     "torch.utils.tensorboard",
 ]  # fmt: skip
 

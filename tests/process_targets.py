@@ -9,8 +9,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from rollcall.nodes.framing import HEAD, JSON, frame
 from rollcall.process.child import cut
-from rollcall.process.framing import HEAD, JSON, frame
 
 
 class Own:

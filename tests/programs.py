@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from endpoints import Writer, plain_sampling
 
+from rollcall.base.types import Completion, Prompt
 from rollcall.config.environments import AgentEnvironment
 from rollcall.environments.agent import AgentEnvironments
 from rollcall.environments.make import make_environments
-from rollcall.types import Completion, Prompt
 
 HEAD = """
 import http.client, json, os, sys, time

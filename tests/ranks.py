@@ -13,9 +13,9 @@ from typing import Any
 
 from commands import fork_context
 
-from rollcall.net.door import listen_at, new_secret
-from rollcall.net.interfaces import interface_of
-from rollcall.net.meeting import Place
+from rollcall.nodes.door import listen_at, new_secret
+from rollcall.nodes.interfaces import interface_of
+from rollcall.nodes.meeting import Place
 
 DEADLINE_S = 600.0
 RUNS = 8  # of a process

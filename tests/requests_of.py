@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from rollcall.engine.protocol import Request, Sampling
-from rollcall.roles.router import Router
+from rollcall.run.router import Router
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=4, stop_token_ids=(0,), stop_strings=())
 

@@ -21,12 +21,12 @@ from commands import WAIT_S, fork_context
 from safetensors.numpy import load_file
 from tiny import save_model
 
+from rollcall.base.group_record import MAGIC
+from rollcall.base.journal import Journal
+from rollcall.base.types import Group
 from rollcall.config import Config, dump_config, load_config
-from rollcall.durable.group_record import MAGIC
-from rollcall.durable.journal import Journal
 from rollcall.observe.sinks import read_rows
-from rollcall.training import train
-from rollcall.types import Group
+from rollcall.run.training import train
 
 LETTERS = "abcd"
 
@@ -94,8 +94,8 @@ def sharded_run(folder: Path, *overrides: str, name: str = "sharded") -> Config:
 def lean() -> Iterator[None]:
     """Runs draw no learning curve, half of the work of one so small, and have one process for their rewards, forked."""
     with (
-        mock.patch("rollcall.training.learning_curve", return_value=None),
-        mock.patch("rollcall.roles.build.NUM_REWARD_WORKERS", 1),
+        mock.patch("rollcall.run.training.learning_curve", return_value=None),
+        mock.patch("rollcall.run.build.NUM_REWARD_WORKERS", 1),
         mock.patch("rollcall.process.here.subprocess", quick_rewards.SUBPROCESS),
     ):
         yield
@@ -120,16 +120,16 @@ class Kill:
 
 
 IN_UPDATE = "rollcall.learner.optimizer:Optimizer.step"
-IN_JOURNAL = "rollcall.durable.journal:AppendFile.append"
-IN_SAVE_WRITE = "rollcall.roles.trained:Trained.write_whole"
+IN_JOURNAL = "rollcall.base.journal:AppendFile.append"
+IN_SAVE_WRITE = "rollcall.run.trained:Trained.write_whole"
 IN_SAVE_FLUSH = "rollcall.checkpoint.store:fsync_tree"
 IN_EXPORT_FLUSH = "rollcall.checkpoint.export:fsync_tree"  # each save exports too
 IN_PRUNE = "rollcall.checkpoint.store:CheckpointStore._prune"
-IN_MARK_TRAINED = "rollcall.durable.journal:Journal.mark_trained"
+IN_MARK_TRAINED = "rollcall.base.journal:Journal.mark_trained"
 IN_METRICS = "rollcall.observe.sinks:JsonlSink.log"
 IN_EVALUATION = "rollcall.loop.evaluate:summarize"
 IN_EXPORT = "rollcall.loop.record:Record.export"
-IN_SUMMARY = "rollcall.training:write_summary"
+IN_SUMMARY = "rollcall.run.training:write_summary"
 
 
 def run_and_be_killed(config: Config, kill: Kill) -> None:

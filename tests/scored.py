@@ -8,14 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollcall.types import (
-    Completion,
-    FinishReason,
-    Group,
-    Prompt,
-    Score,
-    Segment,
-)
+from rollcall.base.types import Completion, FinishReason, Group, Prompt, Score, Segment
 
 
 def make_group(

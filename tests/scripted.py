@@ -13,6 +13,7 @@ import pytest
 from runs import make_run
 from tiny import make_model, make_tokenizer
 
+from rollcall.base.types import Completion, Prompt
 from rollcall.config import ClassEnvironment, Config, StepEnvironment
 from rollcall.engine.native.engine import NativeEngine
 from rollcall.engine.protocol import Sampling
@@ -22,7 +23,6 @@ from rollcall.environments.episode import Player
 from rollcall.environments.protocol import Message, Opening, StepResult
 from rollcall.loop.rollout import Rewards, Rollouts
 from rollcall.model.decoder import fuse_parameters
-from rollcall.types import Completion, Prompt
 
 
 def says(text: str, *, role: str = "user", **fields: Any) -> StepResult:
@@ -156,7 +156,7 @@ def game(folder: Path, *overrides: str, name: str = "run", reward: Any = ({"type
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Scripted], Scripted]:
     def use(script: Scripted) -> Scripted:
-        monkeypatch.setattr("rollcall.roles.local.build_environments", lambda *_: script)
+        monkeypatch.setattr("rollcall.run.local.build_environments", lambda *_: script)
         return script
 
     return use

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 import yaml
 
-from rollcall.config import default_run
-from rollcall.durable.group_record import encode
-from rollcall.types import (
+from rollcall.base.group_record import encode
+from rollcall.base.types import (
     Completion,
     EndReason,
     Episode,
@@ -26,6 +25,7 @@ from rollcall.types import (
     ToolCall,
     Turn,
 )
+from rollcall.config import default_run
 
 BEGAN_S = float(int(time.time()) - 3600)
 LETTERS = "0123456789+-*/=() abcdefghijklmnopqrstuvwxyz:\n"

@@ -14,11 +14,11 @@ import pytest
 from endpoints import chat_tokenizer
 from programs import TWO_TURNS, play
 
+from rollcall.base.errors import ConfigError
+from rollcall.base.process_table import Process, living, session_of
+from rollcall.base.types import Completion, EndReason
 from rollcall.config.environments import AgentEnvironment
 from rollcall.environments.make import make_environments
-from rollcall.errors import ConfigError
-from rollcall.process_table import Process, living, session_of
-from rollcall.types import Completion, EndReason
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ from pathlib import Path
 import programs
 from runs import column, finish, make_run
 
-from rollcall.durable.journal import Journal
-from rollcall.types import EndReason
+from rollcall.base.journal import Journal
+from rollcall.base.types import EndReason
 from rollcall.view.audit import audit
 
 # Two turns, the second behind the exact ids of the first; and beside it a conversation of its own.

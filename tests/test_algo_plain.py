@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollcall.algo import recipe
+from rollcall.base.types import Completion, Group, Sample, attempts_of
 from rollcall.config import Cispo, Dapo, DrGrpo, Grpo, Gspo, Intuitor, Ppo, ReinforcePlusPlus, Rloo
 from rollcall.loop.samples import make_samples
-from rollcall.types import Completion, Group, Sample, attempts_of
 
 LONGEST = 40
 ALGORITHMS: list[Any] = [

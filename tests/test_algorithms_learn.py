@@ -13,8 +13,8 @@ from runs import column, finish, groups, letter_rows, make_run, metric_rows
 from safetensors.torch import load_file
 from tiny import needs_bfloat16, save_model
 
+from rollcall.base.journal import Journal
 from rollcall.config import Config
-from rollcall.durable.journal import Journal
 
 Rewards = Sequence[Mapping[str, Any]]
 

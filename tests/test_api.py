@@ -21,10 +21,10 @@ from runs import groups, lean, letter_rows, make_run
 from transformers import AutoModelForCausalLM
 
 import rollcall
-from rollcall.api import Run, read_config
+from rollcall.base.stop import heeded
 from rollcall.config import Config, dump_config
 from rollcall.observe.samples import write_samples
-from rollcall.stop import heeded
+from rollcall.run.api import Run, read_config
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollcall.durable.atomic import create_atomic, fsync_tree, replacing, staging, swap_in, write_atomic
+from rollcall.base.atomic import create_atomic, fsync_tree, replacing, staging, swap_in, write_atomic
 
 
 def names(folder: Path) -> list[str]:

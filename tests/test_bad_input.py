@@ -32,23 +32,23 @@ from runs import (
 from safetensors.numpy import load_file
 from tiny import make_model, make_tokenizer, save_model
 
+from rollcall.base.errors import CheckpointError, ClusterError, ConfigError, JournalError, NonFiniteError, WorkerError
+from rollcall.base.journal import Journal
+from rollcall.base.types import Completion
 from rollcall.checkpoint.store import CheckpointStore
 from rollcall.cli.runs import show_run
 from rollcall.config import Config, parse_config
-from rollcall.data.load import DataError
-from rollcall.durable.journal import Journal
 from rollcall.engine import sequence as engine_sequence
-from rollcall.errors import CheckpointError, ClusterError, ConfigError, JournalError, NonFiniteError, WorkerError
 from rollcall.learner.learner import Critic, Learner
 from rollcall.loop.attempts import RunError
+from rollcall.loop.data.load import DataError
 from rollcall.model.load import ModelError
 from rollcall.observe.events import read_marks
 from rollcall.observe.timeline import RUN_FAILED
-from rollcall.roles.build import load_inputs
-from rollcall.roles.reward_trial import try_run
-from rollcall.roles.trained import Trained
-from rollcall.training import train
-from rollcall.types import Completion
+from rollcall.run.build import load_inputs
+from rollcall.run.reward_trial import try_run
+from rollcall.run.trained import Trained
+from rollcall.run.training import train
 
 
 def start_weights(folder: Path) -> dict[str, np.ndarray]:
@@ -92,7 +92,7 @@ def test_a_row_without_the_answer_that_a_reward_takes_is_refused_before_the_mode
     (tmp_path / "takes_answer.py").write_text("def score(completion, answer): return float(completion == answer)\n")
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "other.jsonl").write_text('{"prompt": "a=", "answer": "a"}\n{"prompt": "b=", "solution": "b"}\n')
-    monkeypatch.setattr("rollcall.roles.local.load_onto", lambda *_, **__: pytest.fail("the model was read"))
+    monkeypatch.setattr("rollcall.run.local.load_onto", lambda *_, **__: pytest.fail("the model was read"))
     rewards = [{"type": "function", "path": "takes_answer:score"}]
     config = make_run(tmp_path, f"{key}={tmp_path}/other.jsonl", reward=rewards)
     wanted = (
@@ -131,7 +131,7 @@ def test_prompts_that_repeat_and_prompts_of_both_files_are_told(
 def test_overlong_prompts_are_left_out_counted_and_never_trained_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from rollcall.training import train
+    from rollcall.run.training import train
 
     long = [{"id": f"long-{index}", "prompt": "1+2" * 10 + "=", "answer": "a"} for index in range(3)]
     config = make_run(tmp_path, "data.max_prompt_tokens=8", "trainer.steps=2", rows=[*letter_rows(8), *long])
@@ -471,7 +471,7 @@ def test_a_disk_that_stays_full_stops_the_run_with_a_clear_message_and_with_room
     message: str,
 ) -> None:
     config = make_run(tmp_path, f"run.dir={disk}/run", name="tight")
-    monkeypatch.setattr("rollcall.durable.patience.DEADLINE_S", 0)
+    monkeypatch.setattr("rollcall.base.patience.DEADLINE_S", 0)
     with monkeypatch.context() as patch:
         fill_disk_at(patch, disk, owner, name, call=call)
         with pytest.raises(error, match=message):
@@ -503,7 +503,7 @@ def test_a_full_disk_at_the_export_is_named_and_with_room_the_run_finishes(
 ) -> None:
     from rollcall.loop.record import Record
 
-    monkeypatch.setattr("rollcall.durable.patience.DEADLINE_S", 0)
+    monkeypatch.setattr("rollcall.base.patience.DEADLINE_S", 0)
     config = make_run(tmp_path, f"run.dir={disk}/run", "trainer.steps=2", name="tight")
     with monkeypatch.context() as patch:
         fill_disk_at(patch, disk, Record, "export", call=1)

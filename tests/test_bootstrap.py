@@ -25,9 +25,11 @@ import pytest
 from cluster_nodes import make_node, make_record
 from sleeping import set_sleep
 
+from rollcall.base.atomic import write_atomic
+from rollcall.base.errors import ClusterError
+from rollcall.base.stop import STOPPED
+from rollcall.base.wait import speaking
 from rollcall.cli.cluster import down
-from rollcall.durable.atomic import write_atomic
-from rollcall.errors import ClusterError
 from rollcall.nodes import bootstrap, foreground, ray_start
 from rollcall.nodes.bootstrap import start_node, stop_node
 from rollcall.nodes.head import HeadAnswer, HeadRefuses, ask_head, dashboard_url
@@ -44,9 +46,7 @@ from rollcall.nodes.state import (
     state_dir,
     write_record,
 )
-from rollcall.on_ray import gcs as ask_gcs
-from rollcall.stop import STOPPED
-from rollcall.wait import speaking
+from rollcall.process.ray import gcs as ask_gcs
 
 ROOT = Path(__file__).parents[1]
 WAIT_S = 600.0
@@ -205,7 +205,7 @@ def test_a_number_of_nodes_or_a_rank_that_does_not_fit_is_refused(
 DRIVER = """
 import os, subprocess, sys, time
 import ray
-from rollcall.on_ray.connect import connect
+from rollcall.process.ray.connect import connect
 
 record = connect().record
 
@@ -434,7 +434,7 @@ def test_a_node_on_loopback_listens_nowhere_else_and_takes_drivers(
             len(bound) > 5 and [one for one in bound if not one.startswith(("127.0.0.1:", "[::ffff:127.0.0.1]:"))] == []
         )
         assert record.node_ip == "127.0.0.1"
-        driver = "from rollcall.on_ray.connect import connect; from rollcall.nodes.which import find_cluster; connect(find_cluster('inward')); import ray; print(len(ray.nodes()))"
+        driver = "from rollcall.process.ray.connect import connect; from rollcall.nodes.cluster import find_cluster; connect(find_cluster('inward')); import ray; print(len(ray.nodes()))"
         done = subprocess.run(
             [sys.executable, "-c", driver], env=head.env, capture_output=True, text=True, timeout=WAIT_S
         )
@@ -703,7 +703,7 @@ def test_drivers_and_busy_workers_are_known_by_their_titles(tmp_path: Path, monk
     try:
         for title, busy, num_drivers in (
             ("ray::IDLE", False, 0),
-            ("python -m rollcall.jobs.driver run.yaml", False, 1),
+            ("python -m rollcall.launch.jobs.driver run.yaml", False, 1),
             ("ray::Host.call", True, 1),
         ):
             started.append(start(title))

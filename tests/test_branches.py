@@ -21,11 +21,11 @@ from learners import (
 )
 from tiny import make_model
 
+from rollcall.base.types import Sample, attempts_of
 from rollcall.config import Dapo, Grpo, Gspo, Ppo
 from rollcall.learner.learner import Critic, Learner, share_rows
 from rollcall.learner.packing import pack
 from rollcall.model import attention
-from rollcall.types import Sample, attempts_of
 
 assert cpu_way  # a fixture of these tests too
 

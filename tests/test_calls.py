@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollcall.base.errors import ConfigError
 from rollcall.environments.calls import MAX_CALLS, Call, CallFormat, format_of, parse_calls
-from rollcall.errors import ConfigError
 
 TOOLS = {"add": ("a", "b"), "look": (), "add_more": ("a",)}
 FORMATS: tuple[CallFormat, ...] = ("hermes", "llama", "text")

@@ -12,12 +12,12 @@ from learners import assert_same_gradient, gradients, make_engine, make_learner,
 from runs import make_run
 from tiny import make_model, make_tokenizer
 
+from rollcall.base.errors import BatchTooLargeError, MemoryShortError
 from rollcall.config import Grpo, Gspo, Ppo, parse_config
 from rollcall.engine.native.engine import NativeEngine
 from rollcall.engine.native.fill import run_halved
 from rollcall.engine.native.runner import Fill
 from rollcall.engine.protocol import Request, Sampling
-from rollcall.errors import BatchTooLargeError, MemoryShortError
 from rollcall.learner.learner import Critic, Learner
 from rollcall.learner.measure import Rows, measured
 from rollcall.learner.packing import Packing
@@ -26,8 +26,8 @@ from rollcall.loop.attempts import loss_of
 from rollcall.model.decoder import Decoder, fuse_parameters
 from rollcall.plan.activations import Recompute
 from rollcall.plan.choose import NO_KV, KvNeed, Line, choose
-from rollcall.roles import card
-from rollcall.training import train
+from rollcall.run import card
+from rollcall.run.training import train
 
 WHY = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB"
 ROWS = Rows(prompt=6, response=4, group=3)

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from rollcall.errors import PeerLostError, WorkerDiedError, WorkerError, WorkerTimeoutError
-from rollcall.groups.backend import Call, Carrier, Member, NodeSeats, Recipe, WorkerSpec
-from rollcall.groups.gang import Gang
-from rollcall.groups.host import RemoteFailureError
-from rollcall.wait import Wait
+from rollcall.base.errors import PeerLostError, WorkerDiedError, WorkerError, WorkerTimeoutError
+from rollcall.base.wait import Wait
+from rollcall.process.groups.backend import Call, Carrier, Member, NodeSeats, Recipe, WorkerSpec
+from rollcall.process.groups.gang import Gang
+from rollcall.process.groups.host import RemoteFailureError
 
 WAIT_S = 60.0
 

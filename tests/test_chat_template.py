@@ -10,9 +10,9 @@ import pytest
 from tiny import make_tokenizer
 from transformers.utils import chat_template_utils
 
+from rollcall.base.process_table import environment_of
 from rollcall.model import chat_template
 from rollcall.model.chat_template import TemplateError, environment, render_chats
-from rollcall.process_table import environment_of
 
 CHAT: list[dict[str, Any]] = [
     {"role": "user", "content": "é {{ 1 }} \N{GRINNING FACE} <b>"},

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 from cluster_nodes import make_node, make_record
 
-from rollcall.errors import ClusterError
-from rollcall.nodes import check, which
+from rollcall.base.errors import ClusterError
+from rollcall.base.wait import speaking
+from rollcall.nodes import check
+from rollcall.nodes import cluster as which
 from rollcall.nodes.check import list_nodes, roster, wait_for_slots
+from rollcall.nodes.cluster import OurCluster
 from rollcall.nodes.head import HeadAnswer, HeadUnreachable, NodeInfo
 from rollcall.nodes.state import coming_up, forget, is_coming_up, write_record
-from rollcall.nodes.which import OurCluster
-from rollcall.wait import speaking
 
 
 @pytest.fixture

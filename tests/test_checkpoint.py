@@ -26,9 +26,9 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from rollcall.base.errors import CheckpointError
 from rollcall.checkpoint.export import export_model
 from rollcall.checkpoint.store import CheckpointStore
-from rollcall.errors import CheckpointError
 from rollcall.observe.headline import ACCURACY, REWARD
 
 
@@ -244,7 +244,7 @@ def write_big_with_torch(dir: Path) -> None:
 def test_a_full_disk_is_named_and_earlier_checkpoints_stay(
     tmp_path: Path, write: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollcall.durable.patience.DEADLINE_S", 0)
+    monkeypatch.setattr("rollcall.base.patience.DEADLINE_S", 0)
     disk = small_disk(tmp_path / "disk", size="1000k")
     try:
         store = make_store(disk / "checkpoints")
@@ -263,7 +263,7 @@ def test_a_full_disk_is_named_and_earlier_checkpoints_stay(
 def test_a_full_disk_that_a_serialiser_reports_in_its_own_words_is_recognised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollcall.durable.patience.DEADLINE_S", 0)
+    monkeypatch.setattr("rollcall.base.patience.DEADLINE_S", 0)
 
     def write(dir: Path) -> None:
         raise RuntimeError("I/O error: No space left on device (os error 28)")

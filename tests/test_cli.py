@@ -22,9 +22,9 @@ from tiny import save_model
 from typer.testing import CliRunner
 
 from rollcall import __version__
+from rollcall.base.redact import redact
 from rollcall.cli.main import app
 from rollcall.config import load_config
-from rollcall.redact import redact
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
@@ -102,7 +102,7 @@ def test_these_are_the_verbs() -> None:
     ]  # fmt: skip
 
 
-@mock.patch("rollcall.redact._remembered", set())  # the secrets of other tests
+@mock.patch("rollcall.base.redact._remembered", set())  # the secrets of other tests
 @pytest.mark.parametrize("command", commands())
 def test_every_command_has_an_example_in_its_help(command: str) -> None:
     result = CliRunner().invoke(app, [*command.split(), "--help"], prog_name="rollcall")

@@ -60,7 +60,7 @@ print(json.dumps({port: knock(f"{sys.argv[1]}:{port}") for port in sys.argv[2:]}
 # A driver and a worker on the node it is started on.
 DRIVER = """
 import time
-from rollcall.on_ray.connect import connect
+from rollcall.process.ray.connect import connect
 record = connect().record
 import ray
 @ray.remote(num_cpus=0, resources={f"rollcall_node_{record.rank}": 0.001})

@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from rollcall import config as config_module
+from rollcall.base.errors import ConfigError
 from rollcall.config import Algorithm, Cispo, Config, Dapo, default_run, dump_config, load_config, parse_config
 from rollcall.config.errors import nearest
-from rollcall.errors import ConfigError
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("**/*.yaml"))
 

@@ -16,6 +16,7 @@ from ranks import Ranks
 from saved import save
 from tiny import make_model, needs_bfloat16, save_model
 
+from rollcall.base.types import Sample
 from rollcall.checkpoint.training import read_learner
 from rollcall.config import Algorithm, Config, Grpo, Gspo, OptimizerSection, Ppo, RunSection
 from rollcall.learner.context_parallel import own_of
@@ -25,9 +26,8 @@ from rollcall.learner.packing import pack
 from rollcall.model.decoder import fuse_parameters
 from rollcall.plan.mesh import ModelSplit, indivisible_heads, split_of
 from rollcall.plan.placement import SCORERS, Role
-from rollcall.roles.team import Team
-from rollcall.roles.worker import RoleWorker
-from rollcall.types import Sample
+from rollcall.run.team import Team
+from rollcall.run.worker import RoleWorker
 
 ALONE: dict[str, Any] = {}
 TWO = dict(context_parallel_size=2)

@@ -13,17 +13,17 @@ import pytest
 from runs import finish, make_run
 from typer.testing import CliRunner
 
+from rollcall.base.errors import CheckpointError, ConfigError, JournalError
+from rollcall.base.group_record import MAGIC
+from rollcall.base.journal import Journal, inspect
+from rollcall.base.lease import read_holder
 from rollcall.checkpoint.store import CheckpointStore
 from rollcall.cli.main import app
 from rollcall.config import Config, load_config
-from rollcall.durable.group_record import MAGIC
-from rollcall.durable.journal import Journal, inspect
-from rollcall.durable.lease import read_holder
-from rollcall.errors import CheckpointError, ConfigError, JournalError
-from rollcall.evaluation import plan_evaluation
 from rollcall.loop.supply import Cursor
 from rollcall.observe.events import read_phases
 from rollcall.observe.sinks import read_rows
+from rollcall.run.evaluation import plan_evaluation
 from rollcall.view.audit import audit
 
 

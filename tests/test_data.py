@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from tiny import a_tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from rollcall.base.errors import ConfigError
 from rollcall.config import DataSection, load_config
-from rollcall.data.columns import DataError
-from rollcall.data.load import PromptSet, load_prompts
-from rollcall.data.order import DataOrder
-from rollcall.data.rows import READERS
-from rollcall.errors import ConfigError
+from rollcall.loop.data.columns import DataError
+from rollcall.loop.data.load import PromptSet, load_prompts
+from rollcall.loop.data.order import DataOrder
+from rollcall.loop.data.rows import READERS
 
 CHAT_TEMPLATE = (
     "<bos>{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
@@ -308,7 +308,7 @@ def test_a_pipe_a_device_and_an_endless_line_are_refused(tmp_path: Path, monkeyp
     for name in ("pipe.jsonl", "zero.parquet"):
         with pytest.raises(DataError, match=f"{name} is a pipe or a device; write the rows to a regular file"):
             load(str(tmp_path / name))
-    monkeypatch.setattr("rollcall.data.rows.MAX_ROW_BYTES", 1 << 20)
+    monkeypatch.setattr("rollcall.loop.data.rows.MAX_ROW_BYTES", 1 << 20)
     (tmp_path / "long.jsonl").write_bytes(b'{"prompt": "1"}\n' + bytes(1 << 21))
     with pytest.raises(DataError, match=r"long\.jsonl, row 2 has more than 1 MiB"):
         load(str(tmp_path / "long.jsonl"))
@@ -385,7 +385,7 @@ def test_a_long_prompt_that_its_tokens_can_hold_is_tokenised(tmp_path: Path) -> 
 
 
 def test_rows_are_tokenised_in_batches_of_so_many_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollcall.data.load._CHARACTERS_PER_BATCH", 100)
+    monkeypatch.setattr("rollcall.loop.data.load._CHARACTERS_PER_BATCH", 100)
     batches: list[int] = []
     tokenise = PreTrainedTokenizerFast.__call__
 
@@ -398,7 +398,7 @@ def test_rows_are_tokenised_in_batches_of_so_many_characters(tmp_path: Path, mon
 
 
 def test_a_parquet_row_larger_than_a_line_may_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollcall.data.rows.MAX_ROW_BYTES", 1 << 20)
+    monkeypatch.setattr("rollcall.loop.data.rows.MAX_ROW_BYTES", 1 << 20)
     rows = [{"prompt": "a" * size} for size in (900_000, 900_000, 1 << 21)]
     with pytest.raises(DataError, match=r"rows\.parquet, row 3 has more than 1 MiB"):
         load(a_file(tmp_path, *rows, name="rows.parquet"))
@@ -415,7 +415,7 @@ SHARED = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 64, pyarrow.int
 def test_a_parquet_row_is_measured_as_it_is_when_unpacked(
     values: pyarrow.Array, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollcall.data.rows.MAX_ROW_BYTES", 1 << 20)
+    monkeypatch.setattr("rollcall.loop.data.rows.MAX_ROW_BYTES", 1 << 20)
     lists = pyarrow.ListArray.from_arrays([0, 1, len(values)], values)
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["1", "2"], "note": lists}), tmp_path / "rows.parquet")
     with pytest.raises(DataError, match=r"rows\.parquet, row 2 has more than 1 MiB when unpacked; shorten it"):

@@ -20,24 +20,24 @@ import quick_rewards
 from debugged import WAIT_S, at_a_terminal, beside, nobody, run_dir, talk, wait_for
 from typer.testing import CliRunner
 
+from rollcall.base.errors import ClusterError, ConfigError
+from rollcall.base.redact import remember
+from rollcall.base.stop import Stop, Stopped
+from rollcall.base.wait import Wait
 from rollcall.cli.main import app
 from rollcall.config import load_config
 from rollcall.config.one_process import in_one_process
-from rollcall.debug import attach, here
-from rollcall.debug.attach import End, converse, is_there, reach, readable
-from rollcall.debug.board import BOARD, FILE, DebugSeat, read_board
-from rollcall.debug.here import DebugLine
-from rollcall.debug.stopped import LinePdb
-from rollcall.errors import ClusterError, ConfigError
-from rollcall.groups.host import DEBUG_HOST, Host, RemoteFailureError
-from rollcall.groups.pulse import STOP, Pulse, Reader, Seen
-from rollcall.groups.sightings import FACTOR, LEAST_S, Watch
-from rollcall.process.framing import json_frame
-from rollcall.redact import remember
+from rollcall.nodes.framing import json_frame
+from rollcall.process.debug import attach, here
+from rollcall.process.debug.attach import End, converse, is_there, reach, readable
+from rollcall.process.debug.board import BOARD, FILE, DebugSeat, read_board
+from rollcall.process.debug.here import DebugLine
+from rollcall.process.debug.stopped import LinePdb
+from rollcall.process.groups.host import DEBUG_HOST, Host, RemoteFailureError
+from rollcall.process.groups.pulse import STOP, Pulse, Reader, Seen
+from rollcall.process.groups.sightings import FACTOR, LEAST_S, Watch
 from rollcall.reward.pool import RewardPool
 from rollcall.reward.worker import Item, RewardResult
-from rollcall.stop import Stop, Stopped
-from rollcall.wait import Wait
 
 __all__ = ["run_dir"]  # a fixture
 
@@ -309,7 +309,7 @@ def test_a_signal_ends_a_prompt_inside_a_checkpoint_which_is_finished_before_the
 ) -> None:
     stop, done = Stop(), []
     stop.asked = "SIGTERM"
-    monkeypatch.setattr("rollcall.stop._heeded", stop)
+    monkeypatch.setattr("rollcall.base.stop._heeded", stop)
 
     def read(count: int) -> bytes:
         stop._end_grace(0, None)  # the handler, while the prompt waits
@@ -471,8 +471,8 @@ def test_a_reward_that_lies_to_the_debugger_costs_its_own_score_only(
 def test_a_terminal_does_not_wait_for_a_reward_that_opens_no_prompt(
     monkeypatch: pytest.MonkeyPatch, said: bytes
 ) -> None:
-    monkeypatch.setattr("rollcall.debug.here.has_terminal", lambda: True)
-    monkeypatch.setattr("rollcall.debug.here.PROMPT_S", 0.1)
+    monkeypatch.setattr("rollcall.process.debug.here.has_terminal", lambda: True)
+    monkeypatch.setattr("rollcall.process.debug.here.PROMPT_S", 0.1)
     line = DebugLine(role="reward", number=0)
     line.theirs.send(said)
     assert not line.answer()
@@ -496,8 +496,8 @@ def test_a_signal_that_stops_the_run_ends_a_rewards_prompt() -> None:
 AT_A_TERMINAL = """
 import sys
 from pathlib import Path
-from rollcall.debug import here
-from rollcall.debug.stopped import lend_terminal
+from rollcall.process.debug import here
+from rollcall.process.debug.stopped import lend_terminal
 from rollcall.reward.pool import RewardPool
 from rollcall.reward.worker import Item
 from contextlib import contextmanager
@@ -541,7 +541,7 @@ def test_a_process_with_a_terminal_opens_plain_pdb_there_also_for_its_rewards(tm
     shown = at_a_terminal(
         [sys.executable, "-c", AT_A_TERMINAL],
         cwd=tmp_path,
-        env={here.POST_MORTEM: "1", "PYTHONPATH": str(Path(here.__file__).parents[2])},
+        env={here.POST_MORTEM: "1", "PYTHONPATH": str(Path(here.__file__).parents[3])},
         typed=[
             "p length + 96",
             *(["\x03"] if ctrl_c else []),

@@ -13,20 +13,20 @@ import pytest
 from debugged import WAIT_S, at_a_terminal, beside, run_dir, talk, wait_for
 
 from rollcall.config.environments import ClassEnvironment, StepEnvironment
-from rollcall.debug import attach, here
-from rollcall.debug.attach import End
-from rollcall.debug.board import BOARD, Board, Waiting, read_board
 from rollcall.environments import episode
 from rollcall.environments.episode import TooLong, one_ends_within, within
 from rollcall.environments.make import make_environments
 from rollcall.environments.processes import ProcessEnvironments
 from rollcall.environments.protocol import Environment, EnvironmentFailed
+from rollcall.process.debug import attach, here
+from rollcall.process.debug.attach import End
+from rollcall.process.debug.board import BOARD, Board, Waiting, read_board
 from rollcall.process.pause import paused
 
 __all__ = ["run_dir"]  # a fixture
 
 MODULE = """
-import rollcall.debug.stopped  # on a busy machine its import takes longer than the limits below
+import rollcall.process.debug.stopped  # on a busy machine its import takes longer than the limits below
 
 class Game:
     def reset(self, answer="", **row):
@@ -165,7 +165,7 @@ def test_on_another_node_the_worker_that_hosts_environments_shows_one_stop_after
     """Its process has no board. What it is told reaches the controller by the worker's pulse."""
     shown: list[Any] = []
     monkeypatch.setattr(here, "_served", here._Served(host=here.LOOPBACK, node=1, on_stop=shown.append, is_on=True))
-    monkeypatch.setattr("rollcall.debug.here.BOARD", Board())
+    monkeypatch.setattr("rollcall.process.debug.here.BOARD", Board())
 
     async def play(environments: ProcessEnvironments) -> list[Any]:
         two = [await call(environments.start("")) for _ in range(2)]
@@ -280,7 +280,7 @@ def test_an_environment_that_forges_a_stop_ends_by_its_limit_once_nobody_has_com
 AT_A_TERMINAL = """
 import asyncio
 from rollcall.config.environments import ClassEnvironment
-from rollcall.debug import here
+from rollcall.process.debug import here
 from rollcall.environments.episode import within
 from rollcall.environments.make import make_environments
 
@@ -305,7 +305,7 @@ def test_a_run_with_a_terminal_opens_pdb_there_and_quit_stops_it(tmp_path: Path)
     shown = at_a_terminal(
         [sys.executable, "-c", AT_A_TERMINAL],
         cwd=tmp_path,
-        env={"PYTHONPATH": str(Path(here.__file__).parents[2])},
+        env={"PYTHONPATH": str(Path(here.__file__).parents[3])},
         typed=["p self.answer * 2", "self.answer = 'new'", "c", "q"],
     )
     for text in ("'stopstop'", "opened new", "stopped"):

@@ -15,8 +15,8 @@ import yaml
 from lab.cluster import ENV, bring_up, rollcall
 from lab.lab import Command, Host, Lab, needs_lab
 
-from rollcall.durable.journal import Journal
-from rollcall.groups.sightings import LEAST_S
+from rollcall.base.journal import Journal
+from rollcall.process.groups.sightings import LEAST_S
 
 pytestmark = [needs_lab, pytest.mark.slow]
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}

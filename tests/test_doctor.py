@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 
 from rollcall.cli.main import app
 from rollcall.config import load_config, parse_config
-from rollcall.doctor import checks
-from rollcall.doctor import probe as doctor_facts
-from rollcall.doctor.checks import (
+from rollcall.launch.doctor import checks
+from rollcall.launch.doctor import probe as doctor_facts
+from rollcall.launch.doctor.checks import (
     GIB,
     Disk,
     Finding,
@@ -32,12 +32,12 @@ from rollcall.doctor.checks import (
     judge_slots,
     judge_torch,
 )
-from rollcall.doctor.examine import Diagnosis, checkpoint_bytes, examine_machine, partners
-from rollcall.doctor.probe import Probe
-from rollcall.doctor.show import show
+from rollcall.launch.doctor.examine import Diagnosis, checkpoint_bytes, examine_machine, partners
+from rollcall.launch.doctor.probe import Probe
+from rollcall.launch.doctor.show import show
 from rollcall.nodes.check import Roster
+from rollcall.nodes.cluster import OurCluster, PlainRay
 from rollcall.nodes.head import NodeInfo
-from rollcall.nodes.which import OurCluster, PlainRay
 
 VERSIONS = {"rollcall-rl": "0.1.0", "torch": "2.13.0", "transformers": "5.19.0", "ray": "2.60.0"}
 
@@ -387,7 +387,7 @@ def test_the_firewall_rule_lets_in_the_nodes_alone() -> None:
 def test_a_machine_without_a_cluster_is_examined_with_the_parts_of_the_run_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("rollcall.doctor.probe.read_gpus", lambda: ([], None, None))
+    monkeypatch.setattr("rollcall.launch.doctor.probe.read_gpus", lambda: ([], None, None))
     good = load_config(None, [f"run.dir={tmp_path / 'run'}"])
     report = examine_machine(good)
     assert not report.findings and report.cluster is None
@@ -408,8 +408,8 @@ def test_a_machine_without_a_cluster_is_examined_with_the_parts_of_the_run_file(
 def test_the_demo_is_examined_with_overrides_and_a_place_that_keeps_no_files_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rollcall.nodes.which.wished_cluster", lambda *args, **kwargs: None)
-    monkeypatch.setattr("rollcall.doctor.probe.read_gpus", lambda: ([], None, None))
+    monkeypatch.setattr("rollcall.nodes.cluster.wished_cluster", lambda *args, **kwargs: None)
+    monkeypatch.setattr("rollcall.launch.doctor.probe.read_gpus", lambda: ([], None, None))
     result = CliRunner().invoke(app, ["doctor", "run.dir=/proc/x", "--json"])
     (finding,) = json.loads(result.stdout)["findings"]
     assert result.exit_code == 1 and "/proc/x (run.dir) is in a file system that keeps no files" in finding["what"]

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from rollcall.net import door
-from rollcall.net.door import CHALLENGE, Door, answer, listen_at
+from rollcall.nodes import door
+from rollcall.nodes.door import CHALLENGE, Door, answer, listen_at
 
 WAIT_S = 600.0
 

@@ -288,7 +288,7 @@ def test_64_conversations_at_once_are_each_their_own(stands: Standing, writer: W
 
 
 def test_a_client_that_hangs_up_frees_its_work(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollcall.net.http_door.LOOK_S", 0.05)
+    monkeypatch.setattr("rollcall.nodes.http_door.LOOK_S", 0.05)
     slow = Writer(tokenizer=tokenizer, says=said, delay_s=600)
     with standing(slow, tokenizer=tokenizer) as one:
         with pytest.raises(openai.APITimeoutError):
@@ -301,7 +301,7 @@ def test_a_client_that_hangs_up_frees_its_work(tokenizer: Any, monkeypatch: pyte
 
 
 def test_a_client_that_sends_no_more_gets_its_answer(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollcall.net.http_door.LOOK_S", 0.05)
+    monkeypatch.setattr("rollcall.nodes.http_door.LOOK_S", 0.05)
     with standing(Writer(tokenizer=tokenizer, says=said, delay_s=0.2), tokenizer=tokenizer) as one:
         body = b'{"messages": [{"role": "user", "content": "hello"}]}'
         with socket.create_connection(("127.0.0.1", one.server.port), timeout=60) as line:
@@ -402,7 +402,7 @@ def test_a_slow_client_holds_up_nobody(stands: Standing, monkeypatch: pytest.Mon
 def test_a_client_that_never_reads_its_answer_is_dropped(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch, stream: str
 ) -> None:
-    monkeypatch.setattr("rollcall.net.http_door.READ_S", 0.2)
+    monkeypatch.setattr("rollcall.nodes.http_door.READ_S", 0.2)
     with standing(Writer(tokenizer=tokenizer, says=lambda prompt: "x" * 3000), tokenizer=tokenizer) as one:
         one.server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         with socket.socket() as line:
@@ -422,7 +422,7 @@ def test_prompts_times_choices_are_bounded(stands: Standing) -> None:
 def test_a_stranger_who_says_nothing_takes_nobodys_place(
     writer: Writer, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollcall.net.http_door.MAX_CONNECTIONS", 16)
+    monkeypatch.setattr("rollcall.nodes.http_door.MAX_CONNECTIONS", 16)
     with standing(writer, tokenizer=tokenizer) as one:
         lines = [socket.create_connection(("127.0.0.1", one.server.port)) for _ in range(30)]
         for line in lines[::2]:
@@ -437,7 +437,7 @@ def test_a_stranger_who_says_nothing_takes_nobodys_place(
 def test_a_connection_without_a_request_is_closed(
     writer: Writer, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollcall.net.http_door.HEAD_S", 0.1)
+    monkeypatch.setattr("rollcall.nodes.http_door.HEAD_S", 0.1)
     with standing(writer, tokenizer=tokenizer) as one:
         client = one.client()
         assert chat(client)

@@ -556,7 +556,7 @@ def test_smollm2_is_exact_and_fluent() -> None:
 def test_a_session_that_turns_to_something_else_has_the_room_of_what_it_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the blocks of a card. To fill them needs none of its kernels."""
     module = "rollcall.engine.native.paged"
-    for name in (*(f"rollcall.kernels.{kernel}" for kernel in ("attention", "sampling", "decode")), module):
+    for name in (*(f"rollcall.model.kernels.{kernel}" for kernel in ("attention", "sampling", "decode")), module):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     del sys.modules[module]
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)

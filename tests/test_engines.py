@@ -20,14 +20,14 @@ from tiny import make_model, make_tokenizer, random_prompts
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the benchmarks' stand-ins
 
 from benchmarks.standins import ThreadGroup
+from rollcall.base.errors import WorkerDiedError
 from rollcall.engine.exchange import Exchanged, exchange
 from rollcall.engine.native.engine import NativeEngine
 from rollcall.engine.protocol import Engine, Request
-from rollcall.errors import WorkerDiedError
 from rollcall.model.decoder import fuse_parameters
 from rollcall.plan.placement import Role
-from rollcall.roles.engines import Engines
-from rollcall.roles.team import Team
+from rollcall.run.engines import Engines
+from rollcall.run.team import Team
 
 NUM_ROLLOUTS, ROOM = 2, 4
 

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollcall import redact
+from rollcall.base import redact
+from rollcall.base.errors import ClusterError
+from rollcall.base.redact import REDACTED
 from rollcall.config import ClusterSection, parse_config
-from rollcall.errors import ClusterError
-from rollcall.redact import REDACTED
-from rollcall.worker_env.declared import (
+from rollcall.nodes.declared import (
     NODE_OWN,
     SEALED,
     SUBMITTED,
@@ -33,7 +33,7 @@ from rollcall.worker_env.declared import (
     unseal,
     worker_env,
 )
-from rollcall.worker_env.node_shell import UNDECLARED, hint, missed, nodes_own, origins
+from rollcall.nodes.node_shell import UNDECLARED, hint, missed, nodes_own, origins
 
 TOKEN = "token-of-this-cluster"
 SECRET = "wandb-5e77a9-not-for-you"
@@ -155,7 +155,7 @@ def test_secrets_are_not_given_to_ray_without_a_token(monkeypatch: pytest.Monkey
     assert SECRET not in str(refused.value)
 
 
-@mock.patch("rollcall.worker_env.declared._ROUNDS", 10)  # making a key from a token takes long on purpose
+@mock.patch("rollcall.nodes.declared._ROUNDS", 10)  # making a key from a token takes long on purpose
 @settings(max_examples=20, deadline=None)
 @given(
     st.dictionaries(st.text(min_size=1, max_size=8), st.text(max_size=40), max_size=4), st.text(min_size=1, max_size=20)

@@ -31,21 +31,21 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
+from rollcall.base.errors import ConfigError
+from rollcall.base.journal import Journal
+from rollcall.base.types import Completion, EndReason, FinishReason
 from rollcall.cli.main import app
 from rollcall.config import ClassEnvironment, Config, DataSection
-from rollcall.data.load import DataError, PromptSet
-from rollcall.durable.journal import Journal
 from rollcall.engine.native.engine import NativeEngine
 from rollcall.engine.protocol import Request
 from rollcall.environments.conversation import MESSAGES, Conversations
 from rollcall.environments.episode import Player, TooLong, turn_seed, within
 from rollcall.environments.processes import kind_of
 from rollcall.environments.protocol import EnvironmentFailed, Message
-from rollcall.errors import ConfigError
 from rollcall.loop.attempts import RunError
+from rollcall.loop.data.load import DataError, PromptSet
 from rollcall.observe.transcript import transcript
-from rollcall.roles.build import build_environments
-from rollcall.types import Completion, EndReason, FinishReason
+from rollcall.run.build import build_environments
 from rollcall.view.audit import audit
 
 assert scripted  # a fixture of these tests too
@@ -553,7 +553,7 @@ def whole_game(tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 
 KILLS = {
-    "attempt": Kill(call="rollcall.durable.journal:Journal.append_attempts", number=1),
+    "attempt": Kill(call="rollcall.base.journal:Journal.append_attempts", number=1),
     "record": Kill(call=IN_JOURNAL, number=14, when="torn"),
     "update": Kill(call=IN_UPDATE, number=1),
 }

@@ -19,9 +19,9 @@ from lab.command import Command
 from lab.lab import CHECKOUT, Host, Lab, needs_lab
 from tiny import save_model
 
-from rollcall.durable.journal import Journal
+from rollcall.base.journal import Journal
+from rollcall.base.types import Completion
 from rollcall.observe.live import ProcessState, read_live
-from rollcall.types import Completion
 from rollcall.view.audit import audit
 
 pytestmark = [needs_lab, pytest.mark.slow]

@@ -12,9 +12,9 @@ import torch
 from commands import rollcall
 from tiny import save_model
 
-from rollcall.errors import ConfigError
-from rollcall.evaluation import EvalPlan, EvalReport, plan_evaluation, run_evaluation
-from rollcall.training import train
+from rollcall.base.errors import ConfigError
+from rollcall.run.evaluation import EvalPlan, EvalReport, plan_evaluation, run_evaluation
+from rollcall.run.training import train
 
 ROOT = Path(__file__).parents[1]
 PROMPTS = [f"{a}+{b}=" for a in range(3) for b in range(2)]

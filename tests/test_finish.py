@@ -12,14 +12,14 @@ from hub_server import REPO, Fault, Hub, hub  # noqa: F401 - a fixture
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from rollcall.base.errors import ConfigError
+from rollcall.checkpoint.merge.merge import merge
 from rollcall.checkpoint.verify import VerifyError
 from rollcall.cli.main import app
-from rollcall.errors import ConfigError
-from rollcall.finish import finish as module
-from rollcall.finish.finish import FinishedRun, finish
-from rollcall.finish.upload import UploadError
-from rollcall.merge.merge import merge
-from rollcall.stored.tensors import StoredError
+from rollcall.launch.finish import finish as module
+from rollcall.launch.finish.finish import FinishedRun, finish
+from rollcall.launch.finish.upload import UploadError
+from rollcall.model.stored.tensors import StoredError
 
 
 @pytest.fixture

@@ -10,15 +10,15 @@ import pytest
 import torch
 from learners import assert_same_gradient, gradients, make_learner, make_samples, section, trainable
 
+from rollcall.base.errors import BatchTooLargeError, MemoryShortError, is_out_of_memory
+from rollcall.base.types import MicroBatch
 from rollcall.config import Gspo, Ppo
-from rollcall.errors import BatchTooLargeError, MemoryShortError, is_out_of_memory
-from rollcall.groups.host import RemoteFailureError
 from rollcall.learner.fit import too_large
 from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Critic, Learner
 from rollcall.learner.packing import Fit, Packing
 from rollcall.plan.activations import Recompute
-from rollcall.types import MicroBatch
+from rollcall.process.groups.host import RemoteFailureError
 
 WHY = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB"
 

@@ -21,13 +21,18 @@ import torch
 from runs import groups, make_run, metric_rows, num_records
 from weights_contract import bits, blank_like, change, make_tensors
 
+from rollcall.base.atomic import TEMPORARY
+from rollcall.base.errors import ClusterError, ConfigError, WorkerDiedError, WorkerError
+from rollcall.base.journal import Journal
 from rollcall.config import Config, dump_config, parse_config
-from rollcall.durable.atomic import TEMPORARY
-from rollcall.durable.journal import Journal
-from rollcall.errors import ClusterError, ConfigError, WorkerDiedError, WorkerError
-from rollcall.groups.cluster import VirtualCluster
-from rollcall.groups.folder import mailbox
-from rollcall.groups.folder.mailbox import (
+from rollcall.engine.weights.protocol import RefusedUpdateError
+from rollcall.engine.weights.transports import open_receiver, open_sender
+from rollcall.observe.live import REWARDS
+from rollcall.observe.timeline import CONTROLLER, read_timeline
+from rollcall.process.groups.cluster import VirtualCluster
+from rollcall.process.groups.folder import messages as mailbox
+from rollcall.process.groups.folder.master import FolderBackend
+from rollcall.process.groups.folder.messages import (
     Inbox,
     Messages,
     Peer,
@@ -39,14 +44,9 @@ from rollcall.groups.folder.mailbox import (
     put,
     sweep,
 )
-from rollcall.groups.folder.master import FolderBackend
-from rollcall.groups.folder.worker import FolderWorker
-from rollcall.groups.group import WorkerBuilder, WorkerGroup
-from rollcall.observe.live import REWARDS
-from rollcall.observe.timeline import CONTROLLER, read_timeline
-from rollcall.train_in_folder import read_weights, with_folder
-from rollcall.weights.protocol import RefusedUpdateError
-from rollcall.weights.transports import open_receiver, open_sender
+from rollcall.process.groups.folder.worker import FolderWorker
+from rollcall.process.groups.group import WorkerBuilder, WorkerGroup
+from rollcall.run.train_in_folder import read_weights, with_folder
 
 WAIT_S = 600.0
 
@@ -109,7 +109,7 @@ def test_a_listed_file_that_is_gone_when_it_is_read_is_waited_for(
 
 def test_messages_between_two_processes_arrive_whole_and_once(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from rollcall.groups.folder.mailbox import *\n"
+        "import sys; from pathlib import Path; from rollcall.process.groups.folder.messages import *\n"
         "for number in range(1, 101): put(Path(sys.argv[1]) / message_name('m-w-1', number), bytes([number]) * 50_000)"
     )
     writer = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)])
@@ -214,7 +214,7 @@ class Node:
     """A worker's process, as `rollcall train --worker` is one."""
 
     def __init__(self, share: Path, rank: int, *, num_nodes: int) -> None:
-        command = [sys.executable, "-m", "rollcall.groups.folder.worker", str(share), str(rank), str(num_nodes)]
+        command = [sys.executable, "-m", "rollcall.process.groups.folder.worker", str(share), str(rank), str(num_nodes)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE)
 
     def kill(self) -> None:

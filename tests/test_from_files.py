@@ -22,11 +22,11 @@ from rollcall.learner.learner import Learner
 from rollcall.model import unread
 from rollcall.model.decoder import Decoder
 from rollcall.model.load import load_causal_lm, outline_causal_lm
+from rollcall.model.stored.tensors import Stored
 from rollcall.model.unread import WholeOnly, open_unread
 from rollcall.plan.placement import Role
-from rollcall.roles import worker as worker_module
-from rollcall.roles.worker import RoleWorker
-from rollcall.stored.tensors import Stored
+from rollcall.run import worker as worker_module
+from rollcall.run.worker import RoleWorker
 
 FSDP = dict(sharding="fsdp")
 BOTH = dict(sharding="fsdp", tensor_parallel_size=2)

@@ -23,15 +23,15 @@ from fuzz.judge import Failure, judge, judge_command
 from runs import finish, make_run
 from tiny import make_tokenizer, save_model
 
+from rollcall.base.journal import Journal
 from rollcall.checkpoint.store import CheckpointStore
 from rollcall.config import DataSection, load_config
-from rollcall.data.load import load_prompts
-from rollcall.durable.journal import Journal
-from rollcall.evaluation import plan_evaluation
+from rollcall.loop.data.load import load_prompts
 from rollcall.model import chat_template
 from rollcall.model.load import load_causal_lm, load_tokenizer
 from rollcall.observe.sinks import read_rows
-from rollcall.training import train
+from rollcall.run.evaluation import plan_evaluation
+from rollcall.run.training import train
 from rollcall.view.address import OPEN, Keys
 from rollcall.view.api import ADDRESSES
 from rollcall.view.reader import RunReader
@@ -224,8 +224,8 @@ def check(name: str, count: int, *, folder: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     monkeypatch.setattr("rollcall.model.chat_template.LIMIT_S", 0.3)
     monkeypatch.setattr("rollcall.model.chat_template._renderer", chat_template._Renderer())
-    monkeypatch.setattr("rollcall.durable.lease.WATCH_S", 0.1)
-    monkeypatch.setattr("rollcall.durable.lease.LOOK_S", 0.02)
+    monkeypatch.setattr("rollcall.base.lease.WATCH_S", 0.1)
+    monkeypatch.setattr("rollcall.base.lease.LOOK_S", 0.02)
     found = failures(cases(whole, trains=trains)[name], name=name, count=count, folder=folder)
     assert not found, report(found)
 

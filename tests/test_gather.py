@@ -16,11 +16,11 @@ from own_path import own_path
 from typer.testing import CliRunner
 
 from rollcall.cli.main import app
-from rollcall.finish import gather as module
-from rollcall.finish import nodes_of
-from rollcall.finish.gather import FOLDER, GatherError, gather
-from rollcall.finish.node_files import NodeFiles
-from rollcall.finish.nodes_of import Asked, Node, NodeError, RayNodeFiles, SshNode
+from rollcall.launch.finish import gather as module
+from rollcall.launch.finish import nodes_of
+from rollcall.launch.finish.gather import FOLDER, GatherError, gather
+from rollcall.launch.finish.node_files import NodeFiles
+from rollcall.launch.finish.nodes_of import Asked, Node, NodeError, RayNodeFiles, SshNode
 from rollcall.launch.ssh.shell import Login
 
 SIZE = 70_000
@@ -29,7 +29,7 @@ SIZE = 70_000
 @pytest.fixture(autouse=True)
 def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "WAITS_S", (0.0,) * 3)
-    monkeypatch.setattr("rollcall.finish.nodes_of.CHUNK_BYTES", 10_000)
+    monkeypatch.setattr("rollcall.launch.finish.nodes_of.CHUNK_BYTES", 10_000)
 
 
 def make_checkpoint(tmp_path: Path, *, num_nodes: int = 2, size: int = SIZE) -> tuple[Path, list[Disk]]:
@@ -321,8 +321,8 @@ class FakePinned:
 def test_over_the_cluster_few_chunks_are_on_their_way_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollcall.finish.nodes_of.Pinned", FakePinned)
-    monkeypatch.setattr("rollcall.finish.nodes_of.answer_of", lambda call, timeout_s: call())
+    monkeypatch.setattr("rollcall.launch.finish.nodes_of.Pinned", FakePinned)
+    monkeypatch.setattr("rollcall.launch.finish.nodes_of.answer_of", lambda call, timeout_s: call())
     checkpoint, _ = make_checkpoint(tmp_path, num_nodes=1)
     node = RayNodeFiles("id", where="node 0 (10.0.0.1)")
     done = gather(checkpoint, lambda: [node], delete=True)

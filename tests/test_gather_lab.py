@@ -19,11 +19,11 @@ from learners import make_learner, trainable
 from safetensors.torch import load_file, save_file
 from tiny import make_tokenizer
 
+from rollcall.checkpoint.merge.merge import merge
 from rollcall.checkpoint.store import CheckpointStore
 from rollcall.checkpoint.training import write_learner
 from rollcall.checkpoint.verify import verify
-from rollcall.finish.gather import FOLDER
-from rollcall.merge.merge import merge
+from rollcall.launch.finish.gather import FOLDER
 
 pytestmark = pytest.mark.slow
 

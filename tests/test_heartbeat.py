@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rollcall.durable import heartbeat
-from rollcall.durable.heartbeat import Heartbeat
+from rollcall.base import heartbeat
+from rollcall.base.heartbeat import Heartbeat
 
 
 def test_a_counter_that_moves_is_told_from_a_new_owner_and_from_one_that_stands(

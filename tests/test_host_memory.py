@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from rollcall.roles import host_memory as module
-from rollcall.roles.host_memory import LARGE_PAGE, keep_freed_memory
+from rollcall.run import host_memory as module
+from rollcall.run.host_memory import LARGE_PAGE, keep_freed_memory
 
 BLOCK = 5 * LARGE_PAGE + 4096  # not at the start of a large page, as malloc gives them
 

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from tiny import make_tokenizer
 
+from rollcall.base.errors import RestartsSpentError, WorkerLostError
+from rollcall.base.types import Completion, EndReason, FinishReason, Prompt, Segment
 from rollcall.config.environments import StepEnvironment
 from rollcall.engine.protocol import Sampling
 from rollcall.environments import hosted
@@ -21,9 +23,7 @@ from rollcall.environments.host import EnvironmentHost, HostPlace
 from rollcall.environments.hosted import HostedEnvironments
 from rollcall.environments.make import make_here
 from rollcall.environments.protocol import EnvironmentFailed, EnvironmentLost
-from rollcall.errors import RestartsSpentError, WorkerLostError
-from rollcall.net.door import new_secret
-from rollcall.types import Completion, EndReason, FinishReason, Prompt, Segment
+from rollcall.nodes.door import new_secret
 
 SECTION = StepEnvironment(path="tests.environments_of_users:Guess", call_timeout_s=20.0)
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=40, stop_token_ids=(0,), stop_strings=())

@@ -22,6 +22,8 @@ import pytest
 from endpoints import Writer, chat_tokenizer, plain_sampling
 from programs import TWO_TURNS, prompt_of
 
+from rollcall.base.process_table import Process
+from rollcall.base.types import Completion, EndReason
 from rollcall.config import parse_config
 from rollcall.config.environments import AgentEnvironment
 from rollcall.environments import answering, hosted
@@ -32,16 +34,14 @@ from rollcall.environments.hosted import HostedEnvironments
 from rollcall.environments.make import make_here
 from rollcall.environments.program import KEY, past_proxies
 from rollcall.environments.protocol import Ended, EnvironmentFailed, EnvironmentLost
-from rollcall.groups.cluster import VirtualCluster
-from rollcall.groups.inprocess import InProcessBackend
-from rollcall.net.door import CHALLENGE, new_secret
+from rollcall.nodes.door import CHALLENGE, new_secret
+from rollcall.nodes.framing import CALL, HEAD, JSON, frame
 from rollcall.plan.judge import workable_plan
-from rollcall.process.framing import CALL, HEAD, JSON, frame
-from rollcall.process_table import Process
-from rollcall.roles import environment_hosts
-from rollcall.roles.environment_hosts import EnvironmentHosts
-from rollcall.roles.team import Site
-from rollcall.types import Completion, EndReason
+from rollcall.process.groups.cluster import VirtualCluster
+from rollcall.process.groups.inprocess import InProcessBackend
+from rollcall.run import environment_hosts
+from rollcall.run.environment_hosts import EnvironmentHosts
+from rollcall.run.team import Site
 
 SECRET = new_secret()
 WAIT_S = 120.0

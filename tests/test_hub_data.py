@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from tiny import a_tokenizer
 
+from rollcall.base.wait import in_silence, speaking
 from rollcall.config import DataSection, load_config
 from rollcall.config.checks import unused
-from rollcall.data.load import DataError, PromptSet, load_prompts
-from rollcall.wait import in_silence, speaking
+from rollcall.loop.data.load import DataError, PromptSet, load_prompts
 
 pytest.importorskip("datasets")
 

@@ -42,23 +42,25 @@ def copy_of_the_package(folder: Path) -> Path:
 # For each contract a line that breaks it, the file that gets it, and how it is named.
 BREACHES = {
     "Imports point downward": (
-        "types.py", "from rollcall.kernels import checks", "rollcall.types -> rollcall.kernels.checks"
+        "base/append_file.py", "import rollcall.model.kernels.attention", "rollcall.base.append_file -> rollcall.model.kernels.attention"
     ),
     "No room, and no file in a room, imports what imports it": (
-        "data/arithmetic.py", "from rollcall.data import make", ".arithmetic -> .make"
+        "loop/attempts.py", "import rollcall.loop.controller", ".attempts -> .controller"
     ),
-    "Only on_ray imports ray": ("groups/backend.py", "def later(): import ray.util", "rollcall.groups.backend -> ray"),
+    "Only process.ray imports ray": (
+        "process/groups/backend.py", "def later(): import ray.util", "rollcall.process.groups.backend -> ray"
+    ),
     "Plans, run files and processes need neither torch nor ray": (
-        "words.py", "def later(): import torch", "rollcall.words -> torch"
+        "config/algorithms.py", "def later(): import torch", "rollcall.config.algorithms -> torch"
     ),
-    "The loop knows roles only through its protocols": (
-        "loop/supply.py", "def later(): import rollcall.roles.local", "rollcall.loop.supply -> rollcall.roles.local"
+    "The loop knows run only through protocols": (
+        "loop/attempts.py", "def later(): import rollcall.run.api", "rollcall.loop.attempts -> rollcall.run.api"
     ),
-    "What trains knows nothing of clusters": (
-        "weights/layout.py", "from rollcall.nodes import rank", "rollcall.weights.layout -> rollcall.nodes.rank"
+    "Below run nobody imports a carrier": (
+        "engine/exchange.py", "def later(): import rollcall.process.ray.carrier", "rollcall.engine.exchange -> rollcall.process.ray.carrier"
     ),
-    "Clusters know nothing of training": (
-        "groups/pulse.py", "from rollcall.algo import losses", "rollcall.groups.pulse -> rollcall.algo.losses"
+    "Processes and nodes know nothing of training": (
+        "process/groups/backend.py", "import rollcall.algo.advantages", "rollcall.process.groups.backend -> rollcall.algo.advantages"
     ),
 }  # fmt: skip
 

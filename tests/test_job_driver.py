@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from runs import column, make_run
 
+from rollcall.base.redact import REDACTED
+from rollcall.base.stop import STOPPED
 from rollcall.config import Config, dump_config
-from rollcall.jobs.submit import ENTRYPOINT
-from rollcall.redact import REDACTED
-from rollcall.stop import STOPPED
+from rollcall.launch.jobs.submit import ENTRYPOINT
+from rollcall.nodes.declared import SEALED, seal
 from rollcall.view.audit import audit
-from rollcall.worker_env.declared import SEALED, seal
 
 WAIT_S = 600.0
 TOKEN, SECRET = "the-clusters-own-token", "wandb-5e77a9-not-for-you"
@@ -37,7 +37,7 @@ def start(folder: Path, *overrides: str) -> tuple[subprocess.Popen[str], Config]
     config = make_run(folder, "trainer.steps=6", "trainer.save_every=2", *overrides, reward=reward)
     path = folder / "run.yaml"
     path.write_text(dump_config(config))
-    command = [sys.executable, "-m", "rollcall.jobs.driver", str(path)]
+    command = [sys.executable, "-m", "rollcall.launch.jobs.driver", str(path)]
     process = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True, start_new_session=True)
     return process, config
 
@@ -82,7 +82,7 @@ def test_a_job_that_is_stopped_saves_and_stays_stopped(tmp_path: Path) -> None:
 def drive(code: str, folder: Path, *, token: str = TOKEN) -> subprocess.CompletedProcess[str]:
     """A job's driver with ``code`` in place of the controller."""
     wrapper = (
-        "import sys\nfrom rollcall.loop.attempts import Budget\nfrom rollcall.jobs.driver import supervise\n"
+        "import sys\nfrom rollcall.loop.attempts import Budget\nfrom rollcall.launch.jobs.driver import supervise\n"
         f"sys.exit(supervise([sys.executable, '-c', {code!r}], budget=Budget(most=1, window_s=60)))"
     )
     sealed = {SEALED: seal({"A_KEY": SECRET}, TOKEN), "RAY_AUTH_TOKEN": token}

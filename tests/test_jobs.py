@@ -28,25 +28,25 @@ from one_node import WAIT_S, OneNode, rollcall, start_arguments
 from sleeping import set_sleep
 from typer.testing import CliRunner
 
-from rollcall import redact
+from rollcall.base import redact
+from rollcall.base.errors import ClusterError
+from rollcall.base.lease import hold
+from rollcall.base.wait import speaking
 from rollcall.cli.main import app
 from rollcall.config import Config, parse_config
-from rollcall.durable.lease import hold
-from rollcall.errors import ClusterError
-from rollcall.jobs import package as package_module
-from rollcall.jobs import submit as module
-from rollcall.jobs.package import build_package
-from rollcall.jobs.paths import Shared, mount_of, resolve_paths
-from rollcall.jobs.submit import Jobs, reach, refuse_busy
+from rollcall.launch.jobs import package as package_module
+from rollcall.launch.jobs import submit as module
+from rollcall.launch.jobs.package import build_package
+from rollcall.launch.jobs.paths import Shared, mount_of, resolve_paths
+from rollcall.launch.jobs.submit import Jobs, reach, refuse_busy
 from rollcall.model.files import MODEL_DIR
+from rollcall.nodes.declared import seal
+from rollcall.nodes.node_shell import TOKEN
 from rollcall.nodes.rendezvous import Head, Rendezvous
 from rollcall.nodes.state import STATE_DIR, NodeRecord, write_record, write_token
-from rollcall.on_ray import job_client
-from rollcall.on_ray.each_node import NoAnswerError
-from rollcall.on_ray.job_client import HttpClient, RelayClient, Unreachable
-from rollcall.wait import speaking
-from rollcall.worker_env.declared import seal
-from rollcall.worker_env.node_shell import TOKEN
+from rollcall.process.ray import job_client
+from rollcall.process.ray.each_node import NoAnswerError
+from rollcall.process.ray.job_client import HttpClient, RelayClient, Unreachable
 
 ROOT = Path(__file__).parents[1]
 SECRET = "wandb-5e77a9-not-for-you"
@@ -100,7 +100,7 @@ def publish(folder: Path, *, dashboard: str) -> None:
 def test_the_package_is_this_rollcall_and_the_run_file(tmp_path: Path) -> None:
     found = contents(config(), tmp_path)
     assert found["run.yaml"] == b"run: {}\n"
-    assert found["rollcall/training.py"] == (ROOT / "src/rollcall/training.py").read_bytes()
+    assert found["rollcall/run/training.py"] == (ROOT / "src/rollcall/run/training.py").read_bytes()
     assert "rollcall/config/default.yaml" in found
     assert (
         found["rollcall/model/embedded/arithmetic/model.safetensors"] == (MODEL_DIR / "model.safetensors").read_bytes()

@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scored import make_group
 
-from rollcall.durable.group_record import MAGIC
-from rollcall.durable.journal import Journal, TrainedStep
-from rollcall.errors import JournalError
-from rollcall.types import (
+from rollcall.base.errors import JournalError
+from rollcall.base.group_record import MAGIC
+from rollcall.base.journal import Journal, TrainedStep
+from rollcall.base.types import (
     Branch,
     Completion,
     EndReason,
@@ -187,7 +187,7 @@ WRITER = """
 import sys; sys.path.insert(0, sys.argv[2])
 from pathlib import Path
 from scored import make_group
-from rollcall.durable.journal import Journal
+from rollcall.base.journal import Journal
 journal = Journal(Path(sys.argv[1]))
 for draw in range(10**9):
     journal.append(make_group(draw, num_completions=16, num_tokens=400))
@@ -212,7 +212,7 @@ def test_kill_minus_nine_loses_no_group_that_append_returned_for(tmp_path: Path)
 def test_a_full_disk_is_named_and_leaves_no_half_record(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollcall.durable.patience.DEADLINE_S", 0)
+    monkeypatch.setattr("rollcall.base.patience.DEADLINE_S", 0)
     disk = small_disk(tmp_path / "disk", size="64k")
     try:
         with Journal(disk / "journal") as journal:

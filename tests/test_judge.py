@@ -18,16 +18,16 @@ import numpy as np
 import pytest
 from judge_server import Asked, Reply, Service, said, scored, serving
 
+from rollcall.base.errors import ConfigError
+from rollcall.base.stop import Stopped, heed
+from rollcall.base.types import Completion, EndReason, Episode, Prompt, Score, Turn
+from rollcall.base.wait import waiting
 from rollcall.config.rewards import HttpReward, JudgeReward
-from rollcall.errors import ConfigError
 from rollcall.reward import endpoint as endpoint_module
 from rollcall.reward import judge as judge_module
 from rollcall.reward.endpoint import EndpointLostError
 from rollcall.reward.judge import ask, read_score
 from rollcall.reward.scorer import MAX_NOTE, Scorer
-from rollcall.stop import Stopped, heed
-from rollcall.types import Completion, EndReason, Episode, Prompt, Score, Turn
-from rollcall.wait import waiting
 
 KEY = "sk-test-4242424242"
 RUBRIC = "Question: {prompt}\nReference: {answer}\nGrade this:{completion}Is it right?"
@@ -421,8 +421,8 @@ def test_services_and_functions_score_side_by_side() -> None:
     ],
 )
 def test_a_judge_that_cannot_work_is_refused_in_the_run_file(keys: dict[str, Any], why: str) -> None:
+    from rollcall.base.errors import ConfigError
     from rollcall.config import parse_config
-    from rollcall.errors import ConfigError
 
     judge = {"type": "judge", "url": "http://node7/v1", "model": "m", "rubric": RUBRIC, **keys}
     with pytest.raises(ConfigError) as caught:
@@ -443,7 +443,7 @@ def test_a_run_outlives_its_judge_and_asks_nothing_again_when_it_is_resumed(
 ) -> None:
     from runs import finish
 
-    from rollcall.durable.journal import Journal
+    from rollcall.base.journal import Journal
     from rollcall.view.samples import show_group
 
     def reply(asked: Asked) -> Reply:

@@ -39,7 +39,7 @@ if INTERPRETED:
 
     interpreter._patch_lang_tensor = patch_tensor_and_index
 
-from rollcall.kernels import attention, decode, gradients, logprobs, sampling
+from rollcall.model.kernels import attention, decode, gradients, logprobs, sampling
 
 
 def on_device(test):

@@ -26,8 +26,8 @@ from rollcall.launch.record import (
     new_record,
 )
 from rollcall.launch.rendered import Command, Rendered, RenderedFile, exports, yaml_text
+from rollcall.launch.ssh.machines import Site, choose_hosts
 from rollcall.launch.ssh.shell import Login
-from rollcall.launch.ssh.site import Site, choose_hosts
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,8 @@ import pytest
 import yaml
 from own_path import own_path
 
+from rollcall.base.errors import ConfigError
 from rollcall.config import load_config
-from rollcall.errors import ConfigError
 from rollcall.launch.launch import TARGETS, get_target, make_request, stop
 from rollcall.launch.record import (
     RECORD,
@@ -30,10 +30,10 @@ from rollcall.launch.record import (
 )
 from rollcall.launch.rendered import Command, Rendered
 from rollcall.launch.slurm import Slurm
+from rollcall.launch.ssh.machines import choose_hosts
 from rollcall.launch.ssh.shell import Login, Outcome, run_on_all
-from rollcall.launch.ssh.site import choose_hosts
 from rollcall.launch.target import ask
-from rollcall.nodes.here import Here
+from rollcall.nodes.machine import Here
 
 SECTIONS = Path(__file__).parents[1] / "src/rollcall/launch/sections"
 

@@ -22,11 +22,11 @@ from lab.cluster import ENV, leftovers
 from lab.command import Command
 from lab.lab import Host, Lab, needs_lab
 
+from rollcall.base.stop import STOPPED
 from rollcall.config import load_config
 from rollcall.launch.launch import get_target, make_request
 from rollcall.launch.rendered import Rendered
 from rollcall.observe.events import read_phases
-from rollcall.stop import STOPPED
 from rollcall.view.audit import audit
 
 pytestmark = [needs_lab, pytest.mark.slow]

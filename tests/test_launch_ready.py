@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
+from rollcall.base.errors import ClusterError
 from rollcall.config import load_config
-from rollcall.errors import ClusterError
 from rollcall.launch import ready
 from rollcall.launch.rendered import RUN_FILE_VARIABLE
 

@@ -13,7 +13,7 @@ from lab.cluster import ENV
 from lab.lab import CHECKOUT, Lab
 from lab.skypilot import CLUSTER, SkyLab, kept, needs_skypilot
 
-from rollcall.durable.journal import Journal
+from rollcall.base.journal import Journal
 
 pytestmark = [needs_skypilot, pytest.mark.slow, pytest.mark.launchers]
 ALL_S = 1800.0  # SkyPilot takes minutes to start where other things run too

@@ -15,7 +15,7 @@ from lab.cluster import ENV
 from lab.lab import Lab
 from lab.slurm import SlurmLab, needs_slurm
 
-from rollcall.durable.journal import Journal
+from rollcall.base.journal import Journal
 
 pytestmark = [needs_slurm, pytest.mark.slow]
 RUN_S = 600.0  # with everything else that runs here

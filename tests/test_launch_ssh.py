@@ -23,19 +23,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from own_path import own_path
 
+from rollcall.base.errors import ClusterError
+from rollcall.base.stop import heed
+from rollcall.base.version import __version__
 from rollcall.config import load_config
-from rollcall.errors import ClusterError
 from rollcall.launch import launch as verbs
 from rollcall.launch.launch import get_target, make_request
 from rollcall.launch.record import LaunchError, LaunchRecord, find_record, get_record, named_record
 from rollcall.launch.ssh import shell as remote_shell
-from rollcall.launch.ssh.site import run_there
+from rollcall.launch.ssh.machines import run_there
 from rollcall.launch.ssh.tunnel import open_page, open_tunnel
 from rollcall.launch.target import LaunchRequest
 from rollcall.nodes.address import free_ports, listens
-from rollcall.on_ray.job_client import HttpClient, Unreachable
-from rollcall.stop import heed
-from rollcall.version import __version__
+from rollcall.process.ray.job_client import HttpClient, Unreachable
 from rollcall.view.address import OPEN, Keys, PageRecord
 
 HOSTS = ["a", "b"]

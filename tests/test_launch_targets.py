@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from own_path import own_path
 from typer.testing import CliRunner
 
+from rollcall.base.errors import ClusterError
 from rollcall.cli.main import app
 from rollcall.config import load_config
-from rollcall.errors import ClusterError
 from rollcall.launch.launch import TARGETS, get_target, make_request, start, stop
 from rollcall.launch.record import LaunchError, find_record
 from rollcall.launch.rendered import RUN_FILE_VARIABLE, Rendered

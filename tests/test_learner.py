@@ -28,13 +28,13 @@ from tiny import ARCHITECTURES, compiles, make_model, needs_bfloat16, needs_comp
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rollcall.base.errors import NonFiniteError
+from rollcall.base.types import Sample
 from rollcall.config import Cispo, Dapo, DrGrpo, Grpo, Gspo, Intuitor, Ppo, ReinforcePlusPlus, Rloo
-from rollcall.errors import NonFiniteError
 from rollcall.learner import learner as learner_module
 from rollcall.learner.learner import Critic, Learner, split_by_draw
 from rollcall.learner.packing import pack
 from rollcall.model.decoder import fuse_parameters
-from rollcall.types import Sample
 
 ALGORITHMS = [
     Grpo(), Grpo(kl_coef=0.1, entropy_coef=0.05, dual_clip=3.0), DrGrpo(), Dapo(), Gspo(clip_low=0.1, clip_high=0.1), Cispo(),

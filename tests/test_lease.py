@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from disks import small_disk, unmount
 
-from rollcall.durable import lease as module
-from rollcall.durable.lease import Holder, Lease, LeaseLostError, hold, read_holder
-from rollcall.errors import ConfigError
+from rollcall.base import lease as module
+from rollcall.base.errors import ConfigError
+from rollcall.base.lease import Holder, Lease, LeaseLostError, hold, read_holder
 
 
 def forge(run_dir: Path, **changes: Any) -> Holder:
@@ -49,7 +49,7 @@ def never_watches(monkeypatch: pytest.MonkeyPatch) -> None:
 HOLD = """
 import sys
 from pathlib import Path
-from rollcall.durable.lease import hold
+from rollcall.base.lease import hold
 with hold(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
@@ -186,7 +186,7 @@ def test_a_file_that_is_no_lease_is_watched_like_one(tmp_path: Path, hurried: No
 FROZEN = """
 import sys, time
 from pathlib import Path
-from rollcall.durable import lease as module
+from rollcall.base import lease as module
 module._place = lambda: "another boot"
 module.BEAT_S, module.SURE_S = 0.1, 2.0
 run_dir = Path(sys.argv[1])

@@ -36,6 +36,8 @@ from tiny import (
 from torch import Tensor
 from typer.testing import CliRunner
 
+from rollcall.base.errors import ConfigError, ModelFilesError
+from rollcall.checkpoint.merge.merge import merge
 from rollcall.checkpoint.probe import read_probe
 from rollcall.checkpoint.store import CheckpointStore
 from rollcall.checkpoint.training import export_learner, read_learner, write_learner
@@ -46,12 +48,9 @@ from rollcall.config.lora import LoraSection
 from rollcall.config.sections import ModelSection
 from rollcall.engine.native.adapters import BASE
 from rollcall.engine.native.engine import NativeEngine
-from rollcall.errors import ConfigError, ModelFilesError
-from rollcall.evaluation import plan_evaluation
 from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Learner, Reference
 from rollcall.loop.resume import refuse_changing_base
-from rollcall.merge.merge import merge
 from rollcall.model.adapter import Adapter, add_to_weights
 from rollcall.model.base import base_identities
 from rollcall.model.decoder import Decoder, fuse_parameters, module_names
@@ -59,14 +58,15 @@ from rollcall.model.layer import Layer, add_product
 from rollcall.model.load import ModelError, load_causal_lm
 from rollcall.model.low_rank import LayerAdapter, LowRank
 from rollcall.model.peft_files import write_adapter
+from rollcall.model.stored.files import StoredError
+from rollcall.model.stored.find import PROBE
 from rollcall.plan.activations import Passes
 from rollcall.plan.memory import ModelSizes
 from rollcall.plan.placement import Role
-from rollcall.roles.build import build_adapter, build_learner, load_sampler
-from rollcall.roles.worker import RoleWorker
-from rollcall.serving import plan_serving
-from rollcall.stored.files import StoredError
-from rollcall.stored.find import PROBE
+from rollcall.run.build import build_adapter, build_learner, load_sampler
+from rollcall.run.evaluation import plan_evaluation
+from rollcall.run.serving import plan_serving
+from rollcall.run.worker import RoleWorker
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 SOME = LoraSection(rank=4, alpha=6, targets=["q_proj", "v_proj", "up_proj"])

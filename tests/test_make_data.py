@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 
 from rollcall.cli.data import data
 from rollcall.config import DataSection
-from rollcall.data import make
-from rollcall.data.arithmetic import arithmetic
-from rollcall.data.load import load_prompts
-from rollcall.data.make import countdown, gsm8k, make_task, write_parquet
-from rollcall.data.rows import Row, read_rows
+from rollcall.loop.data import make
+from rollcall.loop.data.arithmetic import arithmetic
+from rollcall.loop.data.load import load_prompts
+from rollcall.loop.data.make import countdown, gsm8k, make_task, write_parquet
+from rollcall.loop.data.rows import Row, read_rows
 from rollcall.reward.functions import build_function
 
 

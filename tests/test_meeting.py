@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from rollcall.net import door, meeting
-from rollcall.net.door import listen_at, new_secret
-from rollcall.net.meeting import MeetingServer, MeetingStore, Place, greet
+from rollcall.nodes import door, meeting
+from rollcall.nodes.door import listen_at, new_secret
+from rollcall.nodes.meeting import MeetingServer, MeetingStore, Place, greet
 
 WAIT_S = 600.0
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from rollcall.errors import ClusterError, NoRoomError
-from rollcall.groups.backend import Ask
-from rollcall.nodes.which import PlainRay
-from rollcall.on_ray import members, reserve
-from rollcall.on_ray.connect import hide_stacks
-from rollcall.on_ray.members import RayNode, ranked_nodes, settle_ranks
-from rollcall.wait import speaking
+from rollcall.base.errors import ClusterError, NoRoomError
+from rollcall.base.wait import speaking
+from rollcall.nodes.cluster import PlainRay
+from rollcall.process.groups.backend import Ask
+from rollcall.process.ray import members, reserve
+from rollcall.process.ray.connect import hide_stacks
+from rollcall.process.ray.members import RayNode, ranked_nodes, settle_ranks
 
 
 def listed(address: str, *, node_id: str = "", label: int | None = None, resource: int | None = None) -> dict[str, Any]:

@@ -24,13 +24,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qw
 from typer.testing import CliRunner
 from verl_shards import write_verl
 
+from rollcall.checkpoint.merge import plan, staging
+from rollcall.checkpoint.merge.merge import merge
+from rollcall.checkpoint.merge.selection import select
 from rollcall.cli import progress_bar
 from rollcall.cli.main import app
-from rollcall.merge import plan, staging
-from rollcall.merge.merge import merge
-from rollcall.merge.select import select
 from rollcall.model.load import load_causal_lm
-from rollcall.stored.tensors import Stored, StoredError
+from rollcall.model.stored.tensors import Stored, StoredError
 
 MANY_UNITS = 4 << 10
 
@@ -114,7 +114,7 @@ def test_experts_are_merged_under_the_names_of_a_directory_and_of_a_live_model(t
 def test_a_known_model_is_merged_without_an_import_that_takes_seconds(tmp_path: Path) -> None:
     folder = shards(tmp_path / "actor")
     code = (
-        "import sys; from pathlib import Path; from rollcall.merge.merge import merge; "
+        "import sys; from pathlib import Path; from rollcall.checkpoint.merge.merge import merge; "
         f"merge(Path({str(folder)!r}), Path({str(tmp_path / 'out')!r})); "
         "print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )

@@ -11,13 +11,13 @@ import pytest
 from gathered import Trained
 from learners import make_learner, trainable
 
+from rollcall.checkpoint.merge.merge import merge
 from rollcall.checkpoint.probe import read_probe
 from rollcall.checkpoint.verify import verify
 from rollcall.engine.vllm.child import child_environment
 from rollcall.engine.vllm.setup import PYTHON_VARIABLE, VllmUnavailable, find_python
-from rollcall.finish.gather import gather
-from rollcall.merge.merge import merge
-from rollcall.stored.find import PROBE
+from rollcall.launch.finish.gather import gather
+from rollcall.model.stored.find import PROBE
 
 pytestmark = pytest.mark.vllm
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import save_model
 
-from rollcall.merge.merge import merge
+from rollcall.checkpoint.merge.merge import merge
 from rollcall.model.load import ModelError, load_causal_lm, load_tokenizer, loading, non_finite_of, outline_causal_lm
 from rollcall.model.unread import open_unread
 

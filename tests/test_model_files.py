@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from tiny import save_model
 
-from rollcall.errors import ModelFilesError, SizesUnknown
+from rollcall.base.errors import ModelFilesError, SizesUnknown
 from rollcall.model.files import check_model_dir
 from rollcall.model.load import ModelError, load_tokenizer
+from rollcall.model.stored.files import StoredError
+from rollcall.model.stored.safetensors import open_model_dir
 from rollcall.plan.memory import read_sizes
-from rollcall.stored.files import StoredError
-from rollcall.stored.safetensors import open_model_dir
 
 SIZES: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -12,11 +12,11 @@ from saved import our_checkpoint, save_dcp
 from tiny import make_model, save_model
 from verl_shards import write_verl
 
-from rollcall.evaluation import plan_evaluation
 from rollcall.model.files import resolve_model
 from rollcall.model.load import ModelError, load_causal_lm, load_tokenizer, outline_causal_lm
 from rollcall.plan.memory import read_sizes
-from rollcall.training import train
+from rollcall.run.evaluation import plan_evaluation
+from rollcall.run.training import train
 
 CPU = torch.device("cpu")
 

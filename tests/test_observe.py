@@ -20,8 +20,10 @@ from typing import Any
 import pytest
 from scored import make_group
 
+from rollcall.base.errors import ConfigError
+from rollcall.base.screen import Screen
+from rollcall.base.types import Score
 from rollcall.config import Config, parse_config
-from rollcall.errors import ConfigError
 from rollcall.loop.evaluate import summarize
 from rollcall.loop.step_metrics import peak_memory_gib
 from rollcall.observe.console import Console, LineConsole, LiveConsole, make_console
@@ -31,8 +33,6 @@ from rollcall.observe.plot import learning_curve, smooth
 from rollcall.observe.progress import Progress, format_duration
 from rollcall.observe.samples import sample_rows, write_samples
 from rollcall.observe.sinks import JsonlSink, WandbSink, make_sinks, read_rows
-from rollcall.screen import Screen
-from rollcall.types import Score
 from rollcall.view.growing import MetricsTable
 from rollcall.view.standing import ADVANTAGE
 from rollcall.view.summary import build_summary, finished, say_result, write_summary
@@ -74,7 +74,7 @@ def test_each_log_is_one_flushed_line(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_said_with_the_file_and_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollcall.durable.patience.DEADLINE_S", 0)
+    monkeypatch.setattr("rollcall.base.patience.DEADLINE_S", 0)
     sink = JsonlSink(tmp_path / "metrics.jsonl", resume_step=None)
     sink._file._fd, fd = os.open("/dev/full", os.O_WRONLY), sink._file._fd
     os.close(fd)

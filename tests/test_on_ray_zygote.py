@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from rollcall.on_ray import zygote
+from rollcall.process.ray import zygote
 
 WORKER = """
 import json, os, sys
@@ -49,7 +49,7 @@ def stub(tmp_path: Path) -> Iterator[Any]:
 
     def start(*arguments: str, modules: str = "fractions", group: str = own_group, **env: str) -> subprocess.Popen[str]:
         variables = {zygote.MODULES: modules, zygote.GROUP: group, "RAY_RAYLET_PID": str(raylet.pid)}
-        command = [sys.executable, "-m", "rollcall.on_ray.zygote", str(script), *arguments]
+        command = [sys.executable, "-m", "rollcall.process.ray.zygote", str(script), *arguments]
         process = subprocess.Popen(
             command,
             env={**os.environ, **variables, **env},
@@ -141,6 +141,6 @@ def test_the_zygote_ends_with_the_raylet_of_its_node(stub: Any) -> None:
 
 @pytest.mark.gpu
 def test_a_forked_worker_can_use_the_card(stub: Any) -> None:
-    process = stub("cuda", modules="rollcall.roles.worker")
+    process = stub("cuda", modules="rollcall.run.worker")
     output, errors = process.communicate(timeout=600)
     assert output == "2.0\n", errors

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from rollcall.base.errors import NonFiniteError
 from rollcall.config import OptimizerSection
-from rollcall.errors import NonFiniteError
 from rollcall.learner.optimizer import Optimizer
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from peers import peer
 
+from rollcall.base.errors import ConfigError
 from rollcall.config.environments import ClassEnvironment, StepEnvironment
 from rollcall.environments.make import make_environments
 from rollcall.environments.packages import package
@@ -20,7 +21,6 @@ from rollcall.environments.packages.textarena import listed_move
 from rollcall.environments.processes import ProcessEnvironments
 from rollcall.environments.protocol import StepResult
 from rollcall.environments.stepwise import load_stepwise
-from rollcall.errors import ConfigError
 
 USERS = "tests.environments_of_users"
 PACKAGES = "rollcall.environments.packages"

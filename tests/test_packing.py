@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from learners import num_unique
 
+from rollcall.base.types import MicroBatch, Sample
 from rollcall.learner import packing
 from rollcall.learner.packing import pack
-from rollcall.types import MicroBatch, Sample
 
 COUNTER = count()
 OPTIONAL = ("old_logprobs", "reference_logprobs", "returns", "values")

@@ -16,18 +16,18 @@ from ranks import Ranks
 from saved import save
 from tiny import ARCHITECTURES, make_model, needs_bfloat16, save_model
 
+from rollcall.base.errors import NonFiniteError
+from rollcall.base.types import Sample
 from rollcall.checkpoint.in_parts import open_role
 from rollcall.checkpoint.training import read_critic, read_learner
 from rollcall.config import ClusterSection, Config, Grpo, OptimizerSection, Ppo, RolloutSection, RunSection
-from rollcall.errors import NonFiniteError
 from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Critic, Learner, Reference, make_body
 from rollcall.learner.tensor_parallel import refuse_indivisible, split_order
 from rollcall.model.decoder import fuse_parameters, module_names
 from rollcall.plan.mesh import ModelSplit, is_split, split_of
 from rollcall.plan.placement import Plan, Role, plan_placement, roles_in_parts
-from rollcall.roles.worker import PURPOSES, RoleWorker
-from rollcall.types import Sample
+from rollcall.run.worker import PURPOSES, RoleWorker
 
 ALONE: dict[str, Any] = {}
 FSDP = dict(sharding="fsdp")

@@ -22,15 +22,15 @@ from learners import critic_of, learner_of, step
 from safetensors import safe_open
 from saved import commit, write_parts
 
+from rollcall.base.errors import CheckpointError, ConfigError, WorkerError
 from rollcall.checkpoint import local
 from rollcall.checkpoint.parts import File, PartTensor, PartWriter, write_image
 from rollcall.checkpoint.saving import Saving, saving_of
 from rollcall.checkpoint.store import CheckpointStore, Written
 from rollcall.checkpoint.training import read_critic, read_learner
 from rollcall.config import Config
-from rollcall.errors import CheckpointError, ConfigError, WorkerError
 from rollcall.learner.gang import Gang
-from rollcall.roles.trained import Trained
+from rollcall.run.trained import Trained
 
 
 def block(name: str, values: torch.Tensor, *, row: int = 0, rows: int | None = None) -> PartTensor:
@@ -306,7 +306,7 @@ def test_a_nodes_full_disk_is_named_with_the_node_and_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     nodes, saving = nodes_of(tmp_path, monkeypatch)
-    monkeypatch.setattr("rollcall.durable.patience.RETRY_S", 0.0)
+    monkeypatch.setattr("rollcall.base.patience.RETRY_S", 0.0)
     full = [OSError(errno.ENOSPC, "No space left on device")]  # as a write raises it: without a name
 
     def write(image: torch.Tensor, path: Path) -> str:

@@ -20,17 +20,17 @@ from disks import small_disk, unmount
 from runs import finish, make_run, num_records, weights
 from scored import make_group
 
+from rollcall.base import patience
+from rollcall.base.errors import CheckpointError, ConfigError, JournalError, WorkerDiedError, WorkerError
+from rollcall.base.journal import Journal
+from rollcall.base.lease import hold
+from rollcall.base.patience import DiskError, disk_fault, persist
 from rollcall.checkpoint.store import CheckpointStore
 from rollcall.config import Config
-from rollcall.durable import patience
-from rollcall.durable.journal import Journal
-from rollcall.durable.lease import hold
-from rollcall.durable.patience import DiskError, disk_fault, persist
-from rollcall.errors import CheckpointError, ConfigError, JournalError, WorkerDiedError, WorkerError
 from rollcall.loop.record import Record
 from rollcall.observe.events import Events, read_events
 from rollcall.observe.sinks import JsonlSink, TensorBoardSink, read_rows
-from rollcall.roles.trained import Trained
+from rollcall.run.trained import Trained
 from rollcall.view.audit import audit
 
 

@@ -20,14 +20,14 @@ from runs import (
 )
 from typer.testing import CliRunner
 
+from rollcall.base.errors import ConfigError
+from rollcall.base.journal import Journal
 from rollcall.cli.main import app
 from rollcall.config import Config
-from rollcall.durable.journal import Journal
-from rollcall.errors import ConfigError
 from rollcall.loop.attempts import RunError
 from rollcall.loop.phases import Bounds, Phase, Split
 from rollcall.observe.events import StepPhase, read_phases
-from rollcall.training import train
+from rollcall.run.training import train
 
 ROLLOUT, UPDATE = Bounds(phase=Phase.ROLLOUT), Bounds(phase=Phase.UPDATE)
 STEPS = 4

@@ -27,12 +27,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the benchmarks' stand-ins
 
 from benchmarks.standin_worker import Pace, StandIn
 from benchmarks.standins import make_workers, run_steps, stop, team_of
+from rollcall.base.journal import Journal
+from rollcall.base.types import Group, Prompt, Segment
 from rollcall.config import Config, parse_config
-from rollcall.durable.journal import Journal
 from rollcall.loop.supply import AsCompleted, Begun, Cursor, Demand, InOrder, StepBatch, SuppliedGroup, choose
 from rollcall.loop.tasks import in_thread
 from rollcall.plan.placement import Role
-from rollcall.types import Group, Prompt, Segment
 
 STEPS, PROMPTS = 8, 6
 ORDERS = ("in_order", "as_completed")

@@ -11,10 +11,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from rollcall.base.errors import ConfigError, PlacementError
+from rollcall.base.words import ranges
 from rollcall.config import ClusterSection, dump_config, parse_config
-from rollcall.errors import ConfigError, PlacementError
 from rollcall.plan.placement import Mesh, Plan, Role, needed_roles, plan_placement
-from rollcall.words import ranges
 
 EIGHT = [8]
 FOUR_BY_EIGHT = [8, 8, 8, 8]

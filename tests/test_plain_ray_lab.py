@@ -20,7 +20,7 @@ from lab.cluster import ENV, rollcall
 from lab.command import Command
 from lab.lab import Host, Lab, needs_lab
 
-from rollcall.durable.journal import Journal
+from rollcall.base.journal import Journal
 from rollcall.observe.events import read_phases
 from rollcall.view.audit import audit
 

@@ -19,8 +19,8 @@ from rich.console import Console
 from tiny import ARCHITECTURES, SHAPE, make_model, save_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from rollcall.base.errors import SizesUnknown
 from rollcall.config import OptimizerSection, load_config, parse_config
-from rollcall.errors import SizesUnknown
 from rollcall.learner.optimizer import Optimizer
 from rollcall.model.files import MODEL_DIR
 from rollcall.plan.activations import Recompute

@@ -15,14 +15,14 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
+from rollcall.base.errors import ClusterError
+from rollcall.base.process_table import Process
+from rollcall.base.wait import in_silence, speaking
 from rollcall.config import load_config
-from rollcall.errors import ClusterError
-from rollcall.jobs import prepare
-from rollcall.jobs.prepare import prepare_node, prepare_once
+from rollcall.launch.jobs import prepare
+from rollcall.launch.jobs.prepare import prepare_node, prepare_once
 from rollcall.model import fetch
 from rollcall.model.hub import HubError, hub_options
-from rollcall.process_table import Process
-from rollcall.wait import in_silence, speaking
 
 FILES = {"config.json": b'{"model_type": "qwen2"}', "model.safetensors": b"w" * 1000, "pytorch_model.bin": b"b" * 5000}
 COMMIT = "0" * 40

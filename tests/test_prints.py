@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from scored import a_prompt, completions_of, in_a_directory_with
 
+from rollcall.base.redact import LONGEST_LINE, remember
 from rollcall.config import FunctionReward
 from rollcall.observe.prints import ChildPrints
-from rollcall.redact import LONGEST_LINE, remember
 from rollcall.reward.scorer import Scorer
 
 MODULE = """
@@ -45,7 +45,7 @@ def test_what_a_reward_prints_is_heard_at_once(
 def test_a_line_without_an_end_is_not_kept_until_it_ends(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("rollcall.redact.LONGEST_LINE", 1 << 18)
+    monkeypatch.setattr("rollcall.base.redact.LONGEST_LINE", 1 << 18)
     child = ChildPrints()
     for _ in range(16):
         os.write(child.fd, b"x" * (1 << 16))

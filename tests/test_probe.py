@@ -14,11 +14,11 @@ from ranks import Ranks
 from tiny import make_tokenizer, reference_logprobs
 from transformers import AutoModelForCausalLM
 
+from rollcall.base.errors import CheckpointError
 from rollcall.checkpoint.probe import probe_of, probe_rows, read_probe
 from rollcall.checkpoint.training import export_learner
-from rollcall.errors import CheckpointError
 from rollcall.learner.gang import Gang
-from rollcall.stored.find import PROBE
+from rollcall.model.stored.find import PROBE
 
 
 def floats(values: Sequence[float | None]) -> np.ndarray:

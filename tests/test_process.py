@@ -21,8 +21,8 @@ import pytest
 from process_targets import Own
 
 import rollcall
+from rollcall.nodes.framing import DONE, HEAD, PART, PICKLE, Frames, frame
 from rollcall.process.child import serve
-from rollcall.process.framing import DONE, HEAD, PART, PICKLE, Frames, frame
 from rollcall.process.here import SocketLink, spawn
 from rollcall.process.worker import Ending, Lost, Raised, Worker
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
+from rollcall.base.errors import ConfigError
+from rollcall.base.process_table import Process
 from rollcall.config.environments import ClassEnvironment, StepEnvironment
-from rollcall.debug.here import warn_passed_over
 from rollcall.environments.make import make_environments
 from rollcall.environments.processes import ProcessEnvironments
 from rollcall.environments.protocol import Environment, EnvironmentFailed
-from rollcall.errors import ConfigError
-from rollcall.process_table import Process
+from rollcall.process.debug.here import warn_passed_over
 
 MODULE = "tests.environments_of_users"
 

@@ -12,11 +12,11 @@ from runs import IN_JOURNAL, IN_SAVE_WRITE, Kill, finish, make_run, num_records,
 from scored import make_group
 from typer.testing import CliRunner
 
+from rollcall.base.errors import ConfigError
+from rollcall.base.journal import Journal
+from rollcall.base.lease import hold
 from rollcall.cli.main import app
 from rollcall.config import Config
-from rollcall.durable.journal import Journal
-from rollcall.durable.lease import hold
-from rollcall.errors import ConfigError
 from rollcall.observe.events import PhaseEvent
 from rollcall.view.audit import audit
 from rollcall.view.recover import look, repair

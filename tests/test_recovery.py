@@ -25,10 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the benchmarks' stand-ins
 from benchmarks import recovery
 from benchmarks.standin_worker import Pace, StandIn
 from benchmarks.standins import ThreadGroup
-from rollcall.config import Config
-from rollcall.durable.journal import Journal
-from rollcall.engine.protocol import Made, Request
-from rollcall.errors import (
+from rollcall.base.errors import (
     ClusterError,
     NoRoomError,
     PeerLostError,
@@ -38,18 +35,21 @@ from rollcall.errors import (
     WorkerLostError,
     WorkerTimeoutError,
 )
-from rollcall.groups.host import is_about_a_peer
-from rollcall.groups.pulse import look
+from rollcall.base.journal import Journal
+from rollcall.base.wait import speaking
+from rollcall.config import Config
+from rollcall.engine.protocol import Made, Request
 from rollcall.loop.attempts import Budget, Regrow, closing, run_attempts
 from rollcall.observe.live import REWARDS, read_live
 from rollcall.observe.timeline import CONTROLLER, WORKER_BACK, WORKER_LOST, read_timeline
 from rollcall.plan.placement import Role
-from rollcall.roles.engines import Engines
-from rollcall.roles.router import RolloutWorker, Router
-from rollcall.roles.team import Team
-from rollcall.roles.weight_sync import WeightSync
-from rollcall.training import train
-from rollcall.wait import speaking
+from rollcall.process.groups.host import is_about_a_peer
+from rollcall.process.groups.pulse import look
+from rollcall.run.engines import Engines
+from rollcall.run.router import RolloutWorker, Router
+from rollcall.run.team import Team
+from rollcall.run.training import train
+from rollcall.run.weight_sync import WeightSync
 
 T = TypeVar("T")
 
@@ -507,7 +507,7 @@ class Saboteur:
         method: str = "append",
         signum: int = signal.SIGKILL,
     ) -> None:
-        import rollcall.roles.on_cluster as module
+        import rollcall.run.on_cluster as module
 
         self.teams: list[Team] = []  # of each attempt
         self.hit_pid: int | None = None

@@ -23,12 +23,10 @@ from hypothesis import strategies as st
 from runs import finish, make_run, metric_rows
 from scored import a_prompt, completions_of
 
-from rollcall import redact as module
-from rollcall.config import FunctionReward, dump_config, load_config, parse_config
-from rollcall.durable.journal import Journal
-from rollcall.errors import ConfigError
-from rollcall.observe.sinks import WandbSink
-from rollcall.redact import (
+from rollcall.base import redact as module
+from rollcall.base.errors import ConfigError
+from rollcall.base.journal import Journal
+from rollcall.base.redact import (
     REDACTED,
     GuardedStream,
     OutputError,
@@ -41,6 +39,8 @@ from rollcall.redact import (
     redact_source,
     remember,
 )
+from rollcall.config import FunctionReward, dump_config, load_config, parse_config
+from rollcall.observe.sinks import WandbSink
 from rollcall.reward.scorer import Scorer
 
 SECRET = "wandb-5e77a9-not-for-you"
@@ -151,8 +151,8 @@ def test_a_secret_on_the_edge_of_a_line_without_an_end_is_redacted(
     """What waits for the end of a line is bounded; the cut is never inside a secret."""
     remember([SECRET])
     longest_line, longest_secret, piece = 1 << 14, 1 << 10, 1 << 10
-    monkeypatch.setattr("rollcall.redact.LONGEST_LINE", longest_line)
-    monkeypatch.setattr("rollcall.redact.LONGEST_SECRET", longest_secret)
+    monkeypatch.setattr("rollcall.base.redact.LONGEST_LINE", longest_line)
+    monkeypatch.setattr("rollcall.base.redact.LONGEST_SECRET", longest_secret)
     before = longest_line - longest_secret - shift
     text = "://" + "x " * (before // 2) + secret + " y" * longest_line
     redactor, shown, longest = Redactor(), "", 0

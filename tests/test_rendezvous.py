@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from cluster_nodes import make_node
 
-from rollcall.errors import ClusterError
+from rollcall.base.errors import ClusterError
+from rollcall.base.wait import speaking
 from rollcall.nodes import rendezvous as module
 from rollcall.nodes.address import free_ports, is_free, join_address, listens, own_address, split_address
 from rollcall.nodes.head import HeadAnswer, HeadRefuses, HeadUnreachable
 from rollcall.nodes.rendezvous import Found, Head, Rendezvous, look, wait_at, wait_for_head
-from rollcall.wait import speaking
 
 
 def make_head(cluster_id: str = "id-1", *, address: str = "10.0.0.1:6379") -> Head:

@@ -39,15 +39,15 @@ from runs import (
 )
 from safetensors.torch import load_file, save_file
 
-from rollcall.checkpoint.origin import code_of
+from rollcall.base.errors import CheckpointError, ModelFilesError
+from rollcall.base.group_record import MAGIC
+from rollcall.base.journal import Journal
+from rollcall.base.types import Completion, Group
 from rollcall.config import Config, load_config
-from rollcall.durable.group_record import MAGIC
-from rollcall.durable.journal import Journal
 from rollcall.engine.native.engine import NativeEngine
 from rollcall.engine.protocol import Request
-from rollcall.errors import CheckpointError, ModelFilesError
 from rollcall.observe.sinks import read_rows
-from rollcall.types import Completion, Group
+from rollcall.run.origin import code_of
 
 STEPS, PROMPTS = 6, 8
 # Two updates a step, so that one can be killed between them; an evaluation every other step; save_every is 2.

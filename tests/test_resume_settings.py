@@ -11,12 +11,12 @@ import yaml
 from runs import finish, make_run
 from safetensors.torch import load_file
 
+from rollcall.base.errors import ConfigError
+from rollcall.base.journal import Journal
 from rollcall.config import Config, dump_config, load_config
-from rollcall.durable.journal import Journal
-from rollcall.errors import ConfigError
 from rollcall.loop.resume import FREE_OF_REWARDS, Change, changes_on_resume, notes_on
 from rollcall.observe.events import read_events
-from rollcall.training import train
+from rollcall.run.training import train
 
 
 def a_run(folder: Path, *, trained: int = 0, **sections: Any) -> Path:

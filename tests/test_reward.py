@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from scored import a_prompt, completions_of, in_a_directory_with
 
 import rollcall
+from rollcall.base.types import Completion, Prompt, Score
 from rollcall.config import (
     CountdownReward,
     ExactReward,
@@ -32,7 +33,6 @@ from rollcall.reward.math_answer import last_boxed
 from rollcall.reward.pool import RewardPool
 from rollcall.reward.scorer import Scorer, reward_names
 from rollcall.reward.worker import Item, RewardResult
-from rollcall.types import Completion, Prompt, Score
 
 USER_MODULE = """
 import os, re, sys, time

@@ -15,12 +15,12 @@ from commands import fork_context
 from runs import lean, letter_rows, make_run
 
 import rollcall
-from rollcall.api import read_config
+from rollcall.base.types import Completion, FinishReason, Prompt, Score, Segment
 from rollcall.config import FunctionReward, RegexReward
 from rollcall.reward.functions import check_score
 from rollcall.reward.given import name_functions
 from rollcall.reward.scorer import Scorer
-from rollcall.types import Completion, FinishReason, Prompt, Score, Segment
+from rollcall.run.api import read_config
 
 
 def completion(text: str) -> Completion:

@@ -11,6 +11,7 @@ from rewards_bad import RAISES
 from runs import letter_rows, make_run
 from typer.testing import CliRunner
 
+from rollcall.base.importing import load_named
 from rollcall.cli.main import app
 from rollcall.cli.reward import _show
 from rollcall.config import Config, dump_config
@@ -22,9 +23,8 @@ from rollcall.config.rewards import (
     NumberReward,
     RegexReward,
 )
-from rollcall.importing import load_named
 from rollcall.reward.scorer import columns_needed
-from rollcall.roles.reward_trial import ANSWER, EMPTY, SAMPLE, try_run
+from rollcall.run.reward_trial import ANSWER, EMPTY, SAMPLE, try_run
 
 
 def a_run_file(config: Config, folder: Path) -> str:

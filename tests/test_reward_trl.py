@@ -13,16 +13,16 @@ import pytest
 from runs import column, finish, groups, make_run
 from tiny import make_tokenizer
 
+from rollcall.base.errors import ConfigError
+from rollcall.base.group_record import decode, encode, records
+from rollcall.base.types import Completion, EndReason, Episode, Group, Prompt, ToolCall, Turn
 from rollcall.config import DataSection, DrGrpo, ExactReward, FunctionReward
-from rollcall.data.load import load_prompts
-from rollcall.durable.group_record import decode, encode, records
-from rollcall.errors import ConfigError
+from rollcall.loop.data.load import load_prompts
 from rollcall.loop.samples import make_samples
 from rollcall.reward.scorer import Scorer
 from rollcall.reward.trl import lists_of
 from rollcall.reward.user_function import load_function
-from rollcall.roles.reward_trial import try_rewards
-from rollcall.types import Completion, EndReason, Episode, Group, Prompt, ToolCall, Turn
+from rollcall.run.reward_trial import try_rewards
 from rollcall.view.audit import audit
 
 PEERS = Path(os.environ.get("ROLLCALL_PEERS") or Path(__file__).parents[1] / ".peers")

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
+from rollcall.base.types import Completion, FinishReason, Group, Prompt, Score, Segment
 from rollcall.engine.protocol import Made, Refused, Request, Sampling, Stats
 from rollcall.loop.group_maker import OpenGroups
 from rollcall.loop.rollout import Rewards, Rollouts, sampling_seeds
-from rollcall.types import Completion, FinishReason, Group, Prompt, Score, Segment
 
 T = TypeVar("T")
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=4, stop_token_ids=(0,), stop_strings=())

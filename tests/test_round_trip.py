@@ -13,13 +13,13 @@ from runs import finish as train
 from runs import sharded_run
 from saved import save
 
+from rollcall.checkpoint.merge.merge import merge
 from rollcall.checkpoint.verify import verify
 from rollcall.config import Grpo
-from rollcall.finish.finish import finish
-from rollcall.finish.nodes_of import ThisNode
+from rollcall.launch.finish.finish import finish
+from rollcall.launch.finish.nodes_of import ThisNode
 from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Learner
-from rollcall.merge.merge import merge
 
 SHAPE: dict[str, Any] = dict(num_attention_heads=8, num_key_value_heads=8, hidden_size=128)
 
@@ -67,7 +67,7 @@ def test_a_merged_model_has_the_log_probs_of_the_live_one(
 def test_a_run_whose_parts_stayed_on_its_nodes_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = sharded_run(tmp_path, "checkpoint.place=local", "trainer.steps=2", "trainer.save_every=2")
     train(config, backend=ForkedBackend(tmp_path / "nodes"))
-    monkeypatch.setattr("rollcall.finish.finish.find_nodes", lambda run_dir, hosts: [ThisNode()])
+    monkeypatch.setattr("rollcall.launch.finish.finish.find_nodes", lambda run_dir, hosts: [ThisNode()])
     done = finish(config.run.dir)
     assert [step.state for step in done.steps] == ["done", "done", "done", "not asked for"]
     assert "2 parts" in done.steps[0].words and "node 0" in done.steps[0].words

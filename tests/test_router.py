@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from requests_of import SAMPLING, add, make_group
 
+from rollcall.base.errors import ConfigError
 from rollcall.config import parse_config
 from rollcall.engine.protocol import Request
-from rollcall.errors import ConfigError
-from rollcall.roles.router import RETRY_VERSIONS, RolloutWorker, Router
+from rollcall.run.router import RETRY_VERSIONS, RolloutWorker, Router
 
 
 def names(requests: list[Request]) -> set[str]:

@@ -15,16 +15,16 @@ import torch
 from runs import column, finish, letter_rows, make_run
 from safetensors.torch import save_file
 
-from rollcall.api import read_config
+from rollcall.base.errors import CheckpointError, ConfigError, WorkerDiedError
 from rollcall.checkpoint.exported import exported_model
 from rollcall.checkpoint.size import GIB, RunSize, run_size
 from rollcall.checkpoint.store import CheckpointStore
-from rollcall.errors import CheckpointError, ConfigError, WorkerDiedError
-from rollcall.evaluation import newest_model_of
 from rollcall.loop.record import Record
+from rollcall.model.stored.find import PROBE
 from rollcall.observe.console import Console
-from rollcall.stored.find import PROBE
-from rollcall.training import train
+from rollcall.run.api import read_config
+from rollcall.run.evaluation import newest_model_of
+from rollcall.run.training import train
 from rollcall.view.audit import audit
 
 
@@ -46,7 +46,7 @@ def test_a_start_that_fails_after_the_directory_was_made_takes_it_back(
 
     config = make_run(tmp_path, "trainer.steps=1")
     with monkeypatch.context() as patch:
-        patch.setattr("rollcall.training.make_sinks", fail)
+        patch.setattr("rollcall.run.training.make_sinks", fail)
         with pytest.raises(ValueError, match="could not start"):
             finish(config)
         assert not config.run.dir.exists()
@@ -214,7 +214,7 @@ def test_the_console_is_told_where_an_attempt_begins_and_what_the_run_does(
         return made(self, batch, *rest, **named)
 
     monkeypatch.setattr(Record, "_metrics", lose_once)
-    monkeypatch.setattr("rollcall.training.make_console", lambda *_, **__: console)
+    monkeypatch.setattr("rollcall.run.training.make_console", lambda *_, **__: console)
     train(make_run(tmp_path, "trainer.steps=3", "trainer.save_every=2"))
     assert console.seen == [
         "restart at 0", "rollout of step 1", "step 1", "rollout of step 2", "step 2", "rollout of step 3",

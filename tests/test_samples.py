@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from rollcall.algo.shaping import has_signal, shaped_rewards
+from rollcall.base.types import Completion, FinishReason, Floats, Group, Prompt, Sample, Score, Segment
 from rollcall.config import Dapo, DrGrpo, Grpo, Ppo, ReinforcePlusPlus
 from rollcall.learner.learner import TokenScores
 from rollcall.loop.samples import make_samples
-from rollcall.types import Completion, FinishReason, Floats, Group, Prompt, Sample, Score, Segment
 
 LONGEST = 8
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rollcall.errors import CheckpointError
+from rollcall.base.errors import CheckpointError
+from rollcall.base.wait import speaking
 from rollcall.loop.record import Saved, Saves
-from rollcall.wait import speaking
 
 
 class Disk:

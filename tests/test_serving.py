@@ -12,10 +12,10 @@ import pytest
 from commands import WAIT_S, start
 from tiny import save_model
 
+from rollcall.base.errors import ConfigError
 from rollcall.config import Config
-from rollcall.errors import ConfigError
-from rollcall.net.http_door import listen
-from rollcall.serving import plan_serving, read_key, serve
+from rollcall.nodes.http_door import listen
+from rollcall.run.serving import plan_serving, read_key, serve
 
 
 def test_a_directory_a_name_and_a_run_are_each_a_model(tmp_path: Path, undisturbed: Config) -> None:

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from learners import make_sample
 
-from rollcall.groups.dispatch import leaders, routes, split_arguments, split_rows
-from rollcall.groups.sharding import NamedSharding
-from rollcall.on_ray.carrier import INLINE_BYTES, is_large
+from rollcall.process.groups.dispatch import leaders, routes, split_arguments, split_rows
+from rollcall.process.groups.sharding import NamedSharding
+from rollcall.process.ray.carrier import INLINE_BYTES, is_large
 
 
 def grid(*shape: int, names: str = "batch model") -> NamedSharding:

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 from commands import rollcall
 
-from rollcall import simulate as module
+from rollcall.base.errors import ClusterError, ConfigError, PlacementError
+from rollcall.base.wait import speaking
 from rollcall.config import Config, parse_config
 from rollcall.config.environments import StepEnvironment
-from rollcall.errors import ClusterError, ConfigError, PlacementError
-from rollcall.simulate import make_tiny_model, make_tiny_reward_model, rehearsed, simulate
-from rollcall.wait import speaking
+from rollcall.run import simulate as module
+from rollcall.run.simulate import make_tiny_model, make_tiny_reward_model, rehearsed, simulate
 
 
 @pytest.fixture

@@ -25,10 +25,14 @@ import torch
 from runs import make_run
 from typer.testing import CliRunner
 
+from rollcall.base.lease import hold
+from rollcall.base.process_table import Process
 from rollcall.cli.main import app
-from rollcall.durable.lease import hold
-from rollcall.groups import reachable as module
-from rollcall.groups.reachable import (
+from rollcall.launch.processes import Format, ProcessTarget, find_target, profile_role, read_stacks
+from rollcall.nodes.framing import json_frame, read_exactly, read_json_frame
+from rollcall.observe.live import Live, read_live, write_live
+from rollcall.process.groups import reachable as module
+from rollcall.process.groups.reachable import (
     About,
     ProfileError,
     UnreadableError,
@@ -39,10 +43,6 @@ from rollcall.groups.reachable import (
     reachable_here,
     read_threads,
 )
-from rollcall.inspect.processes import Format, ProcessTarget, find_target, profile_role, read_stacks
-from rollcall.observe.live import Live, read_live, write_live
-from rollcall.process.framing import json_frame, read_exactly, read_json_frame
-from rollcall.process_table import Process
 
 YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 
@@ -195,12 +195,13 @@ def test_every_node_of_a_cluster_is_asked_by_a_function_that_travels(monkeypatch
         return cloudpickle.loads(cloudpickle.dumps(function))()
 
     nodes = [SimpleNamespace(rank=rank, node_id=f"id{rank}", address=f"10.0.0.{rank}") for rank in (0, 1)]
-    monkeypatch.setattr("rollcall.on_ray.connect.connect", lambda cluster, log_to_driver: None)
-    monkeypatch.setattr("rollcall.on_ray.connect.disconnect", lambda: None)
-    monkeypatch.setattr("rollcall.on_ray.members.ranked_nodes", lambda: nodes)
-    monkeypatch.setattr("rollcall.on_ray.each_node.run_on", run_on)
+    monkeypatch.setattr("rollcall.process.ray.connect.connect", lambda cluster, log_to_driver: None)
+    monkeypatch.setattr("rollcall.process.ray.connect.disconnect", lambda: None)
+    monkeypatch.setattr("rollcall.process.ray.members.ranked_nodes", lambda: nodes)
+    monkeypatch.setattr("rollcall.process.ray.each_node.run_on", run_on)
     monkeypatch.setattr(
-        "rollcall.on_ray.each_node.answers_of", lambda calls, wait, to: ({0: calls[0]}, {1: "no answer after 60 s"})
+        "rollcall.process.ray.each_node.answers_of",
+        lambda calls, wait, to: ({0: calls[0]}, {1: "no answer after 60 s"}),
     )
     target = ProcessTarget(run="/nothing", cluster=cast(Any, "a cluster"))
     report = read_stacks(target, native=False, timeout_s=60)

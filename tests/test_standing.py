@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 
-from rollcall.api import Run
+from rollcall.base.lease import Lease, hold
+from rollcall.base.patience import persist
+from rollcall.base.wait import Wait
 from rollcall.cli.config import init
 from rollcall.cli.runs import show_run
 from rollcall.config import load_config
-from rollcall.durable.lease import Lease, hold
-from rollcall.durable.patience import persist
 from rollcall.observe.headline import GRADED
+from rollcall.run.api import Run
 from rollcall.view.api import WatchedRun
 from rollcall.view.reader import RunReader
-from rollcall.wait import Wait
 
 
 def write_run(run_dir: Path, *, last: int, started_s: float) -> Path:
@@ -150,7 +150,7 @@ def test_a_run_whose_disk_is_full_shows_that_it_waits_for_it(
                 raise OSError(errno.ENOSPC, "full")
 
         monkeypatch.setattr(
-            "rollcall.durable.patience.time.sleep", lambda seconds: shown.append(told_status(run_dir, lease, capsys))
+            "rollcall.base.patience.time.sleep", lambda seconds: shown.append(told_status(run_dir, lease, capsys))
         )
         persist(write, path=run_dir / "journal", what="the group of draw 3")
         assert (

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rollcall.errors import ClusterError
+from rollcall.base.errors import ClusterError
 from rollcall.nodes import state as module
 from rollcall.nodes.state import STATE_DIR, sole_owner, state_dir
 

@@ -24,17 +24,17 @@ from runs import column, finish, letter_rows, make_run, metric_rows, weights
 from typer.testing import CliRunner
 
 import rollcall.__main__
-import rollcall.api
-import rollcall.durable.patience
-import rollcall.stop
+import rollcall.base.patience
+import rollcall.base.stop
+import rollcall.run.api
+from rollcall.base.journal import Journal
+from rollcall.base.stop import INTERRUPTED, STOPPED, Stop, Stopped, heed, kept
 from rollcall.cli.main import app
 from rollcall.config import Config, dump_config
-from rollcall.durable.journal import Journal
 from rollcall.loop.controller import Controller
 from rollcall.loop.evaluate import Evaluation
 from rollcall.observe.events import read_phases
-from rollcall.roles.trained import Trained
-from rollcall.stop import INTERRUPTED, STOPPED, Stop, Stopped, heed, kept
+from rollcall.run.trained import Trained
 from rollcall.view.audit import audit
 
 STEPS = 5
@@ -145,11 +145,11 @@ def test_a_disk_that_stays_full_is_not_waited_for_when_the_grace_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = stoppable(tmp_path, "trainer.save_every=2", "trainer.stop_grace_s=0.1")
-    monkeypatch.setattr(rollcall.durable.patience, "RETRY_S", 0.02)
-    monkeypatch.setattr(rollcall.durable.patience, "DEADLINE_S", WAIT_S)
+    monkeypatch.setattr(rollcall.base.patience, "RETRY_S", 0.02)
+    monkeypatch.setattr(rollcall.base.patience, "DEADLINE_S", WAIT_S)
 
     def refuse(*_: Any) -> None:
-        if rollcall.stop.heeded().asked is None:
+        if rollcall.base.stop.heeded().asked is None:
             tell()
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -164,7 +164,7 @@ def test_a_disk_that_stays_full_is_not_waited_for_when_the_grace_is_over(
 @pytest.mark.slow
 def test_one_ctrl_c_ends_a_run_that_waits_for_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = stoppable(tmp_path, "trainer.save_every=2")
-    monkeypatch.setattr(rollcall.durable.patience, "RETRY_S", 0.02)
+    monkeypatch.setattr(rollcall.base.patience, "RETRY_S", 0.02)
     num_writes = 0
 
     def refuse(*_: Any) -> None:
@@ -204,8 +204,8 @@ def test_a_hangup_that_nohup_has_ignored_stays_ignored() -> None:
 
 def test_a_run_whose_terminal_is_closed_can_still_print_and_save() -> None:
     script = """
-import os, sys, time, rollcall.stop
-with rollcall.stop.heed() as stop, stop.waiting(60):
+import os, sys, time, rollcall.base.stop
+with rollcall.base.stop.heed() as stop, stop.waiting(60):
     print("ready", flush=True)
     while stop.asked is None:
         time.sleep(0.01)
@@ -344,7 +344,7 @@ def test_a_stop_while_train_reads_its_run_file_is_one_line_and_its_status(monkey
         tell()
         raise AssertionError("nothing listens")
 
-    monkeypatch.setattr(rollcall.api, "read_config", read_config)
+    monkeypatch.setattr(rollcall.run.api, "read_config", read_config)
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         result = CliRunner().invoke(app, ["train"])
@@ -368,10 +368,10 @@ def test_the_end_of_the_grace_says_nothing_of_a_coroutine_that_it_came_before() 
 
 def test_a_request_that_comes_twice_is_one_and_a_later_one_ends_the_process() -> None:
     script = """
-import os, signal, time, rollcall.stop
-with rollcall.stop.heed() as stop, stop.waiting(60):
+import os, signal, time, rollcall.base.stop
+with rollcall.base.stop.heed() as stop, stop.waiting(60):
     os.kill(os.getpid(), signal.SIGTERM); os.kill(os.getpid(), signal.SIGUSR1)
-    rollcall.stop.SAME_S = 0.0
+    rollcall.base.stop.SAME_S = 0.0
     print("alive", flush=True)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(60)

@@ -16,13 +16,13 @@ from tiny import make_tokenizer, save_model
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 
+from rollcall.base.types import FinishReason
 from rollcall.checkpoint.export import export_model
 from rollcall.config import RolloutSection
 from rollcall.engine.protocol import Request, Sampling
 from rollcall.engine.sequence import Sequence, cut_at_stop_string, text_of, texts_of
 from rollcall.model.load import load_causal_lm, load_tokenizer
 from rollcall.model.stop_tokens import check_stop_strings, stop_token_ids
-from rollcall.types import FinishReason
 
 IM_END = "<|im_end|>"
 

@@ -17,9 +17,9 @@ from saved import save_dcp
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from verl_shards import write_verl
 
-from rollcall.stored.open import open_stored
-from rollcall.stored.tensors import StoredError
-from rollcall.stored.torch_file import Stub, unpickle
+from rollcall.model.stored.open import open_stored
+from rollcall.model.stored.tensors import StoredError
+from rollcall.model.stored.torch_file import Stub, unpickle
 
 WHOLE = {
     "embed.weight": torch.randn(13, 6, generator=torch.Generator().manual_seed(0)),

@@ -15,16 +15,16 @@ import pytest
 from endpoints import Writer, chat_tokenizer, plain_sampling
 from peers import peer
 
+from rollcall.base.errors import ConfigError
+from rollcall.base.process_table import Process, environment_of
+from rollcall.base.types import Completion, EndReason, Prompt
 from rollcall.config.environments import VerifiersEnvironment
 from rollcall.environments.agent import AgentEnvironments
 from rollcall.environments.host import EnvironmentHost, HostPlace
 from rollcall.environments.hosted import HostedEnvironments
 from rollcall.environments.make import make_environments, make_here
 from rollcall.environments.taskset import MARK, TasksetPrograms
-from rollcall.errors import ConfigError
-from rollcall.net.door import new_secret
-from rollcall.process_table import Process, environment_of
-from rollcall.types import Completion, EndReason, Prompt
+from rollcall.nodes.door import new_secret
 
 HANGMAN = {"taskset": {"id": "textarena", "game": "Hangman-v0"}}
 LETTERS = "ETAOINSHRLDU"

@@ -16,11 +16,11 @@ from generate_contract import *  # noqa: F403
 from generate_contract import House, ask
 from tiny import make_model, make_tokenizer, random_prompts
 
+from rollcall.base.types import Completion, FinishReason, Segment
 from rollcall.engine.native.engine import NativeEngine
 from rollcall.engine.protocol import Engine, Request
 from rollcall.engine.ticker import Ticker
 from rollcall.model.decoder import fuse_parameters
-from rollcall.types import Completion, FinishReason, Segment
 
 
 @pytest.fixture

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from rollcall.errors import ClusterError
-from rollcall.nodes.here import Here, look_here, tied_to_stdin
-from rollcall.version import __version__
+from rollcall.base.errors import ClusterError
+from rollcall.base.version import __version__
+from rollcall.nodes.machine import Here, look_here, tied_to_stdin
 
 WAIT_S = 60.0
 TIED = """
 import subprocess, sys
-from rollcall.nodes.here import tied_to_stdin
+from rollcall.nodes.machine import tied_to_stdin
 try:
     with tied_to_stdin():
         print("working", flush=True)
@@ -74,6 +74,6 @@ def test_a_closed_stdin_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(errno.EBADF, "Bad file descriptor")
 
     with monkeypatch.context() as patch, pytest.raises(ClusterError, match="stdin is closed"):
-        patch.setattr("rollcall.nodes.here.os.fstat", closed)
+        patch.setattr("rollcall.nodes.machine.os.fstat", closed)
         with tied_to_stdin():
             pass

@@ -17,10 +17,6 @@ from runs import finish, letter_rows, make_run
 from typer.testing import CliRunner
 
 from rollcall.cli.main import app
-from rollcall.groups.folder.master import read_report
-from rollcall.groups.folder.worker import Reporter
-from rollcall.groups.pulse import NUM_CALLS, DoneCall, LogTail, Pulse, Reader, Seen
-from rollcall.groups.sightings import HostClock, Lookout
 from rollcall.observe.calls import CALLS, BusySpans, CallFile, RecordedCall, read_calls
 from rollcall.observe.events import Events, Mark, MarkKind, StepPhase, last_phase, read_marks, read_phases
 from rollcall.observe.live import LIVE, REWARDS, Live, Look, ProcessState, WorkState, read_live, write_live
@@ -34,6 +30,10 @@ from rollcall.observe.timeline import (
     idle_shares,
     read_timeline,
 )
+from rollcall.process.groups.folder.master import read_report
+from rollcall.process.groups.folder.worker import Reporter
+from rollcall.process.groups.pulse import NUM_CALLS, DoneCall, LogTail, Pulse, Reader, Seen
+from rollcall.process.groups.sightings import HostClock, Lookout
 
 ACTOR, ROLLOUT = "actor 0 @ node 0", "rollout 0 @ node 1"
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny import reference_logprobs
 
-from rollcall.data.arithmetic import arithmetic
+from rollcall.loop.data.arithmetic import arithmetic
 from rollcall.model.files import MODEL_DIR, resolve_model
 from rollcall.model.load import load_causal_lm, load_tokenizer
 from rollcall.model.tiny import ALPHABET, char_tokenizer

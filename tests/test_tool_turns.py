@@ -17,13 +17,13 @@ import torch
 from runs import column, finish, groups, letter_rows, make_run
 from tiny import make_model
 
+from rollcall.base.types import Completion, Sample
 from rollcall.config import Config
 from rollcall.engine.protocol import Made, Request
 from rollcall.engine.ticker import Ticker
 from rollcall.engine.vllm.setup import PYTHON_VARIABLE, VllmUnavailable, find_python
 from rollcall.learner.learner import Learner
 from rollcall.model.tiny import SPECIAL
-from rollcall.types import Completion, Sample
 
 NUM_TURNS = 10_000
 TOLERANCE = 1e-4  # nats: what the tests of engines allow for completions of one turn

@@ -26,13 +26,13 @@ from runs import (
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rollcall.base.errors import ConfigError
+from rollcall.base.journal import Journal
+from rollcall.base.lease import hold
 from rollcall.config import Config, load_config
-from rollcall.durable.journal import Journal
-from rollcall.durable.lease import hold
-from rollcall.errors import ConfigError
 from rollcall.loop.attempts import RunError
 from rollcall.observe.metrics import check_names
-from rollcall.training import train
+from rollcall.run.training import train
 from rollcall.view.audit import audit
 
 SUMMARY_KEYS = {

@@ -13,7 +13,7 @@ import yaml
 from lab.cluster import bring_up, rollcall
 from lab.lab import Host, Lab, needs_lab
 
-from rollcall.durable.journal import Journal
+from rollcall.base.journal import Journal
 from rollcall.engine.vllm.setup import VllmUnavailable, find_python
 
 pytestmark = [needs_lab, pytest.mark.slow]

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from saved import save
 from tiny import make_tokenizer
 
+from rollcall.base.errors import NonFiniteError
 from rollcall.checkpoint.in_parts import open_role
 from rollcall.checkpoint.training import export_learner, read_critic, read_learner
-from rollcall.errors import NonFiniteError
 from rollcall.learner.gang import Gang
 from rollcall.model.decoder import module_names
 from rollcall.model.load import ModelError

@@ -13,6 +13,7 @@ from runs import column, finish
 from scripted import Scripted, ends, game, play, says, scripted
 
 from rollcall.algo.shaping import compared, group_advantages, has_signal, shaped_rewards, trained
+from rollcall.base.types import EndReason, Group, Sample
 from rollcall.config import Dapo, DrGrpo, Grpo, ReinforcePlusPlus, StepEnvironment, parse_config
 from rollcall.engine.protocol import Stats
 from rollcall.environments.protocol import EnvironmentFailed
@@ -24,7 +25,6 @@ from rollcall.loop.supply import Cursor, StepBatch
 from rollcall.observe.metrics import check_names
 from rollcall.observe.sinks import make_sinks, read_rows
 from rollcall.reward.scorer import environment_reward
-from rollcall.types import EndReason, Group, Sample
 
 assert scripted  # a fixture of these tests too
 NOTHING = Stats(busy_s=0.0, num_tokens=0, num_preemptions=0)

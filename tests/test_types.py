@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollcall.types import Completion, FinishReason, Group, MicroBatch, Prompt, Sample, Score, Segment
+from rollcall.base.types import Completion, FinishReason, Group, MicroBatch, Prompt, Sample, Score, Segment
 
 
 def prompt(**changes: Any) -> Prompt:

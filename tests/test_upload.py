@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 from rollcall.checkpoint.training import export_learner
 from rollcall.checkpoint.verify import VERIFIED, VerifyError, verify
 from rollcall.cli.main import app
-from rollcall.finish import upload as module
-from rollcall.finish.upload import UploadError, upload
+from rollcall.launch.finish import upload as module
+from rollcall.launch.finish.upload import UploadError, upload
 from rollcall.learner.gang import Gang
-from rollcall.stored.find import PROBE
+from rollcall.model.stored.find import PROBE
 
 assert hub  # a fixture of these tests too
 

@@ -14,15 +14,15 @@ from learners import learner_of, step
 from safetensors.torch import load_file, save_file
 from tiny import make_tokenizer, save_model
 
+from rollcall.base.errors import CheckpointError
 from rollcall.checkpoint.export import export_model
 from rollcall.checkpoint.probe import read_probe
 from rollcall.checkpoint.training import export_learner
 from rollcall.checkpoint.verify import VERIFIED, VerifyError, mark_of, verify, why_not_verified
-from rollcall.errors import CheckpointError
 from rollcall.learner.gang import Gang
 from rollcall.model.load import ModelError
-from rollcall.stored.find import PROBE
-from rollcall.stored.tensors import StoredError
+from rollcall.model.stored.find import PROBE
+from rollcall.model.stored.tensors import StoredError
 
 Tensors = dict[str, torch.Tensor]
 LAYER = "model.layers.{}.mlp.up_proj.weight"

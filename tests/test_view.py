@@ -38,17 +38,17 @@ from shown_runs import (
     write_run_file,
 )
 
+from rollcall.base.errors import ConfigError
+from rollcall.base.group_record import MAGIC, encode, stream_records
+from rollcall.base.lease import hold
+from rollcall.base.types import FinishReason
 from rollcall.checkpoint.run_dir import is_run
-from rollcall.durable.group_record import MAGIC, encode, stream_records
-from rollcall.durable.lease import hold
-from rollcall.errors import ConfigError
 from rollcall.observe.events import Events, Mark, MarkKind
 from rollcall.observe.live import Live, ProcessState, write_live
 from rollcall.observe.logs import keep_logs
 from rollcall.observe.timeline import ATTEMPT_LOST, RUN_FAILED
 from rollcall.observe.token_scores import FOLDER, write_token_scores
 from rollcall.observe.transcript import episode_columns
-from rollcall.types import FinishReason
 from rollcall.view.address import OPEN, Keys, PageRecord, parse_record
 from rollcall.view.curves import GROUPS, describe, group_of, thinned
 from rollcall.view.growing import MetricsTable
@@ -109,7 +109,7 @@ def test_without_its_key_every_address_answers_401(two_runs: Path) -> None:
 
 
 def test_a_stranger_who_says_nothing_does_not_hold_the_page(two_runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollcall.net.http_door.MAX_CONNECTIONS", 16)
+    monkeypatch.setattr("rollcall.nodes.http_door.MAX_CONNECTIONS", 16)
     server = PageServer(ShownRuns([two_runs]))
     serving = threading.Thread(target=server.run, daemon=True)
     serving.start()

@@ -19,7 +19,7 @@ import shown_runs
 from commands import start
 from shown_runs import append_groups, ids_of, make_episodes, make_group, write_metrics, write_run
 
-from rollcall.durable.lease import hold
+from rollcall.base.lease import hold
 from rollcall.observe import live
 from rollcall.observe.calls import CallFile, RecordedCall
 from rollcall.observe.events import Events, Mark, MarkKind

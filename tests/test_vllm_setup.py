@@ -25,7 +25,7 @@ from rollcall.engine.vllm.engine import vllm_seed
 from rollcall.engine.vllm.server import Refused, Server, begin_weights, end_weights, take_weights, verify
 from rollcall.engine.vllm.setup import PYTHON_VARIABLE, VllmUnavailable, find_python, make_spec
 from rollcall.model.tiny import char_tokenizer
-from rollcall.training import train
+from rollcall.run.training import train
 
 without_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rollcall import wait as module
-from rollcall.wait import SHORTEST_S, Wait, speaking
+from rollcall.base import wait as module
+from rollcall.base.wait import SHORTEST_S, Wait, speaking
 
 
 class Clock:

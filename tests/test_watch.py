@@ -14,22 +14,22 @@ from typing import Any
 import psutil
 import pytest
 
+from rollcall.base.errors import PlacementError
 from rollcall.config import ClusterSection
-from rollcall.errors import PlacementError
-from rollcall.groups.backend import NodeSeats, WorkerSpec
-from rollcall.groups.gang import waits_words
-from rollcall.groups.host import marked_processes
-from rollcall.groups.pulse import Pulse, Seen, look
-from rollcall.groups.reachable import UnreadableError, as_text, read_threads
-from rollcall.groups.sightings import FACTOR, FIRST_CALL_S, LEAST_S, Watch
 from rollcall.plan.elastic import shrink
 from rollcall.plan.placement import Role, plan_placement
+from rollcall.process.groups.backend import NodeSeats, WorkerSpec
+from rollcall.process.groups.gang import waits_words
+from rollcall.process.groups.host import marked_processes
+from rollcall.process.groups.pulse import Pulse, Seen, look
+from rollcall.process.groups.reachable import UnreadableError, as_text, read_threads
+from rollcall.process.groups.sightings import FACTOR, FIRST_CALL_S, LEAST_S, Watch
 
 # Pulse and watch
 
 BUSY = """
 import time
-from rollcall.groups.pulse import Pulse
+from rollcall.process.groups.pulse import Pulse
 pulse = Pulse(3)
 with pulse.doing("warm_up"):
     pass
@@ -92,8 +92,8 @@ def test_a_pulse_tells_the_longest_call_of_each_method() -> None:
 
 ALONE = """
 import os, subprocess, sys, time
-from rollcall.on_ray import supervise
-from rollcall.groups.host import GROUP_MARK
+from rollcall.process.ray import supervise
+from rollcall.process.groups.host import GROUP_MARK
 supervise.ALONE_S = 6.0
 worker = subprocess.Popen(["sleep", "600"], env={GROUP_MARK: sys.argv[1]})
 eyes = supervise.Eyes(sys.argv[1])

@@ -17,22 +17,22 @@ from ranks import Ranks
 from tiny import make_model, save_model
 from torch import Tensor
 
+from rollcall.base.errors import MissingPeerError, WeightUpdateError
+from rollcall.base.wait import Wait
 from rollcall.config import Config, Grpo, RolloutSection, RunSection
 from rollcall.engine.vllm.engine import VllmEngine
-from rollcall.errors import MissingPeerError, WeightUpdateError
+from rollcall.engine.weights import broadcast, parts, shared_memory
+from rollcall.engine.weights.layout import BucketSize, Layout
+from rollcall.engine.weights.parts import Parts, PartsReceiver, SentBlock
+from rollcall.engine.weights.protocol import Invitation, RefusedUpdateError
+from rollcall.engine.weights.transports import FanOut, open_parts_receiver, open_sender
 from rollcall.learner.gang import Gang
 from rollcall.learner.layout import WeightSplit, module_shapes
 from rollcall.model.decoder import Decoder, module_names
 from rollcall.plan.mesh import ModelSplit
 from rollcall.plan.placement import Role
-from rollcall.roles import worker as worker_module
-from rollcall.roles.worker import RoleWorker
-from rollcall.wait import Wait
-from rollcall.weights import broadcast, parts, shared_memory
-from rollcall.weights.layout import BucketSize, Layout
-from rollcall.weights.parts import Parts, PartsReceiver, SentBlock
-from rollcall.weights.protocol import Invitation, RefusedUpdateError
-from rollcall.weights.transports import FanOut, open_parts_receiver, open_sender
+from rollcall.run import worker as worker_module
+from rollcall.run.worker import RoleWorker
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 60.0

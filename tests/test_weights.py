@@ -23,21 +23,21 @@ pytest.register_assert_rewrite("weights_contract")
 from weights_contract import *  # noqa: F403
 from weights_contract import TIMEOUT_S, Ends, Meeting, Tensors, WeightKind, bits, blank_like, change, make_tensors
 
+from rollcall.base.errors import MissingPeerError
+from rollcall.base.wait import Wait
 from rollcall.config import parse_config
-from rollcall.errors import MissingPeerError
+from rollcall.engine.weights import delta
+from rollcall.engine.weights.layout import BucketSize, Layout, Views
+from rollcall.engine.weights.line import Desk, Line, call, decline
+from rollcall.engine.weights.protocol import TornUpdateError
+from rollcall.engine.weights.shared_memory import _IpcInlet, _IpcOutlet
+from rollcall.engine.weights.transports import carrying_for, open_receiver, open_sender
 from rollcall.model import checksum as checksums
 from rollcall.model.checksum import PIECE_BYTES, _fold_on_device, checksum, copy_summed
-from rollcall.net import door
+from rollcall.nodes import door
 from rollcall.plan.judge import role_problems
 from rollcall.plan.placement import Role, plan_for
-from rollcall.roles.weight_sync import WeightSync
-from rollcall.wait import Wait
-from rollcall.weights import delta
-from rollcall.weights.layout import BucketSize, Layout, Views
-from rollcall.weights.line import Desk, Line, call, decline
-from rollcall.weights.protocol import TornUpdateError
-from rollcall.weights.shared_memory import _IpcInlet, _IpcOutlet
-from rollcall.weights.transports import carrying_for, open_receiver, open_sender
+from rollcall.run.weight_sync import WeightSync
 
 SENDER = "actor 0"
 
@@ -379,7 +379,7 @@ def test_changes_that_make_no_sense_are_refused_before_they_are_written(spoil: A
 
 @pytest.fixture(params=[1 << 30, 1000], ids=["one file", "several"])
 def part_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr("rollcall.weights.folder.PART_BYTES", request.param)
+    monkeypatch.setattr("rollcall.engine.weights.folder.PART_BYTES", request.param)
     return request.param
 
 

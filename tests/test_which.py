@@ -11,15 +11,16 @@ import pytest
 from cluster_nodes import make_node, make_record
 from typer.testing import CliRunner
 
-from rollcall import api
+from rollcall.base.errors import ClusterError
+from rollcall.base.wait import speaking
 from rollcall.cli.main import app
-from rollcall.errors import ClusterError
-from rollcall.nodes import bootstrap, head, which
+from rollcall.nodes import bootstrap, head
+from rollcall.nodes import cluster as which
+from rollcall.nodes.cluster import OurCluster, PlainRay, find_cluster, is_same_address, wished_cluster, wished_dashboard
 from rollcall.nodes.head import HeadAnswer, HeadRefuses, HeadUnreachable
 from rollcall.nodes.rank import rank_by_address
 from rollcall.nodes.state import write_record
-from rollcall.nodes.which import OurCluster, PlainRay, find_cluster, is_same_address, wished_cluster, wished_dashboard
-from rollcall.wait import speaking
+from rollcall.run import api
 
 
 @pytest.fixture(autouse=True)

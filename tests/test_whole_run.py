@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from commands import start
 
-from rollcall.errors import ClusterError, ConfigError
+from rollcall.base.errors import ClusterError, ConfigError
+from rollcall.base.stop import SIGNALS, STOPPED
 from rollcall.launch import whole_run
 from rollcall.launch.whole_run import ENDED, WholeRun
 from rollcall.nodes.bootstrap import NodeRequest
-from rollcall.stop import SIGNALS, STOPPED
 
 
 def request(*, rank: int = 0, num_nodes: int | None = None, slots: int | None = None) -> NodeRequest:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from typer.testing import CliRunner
 
+from rollcall.base.errors import ConfigError
+from rollcall.base.words import all_of, are, counted
 from rollcall.cli.main import app
 from rollcall.config import load_config
-from rollcall.errors import ConfigError
 from rollcall.nodes import bootstrap
-from rollcall.words import all_of, are, counted
 
 
 def test_a_noun_is_in_the_plural_unless_there_is_one() -> None:

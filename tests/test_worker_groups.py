@@ -20,6 +20,7 @@ import pytest
 import torch
 from learners import make_sample
 
+from rollcall.base.process_table import Process
 from rollcall.cluster import (
     ClusterError,
     MultiWorkerFuture,
@@ -36,8 +37,7 @@ from rollcall.cluster import (
     WorkerTimeoutError,
     init_ray,
 )
-from rollcall.groups.host import lease_port, load_class
-from rollcall.process_table import Process
+from rollcall.process.groups.host import lease_port, load_class
 
 SLOTS = 8  # on each of two nodes
 IP_LOCAL_PORT_RANGE = 51  # not yet in Python's socket module

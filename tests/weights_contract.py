@@ -19,9 +19,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollcall.errors import MissingPeerError, WeightUpdateError
+from rollcall.base.errors import MissingPeerError, WeightUpdateError
+from rollcall.engine.weights.protocol import RefusedUpdateError, Sent, WeightReceiver, WeightSender
 from rollcall.model.checksum import checksum
-from rollcall.weights.protocol import RefusedUpdateError, Sent, WeightReceiver, WeightSender
 
 Tensors = dict[str, Tensor]
 TIMEOUT_S = 60.0  # of updates that succeed, on a busy machine

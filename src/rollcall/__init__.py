@@ -13,16 +13,16 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from rollcall.version import __version__
+from rollcall.base.version import __version__
 
 if TYPE_CHECKING:
-    from rollcall.api import Run, SavedCheckpoint, evaluate, load_run, train
+    from rollcall.base.errors import ConfigError
+    from rollcall.base.types import Completion, Group, Prompt, Score
     from rollcall.config import Config
     from rollcall.environments.stepwise import Observation, StepResult
-    from rollcall.errors import ConfigError
-    from rollcall.evaluation import EvalReport
     from rollcall.loop.callbacks import CallbackError, CheckpointSaved, EvaluationDone, StepDone
-    from rollcall.types import Completion, Group, Prompt, Score
+    from rollcall.run.api import Run, SavedCheckpoint, evaluate, load_run, train
+    from rollcall.run.evaluation import EvalReport
 
 __all__ = [
     "CallbackError",
@@ -46,13 +46,13 @@ __all__ = [
     "train",
 ]
 _FROM = {
-    "rollcall.api": ("Run", "SavedCheckpoint", "evaluate", "load_run", "train"),
+    "rollcall.run.api": ("Run", "SavedCheckpoint", "evaluate", "load_run", "train"),
     "rollcall.config": ("Config",),
     "rollcall.environments.stepwise": ("Observation", "StepResult"),
-    "rollcall.errors": ("ConfigError",),
-    "rollcall.evaluation": ("EvalReport",),
+    "rollcall.base.errors": ("ConfigError",),
+    "rollcall.run.evaluation": ("EvalReport",),
     "rollcall.loop.callbacks": ("CallbackError", "CheckpointSaved", "EvaluationDone", "StepDone"),
-    "rollcall.types": ("Completion", "Group", "Prompt", "Score"),
+    "rollcall.base.types": ("Completion", "Group", "Prompt", "Score"),
 }
 
 # torch for ARM brings an allocator of its own (mimalloc), which gives freed tensors back to the kernel after 10 ms: an update

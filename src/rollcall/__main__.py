@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from rollcall.stop import ended_by, heed
+from rollcall.base.stop import ended_by, heed
 
 
 def main() -> None:

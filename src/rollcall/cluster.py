@@ -6,10 +6,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rollcall.errors import ClusterError, WorkerDiedError, WorkerError, WorkerTimeoutError
-    from rollcall.groups.backend import Seat
-    from rollcall.groups.cluster import RayVirtualCluster, VirtualCluster
-    from rollcall.groups.group import (
+    from rollcall.base.errors import ClusterError, WorkerDiedError, WorkerError, WorkerTimeoutError
+    from rollcall.process.groups.backend import Seat
+    from rollcall.process.groups.cluster import RayVirtualCluster, VirtualCluster
+    from rollcall.process.groups.group import (
         MultiWorkerFuture,
         RayWorkerBuilder,
         RayWorkerGroup,
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
         WorkerBuilder,
         WorkerGroup,
     )
-    from rollcall.groups.sharding import NamedSharding
-    from rollcall.on_ray.connect import init_ray
+    from rollcall.process.groups.sharding import NamedSharding
+    from rollcall.process.ray.connect import init_ray
 
 _NAMES = {
-    "errors": ("ClusterError", "WorkerDiedError", "WorkerError", "WorkerTimeoutError"),
-    "groups.backend": ("Seat",),
-    "groups.cluster": ("RayVirtualCluster", "VirtualCluster"),
-    "groups.group": (
+    "base.errors": ("ClusterError", "WorkerDiedError", "WorkerError", "WorkerTimeoutError"),
+    "process.groups.backend": ("Seat",),
+    "process.groups.cluster": ("RayVirtualCluster", "VirtualCluster"),
+    "process.groups.group": (
         "MultiWorkerFuture", "RayWorkerBuilder", "RayWorkerGroup", "Worker", "WorkerBuilder", "WorkerGroup",
     ),
-    "groups.sharding": ("NamedSharding",),
-    "on_ray.connect": ("init_ray",),
+    "process.groups.sharding": ("NamedSharding",),
+    "process.ray.connect": ("init_ray",),
 }  # fmt: skip
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = list(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]

@@ -87,7 +87,7 @@ AFTER_IMPORT = {
     "rollcall.learner.gang": hold_gang,
     "rollcall.checkpoint.training": hold_save,
     "rollcall.checkpoint.parts": hold_parts,
-    "rollcall.roles.weight_sync": hold_weights,
+    "rollcall.run.weight_sync": hold_weights,
 }
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from lab.lab import Host
 
-from rollcall.groups.host import GROUP_MARK
-from rollcall.groups.pulse import PULSE
+from rollcall.process.groups.host import GROUP_MARK
+from rollcall.process.groups.pulse import PULSE
 
 
 def rank_of(pid: int) -> int | None:

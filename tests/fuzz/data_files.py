@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from rollcall.data.load import PromptSet
+from rollcall.loop.data.load import PromptSet
 
 # JSON as it is written into a line.
 PIECES = (

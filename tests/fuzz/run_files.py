@@ -11,8 +11,8 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel
 
+from rollcall.base.errors import ConfigError
 from rollcall.config import Config, dump_config, load_config
-from rollcall.errors import ConfigError
 
 # Written into YAML as they are.
 VALUES = (

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rollcall.types import Bools, Doubles, Floats
+from rollcall.base.types import Bools, Doubles, Floats
 
 STD_EPSILON = 1e-6  # added to a group's deviation, which has the scale of the rewards
 VARIANCE_EPSILON = 1e-8  # added to a batch's variance

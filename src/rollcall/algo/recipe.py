@@ -18,6 +18,7 @@ from torch import Tensor
 from rollcall.algo import advantages as adv
 from rollcall.algo import corrections, losses
 from rollcall.algo.shaping import COMPARE, TurnRewards
+from rollcall.base.types import Bools, Doubles, Floats, Longs
 from rollcall.config import (
     Algorithm,
     Cispo,
@@ -31,7 +32,6 @@ from rollcall.config import (
     ReinforcePlusPlus,
     Rloo,
 )
-from rollcall.types import Bools, Doubles, Floats, Longs
 
 # Axes: one entry per group, in it one per attempt, in that one per token of all its rows.
 Masks = list[list[Bools]]

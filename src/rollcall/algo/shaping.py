@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rollcall.algo import advantages as adv
+from rollcall.base.types import Completion, Doubles, EndReason, Floats, Group, Longs, rows_of
 from rollcall.config import Algorithm, EnvironmentBase, GroupAlgorithm
 from rollcall.config.environments import Treatment
-from rollcall.types import Completion, Doubles, EndReason, Floats, Group, Longs, rows_of
 
 # One number per completion, which depends only on its group. The other algorithms look at the whole batch.
 COMPARE: dict[str, Callable[[Doubles], Floats]] = {

@@ -17,13 +17,13 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
+from rollcall.base.atomic import fsync_tree, staging, swap_in
+from rollcall.base.errors import CheckpointError
 from rollcall.checkpoint.probe import ENDS, TrainedProbe, describe_config_files
-from rollcall.durable.atomic import fsync_tree, staging, swap_in
-from rollcall.errors import CheckpointError
 from rollcall.model.stop_tokens import special_ids, stop_token_ids
-from rollcall.stored.dtypes import OF_SAFETENSORS
-from rollcall.stored.find import PROBE
-from rollcall.stored.safetensors import write_header
+from rollcall.model.stored.dtypes import OF_SAFETENSORS
+from rollcall.model.stored.find import PROBE
+from rollcall.model.stored.safetensors import write_header
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

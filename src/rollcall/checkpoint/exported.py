@@ -6,14 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+from rollcall.base.errors import CheckpointError
+from rollcall.base.wait import warn
 from rollcall.checkpoint.run_dir import read_summary
 from rollcall.checkpoint.store import MANIFEST, Checkpoint
 from rollcall.config.yaml import read_small
-from rollcall.errors import CheckpointError
-from rollcall.stored.files import StoredError, plain_damage
-from rollcall.stored.find import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PROBE
-from rollcall.stored.safetensors import check_weights
-from rollcall.wait import warn
+from rollcall.model.stored.files import StoredError, plain_damage
+from rollcall.model.stored.find import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PROBE
+from rollcall.model.stored.safetensors import check_weights
 
 
 def exported_model(run_dir: Path, *, last: Checkpoint | None) -> Path | None:

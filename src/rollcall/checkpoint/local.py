@@ -18,13 +18,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from rollcall.base.atomic import replacing
+from rollcall.base.errors import CheckpointError
+from rollcall.base.patience import plain_disk_errors
+from rollcall.base.wait import warn
 from rollcall.config.yaml import read_small
-from rollcall.durable.atomic import replacing
-from rollcall.durable.patience import plain_disk_errors
-from rollcall.errors import CheckpointError
-from rollcall.stored.files import file_checksum, new_checksum
-from rollcall.stored.manifest import read_manifest
-from rollcall.wait import warn
+from rollcall.model.stored.files import file_checksum, new_checksum
+from rollcall.model.stored.manifest import read_manifest
 
 FOLDER_NAME = "node-folder"  # in the run's checkpoints folder
 CHUNK_BYTES = 16 << 20

@@ -28,13 +28,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollcall.base.atomic import fsync
+from rollcall.base.patience import NodeDiskError, plain_disk_errors
+from rollcall.base.wait import warn
 from rollcall.checkpoint.store import Written
-from rollcall.durable.atomic import fsync
-from rollcall.durable.patience import NodeDiskError, plain_disk_errors
 from rollcall.learner.layout import Block
-from rollcall.stored.files import new_checksum
-from rollcall.stored.safetensors import write_header
-from rollcall.wait import warn
+from rollcall.model.stored.files import new_checksum
+from rollcall.model.stored.safetensors import write_header
 
 CHUNK_BYTES = 16 << 20  # written and added to the checksum at once
 

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from rollcall.base.errors import CheckpointError
+from rollcall.base.types import Completion, Sample
+from rollcall.base.version import __version__
 from rollcall.config.yaml import read_small
-from rollcall.errors import CheckpointError
 from rollcall.learner.learner import Learner, score_samples
-from rollcall.types import Completion, Sample
-from rollcall.version import __version__
 
 ROW_LENGTHS = (8, 16, 32, 48)  # tokens; enough for rotary positions and sliding windows to matter
 ENDS = (".json", ".txt", ".model", ".jinja", ".tiktoken")

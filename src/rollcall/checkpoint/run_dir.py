@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rollcall.durable.append_file import is_count
-from rollcall.durable.atomic import TEMPORARY
-from rollcall.durable.journal import ATTEMPTS, GROUPS
-from rollcall.errors import ConfigError
-from rollcall.stored.manifest import checkpoints_of
-from rollcall.wait import warn
+from rollcall.base.append_file import is_count
+from rollcall.base.atomic import TEMPORARY
+from rollcall.base.errors import ConfigError
+from rollcall.base.journal import ATTEMPTS, GROUPS
+from rollcall.base.wait import warn
+from rollcall.model.stored.manifest import checkpoints_of
 
 RUN_FILE = "run.yaml"  # what the run was last started with
 _OF_A_RUN = (RUN_FILE, "journal", "checkpoints", "events.jsonl", "metrics.jsonl", "summary.json")

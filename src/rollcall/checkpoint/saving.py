@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from rollcall.base.errors import CheckpointError, ConfigError
 from rollcall.checkpoint import local
 from rollcall.checkpoint.store import Written
 from rollcall.config import Config
-from rollcall.errors import CheckpointError, ConfigError
 
 SHORTEST_LOOK_S, LONGEST_LOOK_S = 0.05, 1.0  # between two questions whether the parts are written
 Call = Callable[..., list[Any]]  # calls a method of these processes with these arguments; returns their answers

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from rollcall.base.patience import free_bytes
 from rollcall.config import Config, OptimizerSection
-from rollcall.durable.patience import free_bytes
 
 GIB, MIB = 1 << 30, 1 << 20
 LARGE = GIB  # a smaller run is not worth a message

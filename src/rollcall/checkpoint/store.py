@@ -4,7 +4,7 @@ A save goes to ``.tmp-step-000020-<random>``, gets a manifest with every file's 
 and only then renamed to ``step-000020``, by the process that owns the store: a lost writer elsewhere can
 only fill its own folder. ``latest`` accepts a checkpoint only if its manifest is right; otherwise it takes the one
 before. One process saves; any number may read. On a full or read-only disk a save clears its folder, waits and
-begins again (``durable/patience.py``).
+begins again (``base/patience.py``).
 
 Files that other processes have written and described (``Written``) are not read again. Some may lie on those processes'
 nodes, outside the folder: the manifest says on which node and where. A reader checks those that it finds on its own node.
@@ -21,13 +21,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rollcall.durable.atomic import fsync_tree, staging, swap_in, write_atomic
-from rollcall.durable.lease import unguarded
-from rollcall.durable.patience import persist
-from rollcall.errors import CheckpointError
-from rollcall.stored.files import StoredError, StoredFile, file_checksum, plain_damage
-from rollcall.stored.manifest import MANIFEST, STEP_NAME, missing_file, read_manifest
-from rollcall.wait import warn
+from rollcall.base.atomic import fsync_tree, staging, swap_in, write_atomic
+from rollcall.base.errors import CheckpointError
+from rollcall.base.lease import unguarded
+from rollcall.base.patience import persist
+from rollcall.base.wait import warn
+from rollcall.model.stored.files import StoredError, StoredFile, file_checksum, plain_damage
+from rollcall.model.stored.manifest import MANIFEST, STEP_NAME, missing_file, read_manifest
 
 STATE = "state.json"
 

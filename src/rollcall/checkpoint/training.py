@@ -17,6 +17,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rollcall.base.errors import NonFiniteError
+from rollcall.base.patience import plain_disk_errors
+from rollcall.base.words import ANOTHER_RUN
 from rollcall.checkpoint.export import Weights, config_files, export_files, export_model
 from rollcall.checkpoint.in_parts import (
     PartsOf,
@@ -31,8 +34,6 @@ from rollcall.checkpoint.in_parts import (
 )
 from rollcall.checkpoint.parts import File
 from rollcall.checkpoint.probe import describe_config_files, probe_of
-from rollcall.durable.patience import plain_disk_errors
-from rollcall.errors import NonFiniteError
 from rollcall.learner.layout import module_shapes
 from rollcall.learner.learner import Body, Critic, Learner
 from rollcall.model.adapter import Deltas
@@ -40,11 +41,10 @@ from rollcall.model.base import refuse_other_model
 from rollcall.model.decoder import module_names
 from rollcall.model.load import refuse_other_tensors
 from rollcall.model.peft_files import read_adapter, write_adapter
-from rollcall.stored.files import StoredFile
-from rollcall.stored.find import PROBE
-from rollcall.stored.safetensors import open_model_dir, open_parts
-from rollcall.stored.tensors import Stored
-from rollcall.words import ANOTHER_RUN
+from rollcall.model.stored.files import StoredFile
+from rollcall.model.stored.find import PROBE
+from rollcall.model.stored.safetensors import open_model_dir, open_parts
+from rollcall.model.stored.tensors import Stored
 
 
 class _OneByOne(Mapping[str, Tensor]):

@@ -19,16 +19,16 @@ import numpy as np
 import psutil
 import torch
 
+from rollcall.base.atomic import write_atomic
+from rollcall.base.errors import CheckpointError
+from rollcall.base.patience import plain_disk_errors
 from rollcall.checkpoint.probe import TrainedProbe, changed_config_files, read_probe
 from rollcall.checkpoint.store import describe_files
 from rollcall.config.yaml import read_small
-from rollcall.durable.atomic import write_atomic
-from rollcall.durable.patience import plain_disk_errors
-from rollcall.errors import CheckpointError
 from rollcall.model.load import loading, own_code, refuse_loaded
-from rollcall.stored.find import PROBE
-from rollcall.stored.safetensors import open_model_dir
-from rollcall.stored.tensors import Stored
+from rollcall.model.stored.find import PROBE
+from rollcall.model.stored.safetensors import open_model_dir
+from rollcall.model.stored.tensors import Stored
 
 VERIFIED = "verified.json"
 OURS = (PROBE, VERIFIED)  # files for Rollcall, not part of the model

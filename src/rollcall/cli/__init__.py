@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rollcall.errors import in_one_line, is_out_of_memory
-from rollcall.importing import calm_transformers
-from rollcall.redact import OutputError
-from rollcall.stop import ended_by
-from rollcall.wait import Wait, say
-from rollcall.words import size, visible
+from rollcall.base.errors import in_one_line, is_out_of_memory
+from rollcall.base.importing import calm_transformers
+from rollcall.base.redact import OutputError
+from rollcall.base.stop import ended_by
+from rollcall.base.wait import Wait, say
+from rollcall.base.words import size, visible
 
 if TYPE_CHECKING:
     from rollcall.config import Config
@@ -108,7 +108,7 @@ def progress_bar(title: str, *, unit: str | None = None) -> Iterator[Callable[[i
     """A bar on a terminal; elsewhere a line every few seconds. It counts ``unit``, or bytes without one."""
     from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-    from rollcall.screen import Screen
+    from rollcall.base.screen import Screen
 
     console = Screen(stderr=True)
     if not console.is_terminal:

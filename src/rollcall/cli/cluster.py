@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rollcall.base.words import all_of, are, counted
 from rollcall.cli import Json, answer
-from rollcall.words import all_of, are, counted
 
 if TYPE_CHECKING:
     from rollcall.nodes.check import Roster
@@ -92,12 +92,12 @@ def node(
       ROLLCALL_TOKEN=... rollcall node --worker 1 --head-address node0:6380
       srun --ntasks-per-node=1 rollcall node --run run.yaml --rendezvous /shared/rollcall
     """
+    from rollcall.base.stop import heed
     from rollcall.nodes.bootstrap import NodeRequest, start_node
     from rollcall.nodes.foreground import hold
-    from rollcall.nodes.here import tied_to_stdin
+    from rollcall.nodes.machine import tied_to_stdin
     from rollcall.nodes.rank import find_identity
     from rollcall.nodes.state import current_cluster
-    from rollcall.stop import heed
 
     whole = None
     if run is not None:
@@ -155,7 +155,7 @@ def check(
       rollcall check 32 --timeout 60 --json
     """
     from rollcall.nodes.check import wait_for_slots
-    from rollcall.nodes.which import find_cluster
+    from rollcall.nodes.cluster import find_cluster
 
     found = wait_for_slots(find_cluster(cluster), num_slots=num_slots, timeout_s=timeout)
     here = f"{all_of(num_slots, 'accelerator')} {are(num_slots)} there, on {counted(len(found.alive), 'node')}"
@@ -185,7 +185,7 @@ def status(
         show_run(run_dir, as_json=as_json)
         return
     from rollcall.nodes.check import list_nodes
-    from rollcall.nodes.which import find_cluster
+    from rollcall.nodes.cluster import find_cluster
 
     found = list_nodes(find_cluster(cluster))
     answer(_as_json(found), lambda _: _show(found), as_json=as_json)
@@ -205,8 +205,8 @@ def down(
       rollcall down --cluster mine
     """
     from rollcall.nodes.bootstrap import stop_node
+    from rollcall.nodes.cluster import find_cluster
     from rollcall.nodes.state import state_dir
-    from rollcall.nodes.which import find_cluster
 
     meant = find_cluster(cluster)
     if not meant.is_ours:
@@ -231,7 +231,7 @@ def here(
     Example:
       rollcall here --cluster mine
     """
-    from rollcall.nodes.here import look_here
+    from rollcall.nodes.machine import look_here
     from rollcall.nodes.state import current_cluster
 
     print(look_here(current_cluster(cluster), interface=interface).as_json())
@@ -254,7 +254,7 @@ def _introduce(record: NodeRecord, *, was_running: bool) -> None:
 def _show(found: Roster) -> None:
     from rich.table import Table
 
-    from rollcall.screen import Screen
+    from rollcall.base.screen import Screen
 
     table = Table("rank", "host", "address", "slots", "memory", "state", box=None, padding=(0, 2, 0, 0))
     for row in found.nodes:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rollcall.base.words import counted
 from rollcall.cli import FAILED, Json, Overrides, RunFile, answer, calm_libraries, read_run
-from rollcall.words import counted
 
 if TYPE_CHECKING:
     from rollcall.plan.judge import RunPlan
-    from rollcall.simulate import Verdict
+    from rollcall.run.simulate import Verdict
 
 
 def init(
@@ -79,7 +79,7 @@ def plan(
       rollcall plan run.yaml 'cluster.component_placement={rollout: 0-19, inference: 20-23, actor: 24-31}'
       rollcall plan run.yaml --json
     """
-    from rollcall.errors import PlacementError
+    from rollcall.base.errors import PlacementError
     from rollcall.plan.judge import plan_run
 
     try:
@@ -113,7 +113,7 @@ def simulate(file: RunFile = None, overrides: Overrides = None, as_json: Json = 
     """
     config = read_run(file, overrides)
     calm_libraries()
-    from rollcall.simulate import simulate as rehearse
+    from rollcall.run.simulate import simulate as rehearse
 
     verdict = rehearse(config)
     answer(verdict, _show_verdict, as_json=as_json)
@@ -152,8 +152,8 @@ def prepare(
       rollcall prepare run.yaml --once
     """
     from rollcall.config import load_config
-    from rollcall.jobs.prepare import prepare_node
-    from rollcall.nodes.here import tied_to_stdin
+    from rollcall.launch.jobs.prepare import prepare_node
+    from rollcall.nodes.machine import tied_to_stdin
 
     with tied_to_stdin() if tied else nullcontext():
         prepare_node(load_config(file, overrides or []), once=once)

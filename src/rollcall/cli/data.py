@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
+from rollcall.base.words import counted
 from rollcall.cli import Json, answer, progress_bar
-from rollcall.data.make import TaskRows, make_task, write_parquet
-from rollcall.words import counted
+from rollcall.loop.data.make import TaskRows, make_task, write_parquet
 
 
 def data(

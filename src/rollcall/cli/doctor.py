@@ -36,9 +36,9 @@ def doctor(
       rollcall doctor run.yaml run.dir=/shared/runs/x --json
     """
     from rollcall.config import load_config
-    from rollcall.doctor.examine import examine, examine_machine
-    from rollcall.doctor.show import show
-    from rollcall.nodes.which import find_cluster, wished_cluster
+    from rollcall.launch.doctor.examine import examine, examine_machine
+    from rollcall.launch.doctor.show import show
+    from rollcall.nodes.cluster import find_cluster, wished_cluster
 
     path, changes = split_arguments(file, overrides)
     config = load_config(path, changes) if path is not None or changes else None

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rollcall.base.wait import say
+from rollcall.base.words import counted, size
 from rollcall.cli import Json, Overrides, answer, calm_libraries, print_table, progress_bar
-from rollcall.wait import say
-from rollcall.words import counted, size
 
 if TYPE_CHECKING:
-    from rollcall.finish.finish import FinishedRun
-    from rollcall.finish.gather import Gathered
-    from rollcall.finish.upload import Uploaded
+    from rollcall.launch.finish.finish import FinishedRun
+    from rollcall.launch.finish.gather import Gathered
+    from rollcall.launch.finish.upload import Uploaded
 
 Hosts = Annotated[
     str | None,
@@ -43,9 +43,9 @@ def gather(
       rollcall gather runs/gsm8k/checkpoints/step-000040 --hosts node1,node2
       rollcall gather runs/gsm8k --delete
     """
-    from rollcall.finish.finish import checkpoint_at
-    from rollcall.finish.gather import gather as bring
-    from rollcall.finish.nodes_of import find_nodes
+    from rollcall.launch.finish.finish import checkpoint_at
+    from rollcall.launch.finish.gather import gather as bring
+    from rollcall.launch.finish.nodes_of import find_nodes
 
     chosen = checkpoint_at(checkpoint)
     done = bring(chosen, lambda: find_nodes(chosen.parent.parent, hosts=split_hosts(hosts)), delete=delete)
@@ -86,7 +86,7 @@ def finish(
     """
     say("loading torch and transformers")
     calm_libraries()
-    from rollcall.finish.finish import finish as work
+    from rollcall.launch.finish.finish import finish as work
 
     with progress_bar("finish") as progress:
         done = work(run, overrides=overrides or [], hosts=split_hosts(hosts), dry_run=dry_run, progress=progress)
@@ -118,7 +118,7 @@ def upload(
       rollcall upload runs/gsm8k/merged me/gsm8k-model --revision step-200
     """
     calm_libraries()
-    from rollcall.finish.upload import upload as send
+    from rollcall.launch.finish.upload import upload as send
 
     answer(send(model_dir, repo, private=private, revision=revision), _show_uploaded, as_json=as_json)
 

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rollcall.base.stop import INTERRUPTED, STOPPED
+from rollcall.base.wait import say
 from rollcall.cli import FAILED, Json, Overrides, RunFile, answer, print_table, read_run, reported
 from rollcall.cli.cluster import Cluster
 from rollcall.observe.progress import format_duration
-from rollcall.stop import INTERRUPTED, STOPPED
-from rollcall.wait import say
 
 if TYPE_CHECKING:
-    from rollcall.doctor.worker_view import NodeView
-    from rollcall.jobs.submit import Job, Jobs
+    from rollcall.launch.doctor.worker_view import NodeView
+    from rollcall.launch.jobs.submit import Job, Jobs
 
 Address = Annotated[
     str | None, typer.Option(metavar="URL", help="Dashboard of the cluster. Default: that of this node's cluster.")
@@ -175,10 +175,10 @@ def env(
       rollcall env run.yaml
       rollcall env run.yaml 'cluster.env_pass=[WANDB_API_KEY, NCCL_*]' --json
     """
-    from rollcall.doctor.worker_view import view_workers
-    from rollcall.nodes.which import find_cluster
-    from rollcall.worker_env.declared import submitted_env
-    from rollcall.worker_env.node_shell import hint, missed
+    from rollcall.launch.doctor.worker_view import view_workers
+    from rollcall.nodes.cluster import find_cluster
+    from rollcall.nodes.declared import submitted_env
+    from rollcall.nodes.node_shell import hint, missed
 
     section = read_run(file, overrides).cluster
     submitted = submitted_env(section)
@@ -203,7 +203,7 @@ for _name, _command in (("list", job_list), ("status", job_status), ("logs", job
 def _reach(
     cluster: str | None, address: str | None, rendezvous: Path | None, *, ray_address: str | None = None
 ) -> Jobs:
-    from rollcall.jobs.submit import reach
+    from rollcall.launch.jobs.submit import reach
 
     return reach(cluster, address=address, rendezvous=rendezvous, ray_address=ray_address)
 

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from rollcall.base.stop import heed
+from rollcall.base.wait import say
+from rollcall.base.words import visible
 from rollcall.cli import FAILED, Json, Overrides, RunFile, answer, print_table, read_run, reported
 from rollcall.config.launch import describe_targets
-from rollcall.stop import heed
-from rollcall.wait import say
-from rollcall.words import visible
 
 if TYPE_CHECKING:
     from rollcall.launch.record import LaunchRecord
@@ -172,7 +172,7 @@ def list_launches(as_json: Json = False) -> None:
 
 def _now(record: LaunchRecord) -> str:
     """The state that the target's tool reports, or why it does not."""
-    from rollcall.errors import ClusterError
+    from rollcall.base.errors import ClusterError
     from rollcall.launch.launch import get_target
     from rollcall.launch.record import LaunchError
 
@@ -253,7 +253,7 @@ def ssh(
       rollcall ssh all --name gsm8k -- 'df -h /local | tail -1'
     """
     from rollcall.launch.record import named_record
-    from rollcall.launch.ssh.site import run_there
+    from rollcall.launch.ssh.machines import run_there
 
     problems = run_there(named_record(name, target="ssh"), where=where, command=command)
     for problem in problems:

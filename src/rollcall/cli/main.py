@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from rollcall.base.redact import OutputError, guard_streams
+from rollcall.base.version import __version__, installed
 from rollcall.cli import FAILED, reported
 from rollcall.cli.cluster import check, down, here, node, status
 from rollcall.cli.config import config, fetch_model, init, plan, prepare, simulate
@@ -21,8 +23,6 @@ from rollcall.cli.reward import reward
 from rollcall.cli.runs import compare, recover, trace, view
 from rollcall.cli.stacks import debug, profile, stacks
 from rollcall.cli.train import train
-from rollcall.redact import OutputError, guard_streams
-from rollcall.version import __version__, installed
 
 HELP = """Reinforcement learning for language models, from one run file.
 

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from rollcall.base.stop import heed
+from rollcall.base.wait import on_stdout, say
+from rollcall.base.words import counted, size
 from rollcall.cli import Json, Overrides, answer, calm_libraries, print_rows, progress_bar
-from rollcall.stop import heed
-from rollcall.wait import on_stdout, say
-from rollcall.words import counted, size
 
 if TYPE_CHECKING:
-    from rollcall.evaluation import EvalReport
-    from rollcall.merge.merge import Merged
+    from rollcall.checkpoint.merge.merge import Merged
+    from rollcall.run.evaluation import EvalReport
 
 
 def evaluate(
@@ -45,7 +45,7 @@ def evaluate(
     say("loading torch and transformers")
     with heed():
         calm_libraries()
-        from rollcall.evaluation import plan_evaluation, run_evaluation
+        from rollcall.run.evaluation import plan_evaluation, run_evaluation
 
         plan = plan_evaluation(
             target,
@@ -61,9 +61,9 @@ def evaluate(
 
 
 def _show_evaluation(report: EvalReport) -> None:
+    from rollcall.base.screen import Screen
     from rollcall.observe.console import samples_table
     from rollcall.observe.headline import REWARD
-    from rollcall.screen import Screen
 
     evaluation, section = report.evaluation, report.plan.config.eval
     how = "greedy" if section.temperature == 0 else f"temperature {section.temperature:g}"
@@ -127,8 +127,8 @@ def serve(
     say("loading torch and transformers")
     with heed():
         calm_libraries()
-        from rollcall.serving import plan_serving, read_key
-        from rollcall.serving import serve as run_server
+        from rollcall.run.serving import plan_serving, read_key
+        from rollcall.run.serving import serve as run_server
 
         plan = plan_serving(target, overrides=overrides or [], engine=engine)
         run_server(plan, host=host, port=port, key=read_key(key_file), show=on_stdout)
@@ -174,10 +174,10 @@ def merge(
       rollcall merge checkpoints/global_step_100/actor --out models/from-verl
       rollcall merge dcp-folder --base models/Qwen3-0.6B --out models/from-dcp --max-shard-size 2GB
     """
-    from rollcall.merge.merge import DTYPES
-    from rollcall.merge.merge import merge as merge_stored
-    from rollcall.stored.find import PROBE, adapter_folder
-    from rollcall.stored.open import open_stored
+    from rollcall.checkpoint.merge.merge import DTYPES
+    from rollcall.checkpoint.merge.merge import merge as merge_stored
+    from rollcall.model.stored.find import PROBE, adapter_folder
+    from rollcall.model.stored.open import open_stored
 
     if verify:  # what it compares with must be there: a merge may take an hour
         folder = adapter_folder(checkpoint) or open_stored(checkpoint).folder

@@ -8,12 +8,12 @@ import typer
 from rich import box
 from rich.table import Table
 
+from rollcall.base.screen import Screen
+from rollcall.base.words import visible
 from rollcall.cli import FAILED, Json, Overrides, RunFile, answer, calm_libraries, read_run, reported
-from rollcall.screen import Screen
-from rollcall.words import visible
 
 if TYPE_CHECKING:
-    from rollcall.roles.reward_trial import Trial
+    from rollcall.run.reward_trial import Trial
 
 
 def test(
@@ -33,7 +33,7 @@ def test(
       rollcall reward test run.yaml --rows 20 reward.0.timeout_s=5
     """
     calm_libraries()
-    from rollcall.roles.reward_trial import try_run
+    from rollcall.run.reward_trial import try_run
 
     trial = try_run(read_run(file, overrides), num_rows=rows)
     answer(trial, _show, as_json=as_json)

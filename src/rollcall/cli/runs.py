@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rollcall.base.wait import say
+from rollcall.base.words import counted, span
 from rollcall.cli import Json, RunDir, answer, print_rows
-from rollcall.wait import say
-from rollcall.words import counted, span
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -160,7 +160,7 @@ def compare(first: RunDir, second: RunDir, as_json: Json = False) -> None:
 def _show_both(comparison: Comparison) -> None:
     from rich.text import Text
 
-    from rollcall.screen import Screen
+    from rollcall.base.screen import Screen
 
     console = Screen(soft_wrap=True)
     settings = _table("setting", comparison)
@@ -207,7 +207,7 @@ def trace(
       rollcall trace runs/gsm8k --out trace.json
       rollcall trace runs/gsm8k --from 100 --to 110 --out slow_steps.json
     """
-    from rollcall.durable.atomic import write_atomic
+    from rollcall.base.atomic import write_atomic
     from rollcall.observe.calls import CALLS
     from rollcall.observe.events import EVENTS
     from rollcall.observe.timeline import chrome_trace, idle_shares, read_timeline

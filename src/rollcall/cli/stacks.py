@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rollcall.base.errors import ClusterError
+from rollcall.base.wait import say
+from rollcall.base.words import visible
 from rollcall.cli import FAILED, Json, answer, print_table
 from rollcall.cli.cluster import Cluster
-from rollcall.errors import ClusterError
 from rollcall.observe.progress import format_duration
-from rollcall.wait import say
-from rollcall.words import visible
 
 if TYPE_CHECKING:
-    from rollcall.debug.board import Waiting
-    from rollcall.inspect.processes import Report, Result
+    from rollcall.launch.processes import Report, Result
+    from rollcall.process.debug.board import Waiting
 
 Where = Annotated[
     str | None,
@@ -50,7 +50,7 @@ def stacks(
       rollcall stacks runs/gsm8k --native
       rollcall stacks mine --json
     """
-    from rollcall.inspect.processes import find_target, read_stacks
+    from rollcall.launch.processes import find_target, read_stacks
 
     found = read_stacks(find_target(target, cluster=cluster), native=native, timeout_s=timeout)
     if not found.failed and not any(found.hosts.values()):
@@ -63,7 +63,7 @@ def stacks(
 
 
 def _show(found: Report) -> None:
-    from rollcall.groups.reachable import as_text
+    from rollcall.process.groups.reachable import as_text
 
     for host, own in found.hosts.items():
         for one in own:
@@ -99,7 +99,7 @@ def profile(
       rollcall profile runs/gsm8k --role rollout --seconds 5 --out slow
       rollcall profile runs/gsm8k --role controller --format flamegraph
     """
-    from rollcall.inspect.processes import Format, find_target, profile_role
+    from rollcall.launch.processes import Format, find_target, profile_role
 
     if form not in set(Format):
         raise ValueError(f"--format {form} is not known; use {', '.join(Format)}")
@@ -159,8 +159,8 @@ def debug(
 
 
 def _waiting(where: str | None) -> list[Waiting]:
-    from rollcall.debug.attach import is_there
-    from rollcall.debug.board import read_board
+    from rollcall.process.debug.attach import is_there
+    from rollcall.process.debug.board import read_board
 
     if where is not None and ("/" in where or Path(where).is_dir()):
         if not Path(where).is_dir():
@@ -172,9 +172,9 @@ def _waiting(where: str | None) -> list[Waiting]:
 
 
 def _of_cluster(name: str | None) -> list[Waiting]:
-    from rollcall.nodes.which import wished_cluster
-    from rollcall.on_ray.connect import connect, disconnect
-    from rollcall.on_ray.waiting import read_waiting
+    from rollcall.nodes.cluster import wished_cluster
+    from rollcall.process.ray.connect import connect, disconnect
+    from rollcall.process.ray.waiting import read_waiting
 
     cluster = wished_cluster(name)
     if cluster is None:
@@ -200,7 +200,7 @@ def _chosen(waiting: list[Waiting], number: int, *, where: str | None) -> Waitin
 
 
 def _attach(waits: Waiting, *, where: str | None, typed: list[str]) -> None:
-    from rollcall.debug.attach import End, converse, reach
+    from rollcall.process.debug.attach import End, converse, reach
 
     connection = reach(waits)
     if not typed:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rollcall.base.stop import ended_by, heed, heeded_signals
+from rollcall.base.wait import say
 from rollcall.cli import Json, Overrides, calm_libraries, split_arguments
 from rollcall.loop.phases import Bounds, Phase, Split
-from rollcall.stop import ended_by, heed, heeded_signals
-from rollcall.wait import say
 
 if TYPE_CHECKING:
     from rollcall.config import Config
@@ -130,11 +130,11 @@ def train(
       rollcall train run.yaml --worker 1 --num-nodes 3 --rank-weights 2,1,1 --log-path /share/x
       rollcall train run.yaml --worker 2 --num-nodes 3 --rank-weights 2,1,1 --log-path /share/x
     """
-    from rollcall import api
     from rollcall.config.checks import say_unused
-    from rollcall.debug.here import POST_MORTEM
-    from rollcall.nodes.which import wished_cluster
-    from rollcall.worker_env.declared import environment
+    from rollcall.nodes.cluster import wished_cluster
+    from rollcall.nodes.declared import environment
+    from rollcall.process.debug.here import POST_MORTEM
+    from rollcall.run import api
 
     bounds = Bounds(phase=phase or Phase.BOTH, split=split or Split.TRAIN)
     if data_path is not None:
@@ -221,7 +221,7 @@ def _on_a_folder(
         raise typer.BadParameter("--master and --worker R need --num-nodes N and --log-path DIR")
     if worker is not None and fresh:
         raise typer.BadParameter("--fresh is for the master; leave it out with --worker")
-    from rollcall.train_in_folder import read_weights, serve_as_worker, train_as_master
+    from rollcall.run.train_in_folder import read_weights, serve_as_worker, train_as_master
 
     shares = own["--rank-weights"]
     weights = read_weights(None if shares is None else str(shares))

@@ -11,9 +11,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from rollcall.base.errors import ConfigError
+from rollcall.base.wait import say
 from rollcall.config.base import read_number
-from rollcall.errors import ConfigError
-from rollcall.wait import say
 
 MOST_COMPLETIONS = 10_000_000  # of a step; many times what the largest runs take
 HUB = "hub:"

@@ -9,8 +9,8 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from rollcall.base.redact import redact_source, redact_value
 from rollcall.config.base import KeyProblem
-from rollcall.redact import redact_source, redact_value
 
 WORDS_ALIKE = 0.75  # two words this similar are one, misspelt
 ONE_LETTER = 0.9  # likeness of two names that differ in a letter

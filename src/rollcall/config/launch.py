@@ -11,9 +11,9 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, Field, JsonValue
 
+from rollcall.base.words import parse_size
 from rollcall.config.base import Section, field
 from rollcall.config.checks import check_variable_names, check_variables, check_word
-from rollcall.words import parse_size
 
 Names = Annotated[list[str], AfterValidator(check_variable_names)]
 Word = Annotated[str, AfterValidator(check_word)]

@@ -10,11 +10,11 @@ from typing import Any, get_args, get_origin
 import yaml
 from pydantic import BaseModel
 
+from rollcall.base.errors import ConfigError
+from rollcall.base.redact import secrets_of_run
 from rollcall.config.base import read_number
 from rollcall.config.errors import shown, target
 from rollcall.config.yaml import MAX_DEPTH, parse_yaml
-from rollcall.errors import ConfigError
-from rollcall.redact import secrets_of_run
 
 
 def apply_override(raw: dict[str, Any], override: str, *, root: type[BaseModel]) -> None:

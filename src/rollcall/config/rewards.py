@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, JsonValue, model_validator
 
+from rollcall.base.redact import is_secret, redact_urls
 from rollcall.config.base import LONGEST_S, KeyProblem, Section, field
-from rollcall.redact import is_secret, redact_urls
 
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 

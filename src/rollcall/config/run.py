@@ -14,6 +14,9 @@ from typing import Any
 import yaml
 from pydantic import ValidationError, model_validator
 
+from rollcall.base.errors import ConfigError
+from rollcall.base.redact import redact_run, remember, secrets_of_run
+from rollcall.base.words import counted
 from rollcall.config.algorithms import Algorithm, GroupAlgorithm, Grpo
 from rollcall.config.base import Section, field
 from rollcall.config.checks import check_batches, check_ruin
@@ -35,9 +38,6 @@ from rollcall.config.sections import (
     TrainerSection,
 )
 from rollcall.config.yaml import read_yaml, refuse_deep
-from rollcall.errors import ConfigError
-from rollcall.redact import redact_run, remember, secrets_of_run
-from rollcall.words import counted
 
 
 class Config(Section):

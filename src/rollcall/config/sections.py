@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from rollcall.base.words import counted
 from rollcall.config.base import LONGEST_S, KeyProblem, Section, field
 from rollcall.config.checks import check_directory, check_home, check_section, check_stops, check_variables, lift_kwargs
 from rollcall.config.lora import LoraSection
-from rollcall.words import counted
 
 SLOT_SYNTAX = "write all, a slot (5), a range (0-3), a list (0-3,8), or slots with process ranks (0-7:0-3)"
 Share = Annotated[float, Field(ge=0, lt=1)]

@@ -14,9 +14,9 @@ from typing import Any
 
 import yaml
 
+from rollcall.base.errors import ConfigError
+from rollcall.base.redact import redact_source
 from rollcall.config.errors import MOST_SHOWN
-from rollcall.errors import ConfigError
-from rollcall.redact import redact_source
 
 MAX_BYTES = 1 << 20  # of a file; a run file has a few thousand
 MAX_DEPTH = 40  # of lists and maps in each other; a run file has 4

@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from rollcall.base.types import Completion
 from rollcall.engine.protocol import Core, Refused, Request
-from rollcall.types import Completion
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """The loop's view of an engine: a request is one completion. To generate is to await, to cancel is to abort.
 
-``Ticker`` (``engine/ticker.py``) makes an ``Engine`` of the ``Core`` in this process; ``Engines`` (``roles/engines.py``) of the cores in
+``Ticker`` (``engine/ticker.py``) makes an ``Engine`` of the ``Core`` in this process; ``Engines`` (``run/engines.py``) of the cores in
 other processes. The contract tests in tests/generate_contract.py and tests/engine_contract.py hold each implementation to this.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from rollcall.types import Completion, Ints
+from rollcall.base.types import Completion, Ints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from rollcall.base.types import Completion, FinishReason, Ints, Segment
 from rollcall.engine.protocol import Refused, Request
-from rollcall.types import Completion, FinishReason, Ints, Segment
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

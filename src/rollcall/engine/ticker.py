@@ -14,8 +14,8 @@ import math
 import time
 from dataclasses import dataclass
 
+from rollcall.base.types import Completion
 from rollcall.engine.protocol import LOCAL, Core, Made, Request, Stats
-from rollcall.types import Completion
 
 QUIET_S, QUIET_SHARE, GATHER_SHARE = 0.002, 0.05, 0.5
 FIRST_QUIET_S, FIRST_GATHER_S, BURST = 0.005, 0.2, 8

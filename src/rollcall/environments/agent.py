@@ -17,6 +17,9 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rollcall.base.types import Completion, EndReason, FinishReason, Prompt
+from rollcall.base.wait import warn
+from rollcall.base.words import visible
 from rollcall.config.environments import EnvironmentBase
 from rollcall.engine.protocol import Sampling
 from rollcall.environments.callers import Caller, Callers, Served, room_for
@@ -44,9 +47,6 @@ from rollcall.environments.protocol import (
     SampleTurn,
 )
 from rollcall.environments.wire import Refused, Wanted
-from rollcall.types import Completion, EndReason, FinishReason, Prompt
-from rollcall.wait import warn
-from rollcall.words import visible
 
 GRACE_S = 10.0  # for a program to end by itself once a limit is met
 

@@ -11,8 +11,8 @@ import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from rollcall.nodes.framing import DONE, HEAD, JSON, LENGTH, PART, RAISED, frame
 from rollcall.process.child import raised_body
-from rollcall.process.framing import DONE, HEAD, JSON, LENGTH, PART, RAISED, frame
 
 BEAT_S = 5.0  # a call that takes longer sends an empty part this often, to show that its process lives
 

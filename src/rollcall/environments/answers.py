@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+from rollcall.base.types import Completion, FinishReason, Ints
 from rollcall.environments.histories import Call
 from rollcall.environments.wire import ChatRequest, GenerateRequest, TextRequest
-from rollcall.types import Completion, FinishReason, Ints
 
 DONE = b"data: [DONE]\n\n"
 FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort"}

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Literal
 
-from rollcall.errors import ConfigError
+from rollcall.base.errors import ConfigError
 
 CallFormat = Literal["hermes", "llama", "text"]
 MAX_CALLS = 64  # in one turn

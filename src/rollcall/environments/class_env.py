@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rollcall.base.importing import load_named
 from rollcall.environments.calls import Call, CallFormat, parse_calls
 from rollcall.environments.stepwise import WrongResult, check_made, number
 from rollcall.environments.tools import (
@@ -23,7 +24,6 @@ from rollcall.environments.tools import (
     tool_of,
     tools_of_class,
 )
-from rollcall.importing import load_named
 
 MAX_RESULT_CHARS = 1_000_000  # of one tool call
 

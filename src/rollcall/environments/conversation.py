@@ -21,11 +21,11 @@ from typing import Any
 
 import numpy as np
 
+from rollcall.base.errors import ConfigError
+from rollcall.base.types import Ints, Prompt
+from rollcall.base.wait import warn
 from rollcall.environments.protocol import EnvironmentFailed, Message
-from rollcall.errors import ConfigError
 from rollcall.model.chat_template import TemplateError, render_chats
-from rollcall.types import Ints, Prompt
-from rollcall.wait import warn
 
 _MARKERS = ("ROLLCALLFIRST", "ROLLCALLSECOND")
 _THINKS = "<think>\nhm\n</think>\n\n"

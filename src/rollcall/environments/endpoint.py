@@ -30,6 +30,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from rollcall.base.errors import ConfigError
+from rollcall.base.types import Completion, FinishReason, Ints
 from rollcall.engine.protocol import Sampling
 from rollcall.environments.answers import (
     Answered,
@@ -46,9 +48,7 @@ from rollcall.environments.calls import CallFormat, format_of, parse_calls
 from rollcall.environments.histories import Asked, Call
 from rollcall.environments.protocol import EnvironmentFailed, SampleTurn, add_metrics
 from rollcall.environments.wire import ChatRequest, GenerateRequest, Refused, TextRequest, Wanted, Worth, read
-from rollcall.errors import ConfigError
-from rollcall.net.http_door import http_server, listen
-from rollcall.types import Completion, FinishReason, Ints
+from rollcall.nodes.http_door import http_server, listen
 
 MAX_BODY_BYTES = 16 << 20  # ids of a million tokens have half of it
 READ_TIMEOUT_S = 60.0  # for a body, from its first byte to its last

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from rollcall.base.types import Completion, EndReason, FinishReason, Ints, Prompt
 from rollcall.config import EnvironmentBase
 from rollcall.config.environments import ClassEnvironment
-from rollcall.debug.board import BOARD
 from rollcall.engine.protocol import Sampling
 from rollcall.environments.conversation import MESSAGES, Conversations, Tools
 from rollcall.environments.protocol import (
@@ -32,10 +32,10 @@ from rollcall.environments.protocol import (
     add_metrics,
 )
 from rollcall.environments.rows import Row
+from rollcall.process.debug.board import BOARD
 from rollcall.process.pause import running_s
 from rollcall.reward.functions import LARGEST_SCORE
 from rollcall.reward.trl import TEXT
-from rollcall.types import Completion, EndReason, FinishReason, Ints, Prompt
 
 T = TypeVar("T")
 KIND = "environment"  # the column that names a row's environment, where there are several

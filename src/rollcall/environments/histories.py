@@ -22,11 +22,11 @@ from typing import Any
 
 import numpy as np
 
+from rollcall.base.errors import ConfigError
+from rollcall.base.types import Branch, Completion, FinishReason, Ints, ToolCall
 from rollcall.environments.conversation import Conversations
 from rollcall.environments.protocol import EnvironmentFailed, Message
 from rollcall.environments.rows import Row
-from rollcall.errors import ConfigError
-from rollcall.types import Branch, Completion, FinishReason, Ints, ToolCall
 
 MAX_TEMPLATES = 1000
 FOLLOWING = ("user", "tool", "system")  # roles of messages that may follow an answer

@@ -5,7 +5,7 @@
 
 A connection is one episode, and to the controller a ``Worker``. An environment is called as a child is (zygote.py), after ``start``; a
 program is called with ``run``. ``stop`` and ``close`` may come meanwhile. A connection that ends also ends what runs for it: the episode is
-over, or the controller is gone or has given up on it. A caller must know the secret of the run (net/door.py), and can start nothing but
+over, or the controller is gone or has given up on it. A caller must know the secret of the run (nodes/door.py), and can start nothing but
 what this host was made for.
 """
 
@@ -25,7 +25,7 @@ from rollcall.environments.processes import ProcessEnvironments
 from rollcall.environments.program import ProgramsHere
 from rollcall.environments.protocol import Environment
 from rollcall.environments.taskset import TasksetPrograms
-from rollcall.net.door import Door, listen_at, watch_peer
+from rollcall.nodes.door import Door, listen_at, watch_peer
 
 _ANSWER: TypeAdapter[Any] = TypeAdapter(Any)
 RunsHere = ProcessEnvironments | ProgramsHere | TasksetPrograms

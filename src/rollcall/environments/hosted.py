@@ -16,16 +16,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from rollcall.base.errors import ConfigError, WorkerLostError
+from rollcall.base.wait import say, warn
 from rollcall.environments.host import HostPlace
 from rollcall.environments.processes import ANSWERS, REQUEST, CalledEnvironment, kind_of, reader
 from rollcall.environments.protocol import Ended, Environment, EnvironmentFailed, EnvironmentLost
 from rollcall.environments.zygote import MAX_ANSWER_BYTES
-from rollcall.errors import ConfigError, WorkerLostError
-from rollcall.net.door import CHALLENGE, answer, watch_peer
-from rollcall.process.framing import Body
+from rollcall.nodes.door import CHALLENGE, answer, watch_peer
+from rollcall.nodes.framing import Body
 from rollcall.process.here import SocketLink
 from rollcall.process.worker import Ending, Lost, Raised, Worker
-from rollcall.wait import say, warn
 
 CONNECT_S = 20.0
 AGAIN_S = 0.2

@@ -29,20 +29,20 @@ from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter
 
+from rollcall.base.errors import ConfigError
+from rollcall.base.limits import allow_files
+from rollcall.base.process_table import Process, descendants
 from rollcall.config.environments import ClassEnvironment, StepEnvironment, kinds_of
-from rollcall.debug.here import POST_MORTEM, DebugLine
 from rollcall.environments.calls import format_of
 from rollcall.environments.program import variables_of
 from rollcall.environments.protocol import Environment, EnvironmentFailed, Opening, StepResult
 from rollcall.environments.zygote import MAX_ANSWER_BYTES
-from rollcall.errors import ConfigError
+from rollcall.nodes.framing import Body
 from rollcall.observe.prints import ChildPrints
-from rollcall.process import allow_files
+from rollcall.process.debug.here import POST_MORTEM, DebugLine
 from rollcall.process.ending import how_it_ended
-from rollcall.process.framing import Body
 from rollcall.process.here import LinkHere, SocketLink
 from rollcall.process.worker import Ending, Lost, Raised, Worker
-from rollcall.process_table import Process, descendants
 from rollcall.reward.confine import ROOT
 
 START_TIMEOUT_S = 120.0

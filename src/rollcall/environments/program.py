@@ -17,10 +17,10 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
+from rollcall.base.limits import allow_files
+from rollcall.base.process_table import Process, environment_of, living, session_of
 from rollcall.environments.protocol import Ended, EnvironmentFailed
-from rollcall.process import allow_files
 from rollcall.process.ending import how_it_ended
-from rollcall.process_table import Process, environment_of, living, session_of
 from rollcall.reward.confine import Confinement, environment, make_folder, remove_folder, sweep_folders
 
 MAX_TAIL_BYTES = 1 << 16

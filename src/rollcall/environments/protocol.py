@@ -11,9 +11,9 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from rollcall.base.types import Completion, Ints, ToolCall
+from rollcall.base.words import visible
 from rollcall.engine.protocol import Sampling
-from rollcall.types import Completion, Ints, ToolCall
-from rollcall.words import visible
 
 MOST_METRICS, LONGEST_NAME = 100, 100  # of an episode; in characters
 DROPPED = "metrics_dropped"  # in the metrics of an episode: how many were left out

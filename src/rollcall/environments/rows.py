@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rollcall.types import Completion, Episode, FinishReason, Ints, Prompt, Segment, ToolCall, Turn
+from rollcall.base.types import Completion, Episode, FinishReason, Ints, Prompt, Segment, ToolCall, Turn
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

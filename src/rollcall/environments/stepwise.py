@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rollcall.importing import load_named
+from rollcall.base.importing import load_named
 
 _ROLES = ("user", "tool", "system")
 _ARGUMENTS = {"reset": "a row", "step": "text and token_ids"}

@@ -18,19 +18,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from rollcall.base.errors import ConfigError
+from rollcall.base.limits import allow_files
+from rollcall.base.wait import warn
 from rollcall.config.environments import VerifiersEnvironment
 from rollcall.environments.packages.verifiers import SETUP
 from rollcall.environments.processes import command_for, find_python
 from rollcall.environments.program import KEY, kill_leftovers, variables_of
 from rollcall.environments.protocol import Ended, EnvironmentFailed
-from rollcall.errors import ConfigError
+from rollcall.nodes.framing import JSON
 from rollcall.observe.prints import ChildPrints
-from rollcall.process import allow_files
-from rollcall.process.framing import JSON
 from rollcall.process.here import LinkHere
 from rollcall.process.worker import Lost, Raised, Worker
 from rollcall.reward.confine import make_folder, remove_folder, sweep_folders
-from rollcall.wait import warn
 
 START_TIMEOUT_S = 300.0  # a taskset may download its data
 END_TIMEOUT_S = 15.0  # it gives itself 10

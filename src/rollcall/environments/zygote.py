@@ -1,7 +1,7 @@
 """The process that environments are forked from, and its children: a child plays one environment, and is reset between episodes.
 
 The parent calls a ``Zygote`` (process/child.py). It imports the user's module once, so that a child starts in a millisecond and shares
-its memory. CONTROL brings the descriptors of each child: its socket and its line to the debugger (debug/child.py). LIFELINE, the read end
+its memory. CONTROL brings the descriptors of each child: its socket and its line to the debugger (process/debug/child.py). LIFELINE, the read end
 of a pipe that only the parent holds, ends the children even when this process has been killed. LINE is for a breakpoint in a module that
 is imported here.
 
@@ -31,14 +31,14 @@ from types import TracebackType
 from typing import Any
 
 import asyncio  # noqa: F401 isort:skip - children share it
-from rollcall.debug.child import ChildLine, Examined
+from rollcall.base.redact import guard_streams, remember
 from rollcall.environments import class_env, stepwise
 from rollcall.environments.class_env import ClassPlayer, load_class
 from rollcall.environments.stepwise import StepPlayer, WrongResult, load_stepwise
+from rollcall.nodes.framing import JSON, Body
 from rollcall.process.child import end_with, own_fds, serve
-from rollcall.process.framing import JSON, Body
+from rollcall.process.debug.child import ChildLine, Examined
 from rollcall.process.pause import patient_loop
-from rollcall.redact import guard_streams, remember
 from rollcall.reward.confine import limit, see_no_others
 
 MAX_ANSWER_BYTES = 32 << 20

@@ -11,7 +11,7 @@ from rollcall.config.launch import DstackSection
 from rollcall.launch.record import LaunchRecord
 from rollcall.launch.rendered import Command, Rendered, RenderedFile, node_lines, yaml_text
 from rollcall.launch.target import RUN_FILE, LaunchRequest, Seen, ToolTarget, ask_json, run, unlike_slots
-from rollcall.worker_env.node_shell import TOKEN
+from rollcall.nodes.node_shell import TOKEN
 
 TASK = "task.dstack.yml"
 THERE = "/tmp/rollcall-run/run.yaml"  # in the container

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rollcall.base.wait import Wait, say
 from rollcall.config.launch import KuberaySection
 from rollcall.launch.record import LaunchError, LaunchRecord
 from rollcall.launch.rendered import RUN_FILE_VARIABLE, Command, Rendered, RenderedFile, yaml_text
 from rollcall.launch.target import LaunchRequest, Seen, ToolTarget, ask, ask_json, run
-from rollcall.wait import Wait, say
 
 MANIFEST = "rayjob.yaml"
 KEEP_S = 600  # how long KubeRay keeps the pods of a run that has ended

@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rollcall.base.errors import ClusterError
+from rollcall.base.redact import hides, secrets_of_run, shell_hides
+from rollcall.base.wait import say
 from rollcall.config import Config
-from rollcall.errors import ClusterError
 from rollcall.launch.dstack import Dstack
 from rollcall.launch.kuberay import Kuberay
 from rollcall.launch.record import (
@@ -28,12 +30,10 @@ from rollcall.launch.record import (
 from rollcall.launch.rendered import VARIABLE, Rendered
 from rollcall.launch.skypilot import Skypilot
 from rollcall.launch.slurm import Slurm
-from rollcall.launch.ssh.site import choose_hosts
+from rollcall.launch.ssh.machines import choose_hosts
 from rollcall.launch.ssh.target import Ssh
 from rollcall.launch.target import LaunchRequest, Target
 from rollcall.plan.judge import workable_plan
-from rollcall.redact import hides, secrets_of_run, shell_hides
-from rollcall.wait import say
 
 TARGETS: dict[str, Target] = {each.name: each for each in (Ssh(), Slurm(), Skypilot(), Dstack(), Kuberay())}
 

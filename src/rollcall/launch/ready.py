@@ -12,19 +12,19 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from rollcall.base.errors import ClusterError
+from rollcall.base.wait import Wait, say
 from rollcall.config import Config, dump_config, load_config
 from rollcall.config.sections import ClusterSection
-from rollcall.doctor.examine import examine
-from rollcall.doctor.show import show
-from rollcall.errors import ClusterError
-from rollcall.jobs.prepare import prepare_once
+from rollcall.launch.doctor.examine import examine
+from rollcall.launch.doctor.show import show
+from rollcall.launch.jobs.prepare import prepare_once
 from rollcall.launch.rendered import RUN_FILE_VARIABLE
 from rollcall.nodes.check import describe, list_nodes
+from rollcall.nodes.cluster import Cluster, find_cluster
 from rollcall.nodes.head import NodeInfo
-from rollcall.nodes.which import Cluster, find_cluster
-from rollcall.on_ray.connect import connect, disconnect
-from rollcall.on_ray.each_node import answers_of, run_on
-from rollcall.wait import Wait, say
+from rollcall.process.ray.connect import connect, disconnect
+from rollcall.process.ray.each_node import answers_of, run_on
 
 # For all nodes of a run to be there: each prepares itself before it joins, and one may have a model to download that another has;
 # a cluster of Kubernetes may still be getting its machines.

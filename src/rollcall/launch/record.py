@@ -18,12 +18,12 @@ from typing import Any, Literal
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict
 
-from rollcall.durable.atomic import write_atomic
-from rollcall.durable.lock import take_lock
-from rollcall.errors import in_one_line
+from rollcall.base.atomic import write_atomic
+from rollcall.base.errors import in_one_line
+from rollcall.base.lock import take_lock
+from rollcall.base.redact import remember
+from rollcall.base.wait import say
 from rollcall.nodes.state import NAME
-from rollcall.redact import remember
-from rollcall.wait import say
 
 FOLDER = "ROLLCALL_LAUNCHES"
 RECORD = "launch.json"

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from rollcall.durable.atomic import write_atomic
+from rollcall.base.atomic import write_atomic
 from rollcall.launch.container import Container
 from rollcall.launch.record import LaunchError
 

@@ -14,7 +14,7 @@ from rollcall.config.launch import SkypilotSection
 from rollcall.launch.record import LaunchError, LaunchRecord
 from rollcall.launch.rendered import Command, Rendered, RenderedFile, node_lines, yaml_text
 from rollcall.launch.target import RUN_FILE, LaunchRequest, Seen, ToolTarget, ask, ask_json, run, unlike_slots
-from rollcall.worker_env.node_shell import TOKEN
+from rollcall.nodes.node_shell import TOKEN
 
 TASK = "task.yaml"
 JOB, CLUSTER = "managed job", "cluster"

@@ -18,15 +18,15 @@ from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
+from rollcall.base.stop import INTERRUPTED, status_words
+from rollcall.base.wait import Wait, say
+from rollcall.base.words import visible
 from rollcall.config.launch import SlurmSection
 from rollcall.launch.container import container_of, mounts_of
 from rollcall.launch.record import LaunchError, LaunchRecord
 from rollcall.launch.rendered import VARIABLE, Command, Rendered, RenderedFile, node_lines, shell_path
 from rollcall.launch.target import RUN_FILE, LaunchRequest, Seen, ToolTarget, ask, need_tool
 from rollcall.nodes.rendezvous import Rendezvous
-from rollcall.stop import INTERRUPTED, status_words
-from rollcall.wait import Wait, say
-from rollcall.words import visible
 
 REST_OF_JOB = (files("rollcall.launch") / "slurm_job.sh").read_text()
 # In the launch's folder. REQUEUED: how far the run had come when the job last requeued itself.

@@ -20,17 +20,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
+from rollcall.base.redact import redact_end
+from rollcall.base.wait import Wait, say
+from rollcall.base.words import visible
 from rollcall.config import Config
 from rollcall.config.launch import LaunchSection, TargetSection
 from rollcall.config.run import dump_given
 from rollcall.config.sections import ClusterSection
-from rollcall.jobs.paths import resolve_paths
+from rollcall.launch.jobs.paths import resolve_paths
 from rollcall.launch.record import ElsewhereError, LaunchError, LaunchRecord, launch_token
 from rollcall.launch.rendered import Command, Rendered, RenderedFile
-from rollcall.redact import redact_end
-from rollcall.wait import Wait, say
-from rollcall.words import visible
-from rollcall.worker_env.node_shell import TOKEN
+from rollcall.nodes.node_shell import TOKEN
 
 RUN_FILE = "run.yaml"
 END_S = 1800.0  # clouds take their time to take machines back

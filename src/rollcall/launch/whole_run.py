@@ -17,27 +17,27 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from rollcall.base.atomic import write_atomic
+from rollcall.base.errors import ClusterError, ConfigError
+from rollcall.base.journal import ATTEMPTS, GROUPS
+from rollcall.base.stop import INTERRUPTED, SIGNALS, STOPPED
+from rollcall.base.wait import Wait, say
+from rollcall.base.words import counted
 from rollcall.checkpoint.run_dir import newest_step
 from rollcall.config import Config, load_config
 from rollcall.config.sections import ClusterSection
-from rollcall.durable.atomic import write_atomic
-from rollcall.durable.journal import ATTEMPTS, GROUPS
-from rollcall.errors import ClusterError, ConfigError
-from rollcall.jobs.prepare import prepare_node
-from rollcall.jobs.submit import Job, Jobs, reach
+from rollcall.launch.jobs.prepare import prepare_node
+from rollcall.launch.jobs.submit import Job, Jobs, reach
 from rollcall.launch.ready import JOIN_S, look_first
 from rollcall.nodes.bootstrap import NodeRequest, require_meeting
 from rollcall.nodes.check import wait_for_slots
+from rollcall.nodes.cluster import OurCluster
 from rollcall.nodes.foreground import hold
 from rollcall.nodes.ray_start import find_slots
 from rollcall.nodes.rendezvous import Rendezvous
 from rollcall.nodes.state import NodeRecord
-from rollcall.nodes.which import OurCluster
-from rollcall.on_ray.connect import connect, disconnect
-from rollcall.on_ray.each_node import answers_of, run_on
-from rollcall.stop import INTERRUPTED, SIGNALS, STOPPED
-from rollcall.wait import Wait, say
-from rollcall.words import counted
+from rollcall.process.ray.connect import connect, disconnect
+from rollcall.process.ray.each_node import answers_of, run_on
 
 ENDED = "rollcall-run-ended"  # holds the exit status, in Ray's folder of each node
 HEARD_S = 2.0  # for the answer of the call that leaves the status on a node
@@ -159,7 +159,7 @@ def _note_reached(cluster: str, run_dir: Path) -> None:
 
 def _known(jobs: Jobs) -> list[Job]:
     """Ray's dashboard answers later than Ray itself, on a busy node much later."""
-    from rollcall.on_ray.job_client import Unreachable
+    from rollcall.process.ray.job_client import Unreachable
 
     wait = Wait(180.0)
     while True:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rollcall.base.types import MicroBatch
 from rollcall.learner.context_parallel import ContextGroup
 from rollcall.learner.gang import Gang
 from rollcall.learner.layout import WeightSplit
@@ -23,7 +24,6 @@ from rollcall.model.layer import Halves, Ops, Pass, Shape, TorchOps, compiled_ha
 from rollcall.model.load import non_finite_of
 from rollcall.model.recompute import HostStore
 from rollcall.plan.activations import Recompute
-from rollcall.types import MicroBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

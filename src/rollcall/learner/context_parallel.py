@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rollcall.base.types import Longs, MicroBatch
 from rollcall.learner.gang import Gang
 from rollcall.learner.tensor_parallel import all_gather, pad_rows
 from rollcall.model.arrays import on_device
 from rollcall.model.layer import Attend
-from rollcall.types import Longs, MicroBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,13 +18,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from rollcall.errors import BatchTooLargeError, MemoryShortError, in_one_line, is_out_of_memory
+from rollcall.base.errors import BatchTooLargeError, MemoryShortError, in_one_line, is_out_of_memory
+from rollcall.base.types import MicroBatch
+from rollcall.base.words import counted, size
 from rollcall.learner.body import BodyBase
 from rollcall.learner.optimizer import Optimizer
 from rollcall.learner.packing import Fit, Packing
 from rollcall.plan.activations import DecoderSizes, Passes, Recompute
-from rollcall.types import MicroBatch
-from rollcall.words import counted, size
 
 T = TypeVar("T")
 

@@ -3,7 +3,7 @@
 Each holds the whole model, or a part of it (``sharded.py``), and works on its own rows. Gradients are added up over all
 members before the optimizer steps, so all take the same step. A single learner is a gang of one. Every member must make the
 same calls in the same order. Members meet at a store that only they can enter, and prove who they are to each other in
-every group before it is used (``net/meeting.py``).
+every group before it is used (``nodes/meeting.py``).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rollcall.net.meeting import MeetingServer, MeetingStore, Place, greet
+from rollcall.base.types import Floats
+from rollcall.nodes.meeting import MeetingServer, MeetingStore, Place, greet
 from rollcall.plan.mesh import ModelSplit
-from rollcall.types import Floats
 
 BUCKET_BYTES = 64 << 20  # gradients go over the network in pieces of about this size
 JOIN_S = 300.0

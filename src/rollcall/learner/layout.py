@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from rollcall.model.decoder import module_names
+from rollcall.model.stored.tensors import Stored
 from rollcall.plan.mesh import ModelSplit
-from rollcall.stored.tensors import Stored
 
 PIECE_BYTES = 64 << 20
 WHOLE = ModelSplit(replicate=1, shard=1, tensor=1, rank=0)

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from rollcall.algo.recipe import loss_weights, policy_loss, value_loss
+from rollcall.base.errors import NonFiniteError, short_of_memory
+from rollcall.base.types import Floats, MicroBatch, Sample, attempts_of
 from rollcall.config import Algorithm, OptimizerSection, Ppo
-from rollcall.errors import NonFiniteError, short_of_memory
 from rollcall.learner.fit import step_sentence
 from rollcall.learner.gang import Gang, share
 from rollcall.learner.optimizer import Optimizer, optimizer_class
@@ -31,9 +32,8 @@ from rollcall.model.adapter import Adapter
 from rollcall.model.arrays import on_device
 from rollcall.model.base import base_identities, is_adapter
 from rollcall.model.decoder import Decoder
+from rollcall.model.stored.tensors import Stored
 from rollcall.plan.mesh import indivisible_heads, split_of
-from rollcall.stored.tensors import Stored
-from rollcall.types import Floats, MicroBatch, Sample, attempts_of
 
 if TYPE_CHECKING:
     from rollcall.learner.sharded import Sharded  # loads torch.distributed, which few runs need

@@ -123,7 +123,7 @@ def _accumulate(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
 def _row_stats(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(log-prob of the target, log-sum-exp, entropy, mean logit) of the scaled logits, each [rows]."""
     if logits.is_cuda:
-        from rollcall.kernels.logprobs import row_stats
+        from rollcall.model.kernels.logprobs import row_stats
 
         return row_stats(logits, targets, scale=scale)
     logits = logits * scale if scale != 1.0 else logits
@@ -140,7 +140,7 @@ def _grad_logits(
 ) -> Tensor:  # fmt: skip
     """d/dlogits of sum(grad_logprobs * logprobs + grad_entropy * entropy)."""
     if logits.is_cuda:
-        from rollcall.kernels.logprobs import grad_logits
+        from rollcall.model.kernels.logprobs import grad_logits
 
         return grad_logits(
             logits,

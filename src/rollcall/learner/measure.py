@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from rollcall.base.types import Sample
 from rollcall.learner import logprobs
 from rollcall.learner.fit import passes_of, release
 from rollcall.learner.learner import Critic, Learner
 from rollcall.learner.packing import Packing
 from rollcall.plan.choose import Line
-from rollcall.types import Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

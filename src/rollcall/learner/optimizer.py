@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollcall.base.errors import NonFiniteError
 from rollcall.config import OptimizerSection
-from rollcall.errors import NonFiniteError
 from rollcall.learner.gang import Gang
 from rollcall.learner.half_state import HalfStateAdamW
 
@@ -219,7 +219,7 @@ class Optimizer:
 
 def _add(total: Tensor, part: Tensor) -> None:
     if total.is_cuda:
-        from rollcall.kernels.gradients import add
+        from rollcall.model.kernels.gradients import add
 
         add(total, part)
     else:

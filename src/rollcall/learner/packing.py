@@ -19,12 +19,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rollcall.base.types import Floats, Ints, Longs, MicroBatch, Sample, attempts_of
+from rollcall.base.wait import say
 from rollcall.config import OptimizerSection
 from rollcall.config.sections import DEFAULT_TOKENS
 from rollcall.learner.gang import units_of
 from rollcall.plan.activations import Recompute
-from rollcall.types import Floats, Ints, Longs, MicroBatch, Sample, attempts_of
-from rollcall.wait import say
 
 OPTIONAL = ("old_logprobs", "reference_logprobs", "returns", "values")
 # Rows that share their prompt and fewer tokens past it share only the prompt. Responses of equal length then have segments of

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from rollcall.base.errors import is_out_of_memory
+from rollcall.base.types import MicroBatch
 from rollcall.config import OptimizerSection
-from rollcall.errors import is_out_of_memory
 from rollcall.learner.body import BodyBase, Work
 from rollcall.learner.context_parallel import join_context
 from rollcall.learner.fit import too_large
@@ -47,9 +48,8 @@ from rollcall.model.adapter import Adapter
 from rollcall.model.decoder import Decoder, Rope, module_names
 from rollcall.model.layer import Ops
 from rollcall.model.load import non_finite_of, refuse_diverged
+from rollcall.model.stored.tensors import Stored
 from rollcall.plan.mesh import ModelSplit
-from rollcall.stored.tensors import Stored
-from rollcall.types import MicroBatch
 
 OTHER_HEAD = (
     "config.json says that the output head is the embeddings, and the weight file has a different head; set "

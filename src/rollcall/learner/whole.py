@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from rollcall.base.types import MicroBatch
 from rollcall.learner.body import BodyBase, Work, head_outputs
 from rollcall.learner.context_parallel import join_context
 from rollcall.learner.fit import run_fitting
@@ -17,7 +18,6 @@ from rollcall.learner.optimizer import Optimizer, norm_of
 from rollcall.learner.packing import Fit, Packing
 from rollcall.model.adapter import Adapter
 from rollcall.model.decoder import Decoder
-from rollcall.types import MicroBatch
 
 T = TypeVar("T")
 LossOf = Callable[[MicroBatch], tuple[Tensor, dict[str, Tensor]]]

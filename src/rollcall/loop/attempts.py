@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
-from rollcall.errors import BatchTooLargeError, ClusterError, NoRoomError, RestartsSpentError, WorkerLostError
+from rollcall.base.errors import BatchTooLargeError, ClusterError, NoRoomError, RestartsSpentError, WorkerLostError
+from rollcall.base.wait import say
 from rollcall.loop.tasks import wait_for_threads
-from rollcall.wait import say
 
 T = TypeVar("T")
 MAX_TOLD_LINES = 60

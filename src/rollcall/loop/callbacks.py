@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollcall.errors import ConfigError
+from rollcall.base.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rollcall.base.types import Group
     from rollcall.loop.evaluate import Evaluation
-    from rollcall.types import Group
 
 
 class CallbackError(RuntimeError):

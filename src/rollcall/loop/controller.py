@@ -33,12 +33,15 @@ from functools import partial
 from typing import Any, TypeVar
 
 from rollcall.algo.shaping import trained
+from rollcall.base.journal import Journal
+from rollcall.base.lease import Lease
+from rollcall.base.stop import Stop
+from rollcall.base.wait import say
+from rollcall.base.words import counted
 from rollcall.checkpoint.store import Checkpoint
 from rollcall.config import Config
-from rollcall.data.order import DataOrder
-from rollcall.durable.journal import Journal
-from rollcall.durable.lease import Lease
 from rollcall.loop.attempts import Regrow, RunError
+from rollcall.loop.data.order import DataOrder
 from rollcall.loop.evaluate import evaluate
 from rollcall.loop.group_maker import GroupMaker, OpenGroups, sampling_of
 from rollcall.loop.phases import Bounds, Split, is_due
@@ -52,9 +55,6 @@ from rollcall.observe.calls import BusySpans
 from rollcall.observe.console import Console
 from rollcall.observe.events import Events, StepPhase
 from rollcall.observe.samples import sample_rows
-from rollcall.stop import Stop
-from rollcall.wait import say
-from rollcall.words import counted
 
 T = TypeVar("T")
 FLUSH_EVERY_S = 1.0

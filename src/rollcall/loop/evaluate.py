@@ -9,12 +9,12 @@ from math import comb
 
 import numpy as np
 
+from rollcall.base.types import Group, Prompt
 from rollcall.config import EvalSection
 from rollcall.engine.protocol import Sampling
 from rollcall.loop.rollout import sampling_seeds
 from rollcall.observe.headline import GRADED, is_graded
 from rollcall.reward.scorer import Scorer
-from rollcall.types import Group, Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 
 from rollcall.algo.shaping import has_signal
+from rollcall.base.journal import Journal
+from rollcall.base.types import Completion, Group, Prompt, Score, failed_on_all, rows_of
 from rollcall.config import RolloutSection, RunSection
-from rollcall.data.order import DataOrder
-from rollcall.durable.journal import Journal
 from rollcall.engine.protocol import LOCAL, Sampling
 from rollcall.loop.attempts import RunError
+from rollcall.loop.data.order import DataOrder
 from rollcall.loop.rollout import Rollouts, sampling_seeds
 from rollcall.loop.supply import NothingLeftError, StepBatch, SuppliedGroup
 from rollcall.reward.scorer import ENVIRONMENT, Scorer, why_unscored
-from rollcall.types import Completion, Group, Prompt, Score, failed_on_all, rows_of
 
 KEEP_EVERY_S = 1.0
 UNSCORED = Score(value=0.0, parts={}, errors={})

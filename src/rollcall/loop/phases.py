@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from rollcall.errors import ConfigError
+from rollcall.base.errors import ConfigError
 
 if TYPE_CHECKING:
     from rollcall.config import TrainerSection

@@ -12,11 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rollcall.base.errors import CheckpointError, NonFiniteError
+from rollcall.base.patience import disk_fault, persist
+from rollcall.base.stop import heeded
+from rollcall.base.types import Group, Sample
+from rollcall.base.wait import Wait, warn
 from rollcall.checkpoint.store import CheckpointStore
 from rollcall.config import TrainerSection
-from rollcall.durable.patience import disk_fault, persist
 from rollcall.engine.protocol import Stats
-from rollcall.errors import CheckpointError, NonFiniteError
 from rollcall.loop.attempts import RunError, causes
 from rollcall.loop.callbacks import Callbacks, CheckpointSaved, EvaluationDone, StepDone
 from rollcall.loop.evaluate import Evaluation
@@ -30,9 +33,6 @@ from rollcall.observe.headline import ACCURACY, REWARD, headline_of
 from rollcall.observe.samples import write_samples
 from rollcall.observe.sinks import Sink, read_rows
 from rollcall.observe.token_scores import FOLDER, GROUPS, write_token_scores
-from rollcall.stop import heeded
-from rollcall.types import Group, Sample
-from rollcall.wait import Wait, warn
 
 FIRST_WORD_S = 1.0  # a wait shorter than this is not worth a message
 LOOK_S = 0.5

@@ -12,16 +12,16 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from rollcall.base.atomic import TEMPORARY
+from rollcall.base.errors import ConfigError
+from rollcall.base.journal import Journal
+from rollcall.base.words import ANOTHER_RUN, counted
 from rollcall.checkpoint.run_dir import RUN_FILE, newest_step
 from rollcall.config import Config, load_saved_run, public_dump
 from rollcall.config.errors import shown
 from rollcall.config.lora import modules_of
 from rollcall.config.sections import DEFAULT_TOKENS
-from rollcall.durable.atomic import TEMPORARY
-from rollcall.durable.journal import Journal
-from rollcall.errors import ConfigError
-from rollcall.stored.find import checkpoint_of, is_model_dir
-from rollcall.words import ANOTHER_RUN, counted
+from rollcall.model.stored.find import checkpoint_of, is_model_dir
 
 # With another value the journal or the optimizer state of the checkpoints would not fit.
 FIXED = (

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Protocol
 
+from rollcall.base.errors import ConfigError
+from rollcall.base.types import Completion, Group, Ints, Prompt, Score
 from rollcall.config import EnvironmentBase, EnvironmentSection
 from rollcall.config.environments import ClassEnvironment, StepEnvironment
 from rollcall.engine.protocol import LOCAL, Engine, Made, Request, Sampling
@@ -25,12 +27,10 @@ from rollcall.environments.agent import AgentEnvironments
 from rollcall.environments.conversation import Conversations
 from rollcall.environments.episode import Player
 from rollcall.environments.protocol import Environments, SampleTurn
-from rollcall.errors import ConfigError
 from rollcall.loop.tasks import all_of, in_thread
 from rollcall.observe.calls import BusySpans
 from rollcall.observe.live import REWARDS
 from rollcall.reward.scorer import Scorer
-from rollcall.types import Completion, Group, Ints, Prompt, Score
 
 
 class Plays(Protocol):

@@ -13,9 +13,9 @@ import torch
 from rollcall.algo.losses import kl_estimate
 from rollcall.algo.recipe import TokenAdvantages, compute_advantages
 from rollcall.algo.shaping import compared, shaped_rewards, treatments_of, turn_rewards
+from rollcall.base.types import Floats, Group, Sample, rows_of
 from rollcall.config import Algorithm, EnvironmentBase
 from rollcall.learner.learner import TokenScores
-from rollcall.types import Floats, Group, Sample, rows_of
 
 ScoreSamples = Callable[[Sequence[Sample]], list[TokenScores]]
 

@@ -9,10 +9,10 @@ from collections import Counter
 import numpy as np
 
 from rollcall.algo.advantages import all_equal
+from rollcall.base.types import EndReason, Episode, Sample, rows_of
 from rollcall.engine.protocol import Stats
 from rollcall.environments.protocol import DROPPED
 from rollcall.loop.supply import StepBatch
-from rollcall.types import EndReason, Episode, Sample, rows_of
 
 MOST_NAMES = 500  # of environments' metrics in a step: those that most episodes have
 

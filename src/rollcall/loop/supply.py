@@ -24,9 +24,9 @@ from typing import Any
 
 import numpy as np
 
-from rollcall.durable.append_file import is_count
+from rollcall.base.append_file import is_count
+from rollcall.base.types import Group, failed_on_all, rows_of
 from rollcall.loop.phases import steps_ahead
-from rollcall.types import Group, failed_on_all, rows_of
 
 
 class NothingLeftError(Exception):

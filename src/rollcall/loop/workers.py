@@ -1,5 +1,5 @@
-"""The roles of a run as the controller sees them: all in this process (``roles/local.py``), or on a cluster
-(``roles/on_cluster.py``)."""
+"""The roles of a run as the controller sees them: all in this process (``run/local.py``), or on a cluster
+(``run/on_cluster.py``)."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from rollcall.base.types import Floats, Sample
 from rollcall.checkpoint.saving import Saving
-from rollcall.data.load import PromptSet
 from rollcall.engine.protocol import Engine
 from rollcall.environments.protocol import Environments
 from rollcall.learner.learner import TokenScores
+from rollcall.loop.data.load import PromptSet
 from rollcall.loop.samples import ScoreSamples
 from rollcall.observe.live import Look
 from rollcall.reward.scorer import Scorer
-from rollcall.types import Floats, Sample
 
 
 class Trainable(Protocol):

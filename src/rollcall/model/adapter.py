@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollcall.base.errors import ModelFilesError
 from rollcall.config.lora import LoraSection
-from rollcall.errors import ModelFilesError
 from rollcall.model.base import refuse_other_model
 from rollcall.model.decoder import Decoder, module_names
 from rollcall.model.layer import Layer
 from rollcall.model.low_rank import FIELDS, MODULES, LayerAdapter, a_of, b_of, fuse
 from rollcall.model.peft_files import read_adapter
-from rollcall.stored.find import ADAPTER_CONFIG
+from rollcall.model.stored.find import ADAPTER_CONFIG
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

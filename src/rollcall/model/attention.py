@@ -19,11 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rollcall.base.types import MicroBatch
 from rollcall.model.arrays import on_device
-from rollcall.types import MicroBatch
 
 if TYPE_CHECKING:
-    from rollcall.kernels.gradients import Shared  # needs Triton
+    from rollcall.model.kernels.gradients import Shared  # needs Triton
 
 # Scores (segments x heads x queries x keys) up to which a CPU attends to all query heads of a KV head at once: with
 # products the scores are in memory, with the fused kernel the mask is repeated for each of those heads.
@@ -83,7 +83,7 @@ def layout_of(batch: MicroBatch, *, device: torch.device, dtype: torch.dtype) ->
 def _shared(batch: MicroBatch, device: torch.device) -> Shared | None:
     if len(batch.kv_index) == batch.num_tokens:
         return None
-    from rollcall.kernels.gradients import Shared
+    from rollcall.model.kernels.gradients import Shared
 
     return Shared.of(on_device(batch.kv_index, device), num_tokens=batch.num_tokens)
 

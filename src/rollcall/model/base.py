@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollcall.base.errors import ModelFilesError
 from rollcall.config.yaml import read_small
-from rollcall.errors import ModelFilesError
 from rollcall.model.files import read_model_config
-from rollcall.stored.find import PROBE, adapter_folder
+from rollcall.model.stored.find import PROBE, adapter_folder
 
 PIECE = 1 << 19  # numbers that are looked at together, so that little memory is needed
 _FACTOR = 0x9E3779B97F4A7C15  # odd, so that folding loses nothing

@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from rollcall.base.wait import Wait, say
 from rollcall.model.files import resolve_model
 from rollcall.model.hub import HubError, hub_options
-from rollcall.wait import Wait, say
 
 ANSWER_S = 30.0  # for the list of files
 STANDSTILL_S = 180.0  # without a new byte

@@ -11,9 +11,9 @@ import math
 from pathlib import Path
 from typing import Any
 
+from rollcall.base.errors import ModelFilesError
 from rollcall.config.yaml import read_small
-from rollcall.errors import ModelFilesError
-from rollcall.stored.find import ADAPTER_CONFIG, checkpoint_of, config_folder, is_model_dir, verl_folder
+from rollcall.model.stored.find import ADAPTER_CONFIG, checkpoint_of, config_folder, is_model_dir, verl_folder
 
 MODEL_DIR = Path(__file__).parent / "embedded" / "arithmetic"  # the embedded model (``tiny.py``)
 MAX_CONFIG_BYTES = 1 << 24

@@ -208,7 +208,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for rows that hold the gate in their first half."""
     if torch.is_grad_enabled() and gate_up.is_cuda:
-        from rollcall.kernels.gradients import SiluMul
+        from rollcall.model.kernels.gradients import SiluMul
 
         return SiluMul.apply(gate_up)  # type: ignore[return-value]
     if torch.is_grad_enabled() and not _is_fused(gate_up):

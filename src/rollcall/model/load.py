@@ -12,20 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollcall.errors import ModelFilesError
+from rollcall.base.errors import ModelFilesError
 from rollcall.model.adapter import Adapter, add_to_weights
 from rollcall.model.base import refuse_other_base, refuse_other_config
 from rollcall.model.decoder import Decoder, UnsupportedModel, fuse_parameters, refuse_unsupported
 from rollcall.model.files import check_model_dir, model_folder
 from rollcall.model.hub import hub_options
 from rollcall.model.peft_files import read_base, read_section, read_tensors
-from rollcall.stored.dtypes import DTYPES, name_of
-from rollcall.stored.files import StoredError
-from rollcall.stored.find import ADAPTER_CONFIG, adapter_folder, is_model_dir
-from rollcall.stored.open import open_stored
-from rollcall.stored.outline import ROTARY
-from rollcall.stored.safetensors import read_header, weight_files
-from rollcall.stored.tensors import Stored, refuse_whole_numbers
+from rollcall.model.stored.dtypes import DTYPES, name_of
+from rollcall.model.stored.files import StoredError
+from rollcall.model.stored.find import ADAPTER_CONFIG, adapter_folder, is_model_dir
+from rollcall.model.stored.open import open_stored
+from rollcall.model.stored.outline import ROTARY
+from rollcall.model.stored.safetensors import read_header, weight_files
+from rollcall.model.stored.tensors import Stored, refuse_whole_numbers
 
 # transformers (5.x) puts a stand-in for ``tie_weights`` on its class while it loads; of two threads, one would leave it there.
 _one_at_a_time = threading.RLock()

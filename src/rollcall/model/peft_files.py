@@ -16,14 +16,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from rollcall.base.errors import ModelFilesError
 from rollcall.config.errors import explain_all
 from rollcall.config.lora import TARGETS, LoraSection
 from rollcall.config.yaml import read_small
-from rollcall.errors import ModelFilesError
 from rollcall.model.decoder import module_names
-from rollcall.stored.files import StoredError
-from rollcall.stored.find import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from rollcall.stored.safetensors import read_header
+from rollcall.model.stored.files import StoredError
+from rollcall.model.stored.find import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from rollcall.model.stored.safetensors import read_header
 
 PICKLED = "adapter_model.bin"
 PREFIX = "base_model.model."

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from rollcall.base.errors import ConfigError
 from rollcall.config import RolloutSection
-from rollcall.errors import ConfigError
 
 
 def stop_token_ids(

@@ -30,10 +30,10 @@ from rollcall.model.load import (
     outline_causal_lm,
     refuse_diverged,
 )
-from rollcall.stored.files import StoredError
-from rollcall.stored.open import open_stored
-from rollcall.stored.outline import ROTARY
-from rollcall.stored.tensors import Stored, refuse_whole_numbers
+from rollcall.model.stored.files import StoredError
+from rollcall.model.stored.open import open_stored
+from rollcall.model.stored.outline import ROTARY
+from rollcall.model.stored.tensors import Stored, refuse_whole_numbers
 
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 PIECE_BYTES = 64 << 20  # of a tensor in host memory at once

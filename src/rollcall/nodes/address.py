@@ -10,8 +10,8 @@ import random
 import socket
 from itertools import chain, islice
 
-from rollcall.errors import ClusterError
-from rollcall.net.interfaces import interface_addresses
+from rollcall.base.errors import ClusterError
+from rollcall.nodes.interfaces import interface_addresses
 
 # Documentation addresses (RFC 5737, RFC 3849): no one has them, so only a default route leads there.
 FAR_AWAY = ("198.51.100.1", "2001:db8::1")

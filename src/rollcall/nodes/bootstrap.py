@@ -15,7 +15,8 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
-from rollcall.errors import ClusterError
+from rollcall.base.errors import ClusterError
+from rollcall.base.wait import say
 from rollcall.nodes.address import join_address, listens
 from rollcall.nodes.head import (
     CONNECT_S,
@@ -26,6 +27,7 @@ from rollcall.nodes.head import (
     ask_own_head,
     dashboard_url,
 )
+from rollcall.nodes.node_shell import TOKEN
 from rollcall.nodes.processes import GCS, RAYLET, command_names, find_processes, stop_processes
 from rollcall.nodes.ray_start import (
     NodeRequest,
@@ -51,8 +53,6 @@ from rollcall.nodes.state import (
     write_token,
 )
 from rollcall.nodes.tls import write_certificates
-from rollcall.wait import say
-from rollcall.worker_env.node_shell import TOKEN
 
 START_S = 180.0  # for Ray itself, once its head is known
 SETTLE_S = 1.0  # of two heads that publish themselves at one moment, the second is seen by then

@@ -6,12 +6,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rollcall.errors import ClusterError
+from rollcall.base.errors import ClusterError
+from rollcall.base.wait import Wait
+from rollcall.base.words import plural, ranges
 from rollcall.nodes.address import split_address
+from rollcall.nodes.cluster import Cluster
 from rollcall.nodes.head import HeadAnswer, HeadUnreachable, NodeInfo
-from rollcall.nodes.which import Cluster
-from rollcall.wait import Wait
-from rollcall.words import plural, ranges
 
 ASK_EVERY_S = 1.0
 

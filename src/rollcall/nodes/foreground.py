@@ -15,17 +15,17 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-from rollcall.errors import ClusterError
+from rollcall.base.errors import ClusterError
+from rollcall.base.process_table import Process, command_of
+from rollcall.base.stop import SAME_S, heeded_signals, status_words
+from rollcall.base.wait import Wait, say
 from rollcall.nodes.bootstrap import is_running, stop_node
 from rollcall.nodes.processes import find_processes, signal_processes
 from rollcall.nodes.state import NodeRecord, noted_drivers, read_record, state_dir
-from rollcall.process_table import Process, command_of
-from rollcall.stop import SAME_S, heeded_signals, status_words
-from rollcall.wait import Wait, say
 
 LOOK_EVERY_S = 1.0
 SAVE_S = 25.0  # Slurm (KillWait) and Kubernetes kill after 30 s; stopping Ray takes some of them
-DRIVER = "rollcall.jobs.driver"
+DRIVER = "rollcall.launch.jobs.driver"
 # Titles of Ray's processes that serve no run: an idle worker, and the two helpers that each raylet has (2.60).
 FOR_NOBODY = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
 

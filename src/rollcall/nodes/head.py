@@ -12,12 +12,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from rollcall.errors import ClusterError
+from rollcall.base.errors import ClusterError
+from rollcall.base.redact import redact_end
+from rollcall.base.words import visible
 from rollcall.nodes.address import is_loopback, is_wildcard, join_address, listens, split_address
 from rollcall.nodes.state import read_token, tls_dir, tls_env
 from rollcall.nodes.tls import write_certificates
-from rollcall.redact import redact_end
-from rollcall.words import visible
 
 LABEL = "rollcall."  # of every label below
 CONNECT_S = 3.0
@@ -130,7 +130,7 @@ def ask_head(
     """
     if not listens(address, timeout_s=min(CONNECT_S, timeout_s)):
         raise HeadUnreachable(f"nobody answers at the head's address {address}")
-    script = Path(__file__).parents[1] / "on_ray" / "gcs.py"
+    script = Path(__file__).parents[1] / "process" / "ray" / "gcs.py"
     # -P: nothing is imported from the script's own folder.
     command = [sys.executable, "-P", str(script), address, *(map(str, claim) if claim else ())]
     kept = () if token else RAYS_OWN

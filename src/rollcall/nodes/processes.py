@@ -15,8 +15,8 @@ from pathlib import Path
 
 import psutil
 
-from rollcall.errors import ClusterError
-from rollcall.process_table import Process, command_of, environment_of, living, session_of
+from rollcall.base.errors import ClusterError
+from rollcall.base.process_table import Process, command_of, environment_of, living, session_of
 
 MARK = "ROLLCALL_NODE_DIR"
 RAYLET, GCS = "raylet", "gcs_server"  # process names; without the first a node is down, without the second a head

@@ -6,7 +6,7 @@ import ipaddress
 from collections.abc import Mapping
 from itertools import count
 
-from rollcall.errors import ClusterError
+from rollcall.base.errors import ClusterError
 
 RANK_RESOURCE = (
     "rollcall_node_"  # and the rank: a resource that each node offers to Ray, so that a process can be pinned to it

@@ -18,7 +18,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from rollcall.errors import ClusterError
+from rollcall.base.errors import ClusterError
+from rollcall.base.wait import Wait, say
+from rollcall.base.words import size
 from rollcall.nodes.address import (
     free_ports,
     is_free,
@@ -31,13 +33,11 @@ from rollcall.nodes.address import (
     split_address,
 )
 from rollcall.nodes.head import LABEL
+from rollcall.nodes.node_shell import TOKEN, hint, missed, nodes_own
 from rollcall.nodes.processes import MARK
 from rollcall.nodes.rank import RANK_RESOURCE
 from rollcall.nodes.rendezvous import Found
 from rollcall.nodes.state import Accelerator, NodeRecord, auth_env, state_dir, tls_env
-from rollcall.wait import Wait, say
-from rollcall.words import size
-from rollcall.worker_env.node_shell import TOKEN, hint, missed, nodes_own
 
 COUNT_S = 120.0  # for the GPUs to be counted; importing Ray on a busy node is most of it
 SOCKET_LIMIT = 107  # bytes of a Unix socket's path
@@ -206,7 +206,7 @@ def ray_start(request: NodeRequest, start: Start, *, log: Path, deadline: float)
         "accelerator": record.accelerator,
         "mark": start.mark,
     }
-    launcher = "rollcall.on_ray.loopback" if is_loopback(record.node_ip) else "ray.scripts.scripts"
+    launcher = "rollcall.process.ray.loopback" if is_loopback(record.node_ip) else "ray.scripts.scripts"
     cores = len(os.sched_getaffinity(0))
     command = [
         *(sys.executable, "-m", launcher, "start", *start.arguments),
@@ -268,7 +268,7 @@ def _logical_ids(count: int) -> dict[str, str]:
 
 def _count_gpus() -> int:
     """Count GPUs as Ray does, in a child process: importing Ray here would leave its threads in a process that stays."""
-    command = [sys.executable, "-m", "rollcall.on_ray.count_gpus"]
+    command = [sys.executable, "-m", "rollcall.process.ray.count_gpus"]
     try:
         found = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True, timeout=COUNT_S

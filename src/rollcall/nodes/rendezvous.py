@@ -13,11 +13,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rollcall.durable.atomic import write_atomic
-from rollcall.errors import ClusterError
+from rollcall.base.atomic import write_atomic
+from rollcall.base.errors import ClusterError
+from rollcall.base.wait import Wait
 from rollcall.nodes.head import HeadAnswer, HeadRefuses, HeadUnreachable, ask_head
-from rollcall.wait import Wait
-from rollcall.worker_env.node_shell import TOKEN
+from rollcall.nodes.node_shell import TOKEN
 
 ASK_EVERY_S = 1.0
 

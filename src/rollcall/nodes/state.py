@@ -18,12 +18,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Literal
 
-from rollcall.durable.atomic import write_atomic
-from rollcall.durable.lock import take_lock
-from rollcall.errors import ClusterError
-from rollcall.process_table import Process
-from rollcall.wait import Wait
-from rollcall.worker_env.node_shell import TOKEN
+from rollcall.base.atomic import write_atomic
+from rollcall.base.errors import ClusterError
+from rollcall.base.lock import take_lock
+from rollcall.base.process_table import Process
+from rollcall.base.wait import Wait
+from rollcall.nodes.node_shell import TOKEN
 
 Accelerator = Literal["gpu", "cpu"]
 DEFAULT_CLUSTER = "default"

@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from rollcall.durable.atomic import write_atomic
+from rollcall.base.atomic import write_atomic
 
 ROUNDS = 200_000
 VALID = timedelta(days=3650)

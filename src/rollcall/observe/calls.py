@@ -16,7 +16,7 @@ from typing import Annotated, BinaryIO, NamedTuple
 
 from pydantic import BaseModel, Field, ValidationError
 
-from rollcall.durable.append_file import parse_row
+from rollcall.base.append_file import parse_row
 from rollcall.observe.events import LineFile, is_time
 
 CALLS = "calls.jsonl"

@@ -20,10 +20,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rollcall.debug.stopped import lend_terminal
+from rollcall.base.screen import Screen
 from rollcall.observe.headline import ACCURACY
 from rollcall.observe.progress import Progress, format_duration
-from rollcall.screen import Screen
+from rollcall.process.debug.stopped import lend_terminal
 
 SampleRow = tuple[str, str, str, float]  # prompt, completion, answer, reward
 _LINE_EVERY_S = 5.0

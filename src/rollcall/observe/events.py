@@ -20,10 +20,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from rollcall.durable.append_file import LARGEST_COUNT, AppendFile, is_count, lines_end, parse_row
-from rollcall.durable.patience import disk_fault
-from rollcall.wait import warn
-from rollcall.words import are, counted
+from rollcall.base.append_file import LARGEST_COUNT, AppendFile, is_count, lines_end, parse_row
+from rollcall.base.patience import disk_fault
+from rollcall.base.wait import warn
+from rollcall.base.words import are, counted
 
 EVENTS = "events.jsonl"
 MOST_BYTES = 128 << 20  # of the file that are read: its end, with about 40,000 steps

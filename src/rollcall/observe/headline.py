@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rollcall.types import Score
+    from rollcall.base.types import Score
 
 GRADED = "eval/graded_fraction"
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from rollcall.redact import redact, redact_end
+from rollcall.base.redact import redact, redact_end
 
 LOGS = "logs"
 MOST_BYTES, KEPT_BYTES = 128 << 10, 64 << 10  # a file that grows past the first is cut to the second

@@ -6,10 +6,10 @@ import io
 from pathlib import Path
 from typing import Any
 
-from rollcall.durable.atomic import write_atomic
+from rollcall.base.atomic import write_atomic
+from rollcall.base.wait import warn
 from rollcall.observe.headline import headline_of
 from rollcall.observe.sinks import read_rows
-from rollcall.wait import warn
 
 _SMOOTH_FROM = 10  # fewer points are shown as they are
 _HELD_OUT, _REWARD, _INK, _GRID = "#1f5fa8", "#d9822b", "#333333", "#e4e4e4"

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 
-from rollcall.redact import Redactor
+from rollcall.base.redact import Redactor
 
 
 class ChildPrints:

@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from rollcall.durable.atomic import write_atomic
+from rollcall.base.atomic import write_atomic
+from rollcall.base.types import Group, Prompt
 from rollcall.observe.transcript import episode_columns, transcript
-from rollcall.types import Group, Prompt
 
 
 def write_samples(dir: Path, *, step: int, split: str, groups: Iterable[Group]) -> Path:

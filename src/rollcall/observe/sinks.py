@@ -14,13 +14,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from rollcall.base.append_file import AppendFile, is_count, lines_end, parse_row
+from rollcall.base.atomic import write_atomic
+from rollcall.base.errors import ConfigError
+from rollcall.base.patience import persist
+from rollcall.base.wait import warn
 from rollcall.config import Config, public_dump
-from rollcall.durable.append_file import AppendFile, is_count, lines_end, parse_row
-from rollcall.durable.atomic import write_atomic
-from rollcall.durable.patience import persist
-from rollcall.errors import ConfigError
 from rollcall.observe.metrics import check_names
-from rollcall.wait import warn
 
 
 class Sink(Protocol):

@@ -4,7 +4,7 @@ The controller's lane has the phases of its steps (``events.jsonl``). A worker's
 them its waits, with the worker that was waited for. Calls that have not ended are in ``live.json``.
 
 All times are unix time by the clock of the controller's host: the controller turns the times of other nodes into its own when
-it gets them, whatever their clocks show (``groups/sightings.py``).
+it gets them, whatever their clocks show (``process/groups/sightings.py``).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rollcall.base.words import counted
 from rollcall.observe.calls import RecordedCall, read_calls
 from rollcall.observe.events import Mark, MarkKind, PhaseEvent, StepPhase, num_bytes_left_out, read_marks, read_phases
 from rollcall.observe.live import CONTROLLER, REWARDS, Live, read_live
-from rollcall.words import counted
 
 __all__ = ["CONTROLLER", "Mark", "TimeSpan", "Timeline", "idle_shares", "read_timeline"]
 

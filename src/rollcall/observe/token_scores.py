@@ -14,8 +14,8 @@ from typing import IO
 
 import numpy as np
 
-from rollcall.durable.atomic import write_atomic
-from rollcall.types import Floats, Group
+from rollcall.base.atomic import write_atomic
+from rollcall.base.types import Floats, Group
 
 FOLDER = "token_scores"
 GROUPS = 4  # of a step: enough to look at, and little work compared with the update

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from rollcall.types import Completion, EndReason, Turn
-from rollcall.words import counted
+from rollcall.base.types import Completion, EndReason, Turn
+from rollcall.base.words import counted
 
 _ENDS = {
     EndReason.TURNS: "ended at the limit of turns",
@@ -20,7 +20,7 @@ _LONGEST_ARGUMENT = 200
 def transcript(completion: Completion) -> str:
     """The text of a completion; of an episode all its turns.
 
-    >>> from rollcall.types import Episode, ToolCall
+    >>> from rollcall.base.types import Episode, ToolCall
     >>> import numpy as np
     >>> call = ToolCall(name="add", arguments={"a": 1, "b": 2}, result="3", failed=False)
     >>> turns = (

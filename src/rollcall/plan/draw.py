@@ -10,11 +10,11 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
+from rollcall.base.screen import Screen
+from rollcall.base.words import counted, ranges
 from rollcall.plan.judge import RunPlan, describe_model, gib
 from rollcall.plan.memory import GIB, PARTS, RoleMemory, SlotMemory
 from rollcall.plan.placement import Mesh, Plan, Role
-from rollcall.screen import Screen
-from rollcall.words import counted, ranges
 
 MAX_GRID_NODES, MAX_GRID_SLOTS = 8, 16  # a larger cluster is drawn as runs of like nodes
 PLAIN_WIDTH = 120

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rollcall.base.errors import PlacementError
 from rollcall.config import ClusterSection, NodeSection
-from rollcall.errors import PlacementError
 from rollcall.plan.placement import Plan, PlannedProcess, Role
 
 

@@ -9,10 +9,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rollcall.base.errors import PlacementError, SizesUnknown
+from rollcall.base.words import counted, ranges
 from rollcall.config import ClusterSection, Config, RolloutSection
 from rollcall.config.checks import unused
 from rollcall.config.environments import AgentEnvironment, VerifiersEnvironment
-from rollcall.errors import PlacementError, SizesUnknown
 from rollcall.plan.engine import kv_is_open
 from rollcall.plan.memory import (
     GIB,
@@ -28,7 +29,6 @@ from rollcall.plan.memory import (
 from rollcall.plan.mesh import indivisible_heads, split_problems
 from rollcall.plan.placement import HOLDERS, SCORERS, TRAINED, Plan, PlannedProcess, Role, plan_for, roles_together
 from rollcall.plan.room import on_kv, on_microbatch
-from rollcall.words import counted, ranges
 
 DEFAULT_CARD_GIB = 80.0
 WORTH_SAYING = 16 * GIB  # of host memory; nodes with accelerators have more

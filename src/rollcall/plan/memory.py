@@ -17,10 +17,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rollcall.base.errors import ModelFilesError, SizesUnknown
 from rollcall.config import Config, OptimizerSection
 from rollcall.config.lora import LoraSection
 from rollcall.config.sections import DEFAULT_TOKENS
-from rollcall.errors import ModelFilesError, SizesUnknown
 from rollcall.model.files import MODEL_DIR, model_folder, read_model_config
 from rollcall.plan.activations import COMPILE_FROM, LOGITS_AT_ONCE, DecoderSizes, Passes, Recompute
 from rollcall.plan.choose import NO_KV, SAFE, Choice, choose

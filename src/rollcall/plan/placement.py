@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import combinations
 
+from rollcall.base.errors import PlacementError
+from rollcall.base.words import plural, ranges
 from rollcall.config import ClusterSection, Config
 from rollcall.config.errors import nearest
-from rollcall.errors import PlacementError
 from rollcall.plan.mesh import is_split, product_of
 from rollcall.plan.slots import WHERE, Nodes, either, read_slots
-from rollcall.words import plural, ranges
 
 
 class Role(StrEnum):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rollcall.base.words import counted, size
 from rollcall.config import Config
 from rollcall.config.sections import OptimizerChoice
 from rollcall.plan.choose import ENOUGH_TOKENS
-from rollcall.words import counted, size
 
 FEW = 8  # an engine that decodes less than this part of what it could at once is slow
 SMALL = ENOUGH_TOKENS // 4  # tokens; a card waits for its memory in smaller micro-batches

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 
+from rollcall.base.errors import PlacementError
+from rollcall.base.words import counted, plural, ranges
 from rollcall.config import SLOT_SYNTAX, ClusterSection
-from rollcall.errors import PlacementError
-from rollcall.words import counted, plural, ranges
 
 WHERE = "cluster.component_placement"
 _PART = re.compile(r"(?:(all)|([0-9]+)(?:-([0-9]+))?)(?::([0-9]+)(?:-([0-9]+))?)?")

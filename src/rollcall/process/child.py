@@ -22,7 +22,7 @@ import sys
 import traceback
 from typing import Any
 
-from rollcall.process.framing import CALL, DONE, HEAD, PART, PICKLE, RAISED, Body, frame, read_exactly, read_frame
+from rollcall.nodes.framing import CALL, DONE, HEAD, PART, PICKLE, RAISED, Body, frame, read_exactly, read_frame
 
 STACK_SIGNAL = signal.SIGUSR1
 MAX_WHY = 20_000  # characters of a traceback

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 
-from rollcall.words import visible
+from rollcall.base.words import visible
 
 _THREAD = re.compile(r"(Current )?[Tt]hread 0x[0-9a-f]+\b")
 _FRAME = re.compile(r"  File (\".*\"), line (\d+) in (.*)")

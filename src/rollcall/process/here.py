@@ -18,9 +18,9 @@ from contextlib import suppress
 
 import psutil
 
+from rollcall.nodes.framing import LONGEST
 from rollcall.process.child import STACK_SIGNAL
 from rollcall.process.ending import how_it_ended, plain_stack
-from rollcall.process.framing import LONGEST
 from rollcall.process.worker import Ending, Line, Reader, Worker
 
 KILL_S = 10.0  # a process that is stuck in the kernel (a dead network disk) ends when the kernel lets go
@@ -49,7 +49,7 @@ def spawn(
 
 
 class SocketLink:
-    """The part of a link that a connection is enough for: over a socket pair, or through a door (net/door.py)."""
+    """The part of a link that a connection is enough for: over a socket pair, or through a door (nodes/door.py)."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection

@@ -26,9 +26,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rollcall.process.framing import CALL, DONE, HEAD, LONGEST, PART, PICKLE, RAISED, Body, Frames, frame
+from rollcall.base.words import visible
+from rollcall.nodes.framing import CALL, DONE, HEAD, LONGEST, PART, PICKLE, RAISED, Body, Frames, frame
 from rollcall.process.pause import running_s
-from rollcall.words import visible
 
 Reader = Callable[[bytes], Any]
 """Reads a value that a process sent; raises ValueError if it should not have sent it."""
@@ -91,7 +91,7 @@ class Link(Protocol):
 
 
 class Line(Protocol):
-    """The parent's end of a line to a debugger that may open in the process (debug/here.py)."""
+    """The parent's end of a line to a debugger that may open in the process (process/debug/here.py)."""
 
     is_held: bool  # somebody debugs it: it is not late
 

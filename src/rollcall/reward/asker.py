@@ -12,12 +12,12 @@ import traceback
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 
+from rollcall.base.types import Completion, Prompt
 from rollcall.config.rewards import AskedReward, HttpReward, JudgeReward
 from rollcall.reward.endpoint import Endpoint, EndpointLostError, Problem
 from rollcall.reward.judge import Judge
 from rollcall.reward.services import HttpService, Question
 from rollcall.reward.worker import RewardResult
-from rollcall.types import Completion, Prompt
 
 ASKED_TYPES = ("judge", "http")
 

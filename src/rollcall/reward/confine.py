@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollcall.redact import hide_from_proc, is_secret
+from rollcall.base.redact import hide_from_proc, is_secret
 from rollcall.reward import landlock, seccomp
 
 ROOT = Path(__file__).resolve().parents[2]  # where the package lies
@@ -103,7 +103,7 @@ def environment(confinement: Confinement, *, folder: str, key: str) -> dict[str,
 def refuse_unset(names: Iterable[str], *, key: str) -> None:
     """ConfigError: one of these variables, which ``key`` of the run file names, is not set."""
     if missing := [name for name in names if name not in os.environ]:
-        from rollcall.errors import ConfigError  # a worker does without
+        from rollcall.base.errors import ConfigError  # a worker does without
 
         it, is_not = ("it", "is not") if len(missing) == 1 else ("them", "are not")
         raise ConfigError(
@@ -128,7 +128,7 @@ def remove_folder(folder: str) -> None:
         return
     import subprocess  # rarely needed, and a worker has to start fast
 
-    from rollcall.wait import warn
+    from rollcall.base.wait import warn
 
     for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
         subprocess.run([*command, "--", folder], stdin=subprocess.DEVNULL, capture_output=True, check=False)

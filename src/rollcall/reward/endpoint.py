@@ -33,13 +33,13 @@ from enum import StrEnum
 from typing import Any
 from urllib.parse import urljoin, urlsplit
 
+from rollcall.base.errors import ConfigError
+from rollcall.base.redact import redact, remember
+from rollcall.base.wait import Wait, warn
+from rollcall.base.words import visible
 from rollcall.config.rewards import AskedReward
-from rollcall.errors import ConfigError
-from rollcall.redact import redact, remember
 from rollcall.reward.confine import refuse_unset
 from rollcall.reward.worker import FailureKind
-from rollcall.wait import Wait, warn
-from rollcall.words import visible
 
 MAX_ANSWER_BYTES = 4 << 20
 FIRST_PAUSE_S = 0.5  # before the second try; each pause is twice as long as the one before

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollcall.errors import ConfigError
+from rollcall.base.errors import ConfigError
 
 PREFIX = "<python>:"
 _pickled: dict[str, bytes] = {}

@@ -14,12 +14,12 @@ import secrets
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
+from rollcall.base.types import Completion, Prompt
 from rollcall.config.rewards import JudgeReward
 from rollcall.observe.transcript import transcript
 from rollcall.reward.functions import last_number
 from rollcall.reward.services import Question, failed, read_json, whole_characters
 from rollcall.reward.worker import RewardResult
-from rollcall.types import Completion, Prompt
 
 _PLACEHOLDER = re.compile(r"\{(prompt|completion|answer)\}")
 _CHAT = "/chat/completions"

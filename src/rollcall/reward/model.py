@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
+from rollcall.base.types import Completion, Prompt
 from rollcall.config.rewards import Reward
 from rollcall.model.chat_template import render_chats
 from rollcall.model.hub import hub_options
 from rollcall.model.load import loading, refuse_cast, refuse_loaded
-from rollcall.types import Completion, Prompt
 
 _ROWS_PER_FORWARD = 16
 

@@ -10,7 +10,7 @@ task of the event loop that asked serves each worker:
                             and the process is replaced
 
 The limit of an item runs from the worker's last sign of progress (process/worker.py), and never includes a worker's start, which has its
-own limit. It is paused while somebody debugs the worker (debug/here.py).
+own limit. It is paused while somebody debugs the worker (process/debug/here.py).
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter
 
-from rollcall.debug.here import POST_MORTEM, DebugLine
+from rollcall.base.words import visible
 from rollcall.observe.prints import ChildPrints
+from rollcall.process.debug.here import POST_MORTEM, DebugLine
 from rollcall.process.here import spawn
 from rollcall.process.worker import Call, Lost, Raised, Worker
 from rollcall.reward.confine import (
@@ -42,7 +43,6 @@ from rollcall.reward.confine import (
 from rollcall.reward.functions import check_score
 from rollcall.reward.user_function import RewardLoadError
 from rollcall.reward.worker import MAX_ANSWER_BYTES, About, FailureKind, Item, Ready, RewardResult, Setup
-from rollcall.words import visible
 
 START_TIMEOUT_S = 120.0
 _MAX_STARTS_LOST = 3  # in a row; then something is wrong with the machine, not with an item

@@ -16,18 +16,18 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from rollcall.errors import WorkerLostError
-from rollcall.redact import redact, remember
+from rollcall.base.errors import WorkerLostError
+from rollcall.base.redact import redact, remember
+from rollcall.base.stop import heeded
+from rollcall.base.types import Completion, EndReason, Episode, Group, Prompt, Score
+from rollcall.base.wait import warn
+from rollcall.base.words import all_of, visible
 from rollcall.reward.asker import ASKED_TYPES, Asker
 from rollcall.reward.functions import PROCESS_TYPES
 from rollcall.reward.given import with_pickled
 from rollcall.reward.pool import RewardPool
 from rollcall.reward.trl import lists_of
 from rollcall.reward.worker import ASYNC_GRACE_S, FailureKind, Item, RewardResult, checked
-from rollcall.stop import heeded
-from rollcall.types import Completion, EndReason, Episode, Group, Prompt, Score
-from rollcall.wait import warn
-from rollcall.words import all_of, visible
 
 ModelRewardFunction = Callable[[Prompt, tuple[Completion, ...]], list[float]]
 AskModel = Callable[..., Awaitable[Any]]

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from rollcall.base.types import Completion, Prompt
+from rollcall.base.words import visible
 from rollcall.config.rewards import HttpReward
 from rollcall.reward.worker import RewardResult, checked
-from rollcall.types import Completion, Prompt
-from rollcall.words import visible
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

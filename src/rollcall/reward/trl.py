@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from rollcall.types import Completion, Episode, Prompt, Turn
+from rollcall.base.types import Completion, Episode, Prompt, Turn
 
 MESSAGES, TEXT = "prompt_messages", "prompt_text"  # of a prompt's metadata, where a chat template has rendered it
 _CALL = re.compile(r"<tool_call>|<\|python_tag\|>|^\s*\{")

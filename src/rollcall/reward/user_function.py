@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from rollcall.importing import load_named
+from rollcall.base.importing import load_named
 
 ARGUMENTS = ("prompt", "completion", "answer", "metadata")
 _TRL_LISTS = ("prompts", "completions", "completion_ids", "environments")

@@ -2,7 +2,7 @@
 
 ``load`` comes once and confines this process (confine.py) before it loads anything. ``score`` gets lists of items with their
 limits, and yields the results of each item in their order. They go out as JSON, because the text that a worker scored may control what
-it says. LINE is a socket to the person who debugs this process (debug/stopped.py).
+it says. LINE is a socket to the person who debugs this process (process/debug/stopped.py).
 
 This module imports the standard library only: a worker is replaced whenever a reward hangs, so it starts fast.
 """
@@ -18,11 +18,11 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-from rollcall.debug.child import ChildLine
+from rollcall.base.redact import guard_streams, remember
+from rollcall.nodes.framing import JSON
 from rollcall.process.child import MAX_WHY, cut
-from rollcall.process.framing import JSON
+from rollcall.process.debug.child import ChildLine
 from rollcall.process.pause import patient_loop, running_s
-from rollcall.redact import guard_streams, remember
 from rollcall.reward import user_function
 from rollcall.reward.confine import Confinement, confine, limit_cpu, unlimit_cpu
 from rollcall.reward.functions import RewardFunction, build_function, check_score

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from rollcall.durable.atomic import write_atomic
+from rollcall.base.atomic import write_atomic
 
 OPEN = "/open/"
 PAGE_FILE = "page.json"

@@ -15,9 +15,9 @@ from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.responses import Response
 
+from rollcall.base.redact import redact
+from rollcall.base.types import Group
 from rollcall.config import public_dump
-from rollcall.redact import redact
-from rollcall.types import Group
 from rollcall.view import curves, samples
 from rollcall.view.compare import differing_settings
 from rollcall.view.growing import TrainedDraws

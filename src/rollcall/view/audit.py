@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rollcall.base.append_file import lines_end, parse_row
+from rollcall.base.journal import AttemptsFile, StepFile, inspect, inspect_attempts, is_trained_row
+from rollcall.base.words import are, counted
 from rollcall.checkpoint.run_dir import WRITTEN_WHOLE
 from rollcall.checkpoint.store import CheckpointEntry, read_state, store_of
-from rollcall.durable.append_file import lines_end, parse_row
-from rollcall.durable.journal import AttemptsFile, StepFile, inspect, inspect_attempts, is_trained_row
 from rollcall.loop.supply import Cursor
 from rollcall.view.reader import RunReader
-from rollcall.words import are, counted
 
 TRAINED = "trained.jsonl"
 LINE_FILES = (f"journal/{TRAINED}", "metrics.jsonl", "events.jsonl")

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollcall.durable.append_file import LARGEST_COUNT, is_count, parse_row
-from rollcall.durable.journal import is_trained_row
+from rollcall.base.append_file import LARGEST_COUNT, is_count, parse_row
+from rollcall.base.journal import is_trained_row
 from rollcall.observe.events import EVENTS, Mark, PhaseEvent, last_phase_in, marks_in
 from rollcall.observe.headline import GRADED, Headline, headline_of
 

@@ -18,9 +18,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rollcall.durable.append_file import is_count
-from rollcall.durable.group_record import HEAD_BYTES, NOT_A_GROUP, header_of, header_span, stream_records
-from rollcall.wait import warn
+from rollcall.base.append_file import is_count
+from rollcall.base.group_record import HEAD_BYTES, NOT_A_GROUP, header_of, header_span, stream_records
+from rollcall.base.wait import warn
 
 FOLDER = "journal"
 _STEP_FILE = re.compile(r"(\d{6,})\.groups")

@@ -17,10 +17,10 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-from rollcall.redact import is_secret
+from rollcall.base.redact import is_secret
+from rollcall.base.wait import warn
+from rollcall.base.words import are
 from rollcall.view.address import PAGE_FILE, PageRecord
-from rollcall.wait import warn
-from rollcall.words import are
 
 
 def refuse_without_packages() -> None:

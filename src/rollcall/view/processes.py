@@ -10,16 +10,16 @@ from typing import Any
 
 import numpy as np
 
+from rollcall.base.errors import PlacementError
+from rollcall.base.redact import redact
+from rollcall.base.words import ranges
 from rollcall.config import Config
-from rollcall.errors import PlacementError
 from rollcall.observe.events import Mark, MarkKind
 from rollcall.observe.live import read_live
 from rollcall.observe.logs import read_log
 from rollcall.observe.timeline import idle_shares, read_timeline
 from rollcall.plan.placement import plan_for
-from rollcall.redact import redact
 from rollcall.view.growing import MetricsTable
-from rollcall.words import ranges
 
 MOST_SPANS = 5000  # in one picture
 MOST_LANES = 600

@@ -14,17 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rollcall.base.append_file import is_count
+from rollcall.base.errors import ConfigError
+from rollcall.base.heartbeat import Heartbeat
+from rollcall.base.lease import WATCH_S, Holder, read_holder
+from rollcall.base.redact import redact
 from rollcall.checkpoint.run_dir import RUN_FILE, is_run, read_summary
 from rollcall.checkpoint.store import CheckpointEntry, store_of
 from rollcall.config import Config, load_saved_run
 from rollcall.config.yaml import read_yaml
-from rollcall.durable.append_file import is_count
-from rollcall.durable.heartbeat import Heartbeat
-from rollcall.durable.lease import WATCH_S, Holder, read_holder
-from rollcall.errors import ConfigError
 from rollcall.observe.events import EVENTS, Mark, PhaseEvent
 from rollcall.observe.timeline import ATTEMPT_LOST, RUN_FAILED
-from rollcall.redact import redact
 from rollcall.view.growing import EventLog, MetricsTable
 from rollcall.view.standing import Standing, standing
 from rollcall.view.summary import build_summary, trained

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rollcall.base.atomic import fsync, write_atomic
+from rollcall.base.journal import inspect
+from rollcall.base.lease import WATCH_S, Holder, hold
+from rollcall.base.wait import say
+from rollcall.base.words import all_of, counted, span
 from rollcall.checkpoint.store import CheckpointEntry
-from rollcall.durable.atomic import fsync, write_atomic
-from rollcall.durable.journal import inspect
-from rollcall.durable.lease import WATCH_S, Holder, hold
 from rollcall.view.audit import Audit, Torn, audit, judge_file
 from rollcall.view.reader import RunReader, RunState, holder_as_json
-from rollcall.wait import say
-from rollcall.words import all_of, counted, span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rollcall.algo.shaping import group_advantages
+from rollcall.base.append_file import parse_row
+from rollcall.base.group_record import NOT_A_GROUP, decode, stream_records
+from rollcall.base.redact import redact
+from rollcall.base.types import Completion, Floats, Group
 from rollcall.config import Config, GroupAlgorithm
-from rollcall.durable.append_file import parse_row
-from rollcall.durable.group_record import NOT_A_GROUP, decode, stream_records
 from rollcall.observe.token_scores import FOLDER as SCORES
 from rollcall.observe.token_scores import file_name, scores_in
 from rollcall.observe.transcript import said_in, said_in_row
-from rollcall.redact import redact
-from rollcall.types import Completion, Floats, Group
 from rollcall.view.growing import TrainedDraws
 from rollcall.view.journal_index import FOLDER, GroupRow, JournalIndex
 

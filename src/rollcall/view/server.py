@@ -30,11 +30,11 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rollcall.net.http_door import http_server, listen
+from rollcall.base.words import counted
+from rollcall.nodes.http_door import http_server, listen
 from rollcall.view.address import OPEN, Keys
 from rollcall.view.api import ADDRESSES, Api, answering, as_json
 from rollcall.view.shown_runs import ShownRuns
-from rollcall.words import counted
 
 HOST = "127.0.0.1"
 LOOPBACK = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?", re.IGNORECASE)

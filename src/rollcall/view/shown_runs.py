@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from rollcall.base.errors import ConfigError
 from rollcall.checkpoint.run_dir import is_run
-from rollcall.errors import ConfigError
 
 DEFAULT_FOLDER = Path("runs")
 LOOK_EVERY_S = 3.0

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from rollcall.durable.lease import Holder
+from rollcall.base.lease import Holder
+from rollcall.base.words import counted
 from rollcall.observe.headline import Headline
 from rollcall.observe.progress import STEPS_COUNTED, format_duration
 from rollcall.view.growing import MetricsTable
-from rollcall.words import counted
 
 # Metrics under ``episode/``, and what they are called in a line.
 EPISODE_COUNTS = {"turns_mean": "turns", "tool_calls_mean": "tool calls"}

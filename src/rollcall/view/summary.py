@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from rollcall.base.atomic import write_atomic
+from rollcall.base.wait import say, warn
+from rollcall.base.words import all_of, are, counted
 from rollcall.checkpoint.run_dir import newest_step
-from rollcall.durable.atomic import write_atomic
+from rollcall.model.stored.find import ADAPTER_CONFIG
 from rollcall.observe.headline import ACCURACY, BY_METRIC, REWARD
-from rollcall.stored.find import ADAPTER_CONFIG
 from rollcall.view.growing import MetricsTable
 from rollcall.view.standing import ADVANTAGE, ADVICE, no_signal
-from rollcall.wait import say, warn
-from rollcall.words import all_of, are, counted
 
 
 def build_summary(

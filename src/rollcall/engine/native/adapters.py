@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollcall.base.types import Longs
 from rollcall.model.adapter import Adapter
 from rollcall.model.decoder import Decoder
 from rollcall.model.low_rank import MODULES, LayerAdapter, LowRank, a_of, b_of
-from rollcall.types import Longs
 
 BASE = "base"  # the name that means no adapter
 

@@ -21,16 +21,16 @@ from typing import Any
 
 from torch import nn
 
+from rollcall.base.errors import short_of_memory
+from rollcall.base.types import Completion, FinishReason
+from rollcall.base.words import size
 from rollcall.engine.native.adapters import BASE, Served
 from rollcall.engine.native.runner import Chunk, Runner
 from rollcall.engine.protocol import Refused, Request
 from rollcall.engine.sequence import Sequence, check_fits, cut_at_stop_string, note_version, take_ended
-from rollcall.errors import short_of_memory
 from rollcall.model.adapter import Adapter
 from rollcall.model.attention import Way
 from rollcall.model.decoder import Decoder
-from rollcall.types import Completion, FinishReason
-from rollcall.words import size
 
 
 class NativeEngine:

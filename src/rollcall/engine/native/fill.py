@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rollcall.base.errors import is_out_of_memory
 from rollcall.engine.native.runner import Fill
-from rollcall.errors import is_out_of_memory
 from rollcall.model.arrays import on_device
 from rollcall.model.attention import end_aligned_mask, flash, runs_flash
 from rollcall.model.decoder import Decoder

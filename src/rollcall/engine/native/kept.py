@@ -12,8 +12,8 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
+from rollcall.base.types import Ints
 from rollcall.engine.sequence import Sequence
-from rollcall.types import Ints
 
 KV = TypeVar("KV")
 

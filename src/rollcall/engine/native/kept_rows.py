@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rollcall.base.types import Ints
 from rollcall.engine.native.kept import Kept, KeptSessions
 from rollcall.engine.native.runner import Sequence
-from rollcall.types import Ints
 
 HOLES = 4  # one row in this many being a hole is many
 

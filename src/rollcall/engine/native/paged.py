@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollcall.base.wait import say
 from rollcall.engine.native.adapters import Served
 from rollcall.engine.native.fill import attend_packed, run_fills, run_halved
 from rollcall.engine.native.kept import Kept, KeptSessions
@@ -33,14 +34,13 @@ from rollcall.engine.native.runner import (
     prompt_key,
 )
 from rollcall.engine.native.sampler import truncate
-from rollcall.kernels import attention, sampling
-from rollcall.kernels import decode as kernels
 from rollcall.model.arrays import on_device
 from rollcall.model.decoder import Decoder
+from rollcall.model.kernels import attention, sampling
+from rollcall.model.kernels import decode as kernels
 from rollcall.model.layer import Layer, Pass, product
 from rollcall.plan.choose import KV_BLOCK as BLOCK
 from rollcall.plan.engine import FILL_TOKENS
-from rollcall.wait import say
 
 CHUNK = 16  # steps between two looks at the results
 AHEAD_ROWS = 4  # with fewer, the next request should not wait for a chunk that is not needed

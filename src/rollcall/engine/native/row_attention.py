@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rollcall.base.types import Longs
 from rollcall.engine.native.runner import Fill
 from rollcall.model.attention import Way
-from rollcall.types import Longs
 
 MOST_SCORES = 1 << 25  # rows x heads x queries x keys of one call
 

@@ -9,9 +9,9 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
+from rollcall.base.types import Bools, Floats, Ints, Longs
 from rollcall.engine.native.adapters import Served
 from rollcall.engine.sequence import Sequence
-from rollcall.types import Bools, Floats, Ints, Longs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollcall.base.wait import say
 from rollcall.engine.vllm.server import checksum
-from rollcall.process.framing import JSON
+from rollcall.nodes.framing import JSON
 from rollcall.process.here import LinkHere
 from rollcall.process.worker import Call, Lost, Raised, Worker
-from rollcall.wait import say
 
 START_S = 600.0  # imports take 10 to 60 s, loading and compiling a large model minutes
 ANSWER_S = 300.0

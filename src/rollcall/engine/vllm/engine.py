@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rollcall.base.types import Completion, FinishReason
 from rollcall.config import VllmSection
 from rollcall.engine.protocol import Refused, Request
 from rollcall.engine.sequence import Sequence, check_fits, cut_at_stop_string, note_version, take_ended
@@ -28,7 +29,6 @@ from rollcall.engine.vllm.child import START_S, Child, UpdateRefused, VllmError
 from rollcall.engine.vllm.setup import make_spec
 from rollcall.model.adapter import Adapter
 from rollcall.model.peft_files import write_adapter
-from rollcall.types import Completion, FinishReason
 
 PART_BYTES = 128 << 20  # of an update that lies in memory at once; two or three do
 SHARED_MEMORY = "/dev/shm"

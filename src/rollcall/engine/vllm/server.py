@@ -37,7 +37,7 @@ import weakref
 import zlib
 from typing import Any
 
-# As in process/framing.py: a message's length; the number of its call, and whether it calls, answers or complains.
+# As in nodes/framing.py: a message's length; the number of its call, and whether it calls, answers or complains.
 LENGTH, HEAD = struct.Struct("<Q"), struct.Struct("<IB")
 DONE, RAISED = 2, 3
 

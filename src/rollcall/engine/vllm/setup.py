@@ -17,7 +17,7 @@ from torch import nn
 from rollcall.config import VllmSection
 from rollcall.config.lora import MOST_RANK_OF_VLLM
 from rollcall.model.adapter import Adapter
-from rollcall.stored.find import adapter_folder, is_model_dir
+from rollcall.model.stored.find import adapter_folder, is_model_dir
 
 PYTHON_VARIABLE = "ROLLCALL_VLLM_PYTHON"
 INSTALL = (

@@ -5,9 +5,9 @@ import re
 from contextlib import suppress
 from typing import Any
 
+from rollcall.base.importing import load_named
 from rollcall.environments.packages import package
 from rollcall.environments.stepwise import Observation, StepResult
-from rollcall.importing import load_named
 
 
 class Game:

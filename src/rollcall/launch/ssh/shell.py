@@ -2,7 +2,7 @@
 
 The script goes to `bash -s` over stdin: nothing of it, and no secret, is in an argument that others could read, and the login
 shell there has nothing to quote. stdin stays open until the script has ended, so a command that is tied to its stdin
-(``nodes/here.py``) ends when this machine lets go. `ssh` decides by its own configuration how a host is reached and which
+(``nodes/machine.py``) ends when this machine lets go. `ssh` decides by its own configuration how a host is reached and which
 host keys are known; it only must not ask questions.
 """
 
@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
+from rollcall.base.redact import redact
+from rollcall.base.wait import say
+from rollcall.base.words import visible
 from rollcall.launch.record import LaunchError
-from rollcall.redact import redact
-from rollcall.wait import say
-from rollcall.words import visible
 
 CONNECT_S = 20  # for a connection, with its jump hosts
 NO_FORWARDS = ("-o", "ClearAllForwardings=yes")  # those of the user's configuration belong to another session

@@ -19,25 +19,25 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rollcall.base.errors import ClusterError
+from rollcall.base.stop import INTERRUPTED
+from rollcall.base.version import __version__
+from rollcall.base.wait import say
+from rollcall.base.words import counted
 from rollcall.config.launch import SshSection
-from rollcall.errors import ClusterError
-from rollcall.jobs.package import build_package
-from rollcall.jobs.paths import resolve_paths
-from rollcall.jobs.submit import Job, new_id, to_stdout
 from rollcall.launch.container import container_of
+from rollcall.launch.jobs.package import build_package
+from rollcall.launch.jobs.paths import resolve_paths
+from rollcall.launch.jobs.submit import Job, new_id, to_stdout
 from rollcall.launch.record import LaunchError, LaunchRecord, forget, get_record, launch_token
 from rollcall.launch.rendered import Command, Rendered, RenderedFile, exports, shell_path
+from rollcall.launch.ssh.machines import Site
 from rollcall.launch.ssh.shell import NO_FORWARDS, Outcome, prefixed
-from rollcall.launch.ssh.site import Site
 from rollcall.launch.ssh.tunnel import DASHBOARD, jobs_of
 from rollcall.launch.target import RUN_FILE, LaunchRequest, Target, need_tool
-from rollcall.nodes.here import Here
-from rollcall.stop import INTERRUPTED
-from rollcall.version import __version__
-from rollcall.wait import say
-from rollcall.words import counted
-from rollcall.worker_env.declared import passed
-from rollcall.worker_env.node_shell import TOKEN
+from rollcall.nodes.declared import passed
+from rollcall.nodes.machine import Here
+from rollcall.nodes.node_shell import TOKEN
 
 LOOK_S = 180.0  # importing Python packages over a network file system takes its time
 CHECK_S = 120.0

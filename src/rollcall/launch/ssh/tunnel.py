@@ -13,14 +13,14 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 
-from rollcall.jobs.submit import Job, Jobs
+from rollcall.base.redact import remember
+from rollcall.base.wait import say
+from rollcall.launch.jobs.submit import Job, Jobs
 from rollcall.launch.record import TOKEN_FILE, LaunchError, LaunchRecord, launch_token
+from rollcall.launch.ssh.machines import Site
 from rollcall.launch.ssh.shell import CONNECT_S, CONNECTED, Login, start_ssh
-from rollcall.launch.ssh.site import Site
 from rollcall.nodes.address import free_ports
-from rollcall.redact import remember
 from rollcall.view.address import PAGE_FILE, parse_record
-from rollcall.wait import say
 
 DASHBOARD = "dashboard"  # the fact with its port on the head's loopback
 
@@ -128,7 +128,7 @@ def hold_tunnel(record: LaunchRecord, *, local_port: int | None) -> None:
 @contextmanager
 def jobs_of(record: LaunchRecord) -> Iterator[tuple[Jobs, Job | None]]:
     """The jobs of the launch's cluster, through a tunnel, and the one of its run, if it was submitted."""
-    from rollcall.on_ray.job_client import HttpClient
+    from rollcall.process.ray.job_client import HttpClient
 
     token, source = launch_token(record.folder), str(record.folder / TOKEN_FILE)
     with closing(open_tunnel(record)) as tunnel:

@@ -1,0 +1,115 @@
+"""Writes that are whole or not there: a reader sees the old content or the new, never a part.
+
+Each goes to a temporary name next to the target, which begins with ``TEMPORARY``, and is renamed when it is finished. A
+failed write removes what it began; only a writer that was killed leaves it behind.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from rollcall.base.patience import plain_disk_errors
+
+TEMPORARY = ".tmp-"
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+
+
+def write_atomic(path: Path, data: str | bytes, *, durable: bool = True, private: bool = False) -> None:
+    """``durable``: it survives a power cut. ``private``: only the owner can read it, at every moment."""
+    with replacing(path, durable=durable, private=private) as file:
+        file.write(data.encode() if isinstance(data, str) else data)
+
+
+@contextmanager
+def replacing(path: Path, *, durable: bool = True, private: bool = False) -> Iterator[BinaryIO]:
+    """A file to write to. It takes the place of ``path`` when the block ends well."""
+    tmp = _temporary(path)
+    try:
+        with open(os.open(tmp, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666), "wb") as file:
+            yield file
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(tmp, path)
+    except BaseException:
+        with suppress(OSError):  # the reason of the failure is worth more than what is left of it
+            tmp.unlink()
+        raise
+
+
+def create_atomic(path: Path, data: bytes) -> bool:
+    """Write a file that does not exist yet, with all of its content; False if it exists already."""
+    tmp = _temporary(path)
+    try:
+        tmp.write_bytes(data)
+        try:
+            os.link(tmp, path)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            # A file system without links, such as some that are mounted from object stores.
+            try:
+                with path.open("xb") as file:
+                    file.write(data)
+            except FileExistsError:
+                return False
+        return True
+    finally:
+        tmp.unlink(missing_ok=True)
+
+
+@contextmanager
+def staging(final: Path) -> Iterator[Path]:
+    """A new folder next to ``final`` to fill and to ``swap_in``; what is left of it at the end is removed."""
+    tmp = _temporary(final)
+    try:
+        tmp.mkdir(parents=True)
+        with plain_disk_errors(tmp):  # asked before the folder is removed, which frees space
+            yield tmp
+    finally:
+        shutil.rmtree(tmp, ignore_errors=True)
+
+
+def swap_in(tmp: Path, final: Path) -> None:
+    """Rename a finished folder into place, over an older one of the same name."""
+    old = final.with_name(f".old-{final.name}")
+    if final.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
+    try:
+        tmp.rename(final)
+    except OSError:
+        if old.exists():
+            old.rename(final)
+        raise
+    fsync(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def fsync_tree(root: Path) -> None:
+    for folder, _, names in os.walk(root):
+        for name in names:
+            fsync(Path(folder) / name)
+        fsync(Path(folder))
+
+
+def fsync(path: Path) -> None:
+    """Flush a file, or a folder's list of names, to the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f"{TEMPORARY}{path.name}-{uuid.uuid4().hex[:8]}")

@@ -1,0 +1,316 @@
+"""A finished group as the bytes of one record, and the records in the bytes of a file.
+
+::
+
+    magic (8 bytes) | payload length (u64) | crc32 of payload (u32) | payload
+    payload = header length (u32) | JSON header | prompt ids (i4) | token ids (i4) | log-probs (f4) | masks (u1)
+              and, of episodes: their prompts and those of their branches (i4) | branches: token ids, log-probs, masks
+
+All numbers are little-endian and arrays are raw, so a reader gets bit for bit what was sampled.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from rollcall.base.append_file import is_count
+from rollcall.base.errors import JournalError
+from rollcall.base.types import (
+    Branch,
+    Completion,
+    EndReason,
+    Episode,
+    FinishReason,
+    Group,
+    Ints,
+    Prompt,
+    Score,
+    Segment,
+    ToolCall,
+    Turn,
+)
+
+# Bytes above 0x7f cannot occur in the ASCII header, which makes a false match while resynchronising unlikely; the
+# checksum makes it harmless.
+MAGIC = b"\x93RCGRP\x01\x9a"
+_HEAD = struct.Struct("<8sQI")
+HEAD_BYTES = _HEAD.size
+_HEADER_LENGTH = struct.Struct("<I")
+LARGEST_RECORD = 1 << 30  # bytes; a damaged length must not fill the memory of a reader
+_PIECE = 1 << 20  # bytes that are looked through at once for the next record
+
+# What reading raises where a record is undamaged but was written by another program.
+NOT_A_GROUP = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+    ArithmeticError,
+    RecursionError,
+    struct.error,
+)
+
+
+def encode(group: Group, *, again: bool = False, attempt: int | None = None) -> bytes:
+    """One record. ``again``: the group has a record already, and only its scores are new. ``attempt``: of this group only one
+    completion is there, which has this place in it."""
+    completions = group.completions
+    header = {
+        "step": group.step,
+        "draw": group.draw,
+        "started_s": group.started_s,
+        "finished_s": group.finished_s,
+        "worker": group.worker,
+        "prompt": {
+            "id": group.prompt.id,
+            "text": group.prompt.text,
+            "answer": group.prompt.answer,
+            "metadata": group.prompt.metadata,
+            "num_tokens": len(group.prompt.token_ids),
+        },
+        "completions": [
+            {
+                "num_tokens": len(completion.token_ids),
+                "segments": _segments(completion),
+                "finish": completion.finish.value,
+                "seed": completion.seed,
+                "text": completion.text,
+                **({"episode": _episode_header(completion.episode)} if completion.episode is not None else {}),
+            }
+            for completion in completions
+        ],
+        # repr of a float64 reads back as the same float64, so JSON keeps scores exact.
+        "scores": [asdict(score) for score in group.scores],
+        **({"scored_again": True} if again else {}),
+        **({"attempt": attempt} if attempt is not None else {}),
+    }
+    try:
+        text = json.dumps(header, separators=(",", ":"), default=_plain).encode("ascii")
+    except (TypeError, ValueError) as error:
+        raise JournalError(
+            f"prompt {group.prompt.id!r} cannot be journaled: {error}; keep only text, numbers, lists and maps in its "
+            f"columns (it has {', '.join(map(repr, group.prompt.metadata)) or 'no metadata'})"
+        ) from None
+    payload = [
+        _HEADER_LENGTH.pack(len(text)),
+        text,
+        _raw([group.prompt.token_ids], np.int32, "<i4"),
+        _raw([completion.token_ids for completion in completions], np.int32, "<i4"),
+        _raw([completion.logprobs for completion in completions], np.float32, "<f4"),
+        _raw([completion.mask for completion in completions], np.bool_, "|b1"),
+        *_episode_arrays([completion.episode for completion in completions if completion.episode is not None]),
+    ]
+    crc = 0
+    for part in payload:
+        crc = zlib.crc32(part, crc)
+    return b"".join((_HEAD.pack(MAGIC, sum(map(len, payload)), crc), *payload))
+
+
+def _segments(row: Completion | Branch) -> list[list[int]]:
+    return [[segment.version, segment.num_tokens] for segment in row.segments]
+
+
+def _episode_header(episode: Episode) -> dict[str, Any]:
+    """Everything but the arrays."""
+    return {
+        "num_prompt_tokens": None if episode.prompt_ids is None else len(episode.prompt_ids),
+        "turns": [asdict(turn) for turn in episode.turns],
+        "branches": [
+            {"num_prompt_tokens": len(row.prompt_ids), "num_tokens": len(row.token_ids), "segments": _segments(row)}
+            for row in episode.branches
+        ],
+        "reward": episode.reward,
+        "metrics": episode.metrics,
+        "ended": episode.ended.value,
+        "error": episode.error,
+        "opening": episode.opening,
+        "attributes": episode.attributes,
+    }
+
+
+def _episode_arrays(episodes: Sequence[Episode]) -> list[bytes]:
+    prompts: list[Ints] = []
+    for episode in episodes:
+        prompts += [] if episode.prompt_ids is None else [episode.prompt_ids]
+        prompts += [row.prompt_ids for row in episode.branches]
+    rows = [row for episode in episodes for row in episode.branches]
+    return [
+        _raw(prompts, np.int32, "<i4"),
+        _raw([row.token_ids for row in rows], np.int32, "<i4"),
+        _raw([row.logprobs for row in rows], np.float32, "<f4"),
+        _raw([row.mask for row in rows], np.bool_, "|b1"),
+    ]
+
+
+def _plain(value: Any) -> Any:
+    """Columns of a Parquet row are often numpy."""
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    raise TypeError(f"a value of type {type(value).__name__} is not JSON")
+
+
+def _raw(arrays: Sequence[np.ndarray], dtype: type, stored: str) -> bytes:
+    for array in arrays:
+        assert array.dtype == dtype, f"expected {np.dtype(dtype)}, not {array.dtype}: a cast here could change values"
+    return np.concatenate(arrays).astype(stored, copy=False).tobytes() if arrays else b""
+
+
+class _Arrays:
+    """The raw arrays of a payload, one after the other."""
+
+    def __init__(self, payload: memoryview, start: int) -> None:
+        self._payload, self._offset = payload, start
+
+    def take(self, counts: Sequence[int], dtype: Any, stored: str) -> list[np.ndarray]:
+        """One array for each count."""
+        # A copy, because a view of the file's bytes would be read-only and keep the whole file alive.
+        found = np.frombuffer(self._payload, dtype=stored, count=sum(counts), offset=self._offset).astype(dtype)
+        self._offset += found.nbytes
+        return np.split(found, np.cumsum(counts)[:-1]) if counts else []
+
+    def rows(self, counts: Sequence[int]) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Token ids, log-probs and mask of each row."""
+        ids, logprobs = self.take(counts, np.int32, "<i4"), self.take(counts, np.float32, "<f4")
+        return iter(zip(ids, logprobs, self.take(counts, np.bool_, "|b1"), strict=True))
+
+    def end(self) -> None:
+        assert self._offset == len(self._payload), "record and header differ in length"
+
+
+def decode(payload: memoryview) -> Group:
+    (length,) = _HEADER_LENGTH.unpack_from(payload)
+    header = header_of(payload)
+    prompt, rows = header["prompt"], header["completions"]
+    arrays = _Arrays(payload, _HEADER_LENGTH.size + length)
+    (prompt_ids,) = arrays.take([prompt["num_tokens"]], np.int32, "<i4")
+    sampled = list(arrays.rows([row["num_tokens"] for row in rows]))
+    episodes = _episodes([row.get("episode") for row in rows], arrays)
+    arrays.end()
+    return Group(
+        step=header["step"],
+        draw=header["draw"],
+        prompt=Prompt(
+            id=prompt["id"],
+            token_ids=prompt_ids,
+            text=prompt["text"],
+            answer=prompt["answer"],
+            metadata=prompt["metadata"],
+        ),
+        completions=tuple(
+            Completion(
+                token_ids=ids,
+                logprobs=logprobs,
+                mask=mask,
+                segments=_read_segments(row),
+                finish=FinishReason(row["finish"]),
+                seed=row["seed"],
+                text=row["text"],
+                episode=episode,
+            )
+            for row, (ids, logprobs, mask), episode in zip(rows, sampled, episodes, strict=True)
+        ),
+        scores=tuple(Score(**score) for score in header["scores"]),
+        started_s=header["started_s"],
+        finished_s=header["finished_s"],
+        worker=header["worker"],
+    )
+
+
+def _read_segments(row: dict[str, Any]) -> tuple[Segment, ...]:
+    return tuple(Segment(version=version, num_tokens=count) for version, count in row["segments"])
+
+
+def _episodes(headers: Sequence[dict[str, Any] | None], arrays: _Arrays) -> list[Episode | None]:
+    counts: list[int] = []
+    for one in filter(None, headers):
+        counts += [] if one["num_prompt_tokens"] is None else [one["num_prompt_tokens"]]
+        counts += [row["num_prompt_tokens"] for row in one["branches"]]
+    prompts = iter(arrays.take(counts, np.int32, "<i4"))
+    rows = arrays.rows([row["num_tokens"] for one in filter(None, headers) for row in one["branches"]])
+
+    def branch(row: dict[str, Any]) -> Branch:
+        ids, logprobs, mask = next(rows)
+        return Branch(
+            prompt_ids=next(prompts), token_ids=ids, logprobs=logprobs, mask=mask, segments=_read_segments(row)
+        )
+
+    def episode(one: dict[str, Any]) -> Episode:
+        return Episode(
+            prompt_ids=None if one["num_prompt_tokens"] is None else next(prompts),
+            turns=tuple(
+                Turn(**{**turn, "calls": tuple(ToolCall(**call) for call in turn["calls"])}) for turn in one["turns"]
+            ),
+            branches=tuple(map(branch, one["branches"])),
+            reward=one["reward"],
+            metrics=one["metrics"],
+            ended=EndReason(one["ended"]),
+            error=one["error"],
+            opening=one["opening"],
+            attributes=one["attributes"],
+        )
+
+    return [None if one is None else episode(one) for one in headers]
+
+
+def records(data: bytes) -> Iterator[tuple[int, memoryview]]:
+    """Where each valid record begins, and its payload. Other bytes are skipped."""
+    return stream_records(io.BytesIO(data), end=len(data))
+
+
+def stream_records(file: BinaryIO, *, start: int = 0, end: int) -> Iterator[tuple[int, memoryview]]:
+    """The same for the bytes from ``start`` to ``end`` of a file, with one record in memory at a time: a step of long completions
+    has gigabytes."""
+    while start + HEAD_BYTES <= end:
+        file.seek(start)
+        magic, length, crc = _HEAD.unpack(file.read(HEAD_BYTES))
+        is_record = magic == MAGIC and length <= LARGEST_RECORD and start + HEAD_BYTES + length <= end
+        payload = file.read(length) if is_record else b""
+        if payload and zlib.crc32(payload) == crc:
+            yield start, memoryview(payload)
+            start += HEAD_BYTES + length
+            continue
+        found = _next_magic(file, start=start + 1, end=end)
+        if found is None:
+            return
+        start = found
+
+
+def _next_magic(file: BinaryIO, *, start: int, end: int) -> int | None:
+    file.seek(start)
+    kept, at = b"", start
+    while at < end and (piece := file.read(min(_PIECE, end - at))):
+        data = kept + piece
+        if (found := data.find(MAGIC)) >= 0:
+            return at - len(kept) + found
+        at += len(piece)
+        kept = data[-(len(MAGIC) - 1) :]
+    return None
+
+
+def draw_of(payload: memoryview) -> int | None:
+    """The draw of a record, or None if it is not a group although its checksum is right."""
+    try:
+        draw = header_of(payload)["draw"]
+    except NOT_A_GROUP:
+        return None
+    return draw if is_count(draw) else None
+
+
+def header_span(payload: memoryview) -> tuple[int, int]:
+    """Where the JSON header begins in the payload, and its length."""
+    (length,) = _HEADER_LENGTH.unpack_from(payload)
+    return _HEADER_LENGTH.size, length
+
+
+def header_of(payload: memoryview) -> dict[str, Any]:
+    (length,) = _HEADER_LENGTH.unpack_from(payload)
+    return json.loads(bytes(payload[_HEADER_LENGTH.size : _HEADER_LENGTH.size + length]))

@@ -1,0 +1,340 @@
+"""Finished groups on disk, before anything trains on them. Resume, the rollout and update phases and the viewer read them.
+
+One file per step, ``<step:06d>.groups``, of records (``group_record.py``) in the order in which groups finished.
+``append`` hands the record to the operating system before it returns, so killing the process loses no appended group;
+``sync`` makes it safe against power loss too. ``trained.jsonl`` says which draws each step was trained on.
+
+``<step:06d>.attempts`` has attempts of groups whose other attempts were still running (episodes vary in length). Only a
+resume reads it: it makes what is missing, and the whole group gets its record in ``.groups``.
+
+One process writes; any number may read. Nothing here is ever deleted: a half-written tail is moved to ``torn/``.
+A write that a full or unwritable disk refuses is tried again until it succeeds (``base/patience.py``). The lock is free
+meanwhile, so other threads can write.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rollcall.base.append_file import AppendFile, is_count, lines_end, parse_row
+from rollcall.base.errors import JournalError
+from rollcall.base.group_record import HEAD_BYTES, NOT_A_GROUP, decode, draw_of, encode, header_of, records
+from rollcall.base.lease import unguarded
+from rollcall.base.patience import persist
+from rollcall.base.types import Group
+from rollcall.base.wait import warn
+
+GROUPS, ATTEMPTS = "groups", "attempts"
+_MAX_OPEN = 16  # of the steps that rollout fills at the same time; older files are closed and reopened on need
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedStep:
+    """A step that was trained, and its groups."""
+
+    step: int
+    draws: tuple[int, ...]  # ascending
+    version: int  # weight version that the step produced
+
+
+class _Ledger:
+    """Trained steps so far; refuses what would train a draw twice or replay a step differently."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.entries: dict[int, TrainedStep] = {}
+        self._step_of: dict[int, int] = {}  # draw -> step
+
+    def check(self, entry: TrainedStep) -> None:
+        before = self.entries.get(entry.step)
+        if before is not None and before != entry:
+            raise JournalError(
+                f"{self.path}: step {entry.step} was trained on draws {list(before.draws)} (version {before.version}) "
+                f"and is now said to be trained on {list(entry.draws)} (version {entry.version}); a replay must "
+                "repeat the step: resume with the run file the run was started with, or start a new run directory"
+            )
+        if len(set(entry.draws)) < len(entry.draws):
+            raise JournalError(f"{self.path}: step {entry.step} lists a draw twice: {list(entry.draws)}")
+        for draw in entry.draws:
+            if self._step_of.get(draw, entry.step) != entry.step:
+                raise JournalError(
+                    f"{self.path}: draw {draw} was trained in step {self._step_of[draw]} and is now in step "
+                    f"{entry.step}; no prompt may be trained twice: start a new run directory"
+                )
+
+    def add(self, entry: TrainedStep) -> None:
+        self.check(entry)
+        self.entries[entry.step] = entry
+        self._step_of.update(dict.fromkeys(entry.draws, entry.step))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scan:
+    payloads: list[memoryview]
+    good_end: int  # where the next record goes
+    damage: list[tuple[int, int]]  # [start, end) of bytes in the middle that are not a valid record
+
+
+class Journal(AbstractContextManager["Journal"]):
+    """``guard`` is called before anything is written, and raises where this process may no longer write."""
+
+    def __init__(self, dir: Path, *, guard: Callable[[], None] = unguarded) -> None:
+        self.dir = Path(dir)
+        self._guard = guard
+        self._closed = False
+        self._files: dict[tuple[int, str], AppendFile] = {}
+        self._trained_file: AppendFile | None = None
+        self._ledger: _Ledger | None = None
+        self._lock = threading.RLock()
+        self._syncing = threading.Lock()
+        try:
+            self.dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise JournalError(
+                f"{self.dir}: cannot write the journal folder: {error.strerror}; free space or make the folder writable, or "
+                "choose another run.dir"
+            ) from error
+
+    def append(self, group: Group, *, again: bool = False) -> None:
+        """Write a finished group; when this returns, the group outlives the process. ``again``: it has a record
+        already and only its scores are new; from now on this record counts."""
+        what = f"the group of draw {group.draw}, step {group.step}"
+        self._append(
+            partial(self._file, group.step), encode(group, again=again), path=self._path(group.step), what=what
+        )
+
+    def append_attempts(self, attempts: Iterable[tuple[int, Group]]) -> None:
+        """Write attempts of groups that are not finished, those of a step in one write: each group has only this completion, and
+        comes with its place in the whole group."""
+        records: dict[int, list[bytes]] = {}
+        for place, group in attempts:
+            records.setdefault(group.step, []).append(encode(group, attempt=place))
+        for step, found in records.items():
+            self._append(
+                partial(self._file, step, ATTEMPTS),
+                b"".join(found),
+                path=self._path(step, ATTEMPTS),
+                what=f"{len(found)} attempts of step {step}",
+            )
+
+    def read_attempts(self, step: int) -> dict[int, dict[int, Group]]:
+        """Draw -> place in the group -> the attempt, as a group of one. Damage is skipped: its attempt is made again."""
+        found: dict[int, dict[int, Group]] = {}
+        for payload in _scan_groups(_read_bytes(self._path(step, ATTEMPTS))).payloads:
+            try:
+                attempt, group = header_of(payload)["attempt"], decode(payload)
+            except NOT_A_GROUP:
+                continue
+            found.setdefault(group.draw, {}).setdefault(attempt, group)
+        return found
+
+    def _append(self, file: Callable[[], AppendFile], record: bytes, *, path: Path, what: str) -> None:
+        def write() -> None:
+            with self._lock:
+                if self._closed:
+                    raise JournalError(f"{self.dir}: this journal is closed")
+                self._guard()
+                file().append(record)
+
+        persist(write, path=path, what=what, refuse=JournalError)
+
+    def sync(self) -> None:
+        """Wait until everything appended so far is on the disk itself. Call it before training on it.
+
+        Another thread may append meanwhile: only what takes no time happens under the lock.
+        """
+        self._sync(lambda: [*self._files.values(), self._trained_file])
+        self._guard()
+
+    def _sync(self, pick: Callable[[], Iterable[AppendFile | None]]) -> None:
+        with self._syncing, ExitStack() as kept:  # what another thread is syncing is not on the disk yet
+            with self._lock:
+                flushes = [(file.path, file.begin_sync(kept)) for file in pick() if file is not None]
+            for path, flush in flushes:
+
+                def guarded(flush: Callable[[], None] = flush) -> None:
+                    self._guard()
+                    flush()
+
+                persist(guarded, path=path, what="buffered records to the disk", refuse=JournalError)
+
+    def read(self, step: int) -> list[Group]:
+        """The step's groups in order of draw, up to a torn tail, which the next ``append`` moves aside and reports. Damage in the middle
+        is reported and skipped."""
+        path = self._path(step)
+        scan = _scan_groups(_read_bytes(path))
+        for start, end in scan.damage:
+            warn(
+                f"journal {path}: bytes {start} to {end} are damaged (checksum) and skipped; their groups are generated "
+                "again"
+            )
+        groups: dict[int, Group] = {}
+        for payload in scan.payloads:
+            try:
+                group = decode(payload)
+            except NOT_A_GROUP as error:
+                warn(
+                    f"journal {path}: a record is not a group ({type(error).__name__}: {str(error):.80}) and is skipped; its "
+                    "group is generated again"
+                )
+                continue
+            if group.draw in groups and not header_of(payload).get("scored_again"):
+                warn(f"journal {path}: draw {group.draw} is recorded more than once; the first record is used")
+                continue
+            groups[group.draw] = group
+        return [groups[draw] for draw in sorted(groups)]
+
+    def steps(self) -> list[int]:
+        """Steps that have a file, ascending."""
+        return [step for step, _ in _step_files(self.dir)]
+
+    def mark_trained(self, step: int, *, draws: Iterable[int], version: int) -> None:
+        """Record durably that ``step`` was trained on ``draws``. A replay may say the same again, nothing else."""
+        entry = TrainedStep(step=step, draws=tuple(sorted(int(draw) for draw in draws)), version=version)
+        line = json.dumps({"step": step, "draws": entry.draws, "version": version}) + "\n"
+        with self._lock:
+            if self._ledger is None:
+                self._ledger = self._read_trained()
+            self._ledger.check(entry)
+        what = f"that step {step} was trained"
+        self._append(self._open_trained, line.encode(), path=self._trained_path, what=what)
+        self._sync(lambda: [self._trained_file])
+        with self._lock:
+            self._ledger.add(entry)
+
+    def _open_trained(self) -> AppendFile:
+        if self._trained_file is None:
+            self._trained_file = AppendFile(self._trained_path, good_end=lines_end)
+        return self._trained_file
+
+    def trained(self) -> dict[int, TrainedStep]:
+        """Step -> what it was trained on, for every step ever trained, replays counted once."""
+        return self._read_trained().entries
+
+    def _read_trained(self) -> _Ledger:
+        """Up to a torn line. The next ``mark_trained`` moves that aside and says so."""
+        data = _read_bytes(self._trained_path)
+        ledger = _Ledger(self._trained_path)
+        for number, line in enumerate(data[: lines_end(data)].splitlines(), start=1):
+            row = parse_row(line)
+            if row is None or not is_trained_row(row):
+                raise JournalError(
+                    f"{self._trained_path}, line {number} is not a trained step: {line[:80]!r}; "
+                    "restore the file, or remove that line if the step it stood for is trained again"
+                )
+            ledger.add(TrainedStep(step=row["step"], draws=tuple(row["draws"]), version=row["version"]))
+        return ledger
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True  # a write that still waits for the disk in another thread must not open files again
+            for file in (*self._files.values(), *filter(None, [self._trained_file])):
+                file.close()
+            self._files.clear()
+            self._trained_file = None
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @property
+    def _trained_path(self) -> Path:
+        return self.dir / "trained.jsonl"
+
+    def _path(self, step: int, kind: str = GROUPS) -> Path:
+        return self.dir / f"{step:06d}.{kind}"
+
+    def _file(self, step: int, kind: str = GROUPS) -> AppendFile:
+        if (step, kind) not in self._files:
+            while len(self._files) >= _MAX_OPEN:
+                oldest = min(self._files)
+                self._files[oldest].sync()
+                self._files.pop(oldest).close()
+            path = self._path(step, kind)
+            self._files[step, kind] = AppendFile(path, good_end=lambda data: _scan_groups(data).good_end)
+        return self._files[step, kind]
+
+
+def _scan_groups(data: bytes) -> _Scan:
+    """Find the valid records. Other bytes are damage if a valid record follows, else a torn tail."""
+    payloads, damage, end = [], [], 0
+    for start, payload in records(data):
+        if start > end:
+            damage.append((end, start))
+        payloads.append(payload)
+        end = start + HEAD_BYTES + len(payload)
+    return _Scan(payloads=payloads, good_end=end, damage=damage)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFile:
+    """A step's file as it is on the disk, with nothing repaired."""
+
+    path: Path
+    step: int
+    draws: tuple[int, ...]  # of all whole records, in order, repeats included, but for groups that were scored again
+    whole: bytes  # only the whole records
+    num_bad_bytes: int  # torn or damaged
+
+
+def inspect(dir: Path) -> list[StepFile]:
+    """The journal's files in order of step; for reports and repairs."""
+    found = []
+    for step, path in _step_files(dir):
+        data = _read_bytes(path)
+        read = [(start, payload, draw_of(payload)) for start, payload in records(data)]
+        groups = [(start, payload, draw) for start, payload, draw in read if draw is not None]
+        whole = b"".join(data[start : start + HEAD_BYTES + len(payload)] for start, payload, _ in groups)
+        draws = tuple(draw for _, payload, draw in groups if not header_of(payload).get("scored_again"))
+        found.append(StepFile(path=path, step=step, draws=draws, whole=whole, num_bad_bytes=len(data) - len(whole)))
+    return found
+
+
+def _step_files(dir: Path) -> list[tuple[int, Path]]:
+    """The files with whole groups, by their steps."""
+    return sorted((int(path.stem), path) for path in dir.glob(f"*.{GROUPS}") if re.fullmatch(r"\d{6,}", path.stem))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptsFile:
+    """A step's attempts as they are on the disk."""
+
+    path: Path
+    places: tuple[tuple[int, int], ...]  # draw and place in its group, of all whole records, repeats included
+    num_bad_bytes: int
+
+
+def inspect_attempts(dir: Path) -> list[AttemptsFile]:
+    """Single attempts that were kept before their groups were finished; for reports."""
+    found = []
+    for path in sorted(dir.glob(f"*.{ATTEMPTS}")) if dir.is_dir() else []:
+        scan = _scan_groups(data := _read_bytes(path))
+        headers = [header_of(payload) for payload in scan.payloads if draw_of(payload) is not None]
+        places = tuple((header["draw"], header["attempt"]) for header in headers if is_count(header.get("attempt")))
+        bad = len(data) - scan.good_end + sum(end - start for start, end in scan.damage)
+        found.append(AttemptsFile(path=path, places=places, num_bad_bytes=bad))
+    return found
+
+
+def is_trained_row(row: dict[str, Any]) -> bool:
+    """Whether a line of ``trained.jsonl`` is complete."""
+    draws = row.get("draws")
+    return isinstance(draws, list) and all(map(is_count, [row.get("step"), row.get("version"), *draws]))
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        raise JournalError(
+            f"{path} cannot be read: {error.strerror}; check the file's permissions and the disk"
+        ) from error

@@ -1,0 +1,296 @@
+"""Who may write a run directory: one controller at a time, on any host.
+
+The lease is a file next to the run directory (so that ``--fresh`` can move the directory), ``.<name>.lease-<number>``, with
+who holds it and a counter that its holder advances every ``BEAT_S``. The highest number counts. A controller takes the
+lease by making the file of the next number with ``link``: if several try, one succeeds, on NFS too. Numbers never go back,
+because a lease that is given up stays, marked as free. No clock of another host and no file time is ever compared.
+
+A second controller takes over when the first is provably gone: at once where it ran on this host and its process has ended
+(process id, start time and boot are compared); otherwise when the counter has not moved for ``WATCH_S`` by the second's own
+clock. Otherwise it refuses and names the holder.
+
+A holder that was frozen until another took over finds the next number and stops: ``check`` is called before each write of
+the journal and before each checkpoint is put in place, and looks whenever this process cannot be sure of its lease.
+
+The counter, and what the holder waits for, are written in place: a full disk must not make a holder look dead or hide that it waits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from rollcall.base.atomic import create_atomic
+from rollcall.base.errors import ConfigError
+from rollcall.base.heartbeat import Heartbeat
+from rollcall.base.patience import persist, refusing
+from rollcall.base.process_table import STOPPED, Process, status_of
+from rollcall.base.redact import redact
+from rollcall.base.wait import waiting, warn
+
+BEAT_S = 2.0
+WATCH_S = 20.0
+LOOK_S = 0.5  # between two looks at another's counter
+SURE_S = WATCH_S / 2  # no other can have taken over this soon after a beat
+_LENGTH, _LONGEST_WAIT = 4096, 250  # bytes of a lease file; characters in it that say what is waited for
+_KINDS = {"owner": str, "host": str, "pid": int, "place": str, "process_start": int, "since": str, "released": bool,
+          "waits": str, "waits_since": int}  # fmt: skip
+
+
+def unguarded() -> None:
+    """The check of a store that has no other writer."""
+
+
+class LeaseLostError(RuntimeError, ValueError):
+    """Another controller has this run directory now; this process has stopped writing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """The content of a lease file."""
+
+    owner: str
+    host: str
+    pid: int
+    place: str  # boot and process-id namespace in which ``pid`` means something; "": unknown
+    process_start: int  # in ticks since boot; 0: unknown
+    since: str  # the holder's own clock, for people
+    number: int
+    counter: int
+    released: bool
+    waits: str = ""  # for what; empty: it does not wait
+    waits_since: int = 0  # unix time
+
+    @property
+    def is_here(self) -> bool:
+        return bool(self.place) and (self.place, self.host) == (_place(), socket.gethostname())
+
+    @property
+    def is_gone(self) -> bool:
+        """Provably: it gave the lease back, or its process was on this host and has ended."""
+        return self.released or (self.is_here and not Process(pid=self.pid, started=self.process_start).is_alive())
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on host {self.host} (since {self.since})"
+
+
+class Lease:
+    """A lease that this process holds. Its counter is advanced by a thread."""
+
+    def __init__(self, run_dir: Path, me: Holder) -> None:
+        self.run_dir = run_dir
+        self.me = me
+        self._path = _path(run_dir, me.number)
+        self._fd = os.open(self._path, os.O_RDWR)
+        self._counter = 0
+        self._beaten = _now()
+        self._lost: str | None = None
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raises if another controller has the lease. Costs nothing while the last beat is recent."""
+        if self._lost is None and _now() - self._beaten > SURE_S:
+            self._look()
+        if self._lost is not None:
+            raise LeaseLostError(self._lost)
+
+    def release(self) -> None:
+        self._done.set()
+        self._thread.join()
+        try:
+            if self._lost is None:
+                self._write(released=True)
+        except OSError as error:
+            warn(f"{self._path}: the lease cannot be given back: {error}; the next controller waits {WATCH_S:g} s")
+        finally:
+            os.close(self._fd)
+
+    def _keep(self) -> None:
+        while not self._done.wait(BEAT_S) and self._lost is None:
+            self._beat()
+
+    def _beat(self) -> None:
+        self._counter += 1
+        what, since = waiting() or ("", 0)
+        self.me = replace(self.me, waits=redact(what)[:_LONGEST_WAIT], waits_since=int(since))
+        try:
+            self._write(released=False)
+        except OSError as error:
+            warn(f"{self._path}: the lease cannot be renewed: {error.strerror}; trying again")
+            return
+        now = _now()
+        self._look()
+        if self._lost is None:
+            self._beaten = now
+
+    def _write(self, *, released: bool) -> None:
+        os.pwrite(self._fd, _encode(self.me, counter=self._counter, released=released), 0)
+        os.fsync(self._fd)  # on a shared folder: what other hosts read
+
+    def _look(self) -> None:
+        """Whether another has taken over: it removes this file. A shared folder shows that at once when the file is opened,
+        while a list of files may be a minute old."""
+        is_there = True
+        try:
+            try:
+                os.close(os.open(self._path, os.O_RDONLY))
+            except FileNotFoundError:
+                is_there = False
+            newest = read_holder(self.run_dir)
+        except OSError as error:
+            warn(f"{self._path}: the lease cannot be read: {error.strerror}")
+            return
+        if is_there and newest is not None and newest.number == self.me.number:
+            return
+        by = f"by {newest}" if newest is not None else "(its lease file is gone)"
+        self._lost = (
+            f"run.dir={self.run_dir} was taken over {by} while this process ({self.me.pid} on {self.me.host}) gave no sign of "
+            "life; this one stops and leaves the directory to the other"
+        )
+
+
+@contextmanager
+def hold(run_dir: Path) -> Iterator[Lease]:
+    """The lease on a run directory, while the block runs; ConfigError if another controller has it."""
+    with refusing(run_dir, folder=run_dir.parent, refuse=ConfigError):
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+    if run_dir.exists() and not run_dir.is_dir():
+        raise ConfigError(f"run.dir={run_dir} is a file, and a run needs a folder; choose another run.dir")
+    lease = _take(run_dir)
+    try:
+        yield lease
+    finally:
+        lease.release()
+
+
+def _take(run_dir: Path) -> Lease:
+    while True:
+        holder = read_holder(run_dir)
+        if holder is not None and not holder.is_gone:
+            if holder.is_here:
+                _refuse(run_dir, holder)
+            warn(f"run.dir={run_dir} is held by {holder}; watching it for {WATCH_S:g} s to see whether it is alive")
+            _watch(run_dir, holder)
+        if holder is not None and not holder.released:
+            warn(f"run.dir={run_dir}: {holder} is gone; taking over")
+        me = _myself(number=holder.number + 1 if holder else 1)
+        path, data = _path(run_dir, me.number), _encode(me, counter=0, released=False)
+        # A folder that cannot be written is refused at once for a new run, and waited for where a run is resumed.
+        if holder is None:
+            with refusing(run_dir, folder=run_dir.parent, refuse=ConfigError):
+                made = create_atomic(path, data)
+        else:
+            made = persist(partial(create_atomic, path, data), path=path, what="the lease")
+        if made:
+            for path, number in _files(run_dir):
+                if number < me.number:
+                    path.unlink(missing_ok=True)
+            return Lease(run_dir, me)
+        # Another taker was faster: look again.
+
+
+def _watch(run_dir: Path, holder: Holder) -> None:
+    """Returns when the holder's counter has not moved for ``WATCH_S``."""
+    beat = Heartbeat()
+    beat.see(holder.owner, holder.counter)
+    while beat.silent_s < WATCH_S:
+        time.sleep(LOOK_S)
+        now = read_holder(run_dir)
+        if now is None or now.released:
+            return
+        beat.see(now.owner, now.counter)
+        if beat.has_moved or now.owner != holder.owner:
+            _refuse(run_dir, now)
+
+
+def _refuse(run_dir: Path, holder: Holder) -> None:
+    stopped = holder.is_here and status_of(holder.pid) in STOPPED
+    raise ConfigError(
+        f"another process is training in run.dir={run_dir}: {holder}{', which is stopped (SIGSTOP)' if stopped else ''}; "
+        "wait for it or stop it, or choose another run.dir"
+    )
+
+
+def read_holder(run_dir: Path) -> Holder | None:
+    """The last holder of the lease; it is ``released`` if nobody has it now."""
+    while files := sorted(_files(run_dir), key=lambda item: -item[1]):
+        for path, number in files:
+            try:
+                return _read(path, number)
+            except FileNotFoundError:
+                continue  # replaced by a newer one since the folder was listed
+        time.sleep(0.02)  # only an empty list means that nobody has it
+    return None
+
+
+def _read(path: Path, number: int) -> Holder:
+    text = path.read_bytes()
+    try:
+        fields = json.loads(text)
+        if not all(isinstance(fields[name], kind) for name, kind in _KINDS.items()):
+            raise TypeError("not what a holder writes")
+        return Holder(**{**fields, "counter": int(fields["counter"]), "number": number})
+    except (ValueError, KeyError, TypeError, RecursionError):
+        # Of another version of this program, or cut by a power loss: we can only see whether it changes.
+        return Holder(
+            owner=text.hex(), host="unknown", pid=0, place="", process_start=0, since="unknown", number=number,
+            counter=0, released=False,
+        )  # fmt: skip
+
+
+def _files(run_dir: Path) -> list[tuple[Path, int]]:
+    if not run_dir.parent.is_dir():
+        return []
+    name = re.compile(rf"\.{re.escape(run_dir.name)}\.lease-(\d+)")
+    found = ((path, name.fullmatch(path.name)) for path in run_dir.parent.iterdir())
+    return [(path, int(match.group(1))) for path, match in found if match]
+
+
+def _path(run_dir: Path, number: int) -> Path:
+    return run_dir.parent / f".{run_dir.name}.lease-{number}"
+
+
+def _encode(holder: Holder, *, counter: int, released: bool) -> bytes:
+    """Always of one length, so that it can be written in place."""
+    fields = asdict(holder) | {"counter": counter, "released": released}
+    return f"{json.dumps(fields):<{_LENGTH - 1}}\n".encode()
+
+
+def _myself(*, number: int) -> Holder:
+    own = Process.of(os.getpid())
+    return Holder(
+        owner=uuid.uuid4().hex,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        place=_place(),
+        process_start=own.started if own else 0,
+        since=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+        number=number,
+        counter=0,
+        released=False,
+    )
+
+
+def _now() -> float:
+    """On a clock that also counts while the machine sleeps, where there is one."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+def _place() -> str:
+    """Where a process id means what it means here; empty where the system does not say."""
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""

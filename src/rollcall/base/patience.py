@@ -1,0 +1,204 @@
+"""Writes that outlive a full or unwritable disk.
+
+``persist`` does a write. While the disk refuses it, it says so (at once, then every ``SAY_EVERY_S``; one line for all writes that
+wait for the disk) and tries again every ``RETRY_S``. It gives up with an error that says what to do: after ``DEADLINE_S``, after
+Ctrl-C, or when a process that is to stop has no time left. The calling thread waits; an event loop calls it in another thread. A write is a function that
+can be repeated: it leaves nothing half-done behind when it raises.
+
+A fault of the disk is recognised however it arrives: as an OSError, as the cause of a worker's error, or in a serialiser's
+own words.
+"""
+
+from __future__ import annotations
+
+import errno
+import getpass
+import math
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from rollcall.base.stop import heeded
+from rollcall.base.wait import Wait, warn
+
+T = TypeVar("T")
+
+DEADLINE_S = 3600.0
+RETRY_S = 1.0
+SAY_EVERY_S = 10.0
+PASSING = frozenset(
+    (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE)
+)  # what a person can put right while the write waits
+
+
+class DiskError(RuntimeError, ValueError):
+    """The disk did not take a write within the deadline; the message says which, why and what to do."""
+
+
+class NodeDiskError(OSError):
+    """A fault of a node's own disk; the file name says which node and where, as HOST:PATH."""
+
+
+def persist(action: Callable[[], T], *, path: Path, what: str, refuse: Callable[[str], Exception] = DiskError) -> T:
+    """Returns what ``action`` returns, once the disk lets it. ``path`` and ``what`` are for the messages: "the group of draw 3"."""
+    outage: _Outage | None = None
+    started, wait = time.monotonic(), Wait()
+    try:
+        while True:
+            try:
+                result = action()
+            except Exception as error:
+                fault = disk_fault(error, near=path)
+                if fault is None:
+                    raise
+                now = time.monotonic()
+                started = now if outage is None else started
+                on_node = isinstance(fault, NodeDiskError)
+                why = f"{path}: cannot write {what}: {f'{fault.filename}: ' if on_node else ''}{fault.strerror}"
+                if now - started >= DEADLINE_S or heeded().is_late:
+                    waited = f" (waited {now - started:.0f} s)" if now - started >= 1 else ""
+                    raise refuse(
+                        f"{why}{waited}; {_advice(fault)}, then run the same command again: it resumes, and what was written "
+                        "before is kept"
+                    ) from error
+                wait.note(why)
+                outage = outage or _Outage.join(fault, path)
+                if outage.is_word_due():
+                    free = None if on_node else free_bytes(path)
+                    left = "" if free is None else f"; {free:,} bytes are left"
+                    warn(f"{why}{left}; waiting until it can: {_advice(fault)}")
+                time.sleep(RETRY_S)
+            else:
+                if outage is not None and outage.leave():
+                    warn(f"{path}: {what} was written after {time.monotonic() - outage.began:.0f} s; continuing")
+                return result
+    except BaseException:
+        if outage is not None:
+            outage.leave()
+        raise
+
+
+class _Outage:
+    """The writes that wait for one disk. One of them speaks for all, and the last one says that they are done."""
+
+    def __init__(self, key: object) -> None:
+        self.began = time.monotonic()
+        self._key, self._num_waiting, self._said = key, 0, -math.inf
+
+    @classmethod
+    def join(cls, fault: OSError, path: Path) -> _Outage:
+        disk = next((os.stat(folder).st_dev for folder in (path, *path.parents) if os.path.exists(folder)), None)
+        node = fault.filename.partition(":")[0] if isinstance(fault, NodeDiskError) else None
+        key = (fault.errno, node or disk)
+        with _lock:
+            outage = _outages.setdefault(key, cls(key))
+            outage._num_waiting += 1
+        return outage
+
+    def is_word_due(self) -> bool:
+        with _lock:
+            is_due = time.monotonic() - self._said >= SAY_EVERY_S
+            self._said = time.monotonic() if is_due else self._said
+        return is_due
+
+    def leave(self) -> bool:
+        """Whether it was the last."""
+        with _lock:
+            self._num_waiting -= 1
+            if self._num_waiting == 0:
+                _outages.pop(self._key)
+        return self._num_waiting == 0
+
+
+_lock = threading.Lock()
+_outages: dict[object, _Outage] = {}
+
+
+def disk_fault(error: BaseException, *, near: Path) -> OSError | None:
+    """The passing fault of the disk behind an error; None if the error has another cause. ``near`` is where the write went."""
+    link: BaseException | None = error
+    seen: set[int] = set()
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        number = getattr(link, "errno", None)
+        if number in PASSING:
+            if isinstance(link, NodeDiskError):
+                return NodeDiskError(number, os.strerror(number), link.filename)
+            return OSError(number, os.strerror(number), str(near))
+        found = None if _is_a_report(link) else re.search(r"\(os error (\d+)\)|(No space left)", str(link))
+        if found and (number := int(found[1] or errno.ENOSPC)) in PASSING:
+            return OSError(number, os.strerror(number), str(near))
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    # A serialiser may not name the reason. A worker's error does not count: a dead worker is not brought back by free space.
+    if isinstance(error, RuntimeError) and not isinstance(error, OSError) and not _is_a_report(error):
+        if (free := free_bytes(near)) is not None and free < 4096:
+            return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(near))
+    return None
+
+
+@contextmanager
+def refusing(run_dir: Path, *, folder: Path, refuse: Callable[[str], Exception] = DiskError) -> Iterator[None]:
+    """Around the first writes of a run: a fault in ``folder`` is refused at once, by the folder's name."""
+    try:
+        yield
+    except OSError as error:
+        what = f"{_advice(error)}, or " if error.errno in PASSING else ""
+        raise refuse(
+            f"run.dir={run_dir}: nothing can be written in the folder {folder}: {error.strerror}; {what}choose another run.dir"
+        ) from error
+
+
+@contextmanager
+def plain_disk_errors(path: Path) -> Iterator[None]:
+    """A fault of the disk is raised as the OSError it was, even if a serialiser raised something else: an OSError can travel
+    between processes."""
+    try:
+        yield
+    except Exception as error:
+        fault = disk_fault(error, near=path)
+        if fault is None or isinstance(error, OSError):
+            raise
+        try:
+            raise fault from error
+        finally:
+            del fault  # a name of it here would make a ring that keeps the failed write's files open
+
+
+def _is_a_report(error: BaseException) -> bool:
+    """An error that quotes others: a worker's traceback, say. What counts is its cause."""
+    return type(error).__module__.startswith(("rollcall.", "ray."))
+
+
+def free_bytes(path: Path) -> int | None:
+    """The bytes free on the disk of a path that need not exist yet; None if the system does not say."""
+    for folder in (path, *path.parents):
+        try:
+            return shutil.disk_usage(folder).free
+        except FileNotFoundError:
+            continue
+        except OSError:
+            return None
+    return None
+
+
+def _advice(fault: OSError) -> str:
+    if fault.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "free space" if fault.errno == errno.ENOSPC else "free space, or raise the quota"
+    if fault.errno == errno.EROFS:
+        return "mount the file system writable"
+    if fault.errno in (errno.EACCES, errno.EPERM):
+        return f"make the folder writable for {_user()}"
+    return "check the disk or the mount"
+
+
+def _user() -> str:
+    try:
+        return f"user {getpass.getuser()}"
+    except (KeyError, OSError):  # a container's user may have no name
+        return f"user {os.getuid()}"

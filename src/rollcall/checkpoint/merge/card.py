@@ -1,0 +1,191 @@
+"""The files of a merged model that are not its weights: config files, and a model card with the facts of the run."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rollcall.base.version import __version__
+from rollcall.base.words import visible
+from rollcall.config.yaml import read_small, read_yaml
+from rollcall.model.stored.dtypes import DType
+from rollcall.model.stored.files import StoredError
+from rollcall.model.stored.find import ADAPTER_CONFIG, PROBE, checkpoint_of
+from rollcall.model.stored.tensors import Stored
+
+# Config files by the ends of their names; of folders only the one of further templates.
+CONFIG_ENDS = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
+NOT_COPIED = (
+    "model.safetensors.index.json", "pytorch_model.bin.index.json", "verified.json", "README.md", ADAPTER_CONFIG,
+)  # fmt: skip
+TEMPLATES = "additional_chat_templates/*.jinja"
+_HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
+
+
+def not_of_a_model(folder: Path) -> Path | None:
+    """Finds a file or folder in a model directory that is not part of any model: somebody's own, or a link to elsewhere."""
+    suffixes, words = (*CONFIG_ENDS, ".safetensors", ".bin", ".md"), ("LICENSE", "NOTICE")
+
+    def belongs(path: Path) -> bool:
+        if path.is_symlink() or path.name.startswith("."):
+            return False
+        if path.is_dir():
+            return path.name == "additional_chat_templates"  # of transformers
+        return path.is_file() and (path.suffix in suffixes or path.name.startswith(words))
+
+    return next((path for path in sorted(folder.rglob("*")) if not belongs(path)), None)
+
+
+def copy_config_files(stored: Stored, folder: Path, out: Path, *, dtype: DType | None) -> None:
+    """Copy the files of ``folder`` that belong to a model; config.json says in which type the weights are.
+
+    The probe comes only from the folder of the weights: that of another model would refuse this one.
+    """
+    own = () if stored.folder is None else stored.folder.glob(PROBE)
+    others = (path for path in (*folder.iterdir(), *folder.glob(TEMPLATES)) if path.name != PROBE)
+    for path in sorted((*own, *others)):
+        if not path.is_file() or path.suffix not in CONFIG_ENDS or path.name in NOT_COPIED:
+            continue
+        try:
+            data = read_small(path)
+        except ValueError as error:
+            raise StoredError(f"{path} cannot be copied: {error}") from None
+        known = stored.files.get(path)
+        if known is not None and known.blake2b != blake2b(data, digest_size=16).hexdigest():
+            raise StoredError(f"{known} is not as it was written (the checksum differs); restore the file")
+        if path.name == "config.json":
+            data = _config(data, path, dtype=dtype)
+        if path.name == PROBE and folder != stored.folder:
+            data = _free_config_files(data)
+        target = out / (path.relative_to(folder) if path.is_relative_to(folder) else path.name)
+        target.parent.mkdir(exist_ok=True)
+        target.write_bytes(data)
+
+
+def _free_config_files(data: bytes) -> bytes:
+    """The probe without the checksums of config files, for config files that were chosen on purpose: only the log-probs must match."""
+    try:
+        return json.dumps({**json.loads(data), "beside": {}}, indent=1).encode()
+    except (ValueError, TypeError, RecursionError):
+        return data  # its reader says what is wrong with it
+
+
+def _config(data: bytes, path: Path, *, dtype: DType | None) -> bytes:
+    """Without the path that the model was once loaded from, which is of no use elsewhere."""
+    try:
+        fields = json.loads(data)
+        name = fields.pop("_name_or_path", None)
+        if isinstance(name, str) and is_hub_name(name):
+            fields["_name_or_path"] = name
+        if dtype is not None:
+            fields.pop("torch_dtype", None)
+            fields["dtype"] = dtype.name
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise StoredError(f"{path} is not a model's config.json ({error}); restore the file") from None
+    return (json.dumps(fields, indent=2) + "\n").encode()
+
+
+def is_hub_name(name: str) -> bool:
+    """
+    >>> is_hub_name("Qwen/Qwen3-0.6B"), is_hub_name("/data/models/qwen"), is_hub_name("../qwen")
+    (True, False, False)
+    """
+    return _HUB_NAME.fullmatch(name) is not None and not Path(name).exists()
+
+
+def run_facts(stored: Stored) -> dict[str, str]:
+    """Facts of the run, for people: no paths and nothing else of the run file."""
+    facts = stored.facts
+    found: dict[str, str] = {}
+    run = _run_file(Path(stored.origin))
+    base = run.get("model", {}).get("path")
+    if isinstance(base, str):
+        found["base model"] = base if is_hub_name(base) or base.startswith("builtin:") else "a local model"
+    algorithm = run.get("algorithm", {}).get("name")
+    if isinstance(algorithm, str):
+        found["algorithm"] = algorithm
+    for key, label in (("step", "step"), ("weight_version", "weight version")):
+        if isinstance(facts.get(key), int):
+            found[label] = str(facts[key])
+    scores = facts.get("scores") or ({"score": facts["score"]} if facts.get("score") is not None else {})
+    if isinstance(scores, Mapping):
+        found |= {
+            str(key): f"{value:.4g}"
+            for key, value in scores.items()
+            if isinstance(value, float)
+            or (isinstance(value, int) and abs(value) < 10**15)  # others cannot be written so
+        }
+    return found
+
+
+def _run_file(origin: Path) -> dict[str, Any]:
+    """The run file of the run that wrote a checkpoint or an exported ``model/``; empty if the weights are of no run."""
+    path = origin.absolute()
+    if (checkpoint := checkpoint_of(path)) is not None:
+        path = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint
+    elif (
+        path.name == "model" and (path.parent / "metrics.jsonl").is_file()
+    ):  # otherwise the run file may be of something else
+        path = path.parent
+    try:
+        fields = read_yaml(path / "run.yaml", what="run file")
+        sections = {key: value for key, value in fields.items() if isinstance(value, dict)}
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return {}
+    return sections
+
+
+def card(
+    stored: Stored,
+    *,
+    num_parameters: int,
+    dtypes: Sequence[DType],
+    facts: Mapping[str, str],
+    notes: Sequence[str],
+) -> str:
+    ours = "algorithm" in facts or stored.kind in ("checkpoint", "sharded checkpoint")
+    versions = {"rollcall": __version__, **{name: metadata.version(name) for name in ("torch", "transformers")}}
+    rows = {
+        **facts,
+        "parameters": f"{num_parameters:,}",
+        "type of the weights": ", ".join(sorted(one.name for one in dtypes)),
+        "merged from": f"{'an' if stored.kind[0] in 'aeio' else 'a'} {stored.kind}",
+        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
+    }
+    base = facts.get("base model", "")
+    lines = [
+        "---",
+        "library_name: transformers",
+        "pipeline_tag: text-generation",
+        "tags:",
+        "- rollcall",
+        "- reinforcement-learning",
+        *([f"base_model: {json.dumps(base)}"] if is_hub_name(base) else []),
+        "---",
+        "",
+        "# Model card",
+        "",
+        "Trained by reinforcement learning with Rollcall." if ours else "Merged by Rollcall.",
+        "",
+        "| fact | value |",
+        "|---|---|",
+        *(f"| {_cell(key)} | {_cell(value)} |" for key, value in rows.items()),
+    ]
+    # Without the paths of this machine.
+    lines += ["", *(f"- {_cell(note.replace(stored.origin, 'the checkpoint'))}" for note in notes)] if notes else []
+    return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    """Text from files of others, as text: no markup, no links, no second line.
+
+    >>> _cell("a|b <script>\\n# [x](y)")
+    'a/b &lt;script> # \\\\[x](y)'
+    """
+    shown = visible(" ".join(text.replace("|", "/").split()))[:300]
+    return re.sub(r"([\\`\[])", r"\\\1", shown).replace("&", "&amp;").replace("<", "&lt;")

@@ -1,0 +1,138 @@
+"""The folder in which a merge is made, next to its target: it survives an interruption, and becomes the target in one rename.
+
+``.merging-NAME/`` holds the written files in ``model/``, the plan's fingerprint, one line for each unit that is on the disk, and a
+lock. The same command finds it and continues; a merge of other files, or to other files, begins again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rollcall.base.atomic import fsync, fsync_tree, swap_in, write_atomic
+from rollcall.base.lock import take_lock
+from rollcall.base.patience import free_bytes
+from rollcall.checkpoint.merge.plan import MergePlan, Unit
+from rollcall.model.stored.files import StoredError
+
+PLAN, PROGRESS = "plan.json", "done.jsonl"
+
+
+class FullDiskError(StoredError):
+    """The disk has too little room for the merge."""
+
+
+class Staging:
+    """Made by ``begin``, which holds the lock. ``done`` are the names of the units that are written."""
+
+    def __init__(self, folder: Path, plan: MergePlan) -> None:
+        self.model = folder / "model"
+        self._folder, self._plan = folder, plan
+        self._progress = folder / PROGRESS
+        self.done: set[str] = set()
+
+    def prepare(self) -> None:
+        """Continue with the files of an earlier start if they are of the same plan; otherwise begin."""
+        kept = self._folder / PLAN
+        try:
+            same = json.loads(kept.read_bytes()) == {"fingerprint": self._plan.fingerprint}
+        except (OSError, ValueError):
+            same = False
+        sizes = {self.model / out.name: out.size for out in self._plan.files}
+        same = same and all(path.is_file() and path.stat().st_size == size for path, size in sizes.items())
+        if same:
+            self.done = _read_lines(self._progress)
+        else:
+            for path in (kept, self._progress):
+                path.unlink(missing_ok=True)
+            shutil.rmtree(self.model, ignore_errors=True)
+        written = sum(path.stat().st_blocks * 512 for path in sizes if path.is_file())
+        needed = sum(sizes.values()) - written + (64 << 20)  # for tokenizer, configs and the file system itself
+        free = free_bytes(self._folder)
+        if free is not None and free < needed:
+            raise FullDiskError(
+                f"{self._folder.parent} has {free / 1e9:,.2f} GB free, and the merge needs {needed / 1e9:,.2f} GB more; free space, or "
+                "choose another --out"
+            )
+        if not same:
+            self.model.mkdir()
+            for out in self._plan.files:
+                with (self.model / out.name).open("wb") as file:
+                    file.write(out.header)
+                    file.truncate(out.size)
+            fsync_tree(self.model)
+            self._progress.touch()
+            # From here on the files are known to be of this plan.
+            write_atomic(kept, json.dumps({"fingerprint": self._plan.fingerprint}))
+
+    @contextmanager
+    def outs(self) -> Iterator[list[int]]:
+        fds: list[int] = []
+        try:
+            for out in self._plan.files:
+                fds.append(os.open(self.model / out.name, os.O_WRONLY))
+            yield fds
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def note(self, units: Sequence[Unit], outs: Sequence[int]) -> None:
+        """Bring what is written to the disk, and note that these units are there."""
+        for fd in outs:
+            os.fdatasync(fd)
+        with self._progress.open("a") as file:
+            file.writelines(json.dumps(unit.name) + "\n" for unit in units)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def finish(self, out: Path) -> None:
+        fsync_tree(self.model)
+        swap_in(self.model, out)
+
+
+@contextmanager
+def begin(out: Path, plan: MergePlan) -> Iterator[Staging]:
+    """The staging folder of a target, held by this process. It stays for the next start if the block is interrupted, and is removed if
+    the stored files are refused."""
+    folder = out.with_name(f".merging-{out.name}")
+    with locked(folder, out):
+        try:
+            yield Staging(folder, plan)
+        except FullDiskError:
+            raise
+        except StoredError:
+            shutil.rmtree(folder)
+            raise
+        shutil.rmtree(folder)
+    fsync(out.parent)
+
+
+@contextmanager
+def locked(folder: Path, out: Path) -> Iterator[None]:
+    """Make a folder in which only this process works."""
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            lock = take_lock(folder / "lock")
+            break
+        except FileNotFoundError:
+            continue  # another merge has just ended, and removed the folder
+    if lock is None:
+        raise StoredError(f"another merge writes {out} at this moment ({folder / 'lock'} is held); wait for it")
+    with lock:
+        yield
+
+
+def _read_lines(path: Path) -> set[str]:
+    """The names in a file whose last line may be torn."""
+    found = set()
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        try:
+            found.add(json.loads(line))
+        except ValueError:
+            continue
+    return found

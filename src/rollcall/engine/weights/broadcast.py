@@ -1,0 +1,214 @@
+"""Weights to processes on other hosts: a broadcast in a separate process group.
+
+The group meets at a store of the sender (``nodes/meeting.py``). It is separate from the learner's group: when a member is
+lost, it can be made again with other members. Only invited receivers get its secret, over their lines. It uses NCCL where
+every member is on a GPU, else gloo. Two buckets are in flight at a time; each is summed before it leaves, and again where it
+arrives. A large span travels from tensor to tensor, small ones are packed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rollcall.base.errors import MissingPeerError
+from rollcall.base.wait import Wait
+from rollcall.engine.weights.carrier import Bucket, Hellos, Inlet, Outlet
+from rollcall.engine.weights.layout import BucketSize
+from rollcall.engine.weights.line import Line
+from rollcall.model.checksum import checksum, copy_summed
+from rollcall.nodes.door import listen_at, new_secret
+from rollcall.nodes.meeting import MeetingServer, MeetingStore, Place, greet
+
+BUCKETS = BucketSize(num_bytes=4 << 20, alone_from=1 << 20)
+IN_FLIGHT = 2
+LOOK_S = 1.0
+POLL_S = 0.001
+
+
+class _Group:
+    """One member's end of a process group whose rank 0 sends."""
+
+    def __init__(self, *, backend: str, place: Place, rank: int, size: int, address: str, deadline: Wait) -> None:
+        self.backend = backend
+        self._store = store = MeetingStore(place, timeout_s=deadline.left_s)
+        timeout = timedelta(seconds=deadline.timeout_s)
+        if backend == "nccl":
+            options: Any = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            self._group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
+        else:
+            gloo: Any = dist.ProcessGroupGloo  # its options are not in torch's stubs
+            options = gloo._Options()
+            options._devices = [gloo.create_device(hostname=address)]
+            options._timeout = timeout
+            self._group = dist.ProcessGroupGloo(store, rank, size, options)
+            greet(self._group, store, name="weights", rank=rank, members=range(size), secret=place.secret)
+        self._scratch: list[Tensor] = []
+        self._turn = 0
+        self._options = dist.BroadcastOptions()
+        self._options.rootRank = 0
+
+    def close(self) -> None:
+        self._group = None
+        self._store.close()
+
+    def start(self, parts: Bucket) -> Any:
+        """``parts`` lie side by side."""
+        first = parts[0]
+        flat = first if len(parts) == 1 else first.as_strided((sum(map(len, parts)),), (1,))
+        return self._group.broadcast([flat], self._options)
+
+    def finish(self, work: Any, lines: Mapping[str, Line], deadline: Wait) -> None:
+        """Wait for a broadcast, with an eye on the lines: a peer that has given up does not always show in the group."""
+        while True:
+            try:
+                if self.backend == "gloo":
+                    work.wait(timedelta(seconds=min(LOOK_S, deadline.left_s)))
+                    return
+                if work.is_completed():  # NCCL's own wait covers only the stream
+                    work.wait()
+                    return
+                time.sleep(POLL_S)
+            except RuntimeError:
+                if work.is_completed():
+                    raise
+            if deadline.is_over or any(line.is_closed() for line in lines.values()):
+                raise RuntimeError("the broadcast did not end")
+            deadline.tell(f"weights: in a broadcast with {', '.join(lines)}")
+
+    def travels_as_is(self, bucket: Bucket) -> bool:
+        return len(bucket) == 1 and (self.backend == "nccl" or bucket[0].device.type == "cpu")
+
+    def scratch(self, bucket: Bucket) -> list[Tensor]:
+        """Room for a bucket that cannot travel from where it lies: one flat tensor, cut as the bucket is. It is used again after
+        ``IN_FLIGHT + 2`` buckets."""
+        device = bucket[0].device if self.backend == "nccl" else torch.device("cpu")
+        if not self._scratch:
+            size = (IN_FLIGHT + 2, BUCKETS.num_bytes)
+            self._scratch = list(torch.empty(size, dtype=torch.uint8, device=device))
+        self._turn = (self._turn + 1) % len(self._scratch)
+        flat = self._scratch[self._turn][: sum(map(len, bucket))]
+        return list(flat.split([len(span) for span in bucket]))
+
+
+class BroadcastOutlet(Outlet):
+    bucket_size = BUCKETS
+
+    def __init__(self, lines: Mapping[str, Line], hellos: Hellos, device: torch.device, deadline: Wait) -> None:
+        on_gpus = device.type == "cuda" and all(hello["device"] == "cuda" for hello in hellos.values())
+        backend, size = "nccl" if on_gpus else "gloo", len(lines) + 1
+        self._lines = lines
+        address = _own_address(next(iter(lines.values())))
+        listener = listen_at(address)  # before the others learn its port
+        place = Place(address=address, port=listener.getsockname()[1], secret=new_secret())
+        self._server = MeetingServer(listener, secret=place.secret)
+        told = {"backend": backend, "port": place.port, "secret": place.secret, "size": size}
+        try:
+            for rank, line in enumerate(lines.values(), start=1):
+                line.tell({**told, "rank": rank}, deadline)
+            with _naming(lines, deadline):
+                self._group = _Group(
+                    backend=backend, place=place, rank=0, size=size, address=address, deadline=deadline
+                )
+        except BaseException:
+            self._server.close()
+            raise
+
+    def put(self, buckets: Iterable[Bucket], deadline: Wait) -> list[int]:
+        group = self._group
+        sums: list[int] = []
+        flying: deque[tuple[Any, Bucket]] = deque()  # a bucket must live until its bytes have left
+        with _naming(self._lines, deadline):
+            for bucket in buckets:
+                parts = bucket
+                if group.travels_as_is(bucket):
+                    sums.append(checksum(bucket))  # first: the bytes are then in the cache
+                else:
+                    parts = group.scratch(bucket)
+                    sums.append(copy_summed(parts, bucket, total_of=bucket))
+                flying.append((group.start(parts), parts))
+                if len(flying) > IN_FLIGHT:
+                    group.finish(flying.popleft()[0], self._lines, deadline)
+            for work, _ in flying:
+                group.finish(work, self._lines, deadline)
+        return sums
+
+    def close(self) -> None:
+        self._group.close()
+        self._server.close()
+
+
+class BroadcastInlet(Inlet):
+    bucket_size = BUCKETS
+
+    def __init__(self, line: Line, deadline: Wait) -> None:
+        told = line.hear(deadline)
+        self._line = line
+        place = Place(address=_address(line.socket.getpeername()), port=told["port"], secret=told["secret"])
+        with _naming({line.peer: line}, deadline):
+            self._group = _Group(
+                backend=told["backend"],
+                place=place,
+                rank=told["rank"],
+                size=told["size"],
+                address=_own_address(line),
+                deadline=deadline,
+            )
+
+    def each(self, buckets: Iterable[Bucket], deadline: Wait) -> Iterator[int]:
+        group, line = self._group, self._line
+        flying: deque[tuple[Any, Bucket, Bucket]] = deque()
+
+        def land() -> int:
+            work, parts, bucket = flying.popleft()
+            group.finish(work, {line.peer: line}, deadline)
+            as_is = parts is bucket
+            return checksum(bucket) if as_is else copy_summed(bucket, parts, total_of=bucket)
+
+        with _naming({line.peer: line}, deadline):
+            for bucket in buckets:
+                parts = bucket if group.travels_as_is(bucket) else group.scratch(bucket)
+                flying.append((group.start(parts), parts, bucket))
+                if len(flying) > IN_FLIGHT:
+                    yield land()
+            while flying:
+                yield land()
+
+    def close(self) -> None:
+        self._group.close()
+
+
+@contextmanager
+def _naming(lines: Mapping[str, Line], deadline: Wait) -> Iterator[None]:
+    """A collective's error does not say which peer is gone; the lines do."""
+    try:
+        yield
+    except MissingPeerError:
+        raise
+    except RuntimeError as error:
+        gone = [name for name, line in lines.items() if line.is_closed()]
+        first = str(error).splitlines()[0]
+        if gone:
+            raise MissingPeerError(f"{', '.join(gone)} is gone in the middle of a weight update ({first})") from error
+        raise MissingPeerError(
+            f"the broadcast of weights broke off with {', '.join(lines)}, which may take at most "
+            f"{deadline.timeout_s:g} s ({first})"
+        ) from error
+
+
+def _address(name: tuple[Any, ...]) -> str:
+    return str(name[0]).removeprefix("::ffff:")
+
+
+def _own_address(line: Line) -> str:
+    """By which the peer reaches this process."""
+    return _address(line.socket.getsockname())

@@ -1,0 +1,192 @@
+"""Weights as files in a folder that sender and receivers share. No message passes between them.
+
+An update is a few files in safetensors format, so that receivers read one while the sender writes the next. Each file is
+renamed into place when it is complete, with the update's version, layout and the file's checksums in its metadata. Its name
+has the sender's secret and the version, so no receiver takes the files of another sender. The files stay until the next update
+is complete, so a receiver that comes later finds them.
+
+Who waits for whom: ``send`` does not wait; ``receive`` waits for the files of its version. The caller of both knows by
+their answers that all have it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from collections.abc import Collection, Mapping, Sequence
+from io import FileIO
+from itertools import islice
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rollcall.base.atomic import TEMPORARY, replacing
+from rollcall.base.errors import MissingPeerError
+from rollcall.base.wait import Wait
+from rollcall.engine.weights.layout import BucketSize, Entry, Layout, Views, fit, view
+from rollcall.engine.weights.protocol import Invitation, RefusedUpdateError, Sent, StaleUpdateError, TornUpdateError
+from rollcall.model.checksum import checksum
+from rollcall.model.stored.files import StoredError
+from rollcall.model.stored.safetensors import read_header, write_header
+
+# Spans follow each other as in the files, and each is summed while it is in the cache.
+BUCKETS = BucketSize(num_bytes=1 << 20, alone_from=0)
+PART_BYTES, MOST_PARTS = 32 << 20, 16
+MOST_READS = 2
+LOOK_S = 0.1
+
+
+class FolderSender:
+    def __init__(self, folder: Path, *, name: str, receivers: Sequence[str], timeout_s: float) -> None:
+        self._folder = folder.resolve()
+        self._receivers = tuple(receivers)
+        self._invitation = Invitation(
+            sender=name,
+            carrying="file",
+            host="",
+            port=0,
+            local=str(self._folder),
+            secret=secrets.token_hex(8),
+            timeout_s=timeout_s,
+        )
+        self._views: Views | None = None
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._clear()  # what a sender that was killed has left
+
+    @property
+    def invitations(self) -> Mapping[str, Invitation]:
+        return dict.fromkeys(self._receivers, self._invitation)
+
+    def send(self, tensors: Mapping[str, Tensor], *, version: int) -> Sequence[Sent]:
+        self._views = views = view(tensors, kept=self._views)
+        written = set[str]()
+        for number, (part, buckets) in enumerate(_parts_of(views)):
+            sums = json.dumps([checksum(bucket) for bucket in buckets])
+            path = _path(self._invitation, version, number)
+            with replacing(path, durable=False) as file:
+                entries = ((entry.name, entry.torch_dtype, entry.stored_shape) for entry in part.entries)
+                about = {"version": str(version), "layout": views.layout.text, "sums": sums}
+                write_header(file, entries, metadata=about)
+                for span in (span for bucket in buckets for span in bucket):
+                    file.write(span.cpu().numpy().data)
+            written.add(path.name)
+        self._clear(keep=written)
+        return [Sent(version=version, num_bytes=views.layout.num_bytes, is_full=True, num_attempts=1, refusals={})]
+
+    def close(self) -> None:
+        self._clear()
+        self._views = None
+
+    def _clear(self, *, keep: Collection[str] = ()) -> None:
+        for path in self._folder.iterdir():
+            if path.name.removeprefix(TEMPORARY).startswith("weights-") and path.name not in keep:
+                path.unlink(missing_ok=True)
+
+
+class FolderReceiver:
+    def __init__(self, *, invitation: Invitation, name: str, tensors: Mapping[str, Tensor]) -> None:
+        self.name = name
+        self._invitation = invitation
+        self._tensors = dict(tensors)
+        self._views: Views | None = None
+        self._held: int | None = None
+        self._newest: int | None = None
+
+    @property
+    def version(self) -> int | None:
+        return self._held
+
+    def receive(self, *, version: int) -> None:
+        if self._newest is not None and version <= self._newest:
+            raise StaleUpdateError(f"version {version} is not newer than the {self._newest} that {self.name} has")
+        deadline = Wait(self._invitation.timeout_s)
+        self._held = None
+        refusal: TornUpdateError | None = None
+        for _ in range(MOST_READS):  # a share may show a file before all of its bytes
+            try:
+                self._apply(version, deadline)
+            except TornUpdateError as error:
+                refusal = error
+                time.sleep(LOOK_S)
+                continue
+            self._held = self._newest = version
+            return
+        raise RefusedUpdateError(f"{self.name} refused version {version} twice: {refusal}") from refusal
+
+    def close(self) -> None:
+        self._views = None
+
+    def _apply(self, version: int, deadline: Wait) -> None:
+        due, sums = self._read_part(version, 0, deadline)
+        assert self._views is not None
+        for number in range(1, len(_parts_of(self._views))):
+            more_due, more_sums = self._read_part(version, number, deadline)
+            due, sums = due + more_due, sums + more_sums
+        self._views.write()
+        if self._views.has_copies:
+            self._views.read()  # of the tensors themselves, not of what was copied into them
+            sums = [checksum(bucket) for bucket in self._views.buckets(BUCKETS)]
+        if sums != due:
+            raise TornUpdateError(f"the checksums of version {version} differ after it was applied")
+
+    def _read_part(self, version: int, number: int, deadline: Wait) -> tuple[list[int], list[int]]:
+        """Copy one file into the tensors; returns the checksums that it names, and those of what arrived."""
+        path = self._find(version, number, deadline)
+        try:
+            entries, about = read_header(path)
+            found, layout, sums = int(about["version"]), about["layout"], json.loads(about["sums"])
+        except (StoredError, ValueError, KeyError, TypeError) as error:
+            raise TornUpdateError(f"{path} is not a file of weights ({type(error).__name__}: {error})") from None
+        if found != version:
+            raise TornUpdateError(f"{path} holds version {found}, and version {version} is due")
+        self._views = fit(layout, self._tensors, kept=self._views)
+        _, buckets = _parts_of(self._views)[number]
+        with path.open("rb", buffering=0) as file:
+            file.seek(min(entry.offset for entry in entries.values()))
+            return sums, [_fill(bucket, file, path=path) for bucket in buckets]
+
+    def _find(self, version: int, number: int, deadline: Wait) -> Path:
+        path, pause_s = _path(self._invitation, version, number), LOOK_S / 16
+        # Listed, not asked for by name: NFS remembers for a while that a name does not exist.
+        while not path.parent.is_dir() or path.name not in os.listdir(path.parent):
+            if not deadline.again(f"weights: waiting for {path}", after_s=pause_s):
+                raise MissingPeerError(
+                    f"{self.name} does not find {path} after {deadline.timeout_s:g} s, which {self._invitation.sender} should "
+                    "write; put run.dir on a folder that all nodes share"
+                )
+            pause_s = min(2 * pause_s, LOOK_S)  # most files come within moments, and a share is not asked too often
+        return path
+
+
+def _fill(bucket: Sequence[Tensor], file: FileIO, *, path: Path) -> int:
+    """Read a bucket; returns its checksum, taken while it is in the cache."""
+    for span in bucket:
+        host = span if span.device.type == "cpu" else torch.empty(len(span), dtype=torch.uint8)
+        if file.readinto(host.numpy().data) != len(span):
+            raise TornUpdateError(f"{path} is cut short")
+        if host is not span:
+            span.copy_(host)
+    return checksum(bucket)
+
+
+def _parts_of(views: Views) -> list[tuple[Layout, list[list[Tensor]]]]:
+    """The tensors of each file, in order, and their buckets."""
+    least = max(PART_BYTES, views.layout.num_bytes // MOST_PARTS)
+    parts: list[list[Entry]] = [[]]
+    size = 0
+    for entry in views.layout.entries:
+        if size >= least:
+            parts.append([])
+            size = 0
+        parts[-1].append(entry)
+        size += entry.num_bytes
+    buckets = iter(views.buckets(BUCKETS))
+    layouts = [Layout(tuple(part)) for part in parts]
+    return [(part, list(islice(buckets, len(part.buckets(BUCKETS))))) for part in layouts]
+
+
+def _path(invitation: Invitation, version: int, number: int) -> Path:
+    return Path(invitation.local) / f"weights-{invitation.secret}-{version:08d}-{number:02d}.safetensors"

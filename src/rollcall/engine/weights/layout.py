@@ -1,0 +1,197 @@
+"""Tensors as bytes in an agreed order.
+
+The sender's layout lists its tensors by name, type and shape, each with the order of its dimensions in memory, so that a
+matrix stored by columns travels as it lies. A tensor with gaps, or one that lies differently on the two sides, goes
+through a copy. Buckets are what is moved at once; both sides work them out from the layout.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from rollcall.engine.weights.protocol import TornUpdateError
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    order: tuple[int, ...]  # dimensions from the slowest to the fastest in memory
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    @property
+    def stored_shape(self) -> list[int]:
+        """As the bytes lie in memory."""
+        return [self.shape[dim] for dim in self.order]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.torch_dtype.itemsize
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> Entry:
+        order = sorted(range(tensor.ndim), key=lambda dim: (-tensor.stride(dim), dim))
+        if not tensor.permute(order).is_contiguous():
+            order = range(tensor.ndim)
+        return cls(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tuple(order))
+
+    def __str__(self) -> str:
+        return f"{list(self.shape)} {self.dtype}"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Bytes ``start`` to ``end`` of a tensor."""
+
+    entry: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketSize:
+    """How a transport wants its buckets."""
+
+    num_bytes: int
+    alone_from: int  # a span of this many bytes is a bucket by itself, so that it needs no packing
+    in_order: bool = False  # small spans do not wait for others behind a large one
+
+
+@dataclass(frozen=True)
+class Layout:
+    entries: tuple[Entry, ...]
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> Layout:
+        return cls(tuple(Entry.of(name, tensor) for name, tensor in tensors.items()))
+
+    @cached_property
+    def text(self) -> str:
+        return json.dumps([[entry.name, entry.dtype, entry.shape, entry.order] for entry in self.entries])
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        return cls(
+            tuple(Entry(name, dtype, tuple(shape), tuple(order)) for name, dtype, shape, order in json.loads(text))
+        )
+
+    @cached_property
+    def num_bytes(self) -> int:
+        return sum(entry.num_bytes for entry in self.entries)
+
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
+        """Refuse to apply this layout to tensors that it does not fit."""
+        sent = {entry.name: entry for entry in self.entries}
+        for name, tensor in tensors.items():
+            here = Entry.of(name, tensor)
+            if name not in sent:
+                raise TornUpdateError(f"tensor {name!r} is missing in the update")
+            if (sent[name].shape, sent[name].dtype) != (here.shape, here.dtype):
+                raise TornUpdateError(f"tensor {name!r} is {sent[name]} in the update and {here} here")
+        if extra := [name for name in sent if name not in tensors]:
+            raise TornUpdateError(f"the update has a tensor {extra[0]!r} that is not here")
+
+    def buckets(self, size: BucketSize) -> list[list[Span]]:
+        found: list[list[Span]] = []
+        shared: list[Span] = []  # small spans that travel together
+        room = size.num_bytes
+        for index, entry in enumerate(self.entries):
+            for start in range(0, entry.num_bytes, size.num_bytes):
+                span = Span(index, start, min(start + size.num_bytes, entry.num_bytes))
+                length = span.end - span.start
+                if length >= size.alone_from:
+                    if size.in_order and shared:
+                        found.append(shared)
+                        shared, room = [], size.num_bytes
+                    found.append([span])
+                    continue
+                if length > room:
+                    found.append(shared)
+                    shared, room = [], size.num_bytes
+                shared.append(span)
+                room -= length
+        return [*found, shared] if shared else found
+
+
+class Views:
+    """One side's tensors as flat bytes, in the order of a layout."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], layout: Layout) -> None:
+        self.layout = layout
+        self.places = _places(tensors)
+        self.flat: list[Tensor] = []
+        self._apart: list[tuple[Tensor, Tensor]] = []  # a tensor that does not lie as the layout says, and its copy
+        for entry in layout.entries:
+            tensor = tensors[entry.name].detach().permute(entry.order)
+            if not tensor.is_contiguous():
+                copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+                self._apart.append((tensor, copy))
+                tensor = copy
+            self.flat.append(tensor.reshape(-1).view(torch.uint8))
+        self._buckets: dict[BucketSize, list[list[Tensor]]] = {}
+
+    @property
+    def device(self) -> torch.device:
+        return self.flat[0].device
+
+    @property
+    def has_copies(self) -> bool:
+        return bool(self._apart)
+
+    def read(self) -> None:
+        """Copies follow their tensors."""
+        for tensor, copy in self._apart:
+            copy.copy_(tensor)
+
+    def write(self) -> None:
+        """Tensors follow their copies."""
+        for tensor, copy in self._apart:
+            tensor.copy_(copy)
+
+    def buckets(self, size: BucketSize) -> list[list[Tensor]]:
+        if size not in self._buckets:
+            self._buckets[size] = [
+                [self.flat[span.entry][span.start : span.end] for span in bucket]
+                for bucket in self.layout.buckets(size)
+            ]
+        return self._buckets[size]
+
+
+def view(tensors: Mapping[str, Tensor], *, kept: Views | None) -> Views:
+    """The tensors as they are now; ``kept`` is used again as long as they stay where they are."""
+    views = kept if kept is not None and kept.places == _places(tensors) else Views(tensors, Layout.of(tensors))
+    views.read()
+    return views
+
+
+def fit(text: str, tensors: Mapping[str, Tensor], *, kept: Views | None) -> Views:
+    """The tensors in the order of a layout that was sent, which is checked unless it is that of ``kept``."""
+    if kept is not None and text == kept.layout.text:
+        return kept
+    layout = Layout.parse(text)
+    layout.check(tensors)
+    return Views(tensors, layout)
+
+
+def _places(tensors: Mapping[str, Tensor]) -> tuple[object, ...]:
+    return tuple(
+        (name, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) for name, tensor in tensors.items()
+    )
+
+
+def cut(flat: Tensor, size: BucketSize) -> list[list[Tensor]]:
+    """One flat tensor in buckets."""
+    return [[flat[start : start + size.num_bytes]] for start in range(0, len(flat), size.num_bytes)]

@@ -1,0 +1,198 @@
+"""New weights straight from the processes that hold parts of them: every actor sends its own blocks, and no process gathers the model.
+
+A sender (``exchange.StreamSender``) gets ``Parts``: blocks of the model's tensors, each brought to the type that engines use when its
+turn comes. A receiver has a line to every sender (``PartsReceiver``) and puts the blocks together, one tensor at a time, in the order
+in which all senders send. So both sides hold a few buckets and about one tensor, whatever the size of the model, and how the
+actor is divided need not be known to the receiver: each block says where it belongs.
+
+Who waits for whom: as in ``exchange.py``, once for each sender. A receiver gives all its senders the same answer, so all of them
+send again or none; where receivers share only some of their senders, a refusal ends the update. The receivers of one update walk through the senders in the same order, so none waits in a circle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollcall.base.wait import Wait
+from rollcall.engine.weights.carrier import Bucket, Header, Inlet, LineReceiver, OpenInletFor
+from rollcall.engine.weights.layout import BucketSize, Entry, Layout, Span
+from rollcall.engine.weights.protocol import Invitation, TornUpdateError
+
+Take = Callable[[Iterator[tuple[str, Tensor]]], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SentBlock:
+    """A block of one tensor of the model, as one process holds it."""
+
+    name: str  # of the tensor, as transformers knows it
+    start: tuple[int, ...]  # where the block begins in the tensor
+    whole: tuple[int, ...]  # shape of the tensor
+    dtype: torch.dtype  # in which it travels
+    values: Tensor  # on any device, of any type
+
+    @property
+    def entry(self) -> Entry:
+        shape = tuple(self.values.shape)
+        key = f"{self.name}@{','.join(map(str, self.start))}"
+        return Entry(key, str(self.dtype).removeprefix("torch."), shape, tuple(range(len(shape))))
+
+
+class Parts:
+    """The blocks that one process sends, used like ``layout.Views``. Nothing is copied before a bucket needs it."""
+
+    def __init__(self, blocks: Sequence[SentBlock], *, device: torch.device) -> None:
+        self.device = device
+        self._blocks = blocks
+        self.layout = Layout(tuple(block.entry for block in blocks))
+
+    @property
+    def about(self) -> list[list[Any]]:
+        """Of each entry of the layout: its tensor, where it begins there, and the tensor's shape."""
+        return [[block.name, block.start, block.whole] for block in self._blocks]
+
+    def buckets(self, size: BucketSize) -> Iterator[Bucket]:
+        return _slices(self.layout.buckets(in_order(size)), self._bytes)
+
+    def _bytes(self, index: int) -> Tensor:
+        block = self._blocks[index]
+        return block.values.detach().to(self.device, block.dtype).contiguous().reshape(-1).view(torch.uint8)
+
+
+def in_order(size: BucketSize) -> BucketSize:
+    return replace(size, in_order=True)
+
+
+def _slices(buckets: Sequence[Sequence[Span]], bytes_of: Callable[[int], Tensor]) -> Iterator[Bucket]:
+    """Buckets in order, out of the bytes of their entries; those of an entry are asked for once, and let go after its last bucket."""
+    ready: dict[int, Tensor] = {}
+    for spans in buckets:
+        ready = {index: flat for index, flat in ready.items() if index >= spans[0].entry}
+        for span in spans:
+            if span.entry not in ready:
+                ready[span.entry] = bytes_of(span.entry)
+        yield [ready[span.entry][span.start : span.end] for span in spans]
+
+
+class PartsReceiver(LineReceiver):
+    """Receives whole tensors from several senders. ``wanted`` has their shapes, in the order in which they are sent."""
+
+    def __init__(
+        self,
+        invitations: Sequence[Invitation],
+        *,
+        name: str,
+        wanted: Mapping[str, Sequence[int]],
+        device: torch.device,
+        open_inlet: OpenInletFor,
+    ) -> None:
+        super().__init__(invitations, name=name, device=device, open_inlet=open_inlet)
+        self._wanted = {key: tuple(shape) for key, shape in wanted.items()}
+        self._take: Take | None = None
+
+    def receive(self, take: Take, *, version: int) -> None:
+        """Wait for the update to this version. ``take`` gets its tensors one by one; it is called again if what came was torn."""
+        self._take = take
+        self._update(version)
+
+    def close(self) -> None:
+        super().close()
+        self._held = None
+
+    def _fit(self, headers: Sequence[Header]) -> None:
+        found = dict.fromkeys(self._wanted, 0)
+        for header in headers:
+            for (name, _, whole), entry in zip(header["parts"], Layout.parse(header["layout"]).entries, strict=True):
+                if name not in found:
+                    raise TornUpdateError(f"the update has a tensor {name!r} that is not here")
+                if tuple(whole) != self._wanted[name]:
+                    raise TornUpdateError(
+                        f"tensor {name!r} is {list(whole)} in the update and {list(self._wanted[name])} here"
+                    )
+                found[name] += prod(entry.shape)
+        for name, count in found.items():
+            if count != prod(self._wanted[name]):
+                raise TornUpdateError(f"the update has {count} of the {prod(self._wanted[name])} elements of {name!r}")
+
+    def _apply(self, headers: Sequence[Header], deadline: Wait) -> list[list[int]]:
+        assert self._take is not None
+        streams = [_Stream(inlet, header, deadline) for (_, inlet), header in zip(self._ends, headers, strict=True)]
+        tensors = self._put_together(streams)
+        self._take(tensors)
+        for _ in tensors:  # what ``take`` did not want has to be received all the same
+            continue
+        return [stream.sums for stream in streams]
+
+    def _put_together(self, streams: Sequence[_Stream]) -> Iterator[tuple[str, Tensor]]:
+        made: dict[str, Tensor] = {}  # tensors of which a part has come, or is on its way
+
+        def room(name: str, dtype: torch.dtype) -> Tensor:
+            if name not in made:
+                made[name] = torch.empty(self._wanted[name], dtype=dtype, device=self._device)
+            return made[name]
+
+        for stream in streams:
+            stream.start(room)
+        for name in self._wanted:
+            for stream in streams:
+                stream.until(name)
+            yield name, made.pop(name)
+        for stream in streams:
+            stream.finish()
+
+
+class _Stream:
+    """The blocks of one sender in one attempt."""
+
+    def __init__(self, inlet: Inlet, header: Header, deadline: Wait) -> None:
+        self.sums: list[int] = []
+        self._inlet = inlet
+        self._deadline = deadline
+        self._layout = Layout.parse(header["layout"])
+        self._about = header["parts"]
+        self._buckets = self._layout.buckets(in_order(inlet.bucket_size))
+        self._due: dict[str, int] = {}  # tensor -> how many buckets have all that this sender has of it
+        for number, spans in enumerate(self._buckets, start=1):
+            for span in spans:
+                self._due[self._about[span.entry][0]] = number
+        self._landed: Iterator[int] = iter(())
+        # Entry -> bytes that do not lie together in their tensor, and their place.
+        self._apart: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def start(self, room: Callable[[str, torch.dtype], Tensor]) -> None:
+        self._landed = self._inlet.each(_slices(self._buckets, partial(self._bytes, room=room)), self._deadline)
+
+    def until(self, name: str) -> None:
+        """Receive until everything of this tensor is in its place."""
+        while len(self.sums) < self._due.get(name, 0):
+            self.sums.append(next(self._landed))
+            self._place(self._buckets[len(self.sums) - 1])
+
+    def finish(self) -> None:
+        """Let the carrier see that all buckets have come."""
+        self.sums.extend(self._landed)
+
+    def _bytes(self, index: int, room: Callable[[str, torch.dtype], Tensor]) -> Tensor:
+        """Where the bytes of an entry go: into the tensor itself, or to a buffer if they are not in one piece there."""
+        entry = self._layout.entries[index]
+        name, start, _ = self._about[index]
+        whole = room(name, entry.torch_dtype)
+        place = whole[tuple(slice(begin, begin + size) for begin, size in zip(start, entry.shape, strict=True))]
+        if not place.is_contiguous():
+            apart = torch.empty(entry.shape, dtype=entry.torch_dtype, device=whole.device)
+            self._apart[index] = (apart, place)
+            place = apart
+        return place.reshape(-1).view(torch.uint8)
+
+    def _place(self, spans: Sequence[Span]) -> None:
+        for span in spans:
+            if span.entry in self._apart and span.end == self._layout.entries[span.entry].num_bytes:
+                apart, place = self._apart.pop(span.entry)
+                place.copy_(apart)

@@ -1,0 +1,119 @@
+"""Which transport goes to whom, and the ends of each.
+
+``auto`` is shared memory for receivers on the sender's host and broadcast for the others; on GPUs it is broadcast for
+all, since NCCL uses the links between the cards of a host itself. ``delta`` is ``auto`` with only the changes sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollcall.base.errors import WeightUpdateError
+from rollcall.config import WeightTransport
+from rollcall.engine.weights import shared_memory
+from rollcall.engine.weights.broadcast import BroadcastInlet, BroadcastOutlet
+from rollcall.engine.weights.carrier import OpenInlet
+from rollcall.engine.weights.exchange import TIMEOUT_S, StreamReceiver, StreamSender
+from rollcall.engine.weights.folder import FolderReceiver, FolderSender
+from rollcall.engine.weights.parts import Parts, PartsReceiver
+from rollcall.engine.weights.protocol import Carrying, Invitation, Sent, WeightReceiver, WeightSender
+
+
+def carrying_for(transport: WeightTransport, *, on_host: bool, on_gpu: bool) -> Carrying:
+    """How weights get to one receiver."""
+    assert on_host or transport != "shared_memory", "a plan that needs this is refused"
+    if transport == "broadcast" or not on_host:
+        return "broadcast"
+    return "broadcast" if on_gpu and transport != "shared_memory" else "shared_memory"
+
+
+def open_sender(
+    transport: WeightTransport,
+    *,
+    receivers: Mapping[str, bool],
+    name: str,
+    host: str,
+    on_gpu: bool,
+    folder: Path,
+    timeout_s: float = TIMEOUT_S,
+    by_parts: bool = False,
+) -> FanOut:
+    """A sender for these receivers, each of which is (or is not) on this host.
+
+    ``host`` is the address they reach this one by; empty: they share only the folder. ``by_parts``: it sends ``Parts``.
+    """
+    if transport == "file":
+        return FanOut([FolderSender(folder, name=name, receivers=tuple(receivers), timeout_s=timeout_s)])
+    by_carrier: dict[Carrying, list[str]] = {}
+    for receiver, on_host in receivers.items():
+        carrying = carrying_for(transport, on_host=on_host, on_gpu=on_gpu)
+        by_carrier.setdefault(carrying, []).append(receiver)
+    return FanOut(
+        [
+            StreamSender(
+                partial(shared_memory.open_outlet, through_host=by_parts)
+                if carrying == "shared_memory"
+                else BroadcastOutlet,
+                carrying=carrying,
+                name=name,
+                receivers=names,
+                host=host,
+                changes_only=transport == "delta",
+                timeout_s=timeout_s,
+            )
+            for carrying, names in by_carrier.items()
+        ]
+    )
+
+
+def open_receiver(invitation: Invitation, *, name: str, tensors: Mapping[str, Tensor]) -> WeightReceiver:
+    if invitation.carrying == "file":
+        return FolderReceiver(invitation=invitation, name=name, tensors=tensors)
+    return StreamReceiver(invitation, name=name, tensors=tensors, open_inlet=_open_inlet)
+
+
+def open_parts_receiver(
+    invitations: Sequence[Invitation], *, name: str, wanted: Mapping[str, Sequence[int]], device: torch.device
+) -> PartsReceiver:
+    """A receiver of what several processes hold parts of; ``wanted`` has the tensors' shapes in the order they are sent."""
+    return PartsReceiver(invitations, name=name, wanted=wanted, device=device, open_inlet=_open_inlet)
+
+
+def _open_inlet(invitation: Invitation) -> OpenInlet:
+    return shared_memory.open_inlet if invitation.carrying == "shared_memory" else BroadcastInlet
+
+
+class FanOut:
+    """Several senders as one; they work side by side."""
+
+    def __init__(self, senders: Sequence[WeightSender]) -> None:
+        self._senders: list[Any] = list(senders)  # those that take Parts, and those that do not
+        self._pool = ThreadPoolExecutor(max_workers=max(len(senders), 1), thread_name_prefix="weights")
+
+    @property
+    def invitations(self) -> Mapping[str, Invitation]:
+        return {name: invitation for sender in self._senders for name, invitation in sender.invitations.items()}
+
+    def send(self, tensors: Mapping[str, Tensor] | Parts, *, version: int) -> Sequence[Sent]:
+        if len(self._senders) == 1:
+            return self._senders[0].send(tensors, version=version)
+        running = [self._pool.submit(sender.send, tensors, version=version) for sender in self._senders]
+        failures = [error for future in running if (error := future.exception()) is not None]
+        if failures:
+            self.close()
+            if len(failures) == 1 or not all(isinstance(error, WeightUpdateError) for error in failures):
+                raise failures[0]
+            raise WeightUpdateError("; ".join(map(str, failures))) from failures[0]
+        return [sent for future in running for sent in future.result()]
+
+    def close(self) -> None:
+        for sender in self._senders:
+            sender.close()
+        self._pool.shutdown(wait=False)

@@ -1,0 +1,303 @@
+"""Judges from facts what would break a run. Each check is a pure function of what nodes answered, and a finding is one sentence: what
+is wrong and the command that fixes it.
+
+Where nodes differ, the odd one out differs from most of the others; in a tie, from the head.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from rollcall.base.errors import PlacementError
+from rollcall.base.words import counted, ranges
+from rollcall.config import Config
+from rollcall.nodes.address import FIRST_PORT
+from rollcall.nodes.check import Roster
+from rollcall.nodes.cluster import Cluster
+from rollcall.nodes.head import NodeInfo
+from rollcall.plan.judge import plan_run
+from rollcall.plan.memory import GIB
+
+MUST_AGREE = ("rollcall-rl", "torch", "transformers", "ray")
+MIN_FREE = GIB  # of a disk that is written to
+LAST_PORT = 65535
+
+Severity = Literal["breaks", "warns"]
+T = TypeVar("T", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disk:
+    purpose: str
+    path: str
+    free: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    index: int
+    name: str
+    memory_total: int
+    memory_used: int
+    ecc_errors: int  # uncorrected
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFacts:
+    """A node's answer to the probe, with its seat."""
+
+    rank: int
+    host: str
+    address: str
+    slots: int
+    accelerator: str
+    is_head: bool
+    python: str
+    executable: str
+    packages: Mapping[str, str | None]
+    torch_cuda: str | None
+    torch_hip: str | None
+    driver: str | None
+    disks: tuple[Disk, ...]
+    memory_total: int
+    memory_available: int
+    shm_total: int
+    gpus: tuple[Gpu, ...]
+    gpu_error: str | None
+    interface: str | None
+    missing_paths: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedFolder:
+    """The result of writing on every node and reading on the others."""
+
+    path: str
+    unwritable: Mapping[int, str]  # rank to why
+    unseen: Mapping[int, Mapping[int, str]]  # reader's rank to writer's rank to why
+    seen_after_s: float  # slowest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    node: int | None  # rank; None for the whole cluster
+    host: str | None
+    severity: Severity
+    what: str
+
+
+def find(node: NodeFacts | NodeInfo | None, what: str, *, severity: Severity = "breaks") -> Finding:
+    """``node`` is None for what concerns the whole cluster."""
+    rank, host = (None, None) if node is None else (node.rank, node.host)
+    return Finding(node=rank, host=host, severity=severity, what=what)
+
+
+def judge_nodes(nodes: Sequence[NodeFacts], *, checkpoint_bytes: int | None) -> list[Finding]:
+    """Everything that the facts of a cluster's nodes show."""
+    found = [*judge_versions(nodes)]
+    for node in nodes:
+        found += [*judge_disks(node, checkpoint_bytes=checkpoint_bytes), *judge_memory(node), *judge_gpus(node)]
+        for path in node.missing_paths:
+            fix = f"run `rsync -a {path}/ {node.host}:{path}/`, or put it into the shared folder"
+            found.append(find(node, f"{path} does not exist here; {fix}"))
+    return found
+
+
+def judge_roster(roster: Roster, cluster: Cluster) -> Iterator[Finding]:
+    for rank in roster.missing:
+        what = f"rank {rank} of {roster.num_nodes} has not joined, or has died; there run `{cluster.join_command(rank)} ...`"
+        yield Finding(node=rank, host=None, severity="breaks", what=what)
+
+
+def judge_token(roster: Roster) -> Iterator[Finding]:
+    if not roster.has_token and not all(ipaddress.ip_address(node.address).is_loopback for node in roster.alive):
+        what = (
+            f"{roster.title} has no token, so anyone who reaches its ports can run code there; start its nodes with "
+            "RAY_AUTH_MODE=token and the same RAY_AUTH_TOKEN"
+        )
+        yield find(None, what, severity="warns")
+
+
+def judge_slots(config: Config, roster: Roster, cluster: Cluster) -> Iterator[Finding]:
+    """The run file's nodes against those that are there."""
+    wanted = config.cluster.slots_per_node if config.cluster else ()
+    for node in roster.alive:
+        if node.rank is not None and node.rank < len(wanted) and node.slots < wanted[node.rank]:
+            more = cluster.more_slots(wanted[node.rank])
+            yield find(
+                node,
+                f"offers {node.slots} slots, the run file has {wanted[node.rank]} for node {node.rank}; set cluster.nodes to what "
+                f"the node offers, or run `{cluster.leave_command}`, then `{more}` on {node.host}",
+            )
+    if len(wanted) > roster.num_nodes:
+        yield find(
+            None,
+            f"the run file asks for {counted(len(wanted), 'node')}, the cluster has {roster.num_nodes}; set "
+            f"cluster.num_nodes={roster.num_nodes}, or add nodes with `{cluster.join_command('R')} ...`",
+        )
+
+
+def judge_plan(config: Config, nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
+    """The findings of `rollcall plan`, with the cards that are really there."""
+    cards = [gpu.memory_total for node in nodes for gpu in node.gpus]
+    try:
+        problems = plan_run(config, card_gib=min(cards) / GIB if cards else None).problems
+    except PlacementError as error:
+        problems = (str(error),)
+    for problem in problems:
+        yield find(None, f"{problem} (`rollcall plan` draws the placement)")
+
+
+def judge_versions(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
+    """Names the nodes whose Python, packages or build of torch differ from the others'."""
+    usual = _majority(nodes, lambda node: node.python.rpartition(".")[0])
+    for node in nodes:
+        if not node.python.startswith(f"{usual}."):
+            fix = f"make {node.executable} again with Python {usual}"
+            yield find(node, f"Python {node.python}, the others have {usual}; {fix}")
+    for name in MUST_AGREE:
+        usual = _majority(nodes, lambda node, name=name: node.packages[name])
+        for node in nodes:
+            version = node.packages[name]
+            if version is None or version != usual:
+                what = f"{name} is not installed" if version is None else f"{name} {version}, the others have {usual}"
+                wanted = f"{name}=={usual}" if usual else name
+                yield find(node, f"{what}; run `{node.executable} -m pip install '{wanted}'` there")
+    usual = _majority(nodes, build)
+    for node in nodes:
+        if build(node) != usual:
+            what = f"torch is built for {build(node)}, elsewhere for {usual}; reinstall it from the index the other nodes used"
+            yield find(node, what)
+
+
+def _majority(nodes: Sequence[NodeFacts], value: Callable[[NodeFacts], T]) -> T:
+    """The value that most nodes have; in a tie, the head's if it is one of those."""
+    counts = Counter(map(value, nodes))
+    of_head = [value(node) for node in nodes if node.is_head]
+    return max(counts, key=lambda found: (counts[found], found in of_head))
+
+
+def build(node: NodeFacts) -> str:
+    return f"CUDA {node.torch_cuda}" if node.torch_cuda else f"ROCm {node.torch_hip}" if node.torch_hip else "the CPU"
+
+
+def judge_torch(node: NodeFacts) -> Iterator[Finding]:
+    """On one machine, where there is no other node to compare it with."""
+    if node.packages["torch"] is None:
+        yield find(node, f"torch is not installed; run `{node.executable} -m pip install torch`")
+    elif node.gpus and build(node) == "the CPU":
+        what = f"{node.gpus[0].name} is there, and torch {node.packages['torch']} is a build for CPUs"
+        yield find(node, f"{what}; reinstall it from an index with CUDA builds")
+
+
+def judge_disks(node: NodeFacts, *, checkpoint_bytes: int | None) -> Iterator[Finding]:
+    for disk in node.disks:
+        need = max(MIN_FREE, checkpoint_bytes or 0) if disk.purpose == "run.dir" else MIN_FREE
+        named = f"{disk.path} ({disk.purpose})"
+        if not disk.total:
+            what = f"{named} is in a file system that keeps no files, such as /proc"
+            yield find(node, f"{what}; choose another {disk.purpose}")
+        elif disk.free < need:
+            whose = "one checkpoint of this run takes" if need > MIN_FREE else "a run needs at least"
+            what = f"{named} has {disk.free / GIB:.1f} GiB free; {whose} {need / GIB:.1f} GiB"
+            yield find(node, f"{what}: free some, or choose another")
+
+
+def judge_memory(node: NodeFacts) -> Iterator[Finding]:
+    if node.memory_available < 0.05 * node.memory_total:  # Ray's own limit
+        free = f"{node.memory_available / GIB:.1f} of {node.memory_total / GIB:.1f} GiB"
+        what = f"only {free} of memory are available, and Ray kills workers"
+        yield find(node, f"{what}; `ps aux --sort=-rss | head` shows who holds it")
+    if node.gpus and node.shm_total < 128 << 20:  # a container has 64 MiB by default
+        shm = f"/dev/shm holds {node.shm_total / (1 << 20):.0f} MiB, too little for NCCL"
+        yield find(node, f"{shm}; mount it larger, or start the container with --shm-size=16g")
+
+
+def judge_fit(node: NodeFacts, state_bytes: int | None) -> Iterator[Finding]:
+    """On one machine without a card. ``state_bytes``: weights and optimizer state; gradients come on top."""
+    if state_bytes is not None and state_bytes * 4 / 3 > node.memory_available:
+        yield find(
+            node,
+            f"weights, gradients and optimizer state take {state_bytes * 4 / 3 / GIB:.1f} GiB, and {node.memory_available / GIB:.1f} "
+            "GiB of memory are available; train an adapter (model.lora.rank=16), or a smaller model",
+        )
+
+
+def judge_gpus(node: NodeFacts) -> Iterator[Finding]:
+    if node.gpu_error is not None:
+        yield find(node, f"{node.gpu_error}; `sudo dmesg | grep -i xid` shows why")
+    elif node.accelerator == "gpu" and len(node.gpus) < node.slots and node.gpus:
+        what = f"{node.slots} slots are offered, nvidia-smi lists {len(node.gpus)} cards"
+        yield find(node, f"{what}; run `rollcall node` again")
+    for gpu in node.gpus:
+        card = f"GPU {gpu.index} ({gpu.name})"
+        if gpu.ecc_errors:
+            what = f"{card} has {gpu.ecc_errors} uncorrected memory errors"
+            yield find(node, f"{what}; run `sudo nvidia-smi --gpu-reset -i {gpu.index}`")
+        if gpu.memory_used > GIB:
+            held = f"{card} has {gpu.memory_used / GIB:.1f} GiB in use; `nvidia-smi -i {gpu.index}` shows by whom"
+            yield find(node, held, severity="warns")  # perhaps by a run of yours that is about to end
+
+
+def judge_clocks(nodes: Sequence[NodeFacts], *, skews: Mapping[int, tuple[float, float]]) -> Iterator[Finding]:
+    """``skews``: rank to (seconds ahead of this node, half of the round trip it was measured over)."""
+    for node in nodes:
+        ahead, doubt = skews.get(node.rank, (0.0, 0.0))
+        if abs(ahead) - doubt > 1.0:
+            what = f"its clock is {abs(ahead):.1f} s {'ahead' if ahead > 0 else 'behind'}; run `sudo timedatectl set-ntp true`"
+            yield find(node, what, severity="warns")
+
+
+def judge_reach(
+    nodes: Sequence[NodeFacts], *, failed: Mapping[int, Sequence[tuple[int, int, str]]]
+) -> Iterator[Finding]:
+    """``failed``: rank to the (rank, port, why) it could not connect to."""
+    by_rank = {node.rank: node for node in nodes}
+    for rank, rows in failed.items():
+        for target in sorted({row[0] for row in rows}):
+            ports, whys = zip(*((str(port), why) for other, port, why in rows if other == target), strict=True)
+            node, other = by_rank[rank], by_rank[target]
+            fix = f"sudo ufw allow proto tcp from {node.address} to any port {FIRST_PORT}:{LAST_PORT}"
+            where = f"rank {target} ({other.address}) at port {', '.join(ports)}"
+            yield find(node, f"cannot connect to {where}: {whys[0]}; on {other.host} run `{fix}`")
+
+
+def firewall_rule(nodes: Sequence[NodeFacts], *, head_port: int) -> str:
+    """The rule for each node, as root, that lets only these nodes connect to the ports of Ray and the run.
+
+    Ray (2.60) listens on every interface of a node, whatever address it is given, and ends its head or a raylet on one malformed
+    call (``RaySyncer/StartSync`` without metadata) before it asks for the token. TLS or a firewall keeps such a call out.
+    """
+    ports = f"{FIRST_PORT}-{LAST_PORT}"
+    if not FIRST_PORT <= head_port <= LAST_PORT:
+        ports = f"{{ {head_port}, {ports} }}"
+    rules = ["add table inet rollcall", "add chain inet rollcall input { type filter hook input priority 0; }"]
+    for version, name in {4: "ip", 6: "ip6"}.items():
+        addresses = sorted({node.address for node in nodes if ipaddress.ip_address(node.address).version == version})
+        others = f"{name} saddr != {{ {', '.join(addresses)} }}" if addresses else f"meta nfproto ipv{version}"
+        rules.append(f'add rule inet rollcall input iif != "lo" {others} tcp dport {ports} ct state new drop')
+    return "nft '" + "; ".join(rules) + "'"
+
+
+def judge_shared(nodes: Sequence[NodeFacts], shared: SharedFolder) -> Iterator[Finding]:
+    by_rank = {node.rank: node for node in nodes}
+    for rank, why_not in shared.unwritable.items():
+        what = f"cannot write to the shared folder {shared.path}: {why_not}; `findmnt -T {shared.path}` there shows how it is mounted"
+        yield find(by_rank[rank], what)
+    for rank, writers in shared.unseen.items():
+        yield find(
+            by_rank[rank],
+            f"does not see in {shared.path} what rank {ranges(sorted(writers))} wrote there: {next(iter(writers.values()))}; mount "
+            "the same file system there, or choose another run.dir",
+        )
+
+
+def judge_bandwidth(*, backend: str, bytes_per_s: float) -> Iterator[Finding]:
+    if bytes_per_s < {"gloo": 0.1e9, "nccl": 1e9}[backend]:
+        what = f"the nodes all-reduce at {bytes_per_s / 1e9:.2f} GB/s over {backend}; give `rollcall node` the fast --interface"
+        yield find(None, what, severity="warns")

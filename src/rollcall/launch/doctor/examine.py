@@ -1,0 +1,286 @@
+"""`rollcall doctor`: examines this machine or the nodes of a cluster, and says what would break a run.
+
+On a cluster there is one probe per node, an actor pinned there. The doctor asks all of them at once and waits for each stage
+until its deadline; a node that has not answered by then is a finding, and the examination continues without it. The pure functions
+of ``checks`` judge what is wrong.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from rollcall.base.errors import ClusterError, SizesUnknown
+from rollcall.base.wait import Wait, say
+from rollcall.base.words import counted
+from rollcall.config import Config
+from rollcall.launch.doctor import checks
+from rollcall.launch.doctor import probe as probing
+from rollcall.launch.doctor.checks import Finding, NodeFacts, SharedFolder, find
+from rollcall.nodes import interfaces
+from rollcall.nodes.address import is_loopback, split_address
+from rollcall.nodes.check import Roster, list_nodes
+from rollcall.nodes.cluster import Cluster
+from rollcall.nodes.door import new_secret
+from rollcall.nodes.head import NodeInfo
+from rollcall.plan.memory import element_size, read_sizes
+from rollcall.process.ray.connect import connect, disconnect
+from rollcall.process.ray.each_node import NoAnswerError, Pinned, answer_of, answers_of
+from rollcall.reward.confine import available
+
+STAGE_S = 90.0  # for a probe to start and say what it knows, or to try the others
+REACH_S = 3.0  # for one connection
+MEASURE_S = 120.0  # importing torch on a busy node is most of it
+MAX_PAIRS_NODES = 16  # up to here every node connects to every other
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    cluster: str | None  # None for this machine without a cluster
+    nodes: tuple[NodeFacts, ...]
+    findings: tuple[Finding, ...]
+    skews: Mapping[int, tuple[float, float]] = field(default_factory=dict)  # rank: seconds ahead of here, and the doubt
+    shared: SharedFolder | None = None
+    backend: str | None = None  # of the all-reduce
+    bytes_per_s: float | None = None
+    firewall: str | None = None  # a rule that lets in only the nodes, where no TLS does it
+    rewards: Mapping[str, str] = field(default_factory=available)  # how built-in rewards are confined on this machine
+
+    @property
+    def breaks(self) -> bool:
+        return any(finding.severity == "breaks" for finding in self.findings)
+
+    def as_json(self) -> dict[str, Any]:
+        return {"ok": not self.breaks, **asdict(self)}
+
+
+# This machine
+
+
+def examine_machine(config: Config | None) -> Diagnosis:
+    """Examine this machine for a run in one process; with a run file also its model, data and rewards."""
+    folder = "." if config is None else str(config.run.dir.absolute())
+    ask = {"packages": checks.MUST_AGREE, "disks": {"run.dir": folder}, "paths": [], "address": "127.0.0.1"}
+    facts = probing.Probe().facts(ask)
+    seat = {"rank": 0, "address": "127.0.0.1", "slots": 1, "is_head": True}
+    seat["accelerator"] = "gpu" if facts["gpus"] else "cpu"
+    node = TypeAdapter(NodeFacts).validate_python(facts | seat)
+    state_bytes = checkpoint_bytes(config)
+    findings = [
+        *checks.judge_disks(node, checkpoint_bytes=state_bytes),
+        *checks.judge_gpus(node),
+        *checks.judge_torch(node),
+    ]
+    if config is not None:
+        findings += checks.judge_plan(config, [node]) if node.gpus else checks.judge_fit(node, state_bytes)
+        findings += _judge_parts(config, node)
+    return Diagnosis(cluster=None, nodes=(node,), findings=tuple(findings))
+
+
+def _judge_parts(config: Config, node: NodeFacts) -> Iterator[Finding]:
+    from rollcall.config.checks import is_hub
+    from rollcall.loop.data.rows import NO_DATA, read_rows
+    from rollcall.model.files import resolve_model
+    from rollcall.model.load import check_architecture
+    from rollcall.run.reward_trial import try_run
+
+    say("reading the model, the data and the rewards")
+    try:
+        check_architecture(resolve_model(config.model.path), trust_remote_code=config.model.trust_remote_code)
+        has_model = True
+    except (ValueError, OSError) as error:
+        has_model = False
+        yield find(node, str(error))
+    try:
+        if has_model and (broken := try_run(config, num_rows=1).broken):
+            yield find(node, f"{', '.join(broken)} failed on the first row; `rollcall reward test` shows why")
+        elif not has_model and config.data.train != NO_DATA and not is_hub(config.data.train):
+            next(read_rows(config.data.train), None)  # without a model there is no tokenizer to try the rewards with
+    except (ValueError, OSError) as error:
+        yield find(node, str(error))
+
+
+def checkpoint_bytes(config: Config | None) -> int | None:
+    """Size of one checkpoint: weights, master weights, AdamW's two numbers; and those of a critic."""
+    if config is None:
+        return None
+    try:
+        sizes = read_sizes(config.model.path)
+    except SizesUnknown:
+        return None
+    width = element_size(config)
+    models = 2 if config.algorithm.name == "ppo" else 1
+    return models * sizes.num_parameters * (width + (12 if width == 2 else 8))
+
+
+# A cluster
+
+
+def examine(cluster: Cluster, *, config: Config | None, quick: bool = False) -> Diagnosis:
+    """``quick`` leaves out the all-reduce, most of which is importing torch on every node; the rest takes seconds."""
+    connect(cluster, log_to_driver=False)
+    try:
+        return _Examination(cluster, list_nodes(cluster), config=config).run(quick=quick)
+    finally:
+        disconnect()  # ends the probes as well
+
+
+class _Examination:
+    """Each stage calls the probes, waits and judges."""
+
+    def __init__(self, cluster: Cluster, roster: Roster, *, config: Config | None) -> None:
+        if not roster.alive:
+            raise ClusterError(f"no node of {roster.title} is alive; start them: {cluster.join_command('R')}")
+        self.cluster, self.roster, self.config = cluster, roster, config
+        self.infos: dict[int, NodeInfo] = {node.rank: node for node in roster.alive if node.rank is not None}
+        self.findings: list[Finding] = []
+        say(f"asking {counted(len(self.infos), 'node')} what {'it has' if len(self.infos) == 1 else 'they have'}")
+        code = (probing, interfaces)
+        self.probes = {rank: Pinned(info.node_id, probing.Probe, by_value=code) for rank, info in self.infos.items()}
+
+    def run(self, *, quick: bool) -> Diagnosis:
+        self.findings += [*checks.judge_roster(self.roster, self.cluster), *checks.judge_token(self.roster)]
+        nodes = self._facts()
+        self.findings += checks.judge_nodes(nodes, checkpoint_bytes=checkpoint_bytes(self.config))
+        if self.config is not None:
+            self.findings += checks.judge_slots(self.config, self.roster, self.cluster)
+            self.findings += checks.judge_plan(self.config, nodes)
+        skews = self._clocks(nodes)
+        self._reach(nodes)
+        shared = self._shared_folder(nodes)
+        backend, bytes_per_s = (None, None) if quick or len(nodes) < 2 else self._bandwidth(nodes)
+        firewall = None
+        if nodes and not self.cluster.has_tls and not all(is_loopback(node.address) for node in nodes):
+            firewall = checks.firewall_rule(nodes, head_port=split_address(self.roster.head_address)[1])
+        return Diagnosis(
+            cluster=self.roster.cluster,
+            nodes=tuple(nodes),
+            findings=tuple(sorted(self.findings, key=lambda one: (one.severity, one.node is None, one.node or 0))),
+            skews=skews,
+            shared=shared,
+            backend=backend,
+            bytes_per_s=bytes_per_s,
+            firewall=firewall,
+        )
+
+    def _facts(self) -> list[NodeFacts]:
+        folder = {} if self.config is None else {"run.dir": str(self.config.run.dir.absolute())}
+        model = None if self.config is None else Path(self.config.model.path).expanduser()
+
+        def ask(rank: int) -> dict[str, Any]:
+            return {
+                "packages": checks.MUST_AGREE,
+                "disks": {**folder, "Ray's temporary folder": self.infos[rank].temp_dir},
+                "paths": [str(model.absolute())] if model is not None and model.is_dir() else [],
+                "address": self.infos[rank].address,
+            }
+
+        answers = self._ask_all("say what it has", "facts", lambda rank: [ask(rank)])
+        self.probes = {rank: probe for rank, probe in self.probes.items() if rank in answers}
+        known = TypeAdapter(NodeFacts)
+        return [known.validate_python({**asdict(self.infos[rank]), **answers[rank]}) for rank in self.probes]
+
+    def _clocks(self, nodes: Sequence[NodeFacts]) -> dict[int, tuple[float, float]]:
+        """Each clock compared with this node's, in the middle of the fastest of a few round trips."""
+        skews: dict[int, tuple[float, float]] = {}
+        for rank, probe in self.probes.items():
+            for _ in range(5):
+                sent = time.time()
+                try:
+                    theirs = answer_of(probe.call("clock"), timeout_s=REACH_S)
+                except NoAnswerError:  # a slow or dead node shows in the stages that need it
+                    break
+                doubt = (time.time() - sent) / 2
+                if rank not in skews or doubt < skews[rank][1]:
+                    skews[rank] = (theirs - (sent + doubt), doubt)
+        self.findings += checks.judge_clocks(nodes, skews=skews)
+        return skews
+
+    def _reach(self, nodes: Sequence[NodeFacts]) -> None:
+        listening = self._ask_all("listen on a port", "listen", lambda rank: [self.infos[rank].address])
+
+        def targets(rank: int) -> list[tuple[int, str, int]]:
+            others = partners(rank, sorted(listening))
+            return [(other, self.infos[other].address, port) for other in others for port in listening[other]]
+
+        arguments, timeout_s = (lambda rank: [targets(rank), REACH_S]), STAGE_S + 2 * REACH_S * MAX_PAIRS_NODES
+        failed = self._ask_all("connect to the others", "reach", arguments, timeout_s=timeout_s)
+        self.findings += checks.judge_reach(nodes, failed=failed)
+
+    def _shared_folder(self, nodes: Sequence[NodeFacts]) -> SharedFolder | None:
+        folder = self.cluster.rendezvous
+        if self.config is not None:
+            folder = str(next(parent for parent in self.config.run.dir.absolute().parents if parent.exists()))
+        if folder is None or not nodes:
+            return None
+        say(f"writing and reading in {folder}")
+        token = uuid.uuid4().hex[:8]
+        ranks = {f"rollcall-doctor-{token}-{rank}": rank for rank in self.probes}
+        names = {rank: name for name, rank in ranks.items()}
+        try:
+            wrote = self._ask_all(f"write to {folder}", "write", lambda rank: [folder, names[rank]])
+            written = [names[rank] for rank, why in wrote.items() if why is None]
+            what = f"see what the others wrote in {folder}"
+            seen = self._ask_all(what, "see", lambda rank: [folder, written, 10.0])
+        finally:
+            self._ask_all("clean up", "remove", lambda rank: [folder, names[rank]])
+        missing = {rank: {ranks[name]: why for name, why in each["missing"].items()} for rank, each in seen.items()}
+        shared = SharedFolder(
+            path=folder,
+            unwritable={rank: why for rank, why in wrote.items() if why},
+            unseen={rank: names for rank, names in missing.items() if names and wrote.get(rank) is None},
+            seen_after_s=max((each["seconds"] for each in seen.values() if not each["missing"]), default=0.0),
+        )
+        self.findings += checks.judge_shared(nodes, shared)
+        return shared
+
+    def _bandwidth(self, nodes: Sequence[NodeFacts]) -> tuple[str, float | None]:
+        backend = "nccl" if all(node.gpus and node.torch_cuda for node in nodes) else "gloo"
+        say(f"measuring an all-reduce between {len(nodes)} nodes")
+        places = {rank: place for place, rank in enumerate(sorted(self.probes))}
+        first, secret = min(places), new_secret()
+        meeting = {first: self.probes[first].call("open_meeting", self.infos[first].address, secret)}
+        ports = self._collect("open a meeting", meeting)
+        if not ports:
+            return backend, None
+        task = {"world_size": len(places), "backend": backend, "secret": secret, "timeout_s": MEASURE_S / 2}
+        task |= {"master": self.infos[first].address, "port": ports[first]}
+        calls = {
+            rank: self.probes[rank].call("all_reduce", self.infos[rank].address, rank=place, **task)
+            for rank, place in places.items()
+        }
+        rates = self._collect(f"finish an all-reduce over {backend}", calls, timeout_s=MEASURE_S)
+        if len(rates) < len(places):
+            return backend, None
+        self.findings += checks.judge_bandwidth(backend=backend, bytes_per_s=min(rates.values()))
+        return backend, min(rates.values())
+
+    def _ask_all(
+        self, what: str, method: str, arguments: Callable[[int], Sequence[Any]], *, timeout_s: float = STAGE_S
+    ) -> dict[int, Any]:
+        """Asks every probe the same; ``arguments`` are by rank."""
+        calls = {rank: probe.call(method, *arguments(rank)) for rank, probe in self.probes.items()}
+        return self._collect(what, calls, timeout_s=timeout_s)
+
+    def _collect(self, what: str, calls: Mapping[int, Any], *, timeout_s: float = STAGE_S) -> dict[int, Any]:
+        """Answers by rank; a node that fails or is late becomes a finding."""
+        answers, failures = answers_of(calls, wait=Wait(timeout_s, first_s=5, every_s=5), to=what)
+        for rank, why_not in failures.items():
+            logs = f"its logs are in {self.infos[rank].temp_dir}/session_latest/logs"
+            self.findings.append(find(self.infos[rank], f"could not {what}: {why_not}; {logs}"))
+        return answers
+
+
+def partners(rank: int, ranks: Sequence[int]) -> list[int]:
+    """The nodes that a node connects to: all in a small cluster; in a large one its next four and rank 0."""
+    others = [other for other in ranks if other != rank]
+    if len(ranks) <= MAX_PAIRS_NODES:
+        return others
+    after = [other for other in others if other > rank] + [other for other in others if other < rank]
+    return sorted({*after[:4], others[0]})

@@ -1,0 +1,245 @@
+"""A node's facts, and the small experiments that nodes make with each other.
+
+This file and ``nodes/interfaces.py`` are sent to the nodes as code and use only the standard library, so a node with a wrong Rollcall,
+or none, can still answer. Answers are plain dictionaries. Each experiment is one method of ``Probe``, and returns by the deadline it
+is given.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import random
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+from rollcall.nodes.interfaces import interface_of
+
+GPU_FIELDS = ("index", "name", "driver_version", "memory.total", "memory.used", "ecc.errors.uncorrected.volatile.total")
+
+
+class Probe:
+    """One node's end of the examination."""
+
+    def __init__(self) -> None:
+        self._listeners: list[socket.socket] = []
+        self._meeting: Any = None
+
+    def clock(self) -> float:
+        return time.time()
+
+    def facts(self, ask: dict[str, Any]) -> dict[str, Any]:
+        """``ask``: packages (names), disks (purpose to path), paths (that must exist), address (this node's)."""
+        gpus, driver, complaint = read_gpus()
+        with open("/proc/meminfo") as file:  # psutil may not be here
+            memory = {name: int(amount.split()[0]) << 10 for name, amount in (line.split(":") for line in file)}
+        shm = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
+        return {
+            "host": socket.gethostname(),
+            "python": platform.python_version(),
+            "executable": sys.executable,
+            "packages": {name: installed(name) for name in ask["packages"]},
+            **torch_build(),
+            "driver": driver,
+            "disks": [disk(purpose, path) for purpose, path in ask["disks"].items()],
+            "memory_total": memory["MemTotal"],
+            "memory_available": memory["MemAvailable"],
+            "shm_total": shm.f_frsize * shm.f_blocks if shm else 0,
+            "gpus": gpus,
+            "gpu_error": complaint,
+            "interface": interface_of(ask["address"]),
+            "missing_paths": [path for path in ask["paths"] if not os.path.exists(path)],
+        }
+
+    def listen(self, address: str) -> list[int]:
+        """Accepts connections on two ports until the probe ends: one of those that clusters listen on, and one that the kernel
+        chooses."""
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        for ports in (random.sample(range(10_000, 32_000), 50), [0]):
+            for port in ports:
+                with suppress(OSError):  # it is taken
+                    listener = socket.create_server((address, port), family=family, backlog=128)
+                    threading.Thread(target=_accept, args=(listener,), daemon=True).start()
+                    self._listeners.append(listener)
+                    break
+        return [listener.getsockname()[1] for listener in self._listeners]
+
+    def reach(self, targets: list[tuple[int, str, int]], timeout_s: float) -> list[tuple[int, int, str]]:
+        """(rank, port, why) of those that cannot be connected to."""
+        failed: list[tuple[int, int, str]] = []
+        for rank, address, port in targets:
+            try:
+                with socket.create_connection((address, port), timeout=timeout_s) as connection:
+                    connection.settimeout(timeout_s)
+                    if connection.recv(2) != b"ok":
+                        failed.append((rank, port, "somebody else answers there"))
+            except OSError as error:
+                failed.append((rank, port, str(error)))
+        return failed
+
+    def write(self, folder: str, name: str) -> str | None:
+        """Writes a file in the shared folder; returns why it cannot, if so."""
+        try:
+            with open(os.path.join(folder, name), "w") as file:
+                file.write(name)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            return _why(error)
+        return None
+
+    def see(self, folder: str, names: list[str], timeout_s: float) -> dict[str, Any]:
+        """The time until all files are seen with their text; ``missing``: those that are not in time, and why."""
+        began = time.monotonic()
+        while True:
+            missing = {name: why for name in names if (why := _unseen(folder, name))}
+            seconds = time.monotonic() - began
+            if not missing or seconds > timeout_s:
+                return {"seconds": seconds, "missing": missing}
+            time.sleep(0.02)
+
+    def remove(self, folder: str, name: str) -> None:
+        with suppress(OSError):  # never written, or the folder is read-only here; the findings say so
+            os.remove(os.path.join(folder, name))
+
+    def open_meeting(self, address: str, secret: str) -> int:
+        """The port at which the ranks of the all-reduce meet."""
+        from rollcall.nodes.door import listen_at
+        from rollcall.nodes.meeting import MeetingServer
+
+        listener = listen_at(address)
+        self._meeting = MeetingServer(listener, secret=secret)
+        return listener.getsockname()[1]
+
+    def all_reduce(
+        self,
+        address: str,
+        *,
+        rank: int,
+        world_size: int,
+        backend: str,
+        master: str,
+        port: int,
+        secret: str,
+        timeout_s: float,
+    ) -> float:
+        """Bytes a second that cross each link, in the fastest of a few rounds. The ranks meet at rank 0's ``master`` and ``port``."""
+        os.environ["CUDA_VISIBLE_DEVICES"] = "0" if backend == "nccl" else ""
+        if interface := interface_of(address):
+            os.environ |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+        import torch
+        import torch.distributed as dist
+
+        from rollcall.nodes.meeting import MeetingStore, Place, greet
+
+        store = MeetingStore(Place(address=master, port=port, secret=secret), timeout_s=timeout_s)
+        timeout = timedelta(seconds=timeout_s)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        if backend == "gloo":
+            greet(dist.group.WORLD, store, name="all", rank=rank, members=range(world_size), secret=secret)
+        num_bytes = 32 << 20
+        data = torch.ones(num_bytes // 4, dtype=torch.float32, device="cuda" if backend == "nccl" else "cpu")
+        seconds: list[float] = []
+        for _ in range(4):  # the first opens connections
+            data.fill_(1)
+            dist.barrier()
+            began = time.perf_counter()
+            dist.all_reduce(data)
+            if backend == "nccl":
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - began)
+        if not bool((data == float(world_size)).all()):
+            raise RuntimeError("the sum is wrong")
+        dist.barrier()
+        dist.destroy_process_group()
+        # A ring sends 2 (n - 1) / n of the data over each link.
+        return num_bytes * 2 * (world_size - 1) / world_size / min(seconds[1:])
+
+
+def _accept(listener: socket.socket) -> None:
+    while True:
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return
+        with connection:
+            connection.sendall(b"ok")
+
+
+def _unseen(folder: str, name: str) -> str | None:
+    try:
+        with open(os.path.join(folder, name)) as file:
+            return None if file.read() == name else "it has another text"
+    except OSError as error:
+        return _why(error)
+
+
+def _why(error: OSError) -> str:
+    code = errno.errorcode.get(error.errno or 0)
+    return f"{error.strerror or error}" + (f" ({code})" if code else "")
+
+
+def installed(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def torch_build() -> dict[str, str | None]:
+    """The CUDA or ROCm that torch was built for, from its version file: importing it takes seconds, and fails where it is broken."""
+    spec, text = importlib.util.find_spec("torch"), ""
+    if spec is not None and spec.origin is not None:
+        with suppress(OSError), open(os.path.join(os.path.dirname(spec.origin), "version.py")) as file:
+            text = file.read()
+    found = {name: re.search(rf"^{name}\b[^=]*= *['\"]([^'\"]+)['\"]", text, re.MULTILINE) for name in ("cuda", "hip")}
+    return {f"torch_{name}": match.group(1) if match else None for name, match in found.items()}
+
+
+def disk(purpose: str, path: str) -> dict[str, Any]:
+    """The space in the nearest folder that exists."""
+    place = path
+    while not os.path.exists(place) and os.path.dirname(place) != place:
+        place = os.path.dirname(place)
+    usage = shutil.disk_usage(place)
+    return {"purpose": purpose, "path": path, "free": usage.free, "total": usage.total}
+
+
+def read_gpus() -> tuple[list[dict[str, Any]], str | None, str | None]:
+    """The cards, their driver, and a complaint if nvidia-smi is there and does not answer."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return [], None, None
+    command = [program, f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=20.0, check=True
+        )  # on a sick card it may never return
+    except (subprocess.SubprocessError, OSError) as error:
+        lines = (getattr(error, "stdout", "") or getattr(error, "stderr", "") or str(error)).strip().splitlines()
+        return [], None, f"nvidia-smi fails: {lines[-1] if lines else error}"
+    rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
+    return [parse_gpu(row) for row in rows], rows[0][2] if rows else None, None
+
+
+def parse_gpu(row: list[str]) -> dict[str, Any]:
+    """A row of GPU_FIELDS; what a card does not report reads "[N/A]"."""
+    total, used, errors = (int(text) if text.isdigit() else 0 for text in row[3:6])
+    return {
+        "index": int(row[0]),
+        "name": row[1],
+        "memory_total": total << 20,
+        "memory_used": used << 20,
+        "ecc_errors": errors,
+    }

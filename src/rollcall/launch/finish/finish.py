@@ -1,0 +1,211 @@
+"""Gathers, merges, verifies and uploads the newest checkpoint of a run.
+
+A step that is done is skipped. ``finish.json`` in the run directory says what the merge and the upload were made of, and
+``verified.json`` in the model directory what was verified. With another checkpoint, another setting or a changed file the step is
+done again, and so are those after it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rollcall.base.atomic import write_atomic
+from rollcall.base.words import counted
+from rollcall.checkpoint.merge.merge import DTYPES, merge
+from rollcall.checkpoint.run_dir import run_file_of
+from rollcall.checkpoint.store import describe_files
+from rollcall.checkpoint.verify import mark_of, verify, why_not_verified
+from rollcall.config import FinishSection, load_config
+from rollcall.launch.finish.gather import gather, is_here, parts_elsewhere
+from rollcall.launch.finish.nodes_of import Node, find_nodes
+from rollcall.launch.finish.upload import Uploaded, upload
+from rollcall.model.stored.manifest import checkpoints_of, is_checkpoint, newest_checkpoint
+from rollcall.model.stored.tensors import StoredError
+
+NOTES = "finish.json"  # in the run directory
+MERGED = "merged"  # likewise: the model directory
+State = Literal["done", "was done", "would be done", "not asked for"]
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishStep:
+    name: str
+    state: State
+    words: str  # what was done, or why not
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedRun:
+    run_dir: Path
+    checkpoint: Path
+    model: Path
+    steps: tuple[FinishStep, ...]
+    uploaded: Uploaded | None  # None if it was not, or by an earlier call
+
+    def as_json(self) -> dict[str, Any]:
+        steps = {step.name: {"state": step.state, "words": step.words} for step in self.steps}
+        return {
+            "run_dir": str(self.run_dir),
+            "checkpoint": str(self.checkpoint),
+            "model": str(self.model),
+            "steps": steps,
+            "uploaded": None if self.uploaded is None else asdict(self.uploaded),
+        }
+
+
+def checkpoint_at(path: Path) -> Path:
+    """The checkpoint that ``path`` is; of a run directory or its ``checkpoints`` folder, the newest whole one."""
+    if is_checkpoint(path):
+        return path.absolute()
+    for folder in (path, path / "checkpoints"):
+        if checkpoints_of(folder) and (newest := newest_checkpoint(folder)) is not None:
+            return newest.absolute()
+    raise StoredError(f"{path} is neither a checkpoint nor a run directory with one; give one of them")
+
+
+def finish(
+    run: Path,
+    *,
+    overrides: Sequence[str] = (),
+    hosts: Sequence[str] = (),
+    dry_run: bool = False,
+    progress: Progress = lambda done, total: None,
+) -> FinishedRun:
+    """``run``: a run directory or a run file. ``hosts``: those to ask for parts over ssh, as in ``find_nodes``."""
+    file, values = run_file_of(run)
+    config = load_config(file, list(overrides), defaults=dict(values))
+    run_dir = config.run.dir.absolute()
+    work = _Work(
+        run_dir=run_dir,
+        checkpoint=checkpoint_at(run_dir),
+        section=config.finish,
+        hosts=hosts,
+        dry_run=dry_run,
+        progress=progress,
+        notes=_read_notes(run_dir / NOTES),
+    )
+    # In this order: each looks at what the one before it has left.
+    steps = (work.gather(), work.merge(), work.verify(), work.upload())
+    return FinishedRun(
+        run_dir=run_dir, checkpoint=work.checkpoint, model=work.model, steps=steps, uploaded=work.uploaded
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Work:
+    run_dir: Path
+    checkpoint: Path
+    section: FinishSection
+    hosts: Sequence[str]
+    dry_run: bool
+    progress: Progress
+    notes: dict[str, Any]
+    uploaded: Uploaded | None = None
+    begun: bool = False  # whether a step was done, or would be: then those after it are too
+
+    @property
+    def model(self) -> Path:
+        return self.run_dir / MERGED
+
+    def gather(self) -> FinishStep:
+        missing = [
+            part for part in parts_elsewhere(self.checkpoint, kinds=("weights",)) if not is_here(self.checkpoint, part)
+        ]
+        if not missing:
+            return FinishStep(name="gather", state="was done", words=f"all weights are in {self.checkpoint}")
+        nodes = ", ".join(sorted({f"{part.node} ({part.host})" for part in missing}))
+        size = sum(part.size for part in missing)
+
+        def work() -> None:
+            def find() -> list[Node]:
+                return find_nodes(self.run_dir, hosts=self.hosts)
+
+            gather(self.checkpoint, find, kinds=("weights",), progress=self.progress)
+
+        return self._step("gather", f"{counted(len(missing), 'part')} ({size / 1e9:.2f} GB) from node {nodes}", work)
+
+    def merge(self) -> FinishStep:
+        wanted = {
+            "checkpoint": self.checkpoint.name,
+            "manifest": hashlib.sha256((self.checkpoint / "manifest.json").read_bytes()).hexdigest(),
+            "dtype": self.section.dtype,
+            "max_shard_size": self.section.max_shard_size,
+        }
+        noted = self.notes.get("merge", {})
+        same = not self.begun and {**noted, **wanted} == noted and (self.model / "config.json").is_file()
+        if same and noted.get("weights") == _weights(self.model):  # another merge may have put its own there
+            return FinishStep(name="merge", state="was done", words=f"{self.checkpoint.name} is in {self.model}")
+
+        def work() -> None:
+            merge(
+                self.checkpoint,
+                self.model,
+                dtype=self.section.dtype,
+                max_shard_size=self.section.max_shard_size,
+                progress=self.progress,
+            )
+            self._note("merge", {**wanted, "weights": _weights(self.model)})
+
+        return self._step("merge", f"{self.checkpoint.name} into {self.model}, dtype {self.section.dtype}", work)
+
+    def verify(self) -> FinishStep:
+        wanted = DTYPES.get(self.section.dtype)
+        dtype = None if wanted is None else wanted.name
+        if not self.begun and not why_not_verified(self.model):
+            return FinishStep(name="verify", state="was done", words=f"{self.model} is as it was verified")
+        if self.dry_run:
+            return self._step("verify", f"{self.model} against the log-probs of the trained model", lambda: None)
+        self.begun = True
+        return FinishStep(name="verify", state="done", words=verify(self.model, dtype=dtype).words)
+
+    def upload(self) -> FinishStep:
+        section = self.section.upload
+        if section is None:
+            return FinishStep(name="upload", state="not asked for", words="the run file has no finish.upload")
+        from huggingface_hub import constants
+
+        wanted = {**section.model_dump(), "endpoint": constants.ENDPOINT, "files": self._files()}
+        where = f"{section.repo} ({section.revision or 'main'})"
+        if not self.begun and self.notes.get("upload", {}).get("of") == wanted:
+            return FinishStep(name="upload", state="was done", words=f"{self.notes['upload'].get('url')}")
+
+        def work() -> None:
+            self.uploaded = upload(self.model, section.repo, private=section.private, revision=section.revision)
+            self._note("upload", {"of": {**wanted, "files": self._files()}, "url": self.uploaded.url})
+
+        return self._step("upload", f"{self.model} to {where}", work)
+
+    def _step(self, name: str, words: str, work: Callable[[], object]) -> FinishStep:
+        self.begun = True
+        if self.dry_run:
+            return FinishStep(name=name, state="would be done", words=words)
+        work()
+        return FinishStep(name=name, state="done", words=words)
+
+    def _files(self) -> str | None:
+        """The files of the verified model, in one checksum."""
+        mark = mark_of(self.model)
+        return None if mark is None else hashlib.sha256(json.dumps(mark["files"], sort_keys=True).encode()).hexdigest()
+
+    def _note(self, name: str, value: Any) -> None:
+        self.notes[name] = value
+        write_atomic(self.run_dir / NOTES, json.dumps(self.notes, indent=1))
+
+
+def _read_notes(path: Path) -> dict[str, Any]:
+    """The notes of earlier calls. Without them the steps are done again."""
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+
+
+def _weights(model: Path) -> dict[str, Any]:
+    others = [path.relative_to(model).as_posix() for path in model.rglob("*") if path.suffix != ".safetensors"]
+    return describe_files(model, leave_out=others)

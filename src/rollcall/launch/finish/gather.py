@@ -1,0 +1,345 @@
+"""Brings the parts of a checkpoint that stayed on the nodes' own disks to the checkpoint's folder.
+
+Each node has a thread here that takes its parts one after the other, so a slow node delays only its own; a few chunks of each
+node are in memory at a time. A part goes to ``.gather/`` first, and to its place when it has the size and checksum of the
+manifest. After an interruption the same call continues at the byte where it stopped. Parts are removed from a node only on request,
+and only when all of them are here.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rollcall.base.atomic import fsync
+from rollcall.base.errors import CheckpointError
+from rollcall.base.lock import take_lock
+from rollcall.base.patience import free_bytes, plain_disk_errors
+from rollcall.base.wait import Wait, say
+from rollcall.base.words import counted, size
+from rollcall.checkpoint.local import FOLDER_NAME, names_of_run
+from rollcall.launch.finish.node_files import PART
+from rollcall.launch.finish.nodes_of import Node, NodeError
+from rollcall.model.stored.files import new_checksum
+from rollcall.model.stored.manifest import Manifest, read_manifest
+
+FOLDER = ".gather"  # in the checkpoint
+NODES_AT_ONCE = 8
+WAITS_S = (1.0, 3.0, 10.0, 30.0)  # before a broken transfer continues
+OnBytes = Callable[[int, int], None]  # gets the bytes that are here, and of how many
+
+
+class GatherError(RuntimeError, ValueError):
+    """Parts could not be gathered; the message names each with its node."""
+
+
+class _Stopped(Exception):
+    """Another thread asked for an end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodePart:
+    name: str  # in the checkpoint
+    place: str  # on its node
+    run: str  # the name of the run's folder there
+    size: int
+    blake2b: str
+    node: str
+    host: str
+    kind: str
+
+    def __str__(self) -> str:
+        return f"{self.name} of node {self.node} ({self.host}, {self.place})"
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """The fields that a node needs."""
+        return {"name": self.name, "place": self.place, "run": self.run, "size": self.size}
+
+
+@dataclass(slots=True, kw_only=True)
+class Gathered:
+    checkpoint: str
+    parts: list[str] = field(default_factory=list)  # that were brought here
+    num_bytes: int = 0  # that came over the network or from another folder
+    removed: list[str] = field(default_factory=list)  # from their nodes
+
+
+def parts_elsewhere(checkpoint: Path, *, kinds: Collection[str] | None = None) -> list[NodePart]:
+    """The parts of a checkpoint that its manifest places on nodes, whether they were gathered or not."""
+    manifest = read_manifest(checkpoint)
+    parts = [_part(manifest, name, facts) for name, facts in manifest.fields["files"].items() if "place" in facts]
+    return [part for part in parts if kinds is None or part.kind in kinds]
+
+
+def is_here(checkpoint: Path, part: NodePart) -> bool:
+    path = checkpoint / part.name
+    return path.is_file() and path.stat().st_size == part.size
+
+
+def _part(manifest: Manifest, name: str, facts: dict[str, Any]) -> NodePart:
+    """Everything in a manifest is data: names that are not those of parts are refused."""
+    source = manifest.path / "manifest.json"
+    if not PART.fullmatch(name):
+        raise GatherError(f"{source} places {name!r} on a node, which is not the name of a part; nothing was gathered")
+    try:
+        names, _ = names_of_run(manifest.path.parent)
+    except OSError as error:
+        raise GatherError(
+            f"{manifest.path.parent / FOLDER_NAME} cannot be read ({error.strerror}), so the run's folder on the nodes is not known; "
+            "restore it from where the run was saved"
+        ) from error
+    except CheckpointError as error:
+        raise GatherError(str(error)) from error
+    try:
+        run = next((one for one in names if one in Path(facts["place"]).parts), names[0])
+        return NodePart(
+            name=name,
+            place=str(facts["place"]),
+            run=run,
+            size=int(facts["size"]),
+            blake2b=str(facts["blake2b"]),
+            node=str(facts.get("node", "?")),
+            host=str(facts.get("host", "?")),
+            kind=str(facts.get("kind", "")),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise GatherError(f"{source} does not describe {name} ({type(error).__name__}: {error})") from error
+
+
+def gather(
+    checkpoint: Path,
+    find: Callable[[], Sequence[Node]],
+    *,
+    kinds: Collection[str] | None = None,
+    delete: bool = False,
+    progress: OnBytes = lambda done, total: None,
+) -> Gathered:
+    """Brings parts (of these ``kinds``) to the checkpoint's folder. ``find`` returns the nodes to ask; it is called only if a part is
+    missing here, or has to be removed there."""
+    parts = parts_elsewhere(checkpoint, kinds=kinds)
+    missing = [part for part in parts if not is_here(checkpoint, part)]
+    done = Gathered(checkpoint=str(checkpoint))
+    if not parts or (not missing and not delete):
+        return done
+    if delete:
+        _refuse_parts_of_another(checkpoint, parts)
+    with _locked(checkpoint):
+        nodes = find()
+        holders, faults = _holders(nodes, parts)
+        if missing:
+            _refuse_absent(missing, holders, faults)
+            _refuse_too_large(checkpoint, missing)
+            work = _Work(checkpoint, total=sum(part.size for part in missing), progress=progress)
+            work.run({part: holders[part.name] for part in missing})
+            done.parts, done.num_bytes = [part.name for part in missing], work.num_received
+        if delete:
+            done.removed = _remove(checkpoint, parts, holders, gathered=done.parts)
+    shutil.rmtree(checkpoint / FOLDER, ignore_errors=True)
+    return done
+
+
+def _refuse_parts_of_another(checkpoint: Path, parts: Sequence[NodePart]) -> None:
+    """A copy of a run names the same files on the nodes as the run that it was copied from, which still needs them."""
+    checkpoints = checkpoint.parent
+    names, inode = names_of_run(checkpoints)
+    is_copy = inode not in (None, (checkpoints / FOLDER_NAME).stat().st_ino)
+    own = set() if is_copy else {names[0]}
+    if others := [part for part in parts if part.run not in own]:
+        raise GatherError(
+            f"{checkpoints.parent} is a copy of another run, and {counted(len(others), 'part')} on the nodes, such as {others[0]}, "
+            "belong to that one; nothing was removed. Gather without --delete here; with it in the run that saved them"
+        )
+
+
+@contextmanager
+def _locked(checkpoint: Path) -> Iterator[None]:
+    """Two that gathered the same checkpoint would write to the same files."""
+    folder = checkpoint / FOLDER
+    with plain_disk_errors(folder):
+        folder.mkdir(exist_ok=True)
+        lock = take_lock(folder / "lock")
+    if lock is None:
+        raise GatherError(f"{checkpoint} is being gathered by another process; wait for it")
+    with lock:
+        yield
+
+
+def _holders(nodes: Sequence[Node], parts: Sequence[NodePart]) -> tuple[dict[str, Node], list[str]]:
+    """Which node has each part, and why others could not say."""
+    asked = [part.asked for part in parts]
+    holders: dict[str, Node] = {}
+    faults: list[str] = []
+
+    def ask(node: Node) -> list[str]:
+        try:
+            return node.present(asked)
+        except NodeError as error:
+            faults.append(str(error))
+            return []
+
+    with ThreadPoolExecutor(max_workers=max(1, min(len(nodes), 32))) as pool:
+        for node, names in zip(nodes, pool.map(ask, nodes), strict=True):
+            for name in names:
+                holders.setdefault(name, node)
+    return holders, faults
+
+
+def _refuse_absent(missing: Sequence[NodePart], holders: dict[str, Node], faults: Sequence[str]) -> None:
+    absent = [part for part in missing if part.name not in holders]
+    if absent:
+        lines = [f"no node has {part}, whole and in the run's folder" for part in absent[:5]]
+        lines += [f"and {len(absent) - 5} more parts"] if len(absent) > 5 else []
+        raise GatherError(
+            "\n  ".join([f"{counted(len(absent), 'part')} cannot be gathered:", *lines, *faults])
+            + "\nbring these nodes back, or take an earlier checkpoint"
+        )
+
+
+def _refuse_too_large(checkpoint: Path, missing: Sequence[NodePart]) -> None:
+    begun = sum(path.stat().st_size for path in (checkpoint / FOLDER).rglob("part-*") if path.is_file())
+    needed, free = sum(part.size for part in missing) - begun, free_bytes(checkpoint)
+    if free is not None and needed > free:
+        raise GatherError(
+            f"{counted(len(missing), 'part')} need {size(needed)} in {checkpoint}, and its disk has {size(free)} free; "
+            "free space there"
+        )
+
+
+class _Work:
+    """The transfers of one call."""
+
+    def __init__(self, checkpoint: Path, *, total: int, progress: OnBytes) -> None:
+        self._checkpoint, self._total, self._progress = checkpoint, total, progress
+        self._stop, self._lock = threading.Event(), threading.Lock()
+        self._here = self.num_received = 0
+        self._wait = Wait(first_s=10.0)
+
+    def run(self, parts: dict[NodePart, Node]) -> None:
+        nodes = {id(node): node for node in parts.values()}.values()
+        faults: list[str] = []
+        pool = ThreadPoolExecutor(max_workers=NODES_AT_ONCE)
+        try:
+            for fault in pool.map(lambda node: self._of_node(node, [p for p in parts if parts[p] is node]), nodes):
+                faults += fault
+        finally:
+            self._stop.set()
+            pool.shutdown(cancel_futures=True)
+        if faults:
+            raise GatherError(
+                "\n  ".join([f"{counted(len(faults), 'part')} could not be gathered:", *faults])
+                + "\nwhat has arrived is kept: the same command continues from there"
+            )
+
+    def _of_node(self, node: Node, parts: Sequence[NodePart]) -> list[str]:
+        """Fetches a node's parts; returns the reasons why some did not come."""
+        faults: list[str] = []
+        for part in parts:
+            try:
+                self._fetch(node, part)
+            except (NodeError, GatherError) as error:
+                faults.append(f"{part}: {error}")
+            except _Stopped:
+                break
+        return faults
+
+    def _fetch(self, node: Node, part: NodePart) -> None:
+        begun = self._checkpoint / FOLDER / part.name
+        with plain_disk_errors(begun):
+            begun.parent.mkdir(parents=True, exist_ok=True)
+        continued = False
+        for wait_s in (*WAITS_S, None):
+            offset, digest = _begun(begun, part)
+            continued = continued or offset > 0
+            self._advance(offset, received=0)
+            try:
+                here = self._receive(node, part, begun, digest, offset=offset)
+            except NodeError as error:
+                if wait_s is None:
+                    raise
+                self._advance(-_size(begun), received=0)
+                say(f"{part.name}: {error}; continuing in {wait_s:.0f} s")
+                if self._stop.wait(wait_s):
+                    raise _Stopped from None
+                continue
+            if here == part.size and digest.hexdigest() == part.blake2b:
+                return self._keep(begun, part)
+            begun.unlink()
+            self._advance(-here, received=0)
+            if not continued:  # else what was there before may be at fault
+                break
+            continued = False
+        raise GatherError("it is not as it was written: its size or checksum differs")
+
+    def _receive(self, node: Node, part: NodePart, begun: Path, digest: Any, *, offset: int) -> int:
+        with plain_disk_errors(begun), begun.open("ab") as file:
+            for data in node.chunks(part.asked, offset=offset):
+                if self._stop.is_set():
+                    raise _Stopped
+                if offset + len(data) > part.size:
+                    raise NodeError(f"{node.where} sends more than {part.size:,} bytes")
+                file.write(data)
+                digest.update(data)
+                offset += len(data)
+                self._advance(len(data), received=len(data))
+            file.flush()
+            os.fsync(file.fileno())
+        return offset
+
+    def _keep(self, begun: Path, part: NodePart) -> None:
+        target = self._checkpoint / part.name
+        with plain_disk_errors(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(begun, target)
+            fsync(target.parent)
+
+    def _advance(self, num_bytes: int, *, received: int) -> None:
+        with self._lock:
+            self._here += num_bytes
+            self.num_received += received
+            self._progress(self._here, self._total)
+            self._wait.tell(f"gathered {size(self._here)} of {size(self._total)}")
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _begun(path: Path, part: NodePart) -> tuple[int, Any]:
+    """How much of a part an earlier try has left, and the checksum so far."""
+    digest = new_checksum()
+    if _size(path) > part.size:
+        path.unlink()
+    if not path.exists():
+        return 0, digest
+    with path.open("rb") as file:
+        while data := file.read(16 << 20):
+            digest.update(data)
+        return file.tell(), digest
+
+
+def _remove(
+    checkpoint: Path, parts: Sequence[NodePart], holders: dict[str, Node], *, gathered: Collection[str]
+) -> list[str]:
+    """Remove parts from their nodes, if all of them are here. Those that an earlier call brought are compared again."""
+    for part in parts:
+        path = checkpoint / part.name
+        if part.name not in gathered and (
+            _size(path) != part.size or _begun(path, part)[1].hexdigest() != part.blake2b
+        ):
+            raise GatherError(
+                f"{path} is not as it was written, so nothing is removed; remove that file and gather again"
+            )
+    removed: list[str] = []
+    for node in {id(node): node for node in holders.values()}.values():
+        own = [part for part in parts if holders.get(part.name) is node]
+        node.remove([part.asked for part in own])
+        removed += [part.name for part in own]
+    return sorted(removed)

@@ -1,0 +1,200 @@
+"""The nodes that may have parts of a checkpoint: this one, those of the cluster (Ray), or hosts over ssh when it is down."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shlex
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+from rollcall.base.errors import ClusterError
+from rollcall.base.words import visible
+from rollcall.launch.finish import node_files
+from rollcall.launch.finish.node_files import CHUNK_BYTES, NodeFiles
+from rollcall.launch.record import all_records
+from rollcall.launch.ssh.machines import SITE, Site, checked_hosts
+from rollcall.launch.ssh.shell import NO_FORWARDS, Login, start_ssh
+from rollcall.process.ray.connect import connect
+from rollcall.process.ray.each_node import NoAnswerError, Pinned, answer_of
+from rollcall.process.ray.members import ranked_nodes
+
+ANSWER_S = 120.0  # for an answer, or the next bytes
+AHEAD = 2  # chunks that are asked for before they are needed
+Asked = Mapping[str, Any]  # a part: name, place, run, size
+
+
+class NodeError(ClusterError):
+    """A node does not answer, or not as it should; the message names it and says why."""
+
+
+class Node(Protocol):
+    @property
+    def where(self) -> str:
+        """For messages."""
+        ...
+
+    def present(self, parts: Sequence[Asked]) -> list[str]:
+        """The names of the parts that it has."""
+        ...
+
+    def chunks(self, part: Asked, *, offset: int) -> Iterator[bytes]:
+        """The bytes of a part from ``offset`` on."""
+        ...
+
+    def remove(self, parts: Sequence[Asked]) -> None: ...
+
+
+class ThisNode:
+    where: str = "this node"
+
+    def present(self, parts: Sequence[Asked]) -> list[str]:
+        return NodeFiles().present(list(parts))
+
+    def chunks(self, part: Asked, *, offset: int) -> Iterator[bytes]:
+        try:
+            while data := NodeFiles().read(dict(part), offset, CHUNK_BYTES):
+                yield data
+                offset += len(data)
+        except (OSError, ValueError) as error:
+            raise NodeError(f"{self.where}: {error}") from error
+
+    def remove(self, parts: Sequence[Asked]) -> None:
+        NodeFiles().remove(list(parts))
+
+
+class RayNodeFiles:
+    """A node of the cluster. A process there reads; a few chunks are on their way at any time."""
+
+    def __init__(self, node_id: str, *, where: str) -> None:
+        self.where = where
+        self._there = Pinned(node_id, NodeFiles, by_value=(node_files,))
+
+    def present(self, parts: Sequence[Asked]) -> list[str]:
+        return self._answer(self._there.call("present", list(parts)))
+
+    def chunks(self, part: Asked, *, offset: int) -> Iterator[bytes]:
+        starts = range(offset, part["size"], CHUNK_BYTES)
+        calls = (self._there.call("read", dict(part), start, CHUNK_BYTES) for start in starts)
+        waiting = list(islice(calls, AHEAD))
+        while waiting:
+            data = self._answer(waiting.pop(0))
+            waiting += islice(calls, 1)
+            yield data
+
+    def remove(self, parts: Sequence[Asked]) -> None:
+        self._answer(self._there.call("remove", list(parts)))
+
+    def _answer(self, call: Any) -> Any:
+        try:
+            return answer_of(call, timeout_s=ANSWER_S)
+        except (NoAnswerError, OSError, ValueError) as error:
+            lines = str(error.__cause__ or error).strip().splitlines()  # the last one has what the node raised
+            raise NodeError(f"{self.where}: {visible(lines[-1])}") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SshNode:
+    """A host. Each question is its own ssh; the bytes of a part come as fast as they are taken."""
+
+    host: str
+    login: Login
+    inside: tuple[str, ...] = ()  # the shell in the node's container
+
+    @property
+    def where(self) -> str:
+        return self.host
+
+    def present(self, parts: Sequence[Asked]) -> list[str]:
+        return self._ask("present", parts)
+
+    def remove(self, parts: Sequence[Asked]) -> None:
+        self._ask("remove", parts)
+
+    def _ask(self, do: str, parts: Sequence[Asked]) -> list[str]:
+        with self._start() as process:
+            try:
+                out, err = process.communicate(self._script(do=do, parts=list(parts)), timeout=ANSWER_S)
+            except subprocess.TimeoutExpired:
+                raise NodeError(f"{self.host}: no answer in {ANSWER_S:g} s") from None
+            finally:
+                process.kill()
+        if process.returncode:
+            raise NodeError(self._why(process.returncode, err))
+        try:
+            return [str(name) for name in json.loads(out)]
+        except (ValueError, TypeError):
+            raise NodeError(
+                f"{self.host}: its shell prints {visible(out.decode(errors='replace').strip()[:100])!r} before it runs a command; "
+                "see its .bashrc"
+            ) from None
+
+    def chunks(self, part: Asked, *, offset: int) -> Iterator[bytes]:
+        left = part["size"] - offset
+        with self._start() as process:
+            assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+            try:
+                with suppress(BrokenPipeError), process.stdin as stdin:  # ssh may have ended, and has printed why
+                    stdin.write(self._script(do="read", part=dict(part), offset=offset))
+                while left:
+                    if not select.select([process.stdout], [], [], ANSWER_S)[0]:
+                        raise NodeError(f"{self.host}: nothing came for {ANSWER_S:g} s")
+                    if not (data := os.read(process.stdout.fileno(), min(left, CHUNK_BYTES))):
+                        with suppress(subprocess.TimeoutExpired):
+                            process.wait(10.0)
+                        has_more = select.select([process.stderr], [], [], 1.0)[0]
+                        err = os.read(process.stderr.fileno(), 1 << 16) if has_more else b""
+                        raise NodeError(self._why(process.returncode, err))
+                    left -= len(data)
+                    yield data
+            finally:
+                process.kill()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        return start_ssh(self.login.words(self.host, *NO_FORWARDS))
+
+    def _script(self, **question: Any) -> bytes:
+        entry = f"exec {shlex.join(self.inside)}\n" if self.inside else ""
+        code = Path(node_files.__file__).read_text()
+        # What follows the line in stdin is the question: bash reads no further than it has to.
+        return f"{entry}exec python3 -c {shlex.quote(code)}\n{json.dumps(question)}\n".encode()
+
+    def _why(self, status: int | None, err: bytes) -> str:
+        """The reason for no answer, from what was printed on stderr."""
+        lines = visible(err.decode(errors="replace")).strip().splitlines()
+        if status == 1 and lines:  # what the question raised there
+            return f"{self.host}: {lines[-1]}"
+        return f"{self.host}: ssh ended early with status {status}{f': {lines[-1]}' if lines else ''}"
+
+
+def find_nodes(run_dir: Path, *, hosts: Sequence[str]) -> list[Node]:
+    """Returns the nodes that can be asked: ``hosts`` if given, else the nodes of the cluster, else the hosts of the run's launch."""
+    if hosts:
+        return [ThisNode(), *(SshNode(host=host, login=Login()) for host in checked_hosts(hosts, key="--hosts"))]
+    try:
+        connect(log_to_driver=False)
+    except ClusterError as error:
+        launched = _launched(run_dir)
+        if not launched:
+            raise ClusterError(
+                f"the nodes of {run_dir} cannot be asked: {error}. Run this on a node of the cluster, or name the hosts that have "
+                "the parts: --hosts HOST,HOST"
+            ) from error
+        return [ThisNode(), *launched]
+    there = [RayNodeFiles(node.node_id, where=f"node {node.rank} ({node.address})") for node in ranked_nodes()]
+    return [ThisNode(), *there]
+
+
+def _launched(run_dir: Path) -> list[Node]:
+    """The hosts of the ssh launch of this run from this machine."""
+    for record in all_records():
+        if SITE in record.facts and Path(record.run_dir).resolve() == run_dir.resolve():
+            site = Site.of_record(record)
+            return [SshNode(host=host, login=site.login, inside=site.inside) for host in site.hosts]
+    return []

@@ -1,0 +1,217 @@
+"""Uploads a verified model directory to a repository of the hub, by huggingface_hub.
+
+The token comes from the environment or from the library's own login. One commit holds all files, so the repository has the
+old model or the new one. After it the hub is asked what it holds. Faults that pass (no answer, status 429 or 5xx) are waited
+for; what was uploaded before a fault is not sent again.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rollcall.base.redact import redact, remember
+from rollcall.base.wait import say
+from rollcall.base.words import visible
+from rollcall.checkpoint.merge.card import not_of_a_model
+from rollcall.checkpoint.verify import mark_of, verify, why_not_verified
+from rollcall.config.launch import check_branch
+from rollcall.model.stored.find import PROBE
+
+WAITS_S = (2.0, 5.0, 15.0, 30.0, 60.0)  # between two tries
+_PASSES = frozenset({408, 409, 412, 425, 429, 500, 502, 503, 504})  # 409, 412: another commit at the same moment
+_STATUS = re.compile(r"HTTP status (?:client|server) error \((\d{3})")
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
+T = TypeVar("T")
+
+
+class UploadError(RuntimeError, ValueError):
+    """A model was not uploaded; the message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Uploaded:
+    repo: str
+    revision: str
+    commit: str  # its id
+    url: str  # of the commit
+    num_files: int
+
+
+def upload(model_dir: Path, repo: str, *, private: bool = False, revision: str | None = None) -> Uploaded:
+    """Upload ``model_dir`` to the model repository ``repo``, which is made if it does not exist.
+
+    ``private``: refuse a repository that others can read. ``revision``: the branch; None is the main one. Only files that were
+    verified go there.
+    """
+    _refuse_no_model(model_dir)
+    if revision is not None:
+        check_branch(revision)
+    api = _client(repo)
+    names = verified_files(model_dir)
+    branch = revision or "main"
+    _patiently(f"making {repo}", lambda: api.create_repo(repo, private=private or None, exist_ok=True))
+    if private and not _patiently(f"asking for {repo}", lambda: api.model_info(repo)).private:
+        raise UploadError(
+            f"{repo} exists and everyone can read it, and --private was given; make it private on its settings page, or choose "
+            "another name"
+        )
+    if branch != "main":
+        _patiently(f"making branch {branch}", lambda: api.create_branch(repo, branch=branch, exist_ok=True))
+    say(f"uploading {len(names)} files to {repo} ({branch})")
+    commit = _patiently(f"uploading to {repo}", lambda: _commit(api, model_dir, names, repo=repo, branch=branch))
+    held = _patiently(f"asking what {repo} holds", lambda: api.get_paths_info(repo, names, revision=commit.oid))
+    sizes = {info.path: info.size for info in held}
+    for name in names:
+        if sizes.get(name) != (model_dir / name).stat().st_size:
+            was = "nothing" if name not in sizes else f"{sizes[name]:,} bytes"
+            raise UploadError(
+                f"{repo} has {was} for {name}, which has {(model_dir / name).stat().st_size:,} bytes here; upload it again, "
+                "and see whether the repository's .gitignore names it"
+            )
+    return Uploaded(
+        repo=repo, revision=branch, commit=str(commit.oid), url=str(commit.commit_url), num_files=len(names)
+    )
+
+
+def verified_files(model_dir: Path) -> list[str]:
+    """The files of a directory that is verified. One that is not, and has a probe, is verified here."""
+    _refuse_no_model(model_dir)
+    if (other := not_of_a_model(model_dir)) is not None:
+        raise UploadError(
+            f"{other} is not a file of a model (it is hidden, a link, or of another kind), so nothing was uploaded; remove it from "
+            "there"
+        )
+    if why := why_not_verified(model_dir):
+        if not (model_dir / PROBE).is_file():
+            raise UploadError(
+                f"{model_dir} has no {PROBE}, so it cannot be compared with the model that was trained, and only verified models are "
+                "uploaded; merge its checkpoint with `rollcall merge CHECKPOINT --out DIR --verify`. A model that Rollcall did not "
+                "train has none: upload it with `hf upload`"
+            )
+        say(f"{model_dir}: {why}; verifying it")
+        mark = mark_of(model_dir)
+        say(verify(model_dir, dtype=None if mark is None else mark["dtype"]).words)
+    mark = mark_of(model_dir)
+    assert mark is not None
+    return sorted(mark["files"])
+
+
+def _refuse_no_model(model_dir: Path) -> None:
+    if not (model_dir / "config.json").is_file():
+        raise UploadError(
+            f"{model_dir} is not a model directory: it has no config.json; give one that `rollcall merge` made"
+        )
+
+
+def _client(repo: str) -> Any:
+    from huggingface_hub import HfApi, constants, get_token
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise UploadError(f"{repo!r} is not the name of a repository: {error}; write OWNER/NAME") from None
+    if "/" not in repo:
+        raise UploadError(f"{repo!r} does not say who owns the repository; write OWNER/NAME")
+    if constants.HF_HUB_OFFLINE:
+        raise UploadError("HF_HUB_OFFLINE is set, so nothing can be uploaded; unset it")
+    token = get_token()
+    if token is None:
+        raise UploadError("the hub needs a token to write: set HF_TOKEN, or log in with `hf auth login`")
+    remember([token])
+    return HfApi()
+
+
+def _commit(api: Any, model_dir: Path, names: list[str], *, repo: str, branch: str) -> Any:
+    """All files in one commit, which also removes weights that an earlier model left there."""
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+
+    there = api.list_repo_files(repo, revision=branch)
+    old = [name for name in there if name not in names and any(fnmatch(name, pattern) for pattern in _WEIGHTS)]
+    return api.create_commit(
+        repo,
+        operations=[
+            *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=model_dir / name) for name in names),
+            *(CommitOperationDelete(path_in_repo=name) for name in old),
+        ],
+        commit_message="Upload a model trained with Rollcall",
+        revision=branch,
+    )
+
+
+def _patiently(what: str, call: Callable[[], T]) -> T:
+    """The answer of the hub, asked again after faults that pass."""
+    for wait_s in (*WAITS_S, None):
+        try:
+            return call()
+        except Exception as error:  # noqa: BLE001 - the client raises its own errors and those of two HTTP libraries
+            status = _status(error)
+            passes = status in _PASSES if status is not None else _is_of_the_network(error)
+            if not passes or wait_s is None:
+                reason = _reason(error)
+                raise UploadError(f"{what} failed: {reason}{_advice(status, reason)}") from error
+            say(f"{what}: {_reason(error)}; trying again in {wait_s:.0f} s")
+        time.sleep(wait_s)
+    raise AssertionError("unreachable")
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _status(error: BaseException) -> int | None:
+    """The HTTP status behind an error, if there was an answer. The storage client has it only in its message."""
+    for each in _chain(error):
+        code = getattr(getattr(each, "response", None), "status_code", None)
+        if isinstance(code, int):
+            return code
+        if found := _STATUS.search(str(each)):
+            return int(found[1])
+    return None
+
+
+def _is_of_the_network(error: BaseException) -> bool:
+    """A broken or missing connection, as the HTTP libraries of the client and its storage client name it."""
+    return any(
+        isinstance(each, ConnectionError | TimeoutError)
+        or type(each).__module__.split(".")[0] in ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "hf_xet")
+        for each in _chain(error)
+    )
+
+
+def _reason(error: BaseException) -> str:
+    """The message of the hub or the network, in one line."""
+    whole = next((text for each in _chain(error) if (text := getattr(each, "server_message", None))), None)
+    texts = (str(each).strip() for each in _chain(error))
+    first = whole or next((text for text in texts if text), type(error).__name__)
+    status = _status(error)
+    shown = " ".join(redact(visible(first)).split())[:300]
+    return f"status {status}: {shown}" if status is not None and str(status) not in shown else shown
+
+
+def _advice(status: int | None, reason: str) -> str:
+    if status == 404 and "xet" in reason:
+        return "; this hub has no Xet storage: set HF_HUB_DISABLE_XET=1, and the files go there without it"
+    if status == 401:
+        return "; the token is wrong or has expired: set HF_TOKEN, or log in with `hf auth login`"
+    if status == 403:
+        return "; the token needs the right to write there (see the hub's settings, Access Tokens), and the account needs room for it"
+    if status in (402, 413, 507):
+        return "; the account has no room for it: free some, or choose another owner"
+    if status == 404:
+        return "; see whether the owner's name is right and HF_ENDPOINT names the hub that is meant"
+    again = ". Run the same command again: what has arrived is not sent twice"
+    if status is None:
+        from huggingface_hub import constants
+
+        return f"; see whether this machine reaches {constants.ENDPOINT} (HF_ENDPOINT names another hub){again}"
+    return again

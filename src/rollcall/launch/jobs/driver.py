@@ -1,0 +1,99 @@
+"""The entrypoint of a submitted job: runs the controller, and again when it was killed.
+
+A controller that ends by itself, with or without an error, has printed why, and its status is the job's. One that a signal ended
+(out of memory, a crash of a library, someone's `kill -9`) is started again, and continues from the run directory;
+`trainer.max_restarts` in `trainer.restart_window_s` limits how often. A signal to stop is different: it goes to the
+controller, which saves and ends.
+
+The job's secrets are opened here and are the controller's variables. What it and its children print is passed on redacted,
+since Ray keeps it in a file.
+"""
+
+from __future__ import annotations
+
+import codecs
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from rollcall.base.errors import ClusterError, RestartsSpentError
+from rollcall.base.redact import Redactor
+from rollcall.base.wait import say
+from rollcall.config import load_config
+from rollcall.loop.attempts import Budget
+from rollcall.nodes.declared import SEALED, open_sealed
+
+ASKED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+QUIET_S = 1.0  # a line's beginning that waits for its rest is passed on after this
+
+
+class ControllerKilledError(RuntimeError):
+    """The controller did not end by itself."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """`rollcall train` with these arguments."""
+    trainer = load_config(arguments[0], list(arguments[1:])).trainer
+    budget = Budget(most=trainer.max_restarts, window_s=trainer.restart_window_s)
+    return supervise([sys.executable, "-m", "rollcall", "train", *arguments], budget=budget)
+
+
+def supervise(command: Sequence[str], *, budget: Budget) -> int:
+    """Runs the controller until it ends by itself or a signal stops it; returns its status."""
+    asked: list[int] = []
+    child: subprocess.Popen[bytes] | None = None
+
+    def stop(number: int, frame: object) -> None:
+        asked.append(number)
+        if child is not None and child.poll() is None:
+            child.send_signal(number)
+
+    for number in ASKED:
+        signal.signal(number, stop)
+    open_sealed()
+    environ = {name: value for name, value in os.environ.items() if name != SEALED}
+    while True:
+        if asked:  # between two controllers
+            return 128 + asked[-1]
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environ)
+        if asked:  # while it was being made
+            child.send_signal(asked[-1])
+        pass_on(child)
+        status = child.wait()
+        if status >= 0:
+            return status
+        if asked or -status in ASKED:
+            return 128 - status
+        why = f"the controller was ended by {signal.Signals(-status).name}"
+        try:
+            budget.spend(ControllerKilledError(why))
+        except RestartsSpentError as error:
+            say(str(error))
+            return 128 - status
+        say(f"{why}; it is started again and continues from the run directory")
+
+
+def pass_on(child: subprocess.Popen[bytes]) -> None:
+    """Prints its output, redacted, until it has ended."""
+    assert child.stdout is not None
+    redactor, decoder = Redactor(), codecs.getincrementaldecoder("utf-8")("replace")
+    with child.stdout as stream:
+        pipe = stream.fileno()
+        while True:
+            ready, _, _ = select.select([pipe], [], [], QUIET_S)
+            piece = os.read(pipe, 2**16) if ready else b""
+            text = redactor.feed(decoder.decode(piece)) if piece else redactor.end()
+            os.write(1, text.encode())
+            # A process that the controller left behind may hold the pipe open.
+            if not piece and (ready or child.poll() is not None):
+                return
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(run(sys.argv[1:]))
+    except (ClusterError, ValueError) as problem:
+        sys.exit(f"error: {problem}")

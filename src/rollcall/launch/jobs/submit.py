@@ -1,0 +1,371 @@
+"""Jobs of Ray: the driver runs on the cluster's head, so the submitter may leave.
+
+``ray job ...`` sees the same jobs; ``process/ray/job_client.py`` reaches the head. ``follow`` reads a job's log as it grows, and continues
+where it was when the connection breaks. A job never waits for a follower.
+"""
+
+from __future__ import annotations
+
+import getpass
+import math
+import os
+import re
+import secrets
+import socket
+import sys
+import time
+import urllib.parse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollcall.base.errors import ClusterError
+from rollcall.base.lease import read_holder
+from rollcall.base.redact import Redactor, redact, remember
+from rollcall.base.stop import status_words
+from rollcall.base.version import __version__
+from rollcall.base.wait import Wait, say
+from rollcall.config import Config, dump_config
+from rollcall.launch.jobs.package import RUN_FILE, build_package
+from rollcall.launch.jobs.paths import Shared, resolve_paths
+from rollcall.nodes.address import is_loopback, is_wildcard, join_address, leaves_loopback, split_address
+from rollcall.nodes.cluster import wished_cluster, wished_dashboard
+from rollcall.nodes.declared import SETUP_HOOK, job_env, process_token, sealed_values
+from rollcall.nodes.node_shell import TOKEN
+from rollcall.nodes.rendezvous import Head, Rendezvous
+from rollcall.nodes.state import NodeRecord, current_cluster, read_record, read_token, token_path
+
+if TYPE_CHECKING:  # it imports Ray, which reads variables while it is imported
+    from rollcall.process.ray.job_client import JobClient, JobDetails
+
+PREFIX = "rollcall-"
+LATEST = "latest"
+SAVE_S = 300  # for a job to save, after trainer.stop_grace_s; then Ray kills it
+STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"  # read by Ray where the driver runs; its own 3 s are too few for a checkpoint
+LOST_S = 120.0  # while following: how long the head may be silent
+# `rollcall node` says which interpreter it is; a head started in another way has its own first on its path.
+# Ray starts it by a shell. The driver takes the shell's place, so that a signal for the driver does not end a shell above it.
+ENTRYPOINT = f'exec "${{ROLLCALL_PYTHON:-python}}" -m rollcall.launch.jobs.driver {RUN_FILE}'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    id: str  # Ray's submission id
+    run: str  # the run's name; "" when it was not submitted by rollcall
+    status: str  # PENDING, RUNNING, SUCCEEDED, FAILED, STOPPED
+    message: str
+    started: datetime  # when it was submitted
+    ended: datetime | None
+    exit_code: int | None
+    submitter: str  # user@host
+    run_dir: str
+
+    @property
+    def is_over(self) -> bool:
+        return self.status in ("SUCCEEDED", "FAILED", "STOPPED")
+
+    @property
+    def exit_status(self) -> int:
+        """The exit status of a command that ends as the job did."""
+        if self.status == "SUCCEEDED":
+            return 0
+        return self.exit_code if self.exit_code and 0 < self.exit_code < 256 else 1
+
+    @property
+    def state(self) -> str:
+        """The rest of a sentence that begins with its name."""
+        if self.is_over and self.exit_code is not None:
+            return status_words(self.exit_code)
+        return "was stopped" if self.status == "STOPPED" else f"is {self.status}"
+
+    def as_json(self) -> dict[str, Any]:
+        ended = self.ended.isoformat() if self.ended else None
+        return {**asdict(self), "message": redact(self.message), "started": self.started.isoformat(), "ended": ended}
+
+
+def to_stdout(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+class Jobs:
+    """The jobs of one cluster. ``shared`` is None if this machine is not a node of it; ``refusal`` says why it cannot run jobs."""
+
+    def __init__(
+        self, client: JobClient, *, token: str | None, shared: Shared | None = None, refusal: str | None = None
+    ) -> None:
+        self._refusal = refusal
+        self.where = client.where
+        self.shared = shared
+        self._client = client
+        self._token = token  # opens what came sealed with a job
+        remember([token] if token else [])
+
+    def submit(self, config: Config, *, folder: Path, environ: Mapping[str, str], job_id: str | None = None) -> Job:
+        """Send the run's code and start its driver; returns as soon as Ray has it. ``job_id``: one that ``new_id`` has made."""
+        if self._refusal is not None:
+            raise ClusterError(self._refusal)
+        others = self.jobs()  # a refusal of the token, or no answer, comes before anything else
+        named = {"reward.*.env or reward.*.key_env": [name for reward in config.reward for name in reward.variables]}
+        if config.environment is not None:
+            named["environment.env"] = config.environment.env
+        environment = job_env(config.cluster, environ=environ, token=self._token, named=named)
+        environment[STOP_WAIT] = str(math.ceil(config.trainer.stop_grace_s) + SAVE_S)
+        config = resolve_paths(config, folder=folder, shared=self.shared)
+        package = build_package(config, run_file=dump_config(config), folder=folder)
+        refuse_busy(config.run.dir, others)
+        job_id = job_id or new_id(config.run.name)
+        self._client.call(
+            "submit_package",
+            package,
+            entrypoint=ENTRYPOINT,
+            submission_id=job_id,
+            runtime_env={"env_vars": environment, "worker_process_setup_hook": SETUP_HOOK},
+            metadata={
+                "rollcall": __version__,
+                "run": config.run.name,
+                "run_dir": str(config.run.dir),
+                "submitter": f"{getpass.getuser()}@{socket.gethostname()}",
+            },
+        )
+        return self.job(job_id)
+
+    def jobs(self) -> list[Job]:
+        """All submitted jobs, the newest first; those of ``ray job submit`` too."""
+        jobs = [_job(details) for details in self._client.call("list_jobs") if details.submission_id]
+        return sorted(jobs, key=lambda job: (job.started, job.id), reverse=True)
+
+    def find(self, job_id: str = LATEST) -> Job:
+        """The job of that id; ``latest`` is the newest that rollcall submitted and that is not over, else the newest."""
+        jobs = self.jobs()
+        wanted = [job for job in jobs if (job.id.startswith(PREFIX) if job_id == LATEST else job.id == job_id)]
+        if wanted:
+            return next((job for job in wanted if not job.is_over), wanted[0])
+        if job_id == LATEST:
+            raise ClusterError(f"the cluster at {self.where} has no jobs yet; `rollcall submit run.yaml` starts one")
+        known = "\n".join(f"  {job.id}  {job.status}" for job in jobs) or "  none"
+        raise ClusterError(f"the cluster at {self.where} has no job {job_id!r}; it has:\n{known}")
+
+    def job(self, job_id: str) -> Job:
+        return _job(self._details(job_id))
+
+    def logs(self, job_id: str) -> str:
+        """All that the job's driver has printed so far, redacted."""
+        self._learn_secrets(job_id)
+        return redact(self._client.call("get_job_logs", job_id))
+
+    def wait_started(self, job_id: str, *, timeout_s: float = 180.0) -> Job:
+        wait = Wait(timeout_s, first_s=5.0, every_s=5.0)
+        while (job := self.job(job_id)).status == "PENDING":
+            if not wait.again(f"waiting for the head node to start the driver: {job.message}", after_s=0.3):
+                raise ClusterError(
+                    f"job {job_id} has not started within {timeout_s:.0f} s. Ray says: {job.message}\nIt waits for the head "
+                    "node to unpack the code and to start its driver; it stays queued: see `rollcall status`, or `rollcall "
+                    f"job stop {job_id}`"
+                )
+        return job
+
+    def follow(self, job_id: str, *, write: Callable[[str], None] = to_stdout) -> Job:
+        """Write the job's log as it grows, until the job is over; returns the job as it ended."""
+        from rollcall.process.ray.job_client import Unreachable
+
+        self._learn_secrets(job_id)
+        redactor = Redactor()
+        num_seen, heard, is_lost = 0, time.monotonic(), False
+
+        def take(text: str) -> None:
+            nonlocal num_seen, heard
+            num_seen, heard = num_seen + len(text), time.monotonic()
+            write(redactor.feed(text))
+
+        while True:
+            lost = self._client.tail(job_id, skip=num_seen, take=take)
+            try:
+                job = self.job(job_id)
+                if job.is_over:
+                    take(self._client.call("get_job_logs", job_id)[num_seen:])
+                    write(redactor.end())
+                    return job
+                heard = time.monotonic()
+            except Unreachable as error:
+                if time.monotonic() - heard >= LOST_S:
+                    raise ClusterError(
+                        f"{error}\nthe job may still run; follow it again with `rollcall job logs --follow {job_id}`"
+                    ) from None
+                lost = lost or str(error)
+            if lost and not is_lost:
+                say(f"lost the connection to {self.where} ({lost}); trying again")
+            is_lost = bool(lost)
+            if lost:
+                time.sleep(2.0)
+
+    def stop(self, job_id: str) -> Job:
+        """Stop it and wait until it has saved and ended; a job that is over is not changed."""
+        details = self._details(job_id)
+        job = _job(details)
+        if job.is_over:
+            return job
+        wait = Wait(60.0 + float(_variables(details).get(STOP_WAIT, 0)), first_s=5.0, every_s=5.0)
+        asked = False
+        while not job.is_over:
+            # A job that Ray has not started yet has no process to stop: ask again.
+            asked = asked or self._client.call("stop_job", job_id)
+            if not wait.again(f"waiting for {job_id} to save and to end", after_s=0.3):
+                raise ClusterError(
+                    f"job {job_id} is still {job.status} {wait.timeout_s:.0f} s after it was asked to stop"
+                )
+            job = self.job(job_id)
+        return job
+
+    def _details(self, job_id: str) -> JobDetails:
+        from rollcall.process.ray.job_client import UnknownJob
+
+        try:
+            return self._client.call("get_job_info", job_id)
+        except UnknownJob:
+            self.find(job_id)  # names those that there are
+            raise
+
+    def _learn_secrets(self, job_id: str) -> None:
+        """Values that came sealed with the job are redacted in its log here, too."""
+        if self._token:
+            remember(sealed_values(_variables(self._details(job_id)), token=self._token).values())
+
+
+def reach(
+    name: str | None = None, *, address: str | None, rendezvous: Path | None, ray_address: str | None = None
+) -> Jobs:
+    """The cluster that the user means: the one at ``address``, the rendezvous' one, or the one that ``which.py`` finds.
+
+    ``ray_address`` is the run file's.
+    """
+    from rollcall.process.ray.job_client import HttpClient, RelayClient
+
+    named = None if address or rendezvous is not None else wished_dashboard(name, ray_address=ray_address)
+    if address or named or rendezvous is not None:
+        return _reach_elsewhere(
+            current_cluster(name), address=address or named, rendezvous=rendezvous, is_rays_own=named is not None
+        )
+    cluster = wished_cluster(name, ray_address=ray_address)
+    if cluster is None or (name is not None and read_record(name) is None):
+        raise ClusterError(
+            f"this machine is not a node of a cluster named {current_cluster(name)!r}; from elsewhere give --address "
+            f"http://HEAD:PORT (the dashboard that `rollcall node` prints on the head) with the token in {TOKEN}, or --rendezvous "
+            "DIR; for a Ray that someone else started set RAY_ADDRESS"
+        )
+    server = cluster.job_server()
+    shared = Shared(num_nodes=server.num_nodes, folder=cluster.rendezvous) if server.is_node else None
+    if server.url is None:
+        client = RelayClient(cluster)
+    else:
+        client = HttpClient(_url(server.url), token=server.token, token_source=f"that of {cluster.title}")
+    refusal = None
+    if leaves_loopback(split_address(cluster.head_address)[0]):
+        refusal = (
+            f"{cluster.title} listens only on loopback, and the part of Ray that runs jobs looks for it at this machine's outer "
+            "address; train on it with `rollcall train`, or start the node without a loopback --node-ip"
+        )
+    return Jobs(client, token=server.token, shared=shared, refusal=refusal)
+
+
+def _reach_elsewhere(cluster: str, *, address: str | None, rendezvous: Path | None, is_rays_own: bool = False) -> Jobs:
+    """By the address of a dashboard, or by what a head has published. ``is_rays_own``: a Ray that someone else has started."""
+    from rollcall.process.ray.job_client import HttpClient
+
+    record = read_record(cluster)
+    head = Rendezvous(rendezvous, cluster).read() if rendezvous is not None else None
+    if address is None and record is None and head is None:
+        raise ClusterError(f"no head of cluster {cluster!r} is published in {rendezvous}")
+    if head is not None and record is not None and record.cluster_id != head.cluster_id:
+        record = None  # this machine is a node of another cluster of that name
+    if address is not None:
+        url = _url(address)
+        host = urllib.parse.urlsplit(url).hostname
+        if record is not None and url != record.dashboard_url and host != split_address(record.head_address)[0]:
+            record = None  # this node's token is sent only to its own cluster
+    elif record is not None:
+        return reach(cluster, address=None, rendezvous=None)
+    else:
+        assert head is not None
+        url = _published(head)
+    token, source = _token(cluster, record=record, rendezvous=rendezvous, is_rays_own=is_rays_own)
+    shared = None if record is None else Shared(num_nodes=record.num_nodes, folder=record.rendezvous)
+    return Jobs(HttpClient(url, token=token, token_source=source), token=token, shared=shared)
+
+
+def refuse_busy(run_dir: Path, jobs: Sequence[Job]) -> None:
+    """A run directory belongs to one run at a time: to a job that is not over, or to the holder of its lease, if that is seen from here."""
+    for job in jobs:
+        if job.run_dir == str(run_dir) and not job.is_over:
+            raise ClusterError(
+                f"run.dir={run_dir} belongs to job {job.id}, which is {job.status}; follow it with `rollcall job logs --follow "
+                f"{job.id}`, stop it with `rollcall job stop {job.id}`, or choose another run.dir"
+            )
+    holder = read_holder(run_dir)
+    if holder is not None and holder.is_here and not holder.is_gone:
+        raise ClusterError(
+            f"another process is training in run.dir={run_dir}: {holder}; wait for it or stop it, or choose another run.dir"
+        )
+
+
+def _published(head: Head) -> str:
+    """The dashboard as other machines reach it."""
+    host, port = split_address(head.dashboard) if head.dashboard else ("localhost", 0)
+    if is_loopback(host):
+        raise ClusterError(
+            f"the dashboard of cluster {head.cluster!r} listens only on the loopback of its head ({head.host}); run this "
+            "command on a node, or bring the cluster up with `rollcall node --dashboard-host`"
+        )
+    return _url(join_address(split_address(head.address)[0] if is_wildcard(host) else host, port))
+
+
+def _url(address: str) -> str:
+    url = address if "://" in address else f"http://{address}"
+    if not re.fullmatch(r"https?://[^/\s]+/?", url):
+        raise ClusterError(f"--address {address} is not the address of a dashboard; write http://HEAD:PORT")
+    return url.rstrip("/")
+
+
+def _token(
+    cluster: str, *, record: NodeRecord | None, rendezvous: Path | None, is_rays_own: bool
+) -> tuple[str | None, str]:
+    """The token, if one is known, and where it comes from, in words. A token of our own clusters opens all of their nodes, so no other
+    Ray gets it."""
+    if record is not None:
+        return read_token(cluster), str(token_path(cluster))
+    if not is_rays_own and (given := os.environ.get(TOKEN)):
+        return given.strip(), TOKEN
+    if rendezvous is not None and (published := Rendezvous(rendezvous, cluster).read_token()):
+        return published, str(Rendezvous(rendezvous, cluster).token_file)
+    return process_token(), "Ray's own variables (RAY_AUTH_TOKEN)"
+
+
+def new_id(run_name: str) -> str:
+    name = re.sub(r"[^A-Za-z0-9_.]+", "-", run_name).strip("-.")[:40] or "run"
+    return f"{PREFIX}{name}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+def _job(details: JobDetails) -> Job:
+    metadata = details.metadata or {}
+    return Job(
+        id=details.submission_id or "",
+        run=metadata.get("run", ""),
+        status=details.status.value,
+        message=details.message or "",
+        started=_when(details.start_time or 0),
+        ended=_when(details.end_time) if details.end_time else None,
+        exit_code=details.driver_exit_code,
+        submitter=metadata.get("submitter", ""),
+        run_dir=metadata.get("run_dir", ""),
+    )
+
+
+def _variables(details: JobDetails) -> dict[str, str]:
+    """The variables that the job was given."""
+    return (details.runtime_env or {}).get("env_vars") or {}
+
+
+def _when(milliseconds: int) -> datetime:
+    return datetime.fromtimestamp(milliseconds / 1000, UTC)

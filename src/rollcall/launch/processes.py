@@ -1,0 +1,232 @@
+"""The processes of a run, on this host or on the nodes of a cluster, while they work: what each of them does now, and where its time
+goes. A function is called on each of these hosts, all at once; the run does not wait for it.
+
+``find_target`` reads what a person means: a run directory, the name of a cluster, or nothing. Nothing means the cluster that this
+node belongs to, and if there is none, the runs on this host.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rollcall.base.atomic import write_atomic
+from rollcall.base.errors import ClusterError
+from rollcall.base.lease import read_holder
+from rollcall.base.wait import Wait, say
+from rollcall.checkpoint.run_dir import RUN_FILE, is_run
+from rollcall.config import load_config
+from rollcall.loop.tasks import start
+from rollcall.nodes.cluster import Cluster, find_cluster, wished_cluster
+from rollcall.observe.live import read_live
+from rollcall.process.groups.reachable import (
+    END_S,
+    START_S,
+    About,
+    ProfileError,
+    profile_process,
+    py_spy,
+    reachable_here,
+    stacks_here,
+)
+
+HERE = "this host"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessTarget:
+    run: str | None  # the run directory; None for every run there
+    cluster: Cluster | None  # None for this host
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """The answers of hosts, by their name for a reader, and why others have none."""
+
+    hosts: dict[str, Any]
+    failed: dict[str, str]
+
+
+def find_target(text: str | None, *, cluster: str | None = None) -> ProcessTarget:
+    """``text``: a run directory or the name of a cluster; ``cluster``: of ``--cluster``."""
+    if text is None:
+        return ProcessTarget(run=None, cluster=find_cluster(cluster) if cluster else wished_cluster())
+    if not Path(text).is_dir():
+        if "/" in text:
+            raise ValueError(f"{text} is not a directory; give the run.dir of a run, or the name of a cluster")
+        return ProcessTarget(run=None, cluster=find_cluster(text))
+    return _of_run(Path(text), cluster=cluster)
+
+
+def _of_run(run_dir: Path, *, cluster: str | None) -> ProcessTarget:
+    holder, live = read_holder(run_dir), read_live(run_dir)
+    if not is_run(run_dir):
+        raise ValueError(f"{run_dir} holds no file of a run; give the run.dir of a run, or the name of a cluster")
+    if holder is None or holder.is_gone:
+        raise ValueError(f"nothing runs in {run_dir}; `rollcall status {run_dir}` shows how it ended")
+    run = str(run_dir.resolve())
+    if live is not None and live.on_ray:
+        section = load_config(run_dir / RUN_FILE, []).cluster
+        address = section.ray_address if section is not None else None
+        return ProcessTarget(run=run, cluster=find_cluster(cluster, ray_address=address))
+    if not holder.is_here:
+        raise ValueError(f"{run_dir} is held by {holder}; run this command on that host")
+    if others := sorted({one.node for one in live.processes if one.node}) if live is not None else []:
+        nodes = f"the workers of node {', '.join(map(str, others))}"
+        say(f"note: {nodes} share only a folder with this host; run this command there to see theirs")
+    return ProcessTarget(run=run, cluster=None)
+
+
+def _ask_here(function: Callable[[], Any], *, timeout_s: float, to: str) -> Answers:
+    """In a thread that ends with this process, so Ctrl-C ends the command at once."""
+    wait, answer = Wait(timeout_s), start(function)
+    while not answer.done() and not wait.is_over:
+        wait.tell(f"waiting for {HERE} to {to}")
+        wait.sleep(0.05)
+    if not answer.done():
+        return Answers(hosts={}, failed={HERE: f"no answer after {timeout_s:.0f} s"})
+    return Answers(hosts={HERE: answer.result()}, failed={})
+
+
+def ask_hosts(target: ProcessTarget, function: Callable[[], Any], *, timeout_s: float, to: str) -> Answers:
+    """Call it on every host, all at once, in its own process on a cluster. ``to``: what they are asked to do."""
+    if target.cluster is None:
+        return _ask_here(function, timeout_s=timeout_s, to=to)
+    from rollcall.process.ray.connect import connect, disconnect
+    from rollcall.process.ray.each_node import answers_of, run_on
+    from rollcall.process.ray.members import ranked_nodes
+
+    connect(target.cluster, log_to_driver=False)
+    try:
+        nodes = {node.rank: node for node in ranked_nodes()}
+        # Ray takes no partial.
+        calls = {rank: run_on(node.node_id, lambda: function(), env={}) for rank, node in nodes.items()}
+        answers, failures = answers_of(calls, wait=Wait(timeout_s), to=to)
+    finally:
+        disconnect()
+    names = {rank: f"node {rank} ({node.address})" for rank, node in nodes.items()}
+    return Answers(
+        hosts={names[rank]: answer for rank, answer in sorted(answers.items())},
+        failed={names[rank]: why for rank, why in sorted(failures.items())},
+    )
+
+
+# What they do now
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report(Answers):
+    """The stacks of each host's processes."""
+
+    def as_json(self) -> dict[str, Any]:
+        rows = [{"host": host, **asdict(one)} for host, own in self.hosts.items() for one in own]
+        return {"processes": rows, "failed": self.failed}
+
+
+def read_stacks(target: ProcessTarget, *, native: bool, timeout_s: float) -> Report:
+    """All threads of every process, without stopping it."""
+    look = partial(stacks_here, run=target.run, native=native)
+    answers = ask_hosts(target, look, timeout_s=timeout_s, to="read the stacks of its processes")
+    return Report(hosts=answers.hosts, failed=answers.failed)
+
+
+# Where their time goes: torch's profiler runs in a thread of the process, py-spy looks at it from outside
+
+
+class Format(StrEnum):
+    TORCH = "torch"  # a Chrome trace
+    SPEEDSCOPE = "speedscope"
+    FLAMEGRAPH = "flamegraph"  # an SVG
+
+
+_ENDINGS = {Format.TORCH: "trace.json.gz", Format.SPEEDSCOPE: "speedscope.json", Format.FLAMEGRAPH: "svg"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profiled:
+    """A process on its host."""
+
+    title: str
+    pid: int
+    data: bytes
+    error: str  # empty: ``data`` is its profile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    files: list[Path]
+    failed: dict[str, str]  # why, by process or host
+
+    def as_json(self) -> dict[str, Any]:
+        return {"files": [str(path) for path in self.files], "failed": self.failed}
+
+
+def profile_role(target: ProcessTarget, *, role: str, seconds: float, kind: Format, out: Path) -> Result:
+    """One file for each process of the role, in the folder ``out``."""
+    work = partial(profile_here, run=target.run, role=role, seconds=seconds, kind=kind)
+    timeout_s = seconds + START_S + END_S
+    answers = ask_hosts(target, work, timeout_s=timeout_s, to=f"profile its processes of role {role}")
+    failed = dict(answers.failed)
+    files: list[Path] = []
+    others: set[str] = set()
+    for host, (found, roles) in answers.hosts.items():
+        others |= set(roles)
+        for one in found:
+            if one.error:
+                failed[f"{one.title} (process {one.pid}) on {host}"] = one.error
+                continue
+            name = re.sub("[^a-z0-9]+", "-", f"{one.title} {host.partition(' (')[0]} {one.pid}".lower()).strip("-")
+            out.mkdir(parents=True, exist_ok=True)
+            path = out / f"{name}.{_ENDINGS[kind]}"
+            write_atomic(path, one.data, durable=False)
+            files.append(path)
+    if not files and not failed:
+        there = ", ".join(sorted(others))
+        raise ClusterError(
+            f"no process of role {role} runs there; the roles that do are: {there}"
+            if there
+            else "no process of a run was found there; is it running (`rollcall status RUN_DIR`), and as this user?"
+        )
+    return Result(files=files, failed=failed)
+
+
+def profile_here(*, run: str | None, role: str, seconds: float, kind: Format) -> tuple[list[Profiled], list[str]]:
+    """The processes of the role on this host, and all roles that are here."""
+    known = reachable_here(run=run)
+    chosen = {pid: about for pid, about in known.items() if role in about.roles}
+    with ThreadPoolExecutor(max_workers=max(len(chosen), 1)) as pool:
+        found = pool.map(lambda item: _profiled(*item, seconds=seconds, kind=kind), chosen.items())
+        return list(found), sorted({role for about in known.values() for role in about.roles})
+
+
+def _profiled(pid: int, about: About, *, seconds: float, kind: Format) -> Profiled:
+    try:
+        is_torch = kind is Format.TORCH
+        made = profile_process(pid, seconds=seconds) if is_torch else _sample(pid, seconds=seconds, kind=kind)
+        return Profiled(title=about.title, pid=pid, data=made, error="")
+    except (ProfileError, OSError) as error:
+        return Profiled(title=about.title, pid=pid, data=b"", error=str(error))
+
+
+def _sample(pid: int, *, seconds: float, kind: Format) -> bytes:
+    with tempfile.TemporaryDirectory(prefix="rollcall-profile-") as folder:
+        path = Path(folder) / "profile"
+        duration = str(max(round(seconds), 1))
+        command = [py_spy(), "record", "--pid", str(pid), "--duration", duration, "--format", kind.value]
+        command += ["--output", str(path), "--nonblocking", "--threads"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=seconds + END_S, errors="replace")
+        except subprocess.TimeoutExpired:
+            raise ProfileError(f"py-spy did not end within {seconds + END_S:g} s") from None
+        if done.returncode or not path.exists():
+            lines = (done.stderr or done.stdout).strip().splitlines() or ["it says nothing"]
+            raise ProfileError(f"py-spy failed: {lines[-1]}")
+        return path.read_bytes()

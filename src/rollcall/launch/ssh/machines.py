@@ -1,0 +1,205 @@
+"""The hosts of an ssh launch: which machines it gets, how they are reached, and the scripts that run Rollcall's commands there.
+
+A record keeps all of it, so `down` and the other verbs need no run file, and no other launch from here uses these hosts. Where nodes
+run in containers, the script that a host gets begins with one line that hands the rest to a shell inside.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from rollcall.base.wait import on_stdout
+from rollcall.base.words import counted
+from rollcall.config.launch import SshSection
+from rollcall.launch.container import container_of
+from rollcall.launch.record import LaunchError, LaunchRecord, all_records, find_record, launches, reason
+from rollcall.launch.rendered import exports, shell_path
+from rollcall.launch.ssh.shell import Login, Outcome, Tell, prefixed, run_on_all
+from rollcall.launch.target import LaunchRequest
+from rollcall.nodes.state import CLUSTER
+
+HOSTS, SITE = "hosts", "site"  # facts of a record: the hosts by rank, and the rest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    cluster: str
+    hosts: tuple[str, ...]  # by rank
+    login: Login
+    activate: Path | None = None
+    variables: dict[str, str] = field(default_factory=dict)
+    inside: tuple[str, ...] = ()  # the shell in a node's container; empty: nodes run without one
+    container: str | None = None  # a line of shell that ends the container with all in it, if there is one
+
+    @classmethod
+    def of_request(cls, request: LaunchRequest) -> Site:
+        section = request.section(SshSection)
+        container = container_of(request.launch, request.cluster, name=request.container_name)
+        end = None
+        if container is not None and (words := container.stop()) is not None:
+            seen = shlex.join([container.section.runtime, "container", "inspect", container.name])
+            end = f"{shlex.join(words)} || ! {seen} >/dev/null 2>&1"  # one that is already gone is fine
+        key = None if section.key is None else request.cwd / section.key.expanduser()
+        return cls(
+            cluster=request.name,
+            hosts=request.hosts,
+            login=Login(user=section.user, port=section.port, key=key),
+            activate=section.activate,
+            variables={**request.node_env, **section.env},
+            inside=tuple(container.shell()) if container else (),
+            container=end,
+        )
+
+    @classmethod
+    def of_record(cls, record: LaunchRecord) -> Site:
+        if SITE not in record.facts:
+            raise LaunchError(
+                f"{record.name!r} has started nothing yet; run the same `rollcall launch` again"
+                if record.target == "ssh"
+                else f"{record.name!r} was launched with {record.target}, not with ssh, so its hosts are not known here"
+            )
+        return TypeAdapter(cls).validate_python({**record.facts[SITE], "hosts": record.facts[HOSTS]})
+
+    def claim(self, record: LaunchRecord) -> LaunchRecord:
+        """The record with these hosts, saved, unless another launch has taken one of them meanwhile."""
+        # Several users may share a folder of launches.
+        with (launches() / f".hosts-{os.getuid()}.lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            _refuse_used(self.hosts, _used_by_others(record.name))
+            rest = TypeAdapter(type(self)).dump_python(self, mode="json", exclude={"hosts"})
+            return record.knowing(**{HOSTS: list(self.hosts), SITE: rest}).save()
+
+    def script(self, *lines: str) -> str:
+        """Lines of shell in the environment of the nodes. They run once all of them have arrived; stdin may stay open."""
+        environment = []
+        if self.activate is not None:
+            path, shown = shell_path(self.activate), shlex.quote(str(self.activate))
+            missing = f"printf 'the activate script %s does not exist here, or cannot be read\\n' {shown} >&2"
+            environment += [f"[ -r {path} ] || {{ {missing}; exit 1; }}", f". {path} || exit 1"]
+        where = "in its environment" if self.activate else "on the PATH of a shell that is not a login shell"
+        missing = f"{{ echo 'rollcall was not found {where}; set launch.ssh.activate' >&2; exit 1; }}"
+        environment += [
+            *exports({**self.variables, CLUSTER: self.cluster}),
+            f"command -v rollcall >/dev/null || {missing}",
+        ]
+        return "\n".join(["main() {", *environment, *lines, "}", "main; exit", ""])
+
+    def send(
+        self,
+        scripts: Mapping[str, str],
+        *,
+        timeout_s: float | None = None,
+        tell: Tell | None = None,
+        together: bool = False,
+    ) -> list[Outcome]:
+        """Each host's script to that host, all at once."""
+        entry = f"exec {shlex.join(self.inside)}\n" if self.inside else ""
+        whole = {host: entry + script for host, script in scripts.items()}
+        return run_on_all(self.login, whole, timeout_s=timeout_s, tell=tell, together=together)
+
+    def outside(self) -> Site:
+        """The hosts themselves, where their containers are made and ended."""
+        return replace(self, inside=())
+
+    def do(self, scripts: Mapping[str, str], *, failed: str, timeout_s: float | None = None) -> None:
+        """Sends scripts that have to succeed on every host; when one fails, the others are let go."""
+        outcomes = self.send(scripts, timeout_s=timeout_s, tell=prefixed(self.hosts), together=True)
+        if problems := [each.problem for each in outcomes if not each.is_good and not each.was_let_go]:
+            raise LaunchError("\n  ".join([f"{counted(len(problems), 'host')} {failed}:", *problems]))
+
+
+def run_there(record: LaunchRecord, *, where: str, command: Sequence[str]) -> list[str]:
+    """Runs a command of the user on all hosts or one, prints its output and returns what went wrong. A single word is a line of
+    shell."""
+    site = Site.of_record(record)
+    if where not in ("all", *site.hosts):
+        known = ", ".join(site.hosts)
+        raise LaunchError(f"{where!r} is not a host of launch {record.name!r}; use all, or one of {known}")
+    hosts = site.hosts if where == "all" else (where,)
+    line = command[0] if len(command) == 1 else shlex.join(command)
+    script = site.script(
+        # The line ends when stdin ends: on Ctrl-C here. What it leaves in the background stays when it ends by itself.
+        "( cat >/dev/null; kill -TERM 0 ) <&0 >/dev/null 2>&1 & watch=$!",
+        f"( {line}\n) </dev/null; status=$?",
+        "disown $watch; kill $watch; return $status",
+    )
+    outcomes = site.send(dict.fromkeys(hosts, script), tell=prefixed(hosts, write=on_stdout))
+    return [
+        f"{each.host}: failed with status {each.status}" if each.was_reached else each.problem
+        for each in outcomes
+        if not each.is_good
+    ]
+
+
+# Which machines a launch gets: those that are listed, or the first of a file that no other launch from here uses
+
+
+def choose_hosts(given: list[str] | Path, *, count: int, name: str, cwd: Path) -> tuple[str, ...]:
+    """By rank, one for each node. A launch that exists keeps those it has."""
+    record = find_record(name)
+    before = () if record is None else tuple(record.facts.get(HOSTS, ()))
+    used = _used_by_others(name)
+    if isinstance(given, list):
+        chosen = checked_hosts(given)
+        if len(chosen) != count:
+            raise LaunchError(
+                f"launch.ssh.hosts lists {counted(len(chosen), 'host')}, and cluster.num_nodes={count}; list one for each node"
+            )
+        _refuse_used(chosen, used)
+    elif len(before) == count:
+        return before
+    else:
+        listed = _read(cwd / given.expanduser())
+        free = tuple(host for host in listed if host not in used)
+        if len(free) < count:
+            others = "".join(f"\n  {host} is used by launch {used[host]!r}" for host in listed if host in used)
+            raise LaunchError(
+                f"launch.ssh.hosts={given} has {counted(len(free), 'free host')}, and cluster.num_nodes={count}; add hosts, or "
+                f"end a launch with `rollcall launch down NAME`{others}"
+            )
+        chosen = free[:count]
+    if before and before != chosen:
+        raise LaunchError(
+            f"{name!r} was launched on {', '.join(before)}, not on {', '.join(chosen)}; end it with `rollcall launch down "
+            f"{name}` first, or give another --name"
+        )
+    return chosen
+
+
+def _used_by_others(name: str) -> dict[str, str]:
+    """Hosts, each with the launch that has it."""
+    return {host: other.name for other in all_records() if other.name != name for host in other.facts.get(HOSTS, ())}
+
+
+def _refuse_used(hosts: Sequence[str], used: Mapping[str, str]) -> None:
+    taken = [f"{host} (launch {used[host]!r})" for host in hosts if host in used]
+    if taken:
+        raise LaunchError(
+            f"already in use: {', '.join(taken)}; choose other hosts, or end that launch with `rollcall launch down NAME`"
+        )
+
+
+def _read(path: Path) -> tuple[str, ...]:
+    """One host in each line; what follows a ``#`` is a comment."""
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, ValueError) as error:
+        raise LaunchError(f"launch.ssh.hosts={path} cannot be read: {reason(error)}") from None
+    return checked_hosts([host for line in lines if (host := line.partition("#")[0].strip())])
+
+
+def checked_hosts(hosts: Sequence[str], *, key: str = "launch.ssh.hosts") -> tuple[str, ...]:
+    for number, host in enumerate(hosts):
+        if not re.fullmatch(r"[^-\s]\S*", host):
+            raise LaunchError(f"{key} has {host!r}, which ssh cannot reach; write a name or an address")
+        if host in hosts[:number]:
+            raise LaunchError(f"{key} has {host} twice; each node needs its own host")
+    return tuple(hosts)

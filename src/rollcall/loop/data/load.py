@@ -1,0 +1,356 @@
+"""Rows (``loop/data/rows.py``) as tokenised Prompts. Every refusal names the file and the row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from rollcall.base.types import Prompt
+from rollcall.base.words import all_of, are, counted
+from rollcall.config import DataSection
+from rollcall.loop.data.columns import (
+    DataError,
+    answer_text,
+    check_texts,
+    countdown_columns,
+    listed,
+    nearest,
+    plain,
+    row_name,
+)
+from rollcall.loop.data.rows import NO_DATA, Row, Split, of_column, section_rows
+from rollcall.model.chat_template import TemplateError, render_chats
+
+NUM_ROWS = 1024
+_ROWS_PER_BATCH = 1024
+_CHARACTERS_PER_BATCH = 1 << 20
+_FEW_CHARACTERS = 1 << 16  # of a prompt: tokenised in any case
+_OURS = ("prompt_messages", "prompt_text")  # of a prompt's metadata: what its chat template rendered
+_IN_TEMPLATE = " with the model's chat template"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSet:
+    prompts: list[Prompt]
+    num_overlong: int  # left out, longer than data.max_prompt_tokens
+    source: str
+
+    @property
+    def with_template(self) -> str:
+        """Words to follow a length in tokens: a chat template makes it longer than the row."""
+        return _IN_TEMPLATE if any("prompt_messages" in prompt.metadata for prompt in self.prompts) else ""
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A row on its way to a prompt."""
+
+    row: Row
+    text: str  # of a chat: empty until it is rendered
+    messages: list[dict[str, Any]] | None  # absent from plain text, which no chat template renders
+    answer: str
+    token_ids: list[int] | None = None  # absent where it is far too long
+
+    @property
+    def num_characters(self) -> int:
+        return max(len(self.text), sum(len(message["content"]) for message in self.messages or ()))
+
+
+def load_prompts(
+    source: str,
+    *,
+    data: DataSection,
+    tokenizer: Any,
+    limit: int | None = None,
+    split: Split = "train",
+    rewards: Collection[str] = (),
+    needs: Mapping[str, str] = MappingProxyType({}),
+) -> PromptSet:
+    """The prompts of ``source``, at most ``limit``. ``split`` says which part of a built-in task is meant; ``rewards`` are the types of the
+    run's rewards, some of which read more columns; ``needs`` maps each column that a row must have to the reward that reads it."""
+    _check_section(data, tokenizer)
+    if source == NO_DATA:
+        for column, reward in needs.items():
+            raise DataError(
+                f"{NO_DATA} has rows without {column!r}, which the reward {reward} needs; give a data file, or a reward that does "
+                "not take it"
+            )
+        return _without_data(data, tokenizer, split=split, limit=limit)
+    prompts: list[Prompt] = []
+    long = _Overlong(tokenizer, max_tokens=data.max_prompt_tokens)
+    seen: dict[str, tuple[str, int]] = {}
+    for batch in _batches(_asked_rows(source, data=data, tokenizer=tokenizer, split=split, needs=needs)):
+        _render(batch, tokenizer, long)
+        _encode(batch, tokenizer, long)
+        for asked in batch:
+            if asked.token_ids is None or len(asked.token_ids) > data.max_prompt_tokens:
+                long.add(asked)
+                continue
+            _refuse_same_text(asked, seen)
+            prompts.append(_prompt(asked, asked.token_ids, data, rewards))
+            if len(prompts) == limit:
+                return PromptSet(prompts=prompts, num_overlong=long.count, source=source)
+    if not prompts and long.count:
+        raise DataError(
+            f"{source}: {all_of(long.count, 'prompt')} {are(long.count)} longer than "
+            f"data.max_prompt_tokens={data.max_prompt_tokens}; the shortest has {long.shortest}"
+        )
+    if not prompts:
+        raise DataError(f"{source} has no rows; give at least one")
+    return PromptSet(prompts=prompts, num_overlong=long.count, source=source)
+
+
+class _Overlong:
+    """The prompts that are left out. One of far too many characters is not tokenised: that would take a second for each million, in
+    which nothing could interrupt it, and a gigabyte for each four million."""
+
+    def __init__(self, tokenizer: Any, *, max_tokens: int) -> None:
+        self._tokenizer = tokenizer
+        self._max_tokens = max_tokens
+        self.count = 0
+        self.shortest = ""  # its length in words
+        self._fewest = (math.inf, math.inf)  # tokens, characters
+
+    @cached_property
+    def _most_characters(self) -> int:
+        """Those of as many tokens as there may be, of the longest kind, times four: a tokenizer may join a letter with its accents."""
+        return 4 * self._max_tokens * max(map(len, self._tokenizer.get_vocab()))
+
+    def has(self, asked: _Asked) -> bool:
+        """Whether its number of characters is enough to leave it out. A chat counts as its template wrote it, which may have cut most of the
+        messages."""
+        return len(asked.text) > _FEW_CHARACTERS and len(asked.text) > self._most_characters
+
+    def add(self, asked: _Asked) -> None:
+        self.count += 1
+        token_ids = asked.token_ids
+        length = (math.inf if token_ids is None else len(token_ids), len(asked.text))
+        if length < self._fewest:
+            in_template = _IN_TEMPLATE if asked.messages is not None else ""
+            self.shortest = (f"{length[1]:,} characters" if token_ids is None else f"{length[0]} tokens") + in_template
+            self._fewest = length
+
+
+def _without_data(data: DataSection, tokenizer: Any, *, split: str, limit: int | None) -> PromptSet:
+    """Rows with only a number: the environment says how an episode begins, so their tokens are never read."""
+    is_chat = data.chat if data.chat is not None else bool(tokenizer.chat_template)
+    system = [{"role": "system", "content": data.system}] if data.system is not None else []
+    chat = {"prompt_messages": [*system, {"role": "user", "content": ""}]} if is_chat else {}
+    first = 0 if split == "train" else NUM_ROWS
+    prompts = [
+        Prompt(
+            id=f"environment-{split}:{index}",
+            token_ids=np.zeros(1, dtype=np.int32),
+            text="",
+            answer="",
+            metadata={"index": index, **chat},
+        )
+        for index in range(first, first + (limit or (NUM_ROWS if split == "train" else NUM_ROWS // 8)))
+    ]
+    return PromptSet(prompts=prompts, num_overlong=0, source=NO_DATA)
+
+
+def _check_section(data: DataSection, tokenizer: Any) -> None:
+    if data.template is not None and "{prompt}" not in data.template:
+        raise DataError(f"data.template={data.template!r} has no {{prompt}} in it; put it where the prompt goes")
+    if data.chat and not tokenizer.chat_template:
+        raise DataError(
+            "data.chat=true needs a chat template and the tokenizer has none; set model.chat_template, or data.chat=false"
+        )
+
+
+# Rendering
+
+
+def _asked_rows(
+    source: str, *, data: DataSection, tokenizer: Any, split: Split, needs: Mapping[str, str]
+) -> Iterator[_Asked]:
+    rows = section_rows(source, data=data, split=split)
+    for place, row in enumerate(rows):
+        if data.prompt_key not in row.columns:
+            raise DataError(
+                f"{row.where} has no column {data.prompt_key!r}; {nearest(data.prompt_key, row.columns, 'prompt_key')}"
+            )
+        _check_needs(row, data, needs, is_first=not place, rest=rows)
+        messages = _messages(row, data, has_template=bool(tokenizer.chat_template))
+        text = _with_template(row.columns[data.prompt_key], data) if messages is None else ""
+        if messages is None and not text:
+            raise DataError(f"{row.where}: the prompt is empty")
+        yield _Asked(row, text, messages, _answer(row, data))
+
+
+def _batches(rows: Iterable[_Asked]) -> Iterator[list[_Asked]]:
+    batch: list[_Asked] = []
+    room = _CHARACTERS_PER_BATCH
+    for asked in rows:
+        batch.append(asked)
+        room -= asked.num_characters
+        if room < 0 or len(batch) == _ROWS_PER_BATCH:
+            yield batch
+            batch, room = [], _CHARACTERS_PER_BATCH
+    if batch:
+        yield batch
+
+
+def _messages(row: Row, data: DataSection, *, has_template: bool) -> list[dict[str, Any]] | None:
+    """The chat messages to render; None when the prompt stays plain text."""
+    value = row.columns[data.prompt_key]
+    if isinstance(value, str):
+        if not (data.chat if data.chat is not None else has_template):
+            if data.system is not None:
+                raise DataError(f"data.system needs chat prompts, and {row.where} is plain text; set data.chat=true")
+            return None
+        messages = [{"role": "user", "content": _with_template(value, data)}]
+    else:
+        messages = _checked_messages(value, row)
+        if not has_template:
+            raise DataError(
+                f"{row.where} holds chat messages and the tokenizer has no chat template; "
+                "set model.chat_template, or give the prompt as text"
+            )
+    if data.system is not None and messages[0]["role"] != "system":  # a row's own system message wins
+        messages = [{"role": "system", "content": data.system}, *messages]
+    return messages
+
+
+def _checked_messages(value: Any, row: Row) -> list[dict[str, Any]]:
+    wanted = 'text, or chat messages such as [{"role": "user", "content": "..."}]'
+    if not isinstance(value, list) or not value:
+        shown = "an empty list" if value == [] else f"{type(value).__name__} ({str(value)[:60]})"
+        raise DataError(f"{row.where}: the prompt is {shown}; it must be {wanted}")
+    for place, message in enumerate(value):
+        valid = (
+            isinstance(message, dict)
+            and isinstance(message.get("role"), str)
+            and isinstance(message.get("content"), str)
+        )
+        if not valid:
+            raise DataError(f"{row.where}: message {place} is {str(message)[:80]}; the prompt must be {wanted}")
+    # Parquet gives every message every key that any message has, as null.
+    return [{key: item for key, item in message.items() if item is not None} for message in value]
+
+
+def _render(batch: list[_Asked], tokenizer: Any, long: _Overlong) -> None:
+    """Give the batch's chats their texts."""
+    chats = [asked for asked in batch if asked.messages is not None]
+    try:
+        texts = render_chats(tokenizer, [asked.messages or [] for asked in chats]) if chats else []
+    except TemplateError as error:
+        first, last = (chats[0], chats[-1]) if error.place is None else (chats[error.place],) * 2
+        where = first.row.where if first is last else f"{first.row.where} to {last.row.where}"
+        raise DataError(f"{where}: the chat template refuses the messages: {error}") from None
+    for asked, text in zip(chats, texts, strict=True):
+        asked.text = text
+        if not long.has(asked):
+            of_column(asked.row, "what the chat template writes", check_texts, text)
+
+
+def _refuse_same_text(asked: _Asked, seen: dict[str, tuple[str, int]]) -> None:
+    """Refuse a chat template that writes the same for rows that differ. Spaces do not count, nor do the model's messages: templates trim
+    the first and cut thoughts out of the second."""
+    if asked.messages is None:
+        return
+    asks = hash(tuple(tuple(each["content"].split()) for each in asked.messages if each["role"] != "assistant"))
+    where, other = seen.setdefault(asked.text, (asked.row.where, asks))
+    if other != asks:
+        raise DataError(
+            f"the chat template writes the same text for {where} and {asked.row.where}, which differ: it drops what they ask. Set "
+            "model.chat_template to one that keeps it, or data.chat=false"
+        )
+
+
+def _with_template(text: str, data: DataSection) -> str:
+    # Not str.format: prompts and templates are full of braces.
+    return text if data.template is None else data.template.replace("{prompt}", text)
+
+
+def _answer(row: Row, data: DataSection) -> str:
+    if data.answer_key not in row.columns:
+        if data.answer_key == DataSection.model_fields["answer_key"].default:
+            return ""  # some rewards need none; those that do say so
+        raise DataError(
+            f"{row.where} has no column {data.answer_key!r}; {nearest(data.answer_key, row.columns, 'answer_key')}"
+        )
+    return of_column(row, "the answer", answer_text, row.columns[data.answer_key])
+
+
+def _check_needs(row: Row, data: DataSection, needs: Mapping[str, str], *, is_first: bool, rest: Iterable[Row]) -> None:
+    """Refuse a row without what a reward reads, since an empty completion would equal an empty answer. The message counts such rows in the
+    ``rest``."""
+    for column, reward in needs.items():
+        key = data.answer_key if column == "answer" else column
+        if not _is_empty(row, key):
+            continue
+        others = [_is_empty(other, key) for other in rest]
+        num_others = sum(others)
+        where = row.where + (f" (and {counted(num_others, 'other row')})" if num_others else "")
+        if key not in row.columns:
+            hint = nearest(key, row.columns, "answer_key" if column == "answer" else "columns")
+            if "did you mean" not in hint and not (is_first and all(others)):
+                hint = f"it has {listed(row.columns)}. Other rows have it: fill it in, or leave such rows out"
+            raise DataError(f"{where} has no column {key!r}, which the reward {reward} needs; {hint}")
+        raise DataError(
+            f"{where}: {key} is empty, and the reward {reward} needs it; fill it in, or leave such rows out. A function that "
+            "can do without it gives it a default"
+        )
+
+
+def _is_empty(row: Row, key: str) -> bool:
+    value = row.columns.get(key)
+    return value is None or (isinstance(value, str) and not value.strip())
+
+
+# Tokens
+
+
+def _encode(batch: list[_Asked], tokenizer: Any, long: _Overlong) -> None:
+    """Give the batch its token ids. A chat template writes the special tokens itself; plain text gets the tokenizer's own."""
+    for is_chat in (False, True):
+        some = [asked for asked in batch if (asked.messages is not None) == is_chat and not long.has(asked)]
+        if some:
+            encoded = tokenizer([asked.text for asked in some], add_special_tokens=not is_chat)["input_ids"]
+            for asked, ids in zip(some, encoded, strict=True):
+                asked.token_ids = ids
+
+
+def _prompt(asked: _Asked, token_ids: list[int], data: DataSection, rewards: Collection[str]) -> Prompt:
+    row = asked.row
+    if not token_ids:
+        raise DataError(f"{row.where}: the prompt {asked.text[:40]!r} has no tokens")
+    own = {data.prompt_key, "id"}
+    metadata = {key: of_column(row, key, plain, value) for key, value in row.columns.items() if key not in own}
+    if metadata.get("answer") == asked.answer:
+        del metadata["answer"]  # a number, or an answer under another name, stays as TRL's functions expect it
+    for name in _OURS:
+        if name in metadata:
+            raise DataError(
+                f"{row.where} has a column {name!r}, a name that Rollcall keeps for itself; rename the column, such as "
+                f"data.columns: {{{name}: own_{name}}}"
+            )
+    if "countdown" in rewards:
+        metadata = of_column(row, "column", countdown_columns, metadata)
+    if asked.messages is not None:
+        metadata["prompt_messages"] = asked.messages  # a reward model renders them by its own template
+        if isinstance(given := row.columns[data.prompt_key], str):
+            metadata["prompt_text"] = given  # TRL gives functions the prompt as it is in the data
+    identity = row.columns.get("id")
+    try:
+        ids = np.array(token_ids, dtype=np.int32)
+    except OverflowError:
+        raise DataError(
+            f"{row.where}: the tokenizer gives the token id {max(token_ids)}, and no model has ids past {np.iinfo(np.int32).max}; its "
+            "tokenizer.json is damaged: copy the model's files again"
+        ) from None
+    return Prompt(
+        id=row.default_id if identity is None else of_column(row, "the id", row_name, identity),
+        token_ids=ids,
+        text=asked.text,
+        answer=asked.answer,
+        metadata=metadata,
+    )

@@ -1,0 +1,293 @@
+"""Makers of task files: rows with `prompt`, `answer` and what the task's reward reads, as train and test Parquet.
+
+Each maker is deterministic in its seed and keeps train and test disjoint.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import random
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rollcall.base.atomic import replacing
+from rollcall.loop.data.arithmetic import TEST_FRACTION, arithmetic, fraction
+from rollcall.loop.data.rows import Row, read_rows
+from rollcall.reward.functions import decode_entry, encode_entry
+from rollcall.reward.math_answer import last_boxed
+
+RowDict = dict[str, Any]
+
+TASKS = ("arithmetic", "countdown", "gsm8k", "math", "reasoning-gym:TASK")
+
+_MAX_GENERATED_TEST_ROWS = 1000
+_DEFAULT_ROWS = {"countdown": 10_000, "reasoning-gym": 1_000}
+_ANSWER_TAG_ADVICE = "Put the final answer between <answer> and </answer>."
+_HUB = {  # task -> repository, folder of the wanted configuration
+    "gsm8k": ("openai/gsm8k", "main/"),
+    "math": ("DigitalLearningGmbH/MATH-lighteval", "data/"),
+}
+
+
+class MakeError(ValueError):
+    """A task file cannot be made; the message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskRows:
+    """A task's rows, made as they are read."""
+
+    train: Iterable[RowDict]
+    test: Iterable[RowDict]
+    num_rows: int | None  # train and test together, if that is known before they are read
+    reward: str  # the reward type that fits
+
+
+def make_task(task: str, *, num: int | None, seed: int, source: Path | None) -> TaskRows:
+    """The rows of a task by its name on the command line; ``num`` counts training rows."""
+    name, _, gym_task = task.partition(":")
+    if source is not None and name not in _HUB:
+        raise MakeError(f"{task} is generated and reads no file; leave --source out")
+    if name == "reasoning-gym":
+        return _make_generated(name, partial(reasoning_gym, gym_task, seed=seed), num=num)
+    if task == "countdown":
+        return _make_generated(task, partial(countdown, seed=seed), num=num)
+    if task == "arithmetic":
+        return _make_arithmetic(num=num, seed=seed)
+    if task in _HUB:
+        return _make_from_files(task, source=source, num=num, seed=seed)
+    near = difflib.get_close_matches(task, TASKS, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(TASKS)}"
+    raise MakeError(f"{task!r} is not a task; {hint}")
+
+
+def write_parquet(rows: Iterable[RowDict], path: Path) -> int:
+    """Write the rows, whole or not at all; how many there were."""
+    import pyarrow
+    import pyarrow.parquet
+
+    table = pyarrow.Table.from_pylist(list(rows))
+    if table.num_rows == 0:
+        raise MakeError(f"there are no rows for {path}; ask for more with --num, or give a larger --source")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as file:
+        pyarrow.parquet.write_table(table, file)
+    return table.num_rows
+
+
+# Arithmetic
+
+
+def _make_arithmetic(*, num: int | None, seed: int) -> TaskRows:
+    train = list(arithmetic(split="train", seed=seed))
+    test = list(arithmetic(split="val", seed=seed))
+    if num is not None and num > len(train):
+        raise MakeError(f"--num {num}: arithmetic has {len(train)} training rows in all; ask for at most that many")
+    train = train[:num]
+    return TaskRows(train=train, test=test, num_rows=len(train) + len(test), reward="exact")
+
+
+# Countdown
+
+
+def countdown(num_rows: int, *, seed: int) -> Iterator[RowDict]:
+    """Distinct puzzles of three or four numbers up to 99, made from a solution, with targets of two digits.
+
+    ``answer`` is one solution; the reward reads ``numbers`` and ``target``.
+    """
+    rng = random.Random(seed)
+    seen: set[tuple[tuple[int, ...], int]] = set()
+    while len(seen) < num_rows:
+        numbers = [rng.randint(1, 99) for _ in range(rng.choice((3, 4)))]
+        target, solution = _combine(numbers, rng)
+        puzzle = (tuple(sorted(numbers)), target)
+        if not 10 <= target <= 99 or puzzle in seen:
+            continue
+        seen.add(puzzle)
+        shown = ", ".join(map(str, numbers))
+        prompt = (
+            f"Use each of the numbers {shown} exactly once, with + - * / and brackets, to make {target}. "
+            f"Think first. {_ANSWER_TAG_ADVICE[:-1]} as one expression, for example <answer>(1+2)*3</answer>."
+        )
+        yield {"prompt": prompt, "answer": solution, "numbers": numbers, "target": target}
+
+
+def _combine(numbers: list[int], rng: random.Random) -> tuple[int, str]:
+    """Join the numbers at random, two at a time, through positive whole numbers: a value and how it was made."""
+    terms = [(number, str(number)) for number in numbers]
+    while len(terms) > 1:
+        (a, left), (b, right) = sorted((terms.pop(rng.randrange(len(terms))) for _ in range(2)), reverse=True)
+        choices = [(a + b, "+"), (a * b, "*")]
+        if a > b:
+            choices.append((a - b, "-"))
+        if a % b == 0:
+            choices.append((a // b, "/"))
+        value, sign = rng.choice(choices)
+        terms.append((value, f"({left}{sign}{right})"))
+    value, expression = terms[0]
+    return value, expression[1:-1]
+
+
+# GSM8K and MATH, from files or the hub
+
+
+def gsm8k(rows: Iterable[Row]) -> Iterator[RowDict]:
+    """GSM8K's `question` and `answer` ("... #### 72"); commas are taken out of the number."""
+    for row in rows:
+        question, solution = _text(row, "question"), _text(row, "answer")
+        reasoning, mark, answer = solution.rpartition("####")
+        if not mark:
+            raise MakeError(f"{row.where}: the answer has no '####' before its result; GSM8K rows end in '#### 72'")
+        prompt = f"{question}\n\nThink step by step and end with the result after ####."
+        yield {"prompt": prompt, "answer": answer.strip().replace(",", ""), "solution": reasoning.strip()}
+
+
+def math(rows: Iterable[Row]) -> Iterator[RowDict]:
+    r"""MATH's `problem` and `solution`; the answer is the solution's last ``\boxed{...}``."""
+    for row in rows:
+        problem, solution = _text(row, "problem"), _text(row, "solution")
+        answer = last_boxed(solution) or _loosely_boxed(solution)
+        if answer is None:
+            raise MakeError(
+                f"{row.where}: the solution has no \\boxed{{...}}; MATH solutions mark their result with it"
+            )
+        prompt = f"{problem}\n\nThink step by step and put the final answer in \\boxed{{}}."
+        extra = {key: str(row.columns.get(key) or "") for key in ("level", "type")}
+        yield {"prompt": prompt, "answer": answer, "solution": solution, **extra}
+
+
+def _loosely_boxed(solution: str) -> str | None:
+    """MATH writes a few results as ``\\boxed 2`` or ``\\fbox{2}``."""
+    found = re.findall(r"\\(?:boxed|fbox)\s*\{?\s*([^\s{}$]+)", solution)
+    return found[-1].rstrip(".") if found else None
+
+
+def _text(row: Row, key: str) -> str:
+    value = row.columns.get(key)
+    if not isinstance(value, str) or not value.strip():
+        raise MakeError(
+            f"{row.where} has no text in column {key!r}; it has {', '.join(map(str, row.columns)) or 'none'}"
+        )
+    return value.strip()
+
+
+def _make_from_files(task: str, *, source: Path | None, num: int | None, seed: int) -> TaskRows:
+    maker, reward = {"gsm8k": (gsm8k, "number"), "math": (math, "math")}[task]
+    if source is None:
+        train, test = (_hub_rows(task, split) for split in ("train", "test"))
+    elif source.is_dir():
+        train, test = (read_rows(str(_split_file(source, split))) for split in ("train", "test"))
+    else:
+        rows = list(read_rows(str(source)))
+        held_out = [fraction(f"{seed}:{row.columns}") < TEST_FRACTION for row in rows]
+        train = (row for row, out in zip(rows, held_out, strict=True) if not out)
+        test = (row for row, out in zip(rows, held_out, strict=True) if out)
+    return TaskRows(train=maker(itertools.islice(train, num)), test=maker(test), num_rows=None, reward=reward)
+
+
+def _split_file(folder: Path, split: str) -> Path:
+    for suffix in (".jsonl", ".parquet", ".json"):
+        if (folder / f"{split}{suffix}").exists():
+            return folder / f"{split}{suffix}"
+    raise MakeError(f"--source {folder} holds no {split}.jsonl, {split}.parquet or {split}.json")
+
+
+def _hub_rows(task: str, split: str) -> Iterator[Row]:
+    repository, folder = _HUB[task]
+    for file in _fetch_from_hub(repository, folder=folder, split=split):
+        yield from read_rows(str(file))
+
+
+def _fetch_from_hub(repository: str, *, folder: str, split: str) -> list[Path]:
+    from huggingface_hub import HfApi, hf_hub_download
+
+    from rollcall.model.hub import hub_fault
+
+    try:
+        if fault := hub_fault(repository, file="README.md", kind="dataset"):
+            raise OSError(fault)
+        names = HfApi().list_repo_files(repository, repo_type="dataset")
+        wanted = [name for name in names if name.startswith(f"{folder}{split}") and name.endswith(".parquet")]
+        files = [Path(hf_hub_download(repository, name, repo_type="dataset")) for name in wanted]
+    except Exception as error:  # noqa: BLE001 - the hub's client raises its own, its HTTP library's and the system's errors
+        what = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise MakeError(
+            f"dataset {repository} cannot be fetched from the hub ({what[:200]}); get its files elsewhere and give "
+            "--source FILE (or a folder with train.jsonl and test.jsonl), or name a mirror in HF_ENDPOINT"
+        ) from None
+    if not files:
+        raise MakeError(f"dataset {repository} has no {folder}{split}*.parquet; give its files with --source")
+    return files
+
+
+# Reasoning gym
+
+
+def reasoning_gym(task: str, *, num_rows: int, seed: int) -> Iterator[RowDict]:
+    """Rows of a reasoning-gym task, which its own scorer grades; tasks that cannot be graded so are refused here."""
+    dataset = _reasoning_gym_dataset(task, num_rows=num_rows, seed=seed)
+    entries = (dataset[index] for index in range(num_rows))
+    first = next(entries)
+    if first["answer"] is None:
+        raise MakeError(f"reasoning-gym's {task} has no reference answers; choose a task that has them")
+    if dataset.score_answer(answer=str(first["answer"]), entry=decode_entry(encode_entry(first))) < 1:
+        raise MakeError(f"reasoning-gym's {task} does not give its own reference answer the full score; choose another")
+    if _scores_nonsense(dataset, first):
+        raise MakeError(
+            f"reasoning-gym's {task} gives any text the full score, so nothing can be learnt; choose another"
+        )
+    return (
+        {
+            "prompt": f"{entry['question']}\n\n{_ANSWER_TAG_ADVICE}",
+            "answer": str(entry["answer"]),
+            "reasoning_gym": {"task": task, "entry": encode_entry(entry)},
+        }
+        for entry in itertools.chain([first], entries)
+    )
+
+
+def _reasoning_gym_dataset(task: str, *, num_rows: int, seed: int) -> Any:
+    try:
+        import reasoning_gym as gym
+        from reasoning_gym.factory import DATASETS
+    except ModuleNotFoundError:
+        raise MakeError("reasoning-gym is not installed; pip install reasoning-gym") from None
+    if task not in DATASETS:
+        near = difflib.get_close_matches(task, DATASETS, n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(sorted(DATASETS))}"
+        raise MakeError(f"reasoning-gym has no task {task!r}; {hint}")
+    try:
+        return gym.create_dataset(task, size=num_rows, seed=seed)
+    except Exception as error:  # noqa: BLE001 - each task checks its own settings in its own way
+        raise MakeError(f"reasoning-gym cannot make {task} with its default settings: {error}") from None
+
+
+def _scores_nonsense(dataset: Any, entry: RowDict) -> bool:
+    try:
+        return dataset.score_answer(answer="no idea", entry=entry) >= 1
+    except Exception:  # noqa: BLE001 - it cannot read nonsense, which is as good as a zero
+        return False
+
+
+# Generated tasks
+
+
+def _make_generated(name: str, make: Callable[..., Iterator[RowDict]], *, num: int | None) -> TaskRows:
+    num_train = num or _DEFAULT_ROWS[name]
+    num_rows = num_train + max(1, min(_MAX_GENERATED_TEST_ROWS, int(num_train * TEST_FRACTION)))
+    rows = make(num_rows=num_rows)
+    seen: set[str] = set()
+
+    def train() -> Iterator[RowDict]:
+        for row in itertools.islice(rows, num_train):
+            seen.add(row["prompt"])
+            yield row
+
+    # A task with few different questions repeats itself: a question from training tests nothing.
+    test = (row for row in rows if row["prompt"] not in seen)
+    return TaskRows(train=train(), test=test, num_rows=num_rows, reward=name.replace("-", "_"))

@@ -1,0 +1,280 @@
+"""Rows as Python objects, numbered from 1: of a JSONL or Parquet file, of a dataset (``hub:openai/gsm8k``, ``hub:./my_dataset``), of a
+built-in task.
+
+Files come from hubs: a row larger than ``MAX_ROW_BYTES`` is refused before it becomes objects. Every refusal names the file and the row.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
+
+from rollcall.base.wait import is_silent
+from rollcall.config import DataSection
+from rollcall.config.checks import HUB, is_hub
+from rollcall.loop.data.arithmetic import arithmetic
+from rollcall.loop.data.columns import ColumnError, DataError, check_texts, listed, unique_keys
+
+NO_DATA = "builtin:environment"  # the environment owns the task
+MAX_ROW_BYTES = 1 << 26  # a prompt of a million tokens has a tenth of it
+_ROWS_PER_READ = 16  # of Parquet: a file of a kilobyte can hold a text of megabytes that Arrow copies for every row
+Split = Literal["train", "val"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row as it is in the file."""
+
+    where: str  # "train.jsonl, row 7"
+    default_id: str
+    columns: dict[str, Any]
+
+
+def read_rows(source: str, *, split: Split = "train") -> Iterator[Row]:
+    """The rows of a file or of a built-in task, untouched."""
+    if source == "builtin:arithmetic":
+        for number, columns in enumerate(arithmetic(split=split), start=1):
+            yield Row(f"{source}, row {number}", f"arithmetic-{split}:{number}", columns)
+        return
+    if source.startswith("builtin:"):
+        raise DataError(f"{source} is not a built-in task; there are builtin:arithmetic and {NO_DATA}")
+    path = Path(source)
+    if path.is_dir():
+        found = ", ".join(sorted(each.name for each in path.iterdir() if each.suffix in READERS)) or "no data file"
+        raise DataError(f"{source} is a directory; name one file ({found} in it)")
+    if path.suffix not in READERS:
+        raise DataError(
+            f"{source} ends in {path.suffix or 'nothing'!r}; data files are .jsonl, .json (JSON lines) or .parquet"
+        )
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would be waited for, and a device has no end
+            raise DataError(f"data file {source} is a pipe or a device; write the rows to a regular file")
+        for number, columns in READERS[path.suffix](path):
+            row = Row(f"{source}, row {number}", f"{path.stem}:{number}", columns)
+            _check_columns(row)
+            yield row
+    except FileNotFoundError:
+        raise DataError(
+            f"data file {source} does not exist; `rollcall data arithmetic --out DIR` makes one to try"
+        ) from None
+    except OSError as error:
+        raise DataError(f"data file {source} cannot be read: {error}") from None
+
+
+def section_rows(source: str, *, data: DataSection, split: Split) -> Iterator[Row]:
+    """The rows that the section means, with its names for the columns."""
+    rows = _dataset_rows(source, data=data, split=split) if is_hub(source) else read_rows(source, split=split)
+    for row in rows:
+        yield replace(row, columns=_renamed(row, data.columns)) if data.columns else row
+
+
+def _renamed(row: Row, names: Mapping[str, str]) -> dict[str, Any]:
+    """``names`` is from a column of the data to the name that it gets."""
+    columns = {name: value for name, value in row.columns.items() if name not in names}
+    for before, after in names.items():
+        if before not in row.columns and after in columns:
+            continue  # data.train and data.val may differ: this one has the name already
+        if before not in row.columns:
+            raise DataError(
+                f"{row.where} has no column {before!r}, which data.columns renames; it has {listed(row.columns)}"
+            )
+        if after in columns:
+            raise DataError(
+                f"{row.where} has a column {after!r} already, and data.columns gives {before!r} that name too; rename the other "
+                f"as well, such as {after}: {after}_before"
+            )
+        columns[after] = row.columns[before]
+    return columns
+
+
+def _check_columns(row: Row) -> None:
+    for column, value in row.columns.items():
+        of_column(row, "a column's name", check_texts, column)
+        of_column(row, column, check_texts, value)
+
+
+def of_column(row: Row, column: str, read: Callable[[Any], Any], value: Any) -> Any:
+    try:
+        return read(value)
+    except ColumnError as error:
+        raise DataError(f"{row.where}: {column} {error}") from None
+
+
+# Datasets, which the ``datasets`` library reads: it is not among the core dependencies
+
+
+def _dataset_rows(source: str, *, data: DataSection, split: Split) -> Iterator[Row]:
+    """The rows of one split, downloaded once and then read from the cache."""
+    name, part = source.removeprefix(HUB), data.split if split == "train" else data.val_split
+    _check_name(name, source)
+    try:
+        datasets = import_module("datasets")
+    except ImportError:
+        raise DataError(
+            f"{source} needs the datasets library, which is not installed; run: pip install 'rollcall-rl[hub]'"
+        ) from None
+    hides_bars = is_silent() and not datasets.utils.are_progress_bars_disabled()
+    try:
+        if hides_bars:
+            datasets.disable_progress_bars()
+        found = datasets.load_dataset(name, data.subset, split=part)
+    except Exception as error:  # noqa: BLE001 - of the network, of files, of names: the library raises its own of each
+        first = (str(error) or type(error).__name__).strip().splitlines()[0]
+        raise DataError(
+            f"{source} cannot be read (data.subset={data.subset or 'null'}, split {part}): {type(error).__name__}: {first}"
+        ) from error
+    finally:
+        if hides_bars:
+            datasets.enable_progress_bars()
+    for number, columns in enumerate(found, start=1):
+        row = Row(f"{source} ({part}), row {number}", f"{Path(name).name}-{part}:{number}", dict(columns))
+        _check_columns(row)
+        yield row
+
+
+def _check_name(name: str, source: str) -> None:
+    """Refuse what is neither a folder by its own name nor a name that the hub accepts: of ``..`` every file below would be read."""
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        if Path(name).is_dir() and os.path.basename(name.rstrip("/")) not in ("", ".", ".."):
+            return
+        validate_repo_id(name)
+    except (OSError, ValueError):
+        raise DataError(
+            f"{source} names no dataset; write OWNER/NAME as the hub has it, such as hub:openai/gsm8k, or the dataset's own folder, "
+            "such as hub:../my_dataset"
+        ) from None
+
+
+# Files
+
+
+def _read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(iter(lambda: lines.readline(MAX_ROW_BYTES + 1), b""), start=1):
+            if not line.strip():
+                continue
+            if len(line) > MAX_ROW_BYTES:
+                raise DataError(
+                    f"{path}, row {number} has more than {MAX_ROW_BYTES >> 20} MiB; each line holds one JSON object"
+                )
+            try:
+                columns = json.loads(line, object_pairs_hook=unique_keys)
+            except ColumnError as error:
+                raise DataError(f"{path}, row {number} has {error}") from None
+            except RecursionError:
+                raise DataError(f"{path}, row {number} has lists or maps too deep in each other to be read") from None
+            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+                raise DataError(f"{path}, row {number} is not JSON: {error}; each line holds one JSON object") from None
+            except ValueError:  # the only other one that json raises
+                raise DataError(
+                    f"{path}, row {number} has a number too long to be read, of more than {sys.get_int_max_str_digits():,} digits; "
+                    "write it as text, in quotes"
+                ) from None
+            if not isinstance(columns, dict):
+                raise DataError(
+                    f"{path}, row {number} is a {type(columns).__name__}; each line holds one JSON object, "
+                    'such as {"prompt": "12+34=", "answer": "46"}'
+                )
+            yield number, columns
+
+
+def _read_parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    number = 0
+    for batch in _record_batches(path):
+        step = _ROWS_PER_READ if _unpacked_bytes(batch.to_struct_array()) <= MAX_ROW_BYTES else 1
+        for first in range(0, batch.num_rows, step):
+            rows = batch.slice(first, step)
+            if step == 1 and _unpacked_bytes(rows.to_struct_array()) > MAX_ROW_BYTES:
+                raise DataError(
+                    f"{path}, row {number + 1} has more than {MAX_ROW_BYTES >> 20} MiB when unpacked; shorten it, or leave it out"
+                )
+            for columns in _objects(rows, path, number):
+                number += 1
+                yield number, columns
+
+
+def _record_batches(path: Path) -> Iterator[Any]:
+    import pyarrow
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            if twice := sorted(name for name, count in Counter(file.schema_arrow.names).items() if count > 1):
+                raise DataError(f"{path} has the column {twice[0]!r} twice; leave one of them out")
+            for batch in file.iter_batches(batch_size=_ROWS_PER_READ):
+                yield batch
+                number += batch.num_rows
+    except DataError:
+        raise
+    except MemoryError as error:
+        raise DataError(f"{path}: this machine has too little memory to read past row {number}: {error}") from None
+    except (pyarrow.ArrowException, ValueError, OverflowError) as error:
+        # A damaged file shows itself at its footer or at any page of it.
+        where = f"{path} is not a Parquet file" if not number else f"{path} cannot be read past row {number}"
+        raise DataError(f"{where}: {_first_line(error)}") from None
+
+
+def _unpacked_bytes(array: Any) -> int:
+    """The least memory that its Python objects take: 8 bytes for each value's place in a list or a map, and the value's own bytes.
+    Arrow's ``nbytes`` counts a shared text once, a truth value as a bit and a null as nothing."""
+    import pyarrow
+    from pyarrow.compute import call_function
+
+    places = 8 * len(array)
+    if isinstance(array, pyarrow.ExtensionArray):
+        return _unpacked_bytes(array.storage)
+    if isinstance(array, pyarrow.DictionaryArray):
+        lengths = call_function("binary_length", [array.dictionary]).take(array.indices)
+        return places + (call_function("sum", [lengths]).as_py() or 0)
+    if isinstance(array, pyarrow.StructArray):
+        return places + sum(map(_unpacked_bytes, array.flatten()))
+    if isinstance(array, pyarrow.MapArray):
+        first, last = array.offsets[0].as_py(), array.offsets[-1].as_py()
+        return places + sum(_unpacked_bytes(each.slice(first, last - first)) for each in (array.keys, array.items))
+    if array.type.num_fields:  # a list of any kind
+        return places + _unpacked_bytes(array.flatten())
+    return places + array.nbytes
+
+
+def _objects(rows: Any, path: Path, number: int) -> list[dict[str, Any]]:
+    """The record batch, which follows row ``number``. Text that is not UTF-8 and dates that Python does not have show themselves
+    here."""
+    import pyarrow
+
+    faults = (pyarrow.ArrowException, LookupError, ValueError, OverflowError)
+    try:
+        return rows.to_pylist()
+    except faults:
+        for place in range(rows.num_rows):
+            for name, column in zip(rows.schema.names, rows.columns, strict=True):
+                try:
+                    column[place].as_py()
+                except faults as error:
+                    raise DataError(f"{path}, row {number + place + 1}: {name} {_why(column.type, error)}") from None
+        raise
+
+
+def _why(kind: Any, error: Exception) -> str:
+    if isinstance(error, LookupError) or "pytz" in str(error):  # with pytz, and without it
+        return f"has a time zone that this machine does not know ({kind}); convert the column to UTC"
+    if isinstance(error, UnicodeDecodeError):
+        return f"is not UTF-8 text: {error}; convert the column, or leave it out"
+    return f"has a value that Python cannot hold ({kind}): {_first_line(error)}; correct it, or leave the column out"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+READERS = {".jsonl": _read_jsonl, ".json": _read_jsonl, ".parquet": _read_parquet}

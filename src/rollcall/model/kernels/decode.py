@@ -1,0 +1,261 @@
+# Triton is absent on most machines, and its decorator hides from the checker that a kernel is launched by subscription.
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportOperatorIssue=false
+"""The parts of a decode step between its matrix products, apart from attention (``attention.py``): norm, rotary embedding into
+the paged cache, gated activation. One token per sequence.
+
+Roundings follow transformers op by op (the model's dtype between ops, float32 inside them), so that the engine's
+log-probs stay close to the learner's. A row with a negative position is padding: it reads and writes no cache.
+
+Axes: B rows, C hidden size, H query heads, K key/value heads, D head size (a multiple of 16), I inner size.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from rollcall.model.kernels import checks
+from rollcall.model.kernels.early import launch, wait_for_inputs
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    residual_out_ptr,
+    x_stride,
+    residual_stride,
+    num_columns,
+    eps,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    wait_for_inputs(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < num_columns
+    dtype = out_ptr.dtype.element_ty
+    hidden = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0)
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + row * residual_stride + columns, mask=inside, other=0.0)
+        hidden = (hidden.to(tl.float32) + residual.to(tl.float32)).to(dtype)
+        tl.store(residual_out_ptr + row * num_columns + columns, hidden, mask=inside)
+    wide = hidden.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(wide * wide, axis=0) / num_columns + eps)
+    normed = (wide * inverse).to(dtype)
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0)
+    scaled = (normed.to(tl.float32) * weight.to(tl.float32)).to(dtype)
+    tl.store(out_ptr + row * num_columns + columns, scaled, mask=inside)
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    residual: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``h = residual + x`` in x's dtype, then ``weight * norm(h)``. Returns (normed, h), both [B, C].
+
+    Without a residual h is x itself.
+    """
+    num_rows, num_columns = checks.rows(x, name="x")
+    checks.same_dtype(x=x, weight=weight, residual=residual)
+    out = x.new_empty(x.shape)
+    new_residual = x
+    if residual is not None:
+        checks.need(
+            residual.shape == x.shape, f"residual is {tuple(residual.shape)} for x {tuple(x.shape)}; match them"
+        )
+        new_residual = x.new_empty(x.shape)
+    block = triton.next_power_of_2(num_columns)
+    _rms_norm_kernel[(num_rows,)](
+        x,
+        residual,
+        weight,
+        out,
+        new_residual,
+        x.stride(0),
+        0 if residual is None else residual.stride(0),
+        num_columns,
+        eps,
+        HAS_RESIDUAL=residual is not None,
+        BLOCK=block,
+        num_warps=min(max(block // 256, 1), 16),
+        **launch(x),
+    )
+    return out, new_residual
+
+
+@triton.jit
+def _rope_cache_kernel(
+    qkv_ptr,
+    positions_ptr,
+    cos_sin_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    block_tables_ptr,
+    q_out_ptr,
+    qkv_stride,
+    cos_sin_stride,
+    table_stride,
+    block_stride,
+    slot_stride,
+    head_stride,
+    eps,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One program: HEADS neighbouring heads of one row, as two halves [HEADS, HALF] that rotate into each other."""
+    wait_for_inputs(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    halves = tl.arange(0, HALF)
+    half_dim: tl.constexpr = HEAD_DIM // 2
+    dtype = q_out_ptr.dtype.element_ty
+    dims_inside = halves < half_dim
+    inside = (heads < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & dims_inside[None, :]
+    is_query = heads < NUM_HEADS
+    is_value = heads >= NUM_HEADS + NUM_KV_HEADS
+
+    position = tl.load(positions_ptr + row).to(tl.int64)
+    is_live = position >= 0
+    position = tl.maximum(position, 0)
+
+    source = qkv_ptr + row * qkv_stride + heads[:, None] * HEAD_DIM + halves[None, :]
+    low = tl.load(source, mask=inside, other=0.0)
+    high = tl.load(source + half_dim, mask=inside, other=0.0)
+    first = low.to(tl.float32)
+    second = high.to(tl.float32)
+    if HAS_NORM:
+        squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
+        inverse = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+        q_low = tl.load(q_norm_ptr + halves, mask=dims_inside, other=0.0).to(tl.float32)
+        q_high = tl.load(q_norm_ptr + half_dim + halves, mask=dims_inside, other=0.0).to(tl.float32)
+        k_low = tl.load(k_norm_ptr + halves, mask=dims_inside, other=0.0).to(tl.float32)
+        k_high = tl.load(k_norm_ptr + half_dim + halves, mask=dims_inside, other=0.0).to(tl.float32)
+        weight_low = tl.where(is_query[:, None], q_low[None, :], k_low[None, :])
+        weight_high = tl.where(is_query[:, None], q_high[None, :], k_high[None, :])
+        first = ((first * inverse).to(dtype).to(tl.float32) * weight_low).to(dtype).to(tl.float32)
+        second = ((second * inverse).to(dtype).to(tl.float32) * weight_high).to(dtype).to(tl.float32)
+
+    # transformers rounds cosines, sines and both products to the model's dtype before the sum.
+    angles = cos_sin_ptr + position * cos_sin_stride + halves
+    cos = tl.load(angles, mask=dims_inside, other=0.0).to(dtype).to(tl.float32)[None, :]
+    sin = tl.load(angles + half_dim, mask=dims_inside, other=0.0).to(dtype).to(tl.float32)[None, :]
+    turned_low = ((first * cos).to(dtype).to(tl.float32) - (second * sin).to(dtype).to(tl.float32)).to(dtype)
+    turned_high = ((second * cos).to(dtype).to(tl.float32) + (first * sin).to(dtype).to(tl.float32)).to(dtype)
+
+    query = inside & is_query[:, None]
+    target = q_out_ptr + row * (NUM_HEADS * HEAD_DIM) + heads[:, None] * HEAD_DIM + halves[None, :]
+    tl.store(target, turned_low, mask=query)
+    tl.store(target + half_dim, turned_high, mask=query)
+
+    block = tl.load(block_tables_ptr + row * table_stride + position // BLOCK_SIZE, mask=is_live, other=0).to(tl.int64)
+    token = block * block_stride + (position % BLOCK_SIZE) * slot_stride
+    key = inside & ((heads >= NUM_HEADS) & (heads < NUM_HEADS + NUM_KV_HEADS) & is_live)[:, None]
+    target = k_cache_ptr + token + (heads - NUM_HEADS)[:, None] * head_stride + halves[None, :]
+    tl.store(target, turned_low, mask=key)
+    tl.store(target + half_dim, turned_high, mask=key)
+    value = inside & (is_value & is_live)[:, None]
+    target = v_cache_ptr + token + (heads - NUM_HEADS - NUM_KV_HEADS)[:, None] * head_stride + halves[None, :]
+    tl.store(target, low, mask=value)
+    tl.store(target + half_dim, high, mask=value)
+
+
+def rope_cache(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    *,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """Rotates queries and keys of ``qkv`` [B, (H + 2K) * D], caches keys and values. Returns q [B, H, D].
+
+    ``cos_sin`` [max positions, D] is float32, cosines in the first half of the columns. ``q_norm`` and ``k_norm`` [D]
+    are the RMS norms that Qwen3 puts before the rotation. A row whose position is negative does not touch the cache.
+    """
+    num_rows, width = checks.rows(qkv, name="qkv")
+    _, block_size, num_kv_heads, head_dim = k_cache.shape
+    num_heads = width // head_dim - 2 * num_kv_heads
+    checks.cache(k_cache, v_cache)
+    checks.need(
+        width % head_dim == 0 and num_heads > 0,
+        f"qkv has {width} columns; with {num_kv_heads} KV heads of {head_dim} it needs (H + {2 * num_kv_heads}) * {head_dim}",
+    )
+    checks.same_dtype(qkv=qkv, k_cache=k_cache, q_norm=q_norm, k_norm=k_norm)
+    checks.need(
+        cos_sin.shape[1] == head_dim, f"cos_sin has {cos_sin.shape[1]} columns; give it the head size, {head_dim}"
+    )
+    checks.need((q_norm is None) == (k_norm is None), "q_norm and k_norm come together; give both or neither")
+    out = qkv.new_empty(num_rows, num_heads, head_dim)
+    heads = 8
+    _rope_cache_kernel[(num_rows, triton.cdiv(num_heads + 2 * num_kv_heads, heads))](
+        qkv,
+        positions,
+        cos_sin,
+        q_norm,
+        k_norm,
+        k_cache,
+        v_cache,
+        block_tables,
+        out,
+        qkv.stride(0),
+        cos_sin.stride(0),
+        block_tables.stride(0),
+        k_cache.stride(0),
+        k_cache.stride(1),
+        k_cache.stride(2),
+        eps,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        HAS_NORM=q_norm is not None,
+        HEADS=heads,
+        HALF=triton.next_power_of_2(head_dim // 2),
+        num_warps=2,
+        **launch(qkv),
+    )
+    return out
+
+
+@triton.jit
+def _silu_mul_kernel(gate_up_ptr, out_ptr, row_stride, inner, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    wait_for_inputs(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < inner
+    dtype = out_ptr.dtype.element_ty
+    gate = tl.load(gate_up_ptr + row * row_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * row_stride + inner + columns, mask=inside, other=0.0).to(tl.float32)
+    activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    tl.store(out_ptr + row * inner + columns, (activated * up).to(dtype), mask=inside)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """``silu(gate) * up`` for rows that hold the gate in their first half: [B, 2I] to [B, I]."""
+    num_rows, width = checks.rows(gate_up, name="gate_up")
+    checks.need(width % 2 == 0, f"gate_up has {width} columns; it needs a gate and an up half of equal size")
+    inner = width // 2
+    out = gate_up.new_empty(num_rows, inner)
+    block = min(triton.next_power_of_2(inner), 1024)
+    grid = (num_rows, triton.cdiv(inner, block))
+    _silu_mul_kernel[grid](gate_up, out, gate_up.stride(0), inner, BLOCK=block, num_warps=4, **launch(gate_up))
+    return out

@@ -1,0 +1,213 @@
+# Triton is absent on most machines, and its decorator hides from the checker that a kernel is launched by subscription.
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportCallIssue=false
+"""Draws one token per row by inverting the cumulative distribution at one uniform number.
+
+Two kernels, so that a large vocabulary is read by many programs: the first leaves each vocabulary block's maximum and
+sum of exponentials, the second finds the block and then the token inside it. A row's result depends only on that row,
+never on the batch around it. The caller applies top-k and top-p: it sets the logits that are left out to -inf.
+
+Axes: B rows, V vocabulary, N vocabulary blocks of a row.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from rollcall.model.kernels import checks
+from rollcall.model.kernels.early import launch, wait_for_inputs
+
+
+class SampleTiles(NamedTuple):
+    """How sample is compiled; the result does not depend on it beyond rounding."""
+
+    block: int  # vocabulary entries per program; a power of two
+    num_warps: int
+
+
+DEFAULT_TILES = SampleTiles(block=4096, num_warps=8)
+
+
+@triton.jit
+def _scale_of(temperature):
+    """Greedy rows report log-probs under temperature 1."""
+    return tl.where(temperature > 0.0, 1.0 / tl.where(temperature > 0.0, temperature, 1.0), 1.0)
+
+
+@triton.jit
+def _first_past(masses, target, places, COUNT: tl.constexpr):
+    """The first place with mass at which the sum so far exceeds the target. If there is none it is the last place with mass:
+    float32 prefix sums of a parallel scan may fall, and may end below the total."""
+    found = tl.min(tl.where((tl.cumsum(masses, axis=0) > target) & (masses > 0.0), places, COUNT), axis=0)
+    return tl.where(found == COUNT, tl.max(tl.where(masses > 0.0, places, 0), axis=0), found)
+
+
+@triton.jit
+def _first_equal(values, wanted, places, COUNT: tl.constexpr):
+    """The first place that holds the wanted value; 0 if none does."""
+    found = tl.min(tl.where(values == wanted, places, COUNT), axis=0)
+    return tl.where(found == COUNT, 0, found)
+
+
+@triton.jit
+def _block_stats_kernel(
+    logits_ptr,
+    temperatures_ptr,
+    best_ptr,
+    sum_ptr,
+    row_stride,
+    vocab,
+    num_blocks,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    wait_for_inputs(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    index = tl.program_id(1)
+    scale = _scale_of(tl.load(temperatures_ptr + row).to(tl.float32))
+    ids = index * BLOCK + tl.arange(0, BLOCK)
+    logits = tl.load(logits_ptr + row * row_stride + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32) * scale
+    best = tl.max(logits, axis=0)
+    mass = tl.sum(tl.exp(logits - tl.where(best == float("-inf"), 0.0, best)), axis=0)
+    tl.store(best_ptr + row * num_blocks + index, best)
+    tl.store(sum_ptr + row * num_blocks + index, mass)
+
+
+@triton.jit
+def _pick_kernel(
+    logits_ptr,
+    uniforms_ptr,
+    temperatures_ptr,
+    best_ptr,
+    sum_ptr,
+    tokens_ptr,
+    logprobs_ptr,
+    row_stride,
+    vocab,
+    num_blocks,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One program: one row."""
+    wait_for_inputs(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(temperatures_ptr + row).to(tl.float32)
+    is_greedy = temperature <= 0.0
+    scale = _scale_of(temperature)
+
+    indices = tl.arange(0, BLOCKS)
+    bests = tl.load(best_ptr + row * num_blocks + indices, mask=indices < num_blocks, other=float("-inf"))
+    sums = tl.load(sum_ptr + row * num_blocks + indices, mask=indices < num_blocks, other=0.0)
+    best = tl.max(bests, axis=0)
+    pivot = tl.where(best == float("-inf"), 0.0, best)
+    masses = sums * tl.exp(bests - pivot)
+    total = tl.sum(masses, axis=0)
+    target = tl.load(uniforms_ptr + row).to(tl.float32) * total
+    drawn = _first_past(masses, target, indices, BLOCKS)
+    block = tl.where(is_greedy, _first_equal(bests, best, indices, BLOCKS), drawn)
+    target = target - tl.sum(tl.where(indices < block, masses, 0.0), axis=0)
+
+    offsets = tl.arange(0, BLOCK)
+    ids = block * BLOCK + offsets
+    logits = tl.load(logits_ptr + row * row_stride + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32) * scale
+    drawn = _first_past(tl.exp(logits - pivot), target, offsets, BLOCK)
+    offset = tl.where(is_greedy, _first_equal(logits, best, offsets, BLOCK), drawn)
+    chosen = tl.sum(tl.where(offsets == offset, logits, 0.0), axis=0)
+    tl.store(tokens_ptr + row, (block * BLOCK + offset).to(tl.int64))
+    tl.store(logprobs_ptr + row, chosen - pivot - tl.log(total))
+
+
+def sample(
+    logits: torch.Tensor,
+    uniforms: torch.Tensor,
+    temperatures: torch.Tensor,
+    *,
+    tiles: SampleTiles = DEFAULT_TILES,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token per row of ``logits`` [B, V], and its log-prob under the row's temperature.
+
+    ``uniforms`` [B] float32 in [0, 1); ``temperatures`` [B], 0 for the likeliest token (the lowest id of equals) and
+    its log-prob under temperature 1. Returns tokens [B] int64 and log-probs [B] float32. A logit of -inf is never
+    drawn. A row with a NaN gets a valid id and a NaN log-prob.
+    """
+    num_rows, vocab = checks.rows(logits, name="logits")
+    checks.need(
+        uniforms.shape == temperatures.shape == (num_rows,)
+        and uniforms.is_contiguous()
+        and temperatures.is_contiguous(),
+        f"uniforms are {tuple(uniforms.shape)} and temperatures {tuple(temperatures.shape)}; both need {num_rows} "
+        "contiguous entries, one per row of logits",
+    )
+    num_blocks = triton.cdiv(vocab, tiles.block)
+    bests, sums = (logits.new_empty(num_rows, num_blocks, dtype=torch.float32) for _ in range(2))
+    tokens = logits.new_empty(num_rows, dtype=torch.int64)
+    logprobs = logits.new_empty(num_rows, dtype=torch.float32)
+    _block_stats_kernel[(num_rows, num_blocks)](
+        logits,
+        temperatures,
+        bests,
+        sums,
+        logits.stride(0),
+        vocab,
+        num_blocks,
+        BLOCK=tiles.block,
+        num_warps=tiles.num_warps,
+        **launch(logits),
+    )
+    _pick_kernel[(num_rows,)](
+        logits,
+        uniforms,
+        temperatures,
+        bests,
+        sums,
+        tokens,
+        logprobs,
+        logits.stride(0),
+        vocab,
+        num_blocks,
+        BLOCK=tiles.block,
+        BLOCKS=triton.next_power_of_2(num_blocks),
+        num_warps=tiles.num_warps,
+        **launch(logits),
+    )
+    return tokens, logprobs
+
+
+@triton.jit
+def _mix(state):
+    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EB
+    return state ^ (state >> 31)
+
+
+@triton.jit
+def _uniforms_kernel(seeds_ptr, positions_ptr, out_ptr, num_rows, BLOCK: tl.constexpr):
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = rows < num_rows
+    seeds = tl.load(seeds_ptr + rows, mask=inside, other=0).to(tl.uint64)
+    positions = tl.load(positions_ptr + rows, mask=inside, other=0).to(tl.uint64)
+    state = _mix(seeds + 0x9E3779B97F4A7C15) + (positions + 1) * 0x9E3779B97F4A7C15
+    bits = (_mix(state) >> 40).to(tl.int32)
+    tl.store(out_ptr + rows, bits.to(tl.float32) * (1.0 / 16777216.0), mask=inside)
+
+
+def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """The numbers of ``rollcall.engine.native.sampler.uniforms``, bit for bit, in one launch instead of some twenty.
+
+    ``seeds`` and ``positions`` are [B] int64, contiguous.
+    """
+    (num_rows,) = seeds.shape
+    checks.need(
+        positions.shape == seeds.shape
+        and seeds.dtype == positions.dtype == torch.int64
+        and seeds.is_contiguous()
+        and positions.is_contiguous(),
+        f"seeds are {seeds.dtype} {tuple(seeds.shape)} and positions {positions.dtype} {tuple(positions.shape)}; give "
+        "contiguous int64 of one shape",
+    )
+    out = seeds.new_empty(num_rows, dtype=torch.float32)
+    block = 256
+    _uniforms_kernel[(triton.cdiv(num_rows, block),)](seeds, positions, out, num_rows, BLOCK=block)
+    return out

@@ -1,0 +1,61 @@
+"""Opens what a path holds, whatever wrote it: a checkpoint of ours, of verl or of PyTorch, or a model directory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from rollcall.model.stored.dcp import open_dcp
+from rollcall.model.stored.files import StoredError
+from rollcall.model.stored.find import METADATA, checkpoint_of, is_model_dir, verl_folder
+from rollcall.model.stored.manifest import MANIFEST, checkpoints_of, missing_file, read_manifest
+from rollcall.model.stored.safetensors import open_model_dir, open_parts
+from rollcall.model.stored.tensors import Stored
+from rollcall.model.stored.verl import open_verl
+
+KNOWN = "a checkpoint or run directory of Rollcall, a checkpoint of verl (FSDP) or of PyTorch (DCP), or a model directory with safetensors"
+
+
+def open_checkpoint(checkpoint: Path) -> Stored:
+    """The model of one checkpoint, whole or sharded."""
+    manifest = read_manifest(checkpoint)
+    of_model = {name: file for name, file in manifest.files.items() if name.startswith("model/")}
+    if why := missing_file(of_model.values()):  # a tokenizer belongs to it too
+        raise StoredError(
+            f"{checkpoint} is not complete: {why}; restore the file, or bring it from its node with `rollcall gather`"
+        )
+    facts = {**manifest.facts, "has_critic": any(name.startswith("critic") for name in manifest.files)}
+    files = list(manifest.weights.values())
+    known = {file.path: file for file in of_model.values()}
+    if manifest.is_sharded:
+        parts = open_parts(files, origin=str(checkpoint), folder=checkpoint / "model", facts=facts)
+        return replace(parts, files=known)
+    if not files:
+        raise StoredError(f"{checkpoint} holds no weights; give another checkpoint")
+    whole = open_model_dir(checkpoint / "model")
+    if unknown := next((path for path in whole.files if path not in known), None):
+        raise StoredError(
+            f"{unknown} is not in {checkpoint / MANIFEST}: it does not belong to the checkpoint; remove it"
+        )
+    return replace(whole, origin=str(checkpoint), files=known, kind="checkpoint", facts=facts)
+
+
+def open_stored(path: Path) -> Stored:
+    """The tensors stored at ``path``. Of a run directory or a ``checkpoints/`` folder: the newest whole checkpoint."""
+    if not path.is_dir():
+        there = ", ".join(one.name for one in checkpoints_of(path.parent))
+        raise StoredError(f"{path} is not a directory; " + (f"its folder has {there}" if there else f"give {KNOWN}"))
+    if not is_model_dir(path):
+        if (checkpoint := checkpoint_of(path)) is not None:
+            return open_checkpoint(checkpoint)
+        if checkpoints_of(path) or checkpoints_of(path / "checkpoints"):
+            raise StoredError(f"{path} holds no whole checkpoint; give another")
+    if (folder := verl_folder(path)) is not None:
+        return open_verl(folder)
+    if (path / METADATA).is_file():
+        return open_dcp(path)
+    if any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json")):
+        return open_model_dir(path)
+    if (path / "model" / "config.json").is_file():  # a run that kept its model and no checkpoint
+        return open_model_dir(path / "model")
+    raise StoredError(f"{path} holds no weights that can be read; give {KNOWN}")

@@ -1,0 +1,175 @@
+"""Tensors in safetensors files: a plain model directory, and the parts of a sharded checkpoint.
+
+A file begins with the length of its header as u64 and the header, JSON padded to 8 bytes; the bytes of the tensors follow. A part holds blocks of tensors. Its metadata has the key ``parts``: for each key of the file the tensor's name, where the block
+begins in it, and the tensor's whole shape.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from rollcall.config.yaml import read_small
+from rollcall.model.stored.dtypes import DTYPES, OF_SAFETENSORS, DType, name_of
+from rollcall.model.stored.files import StoredError, StoredFile, open_regular, plain_damage
+from rollcall.model.stored.find import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from rollcall.model.stored.tensors import Piece, Stored, StoredTensor, stored_of
+
+if TYPE_CHECKING:
+    import torch
+
+INDEX = "model.safetensors.index.json"
+_OF = re.compile(r".*-(\d+)-of-(\d+)\.safetensors")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry:
+    dtype: DType
+    shape: tuple[int, ...]
+    offset: int  # in the file
+
+
+def open_model_dir(folder: Path) -> Stored:
+    """A model directory as transformers writes it: one file, or several with an index."""
+    adapter = folder / ADAPTER_CONFIG
+    if adapter.exists() and not adapter.is_file():
+        raise StoredError(f"{adapter} is a pipe, a device or a folder, and must be a file; restore it, or remove it")
+    if adapter.exists():
+        raise StoredError(
+            f"{folder} holds an adapter, not the weights of a model; add it to its model with `rollcall merge` and give what that writes"
+        )
+    paths, named = weight_files(folder)
+    tensors: dict[str, StoredTensor] = {}
+    for path in paths:
+        for name, entry in read_header(path)[0].items():
+            if named is not None and named.get(name) != path.name:
+                continue
+            if name in tensors:
+                raise StoredError(f"{tensors[name].pieces[0].file} and {path} both hold {name}; remove the wrong one")
+            piece = Piece(file=path, offset=entry.offset, start=(0,) * len(entry.shape), shape=entry.shape)
+            tensors[name] = StoredTensor(name=name, dtype=entry.dtype, shape=entry.shape, pieces=(piece,))
+    if missing := [name for name in named or () if name not in tensors]:
+        file = folder / (named or {})[missing[0]]
+        raise StoredError(f"{file} does not hold {missing[0]}, although {folder / INDEX} says so; restore the file")
+    files = [StoredFile(path=path, size=path.stat().st_size) for path in paths]
+    return stored_of(tensors.values(), files=files, origin=str(folder), folder=folder, kind="model directory")
+
+
+def check_weights(folder: Path) -> None:
+    """Refuses a model directory, or an adapter's, whose weights are missing or cut off. The bytes themselves are not read."""
+    if (folder / ADAPTER_CONFIG).is_file():
+        read_header(folder / ADAPTER_WEIGHTS)
+    else:
+        open_model_dir(folder)
+
+
+def open_parts(
+    files: Sequence[StoredFile], *, origin: str, folder: Path | None = None, facts: Mapping[str, Any] | None = None
+) -> Stored:
+    """The tensors whose blocks are in ``files``; a file without the key ``parts`` holds whole tensors."""
+    kinds: dict[str, tuple[DType, tuple[int, ...], StoredFile]] = {}
+    pieces: dict[str, list[Piece]] = {}
+    for file in files:
+        for name, whole, dtype, piece in _blocks(file):
+            first = kinds.setdefault(name, (dtype, whole, file))
+            if first[:2] != (dtype, whole):
+                raise StoredError(
+                    f"{file} says that {name} is {dtype} {list(whole)}, and {first[2]} that it is {first[0]} {list(first[1])}: the "
+                    "files do not belong to one checkpoint"
+                )
+            pieces.setdefault(name, []).append(piece)
+    tensors = (
+        StoredTensor(name=name, dtype=dtype, shape=shape, pieces=tuple(pieces[name]))
+        for name, (dtype, shape, _) in kinds.items()
+    )
+    return stored_of(tensors, files=files, origin=origin, folder=folder, kind="sharded checkpoint", facts=facts)
+
+
+def _blocks(file: StoredFile) -> Iterable[tuple[str, tuple[int, ...], DType, Piece]]:
+    """Each block in a part: the tensor's name, whole shape and type, and where the block is."""
+    entries, metadata = read_header(file.path)
+    with plain_damage(f"{file}: its metadata does not say which blocks it holds"):
+        parts = json.loads(metadata["parts"]) if "parts" in metadata else None
+        for key, entry in entries.items():
+            about = (
+                {"name": key, "start": [0] * len(entry.shape), "shape": entry.shape} if parts is None else parts[key]
+            )
+            start, whole = (tuple(int(n) for n in about[which]) for which in ("start", "shape"))
+            piece = Piece(file=file.path, offset=entry.offset, start=start, shape=entry.shape)
+            yield str(about["name"]), whole, entry.dtype, piece
+
+
+def read_header(path: Path) -> tuple[dict[str, _Entry], dict[str, str]]:
+    """The tensors of a file and its metadata; everything about them is checked but the bytes themselves."""
+    with plain_damage(f"{path} is not a whole safetensors file"), open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= min(100_000_000, size - 8):  # the first is the format's own limit
+            raise ValueError(f"a header of {length:,} bytes in a file of {size:,}")
+        header = json.loads(file.read(length))
+        metadata = header.pop("__metadata__", None) or {}
+        entries: dict[str, _Entry] = {}
+        ranges: list[tuple[int, int]] = []
+        for name, about in header.items():
+            dtype, shape = OF_SAFETENSORS[about["dtype"]], tuple(int(n) for n in about["shape"])
+            begin, end = (int(n) for n in about["data_offsets"])
+            if min(shape, default=0) < 0 or begin < 0 or end - begin != prod(shape) * dtype.itemsize:
+                raise ValueError(f"{name} has {end - begin} bytes, which is not a {about['dtype']} of {list(shape)}")
+            entries[name] = _Entry(dtype=dtype, shape=shape, offset=8 + length + begin)
+            ranges.append((begin, end))
+        ranges.sort()
+        if any(one[1] != other[0] for one, other in zip([(0, 0), *ranges], ranges, strict=False)):
+            raise ValueError("its tensors share bytes, or leave some out")
+    end = 8 + length + (ranges[-1][1] if ranges else 0)
+    if end > size:
+        raise StoredError(
+            f"{path} has {size:,} bytes, and its tensors end at byte {end:,}: the file was cut off; restore it"
+        )
+    return entries, metadata
+
+
+def write_header(
+    file: BinaryIO, tensors: Iterable[tuple[str, torch.dtype | DType, Sequence[int]]], *, metadata: Mapping[str, str]
+) -> None:
+    """``tensors``: name, type and shape of each, in the order in which their bytes follow."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    start = 0
+    for name, dtype, shape in tensors:
+        known = DTYPES.get(name_of(dtype))
+        if known is None or known.in_safetensors is None:
+            raise ValueError(f"tensor {name} is of type {dtype}, which cannot be stored in safetensors")
+        end = start + prod(shape) * known.itemsize
+        header[name] = {"dtype": known.in_safetensors, "shape": list(shape), "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+    file.write(len(text).to_bytes(8, "little") + text)
+
+
+def weight_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
+    """The files, and which of them holds each tensor if an index says so."""
+    if (folder / INDEX).is_file():
+        with plain_damage(f"{folder / INDEX} is not an index of weights"):
+            named: dict[str, str] = json.loads(read_small(folder / INDEX))["weight_map"]
+            paths = [folder / name for name in sorted(set(named.values()))]
+        if outside := next((path for path in paths if path.parent != folder), None):
+            raise StoredError(f"{folder / INDEX} names {outside}, which is not in its folder; restore the file")
+        if missing := next((path for path in paths if not path.is_file()), None):
+            raise StoredError(f"{missing} does not exist, and {folder / INDEX} names it; restore the file")
+        return paths, named
+    paths = sorted(folder.glob("*.safetensors"))
+    for path in paths:
+        if match := _OF.fullmatch(path.name):
+            number, count = match.groups()
+            there = len([one for one in paths if one.name.endswith(f"-of-{count}.safetensors")])
+            if there != int(count):
+                raise StoredError(
+                    f"{folder} has {there} of the {int(count)} files that {path.name} belongs to; restore the others"
+                )
+    return paths, None

@@ -1,0 +1,190 @@
+"""A set of stored tensors: which bytes of which files each of them is, and how to read a block of one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import combinations
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollcall.model.stored.dtypes import DType
+from rollcall.model.stored.files import StoredError, StoredFile, read_fully
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """One contiguous run of bytes in a file: a block of a tensor, row by row."""
+
+    file: Path
+    offset: int  # bytes
+    start: tuple[int, ...]  # where the block begins in the whole tensor
+    shape: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]  # each element is in exactly one of them
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """``files`` holds every file that a piece names, and what else its writer has a checksum of."""
+
+    origin: str  # what it was opened from, for messages
+    tensors: Mapping[str, StoredTensor]
+    files: Mapping[Path, StoredFile]
+    folder: Path | None  # with config.json and tokenizer, if the weights came with one
+    kind: str = "model directory"  # what it is, for messages
+    facts: Mapping[str, Any] = field(default_factory=dict)  # what its writer noted of the run: step, score, ...
+
+    @property
+    def types(self) -> dict[str, DType]:
+        return {name: tensor.dtype for name, tensor in self.tensors.items()}
+
+    @cached_property
+    def num_bytes(self) -> int:
+        return sum(tensor.num_bytes for tensor in self.tensors.values())
+
+    def read(
+        self, name: str, *, start: Sequence[int] | None = None, shape: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """The block of a tensor that begins at ``start`` and has ``shape``; without them, all of it."""
+        tensor = self.tensors[name]
+        start = (0,) * len(tensor.shape) if start is None else tuple(start)
+        shape = tensor.shape if shape is None else tuple(shape)
+        bounds = zip(start, shape, tensor.shape, strict=True)
+        assert all(a >= 0 and n >= 0 and a + n <= whole for a, n, whole in bounds), f"{name} has no such block"
+        import torch
+
+        block = torch.empty(shape, dtype=tensor.dtype.torch)
+        for piece in tensor.pieces:
+            _read_overlap(piece, block, start=start)
+        return block
+
+
+def _read_overlap(piece: Piece, block: torch.Tensor, *, start: tuple[int, ...]) -> None:
+    """Fill the part of ``block`` (at ``start`` of the tensor) that ``piece`` holds."""
+    low = [max(a, b) for a, b in zip(piece.start, start, strict=True)]
+    high = [min(a + n, b + m) for a, n, b, m in zip(piece.start, piece.shape, start, block.shape, strict=True)]
+    if any(a >= b for a, b in zip(low, high, strict=True)):
+        return
+    target = block[tuple(slice(a - b, c - b) for a, b, c in zip(low, start, high, strict=True))]
+    first = low[0] - piece.start[0] if low else 0
+    rows = high[0] - low[0] if low else 1
+    row = prod(piece.shape[1:]) * block.dtype.itemsize
+    inner = tuple(slice(a - b, c - b) for a, b, c in zip(low[1:], piece.start[1:], high[1:], strict=True))
+    if all(one == slice(0, n) for one, n in zip(inner, piece.shape[1:], strict=True)) and target.is_contiguous():
+        read_into(piece.file, target, offset=piece.offset + first * row)
+        return
+    import torch
+
+    # Only the rows in question are read, all of their columns: one read instead of one for each row.
+    rows_of_piece = torch.empty((rows, *piece.shape[1:]), dtype=block.dtype)
+    read_into(piece.file, rows_of_piece, offset=piece.offset + first * row)
+    target.copy_(rows_of_piece[(slice(None), *inner)])
+
+
+def read_into(file: Path, tensor: torch.Tensor, *, offset: int) -> None:
+    """Fill a contiguous tensor with the bytes of a file at ``offset``."""
+    import torch
+
+    view = tensor.reshape(-1).view(torch.uint8).numpy().data
+    fd = os.open(file, os.O_RDONLY)
+    try:
+        read_fully(fd, view, offset, file=file)
+    finally:
+        os.close(fd)
+
+
+def refuse_gaps(tensor: StoredTensor, *, origin: str) -> None:
+    """Refuse pieces that do not cover their tensor exactly once."""
+    if not tensor.pieces and prod(tensor.shape):
+        raise StoredError(f"{origin}: no file holds {tensor.name}; the set is incomplete")
+    for piece in tensor.pieces:
+        rank_fits = len(piece.start) == len(piece.shape) == len(tensor.shape)
+        if not rank_fits or any(
+            a < 0 or n < 0 or a + n > whole for a, n, whole in zip(piece.start, piece.shape, tensor.shape, strict=True)
+        ):
+            raise StoredError(
+                f"{piece.file}: its block of {tensor.name} is {list(piece.shape)} at {list(piece.start)}, which does not lie in "
+                f"the tensor's {list(tensor.shape)}: the file belongs to another set"
+            )
+    if twice := _overlapping(tensor.pieces):
+        first, second = twice
+        raise StoredError(
+            f"{first.file} and {second.file} hold the same block of {tensor.name}: they do not belong to one set"
+        )
+    held, whole = sum(piece.num_elements for piece in tensor.pieces), prod(tensor.shape)
+    if held != whole:
+        files = ", ".join(sorted({str(piece.file) for piece in tensor.pieces})[:3])
+        raise StoredError(
+            f"{origin}: the files hold {held:,} of the {whole:,} elements of {tensor.name} ({files}, ...): a file is missing "
+            "or belongs to another set"
+        )
+
+
+def _overlapping(pieces: Iterable[Piece]) -> tuple[Piece, Piece] | None:
+    """Two pieces with an element in common; None if there are none."""
+    some = sorted((piece for piece in pieces if piece.num_elements), key=lambda piece: piece.start)
+    if len(some) < 2:
+        return None
+    cut = [dim for dim in range(len(some[0].shape)) if len({(one.start[dim], one.shape[dim]) for one in some}) > 1]
+    # Cut along one dimension only, which is usual, it is enough to look at neighbours.
+    pairs = zip(some, some[1:], strict=False) if len(cut) == 1 else combinations(some, 2)
+    for a, b in pairs:
+        if all(p < q + m and q < p + n for p, n, q, m in zip(a.start, a.shape, b.start, b.shape, strict=True)):
+            return a, b
+    return None
+
+
+def refuse_whole_numbers(types: Mapping[str, DType], names: Iterable[str], *, origin: str) -> None:
+    """Weights are floating-point numbers. Others (int8, bool, complex) would be cast, and are quantised, damaged or no weights.
+
+    >>> from rollcall.model.stored.dtypes import DTYPES
+    >>> refuse_whole_numbers({"norm": DTYPES["int8"], "step": DTYPES["int64"]}, ["norm"], origin="model.path=m")
+    Traceback (most recent call last):
+    rollcall.model.stored.files.StoredError: model.path=m stores norm as int8; weights must be floating-point numbers: give ...
+    """
+    if strange := [name for name in names if name in types and not types[name].is_floating_point]:
+        more = f" (and {len(strange) - 1:,} more tensors)" if len(strange) > 1 else ""
+        raise StoredError(
+            f"{origin} stores {strange[0]} as {types[strange[0]].name}{more}; weights must be floating-point numbers: give the model in "
+            "float32, bfloat16 or float16"
+        )
+
+
+def stored_of(
+    tensors: Iterable[StoredTensor],
+    *,
+    files: Iterable[StoredFile],
+    origin: str,
+    folder: Path | None,
+    kind: str,
+    facts: Mapping[str, Any] | None = None,
+) -> Stored:
+    """The set; every tensor must be covered exactly. That pieces lie inside their files is for the readers to check."""
+    by_path = {file.path: file for file in files}
+    by_name = {tensor.name: tensor for tensor in tensors}
+    if not by_name:
+        raise StoredError(f"{origin} holds no tensors; give a directory with the weights of a model")
+    for tensor in by_name.values():
+        refuse_gaps(tensor, origin=origin)
+    return Stored(origin=origin, tensors=by_name, files=by_path, folder=folder, kind=kind, facts=dict(facts or {}))

@@ -1,0 +1,253 @@
+"""Pickles of tensors, and files of ``torch.save``: a zip archive with a pickle and one uncompressed record for each storage.
+
+So every tensor is a range of the file's bytes. The archive has a CRC-32 for each record, unless its writer left them out (0).
+
+A pickle may name only the classes and functions in the list below, and none of them is looked up or called: ``Stub``s take their places. So a
+file from any version of torch can be read. ``torch.load(mmap=True, weights_only=True)`` makes every DTensor, which takes ten times as long.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import struct
+import zipfile
+import zlib
+from collections import OrderedDict
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from rollcall.model.stored.dtypes import DTYPES, DType
+from rollcall.model.stored.files import CheckedRange, StoredError, open_regular, plain_damage, read_fully
+from rollcall.model.stored.tensors import Piece
+
+MOST_PICKLE_BYTES = 1 << 29
+_TYPES = DTYPES | {
+    "FloatStorage": DTYPES["float32"], "DoubleStorage": DTYPES["float64"], "HalfStorage": DTYPES["float16"],
+    "BFloat16Storage": DTYPES["bfloat16"], "ByteStorage": DTYPES["uint8"], "CharStorage": DTYPES["int8"],
+    "ShortStorage": DTYPES["int16"], "IntStorage": DTYPES["int32"], "LongStorage": DTYPES["int64"], "BoolStorage": DTYPES["bool"],
+}  # fmt: skip
+_ALLOWED = {
+    "builtins": {"set", "getattr"},  # Python 3.11.0 to 3.11.3 writes a member of an enum as getattr(class, name)
+    "__builtin__": {"set", "getattr"},  # their module in protocol 2, which torch.save takes
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},
+    "torch": {"Size", "device", *_TYPES},
+    "torch.serialization": {"_get_layout"},
+    "torch.storage": {"UntypedStorage"},
+    "torch._tensor": {"_rebuild_from_type_v2"},
+    "torch._utils": {
+        "_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter", "_rebuild_parameter_with_state",
+        "_rebuild_wrapper_subclass",
+    },
+}  # fmt: skip
+# Their modules, all in torch.distributed, differ between versions.
+_ALLOWED_DISTRIBUTED = {
+    # of DTensor
+    "DTensor", "DTensorSpec", "TensorMeta", "DeviceMesh", "Shard", "_StridedShard", "Replicate", "Partial", "_Partial",
+    "_MeshLayout", "_FlatLayout", "ShardOrderEntry",
+    # of distributed checkpoints
+    "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
+    "StorageMeta", "_StorageInfo", "_MEM_FORMAT_ENCODING",
+}  # fmt: skip
+
+
+class Stub:
+    """Stands for an object or the result of a call: it keeps the arguments and the state. Its class has the name that the pickle gave."""
+
+    args: tuple[Any, ...]
+    state: Any = None
+
+    def __new__(cls, *args: Any) -> Stub:
+        made = super().__new__(cls)
+        made.args = args
+        return made
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        return attributes(self.state)
+
+
+@cache
+def _stub_class(name: str) -> type[Stub]:
+    return type(name, (Stub,), {})
+
+
+def attributes(state: Any) -> dict[str, Any]:
+    """The attributes in the state of an object; that of one with ``__slots__`` is two dictionaries."""
+    if isinstance(state, dict):
+        return state
+    parts = state if isinstance(state, tuple) else ()
+    return {key: value for part in parts if isinstance(part, dict) for key, value in part.items()}
+
+
+def is_named(value: Any, name: str) -> bool:
+    """Whether a value is a class or function of this name, or an instance of it."""
+    own = value if isinstance(value, type) else type(value)
+    return issubclass(own, Stub) and own.__name__ == name
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: bytes, *, what: str) -> None:
+        super().__init__(io.BytesIO(data))
+        self._what = what
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("collections", "OrderedDict"):
+            return OrderedDict
+        if name in _ALLOWED.get(module, ()) or (
+            module.startswith("torch.distributed.") and name in _ALLOWED_DISTRIBUTED
+        ):
+            return _stub_class(name)
+        raise StoredError(
+            f"{self._what} wants {module}.{name}, and only tensors are read from a pickle: nothing was run. Save it again with "
+            "nothing but tensors, such as a state dict"
+        )
+
+    def persistent_load(self, pid: Any) -> Any:
+        return pid
+
+
+def unpickle(data: bytes, *, what: str) -> Any:
+    """The content of a pickle: dicts, lists, tuples, numbers, texts and ``Stub``s. ``what`` names the file in messages."""
+    with plain_damage(f"{what} cannot be read"):
+        return _Unpickler(data, what=what).load()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchTensor:
+    """A tensor whose numbers lie row by row in a file."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    file: Path
+    offset: int  # bytes
+    crc32: int | None  # of exactly these bytes, if the file has it
+
+    def piece(self, *, start: tuple[int, ...]) -> Piece:
+        """``start``: where it begins in the whole tensor."""
+        return Piece(file=self.file, offset=self.offset, start=start, shape=self.shape)
+
+    def numbers(self) -> list[int]:
+        """The values of a small tensor of whole numbers."""
+        width, signed = self.dtype.itemsize, self.dtype.name.startswith("int")
+        data = bytearray(prod(self.shape) * width)
+        with self.file.open("rb") as file:
+            read_fully(file.fileno(), memoryview(data), self.offset, file=self.file)
+        return [int.from_bytes(data[at : at + width], "little", signed=signed) for at in range(0, len(data), width)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchFile:
+    """``records`` are the storages by their keys."""
+
+    path: Path
+    what: str  # for messages
+    records: dict[str, CheckedRange]
+
+    def tensor(self, value: Any, *, name: str) -> TorchTensor | None:
+        """The tensor that a value of the pickle is, if it is one. A call of torch's functions with wrong arguments raises any error."""
+        while isinstance(value, Stub) and type(value).__name__.startswith("_rebuild_parameter"):
+            value = value.args[0]
+        if not isinstance(value, Stub) or not type(value).__name__.startswith("_rebuild_tensor"):
+            return None
+        (_, storage_type, key, *_), offset, shape, stride, *rest = value.args
+        # The third version of the function gives the type last; before that the storage has it.
+        dtype = next(filter(None, map(dtype_of, [*rest, storage_type])))
+        shape, stride = whole_numbers(shape), whole_numbers(stride)
+        num_bytes, begin, record = prod(shape) * dtype.itemsize, int(offset) * dtype.itemsize, self.records.get(key)
+        if record is None or begin < 0 or begin + num_bytes > record.size or min(shape, default=0) < 0:
+            raise StoredError(f"{self.what}: the bytes of {name} are not in the file; restore it")
+        row_major = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        if num_bytes and any(n > 1 and a != b for n, a, b in zip(shape, stride, row_major, strict=True)):
+            raise StoredError(
+                f"{self.what}: {name} is stored with strides {list(stride)}, not row by row; save it as contiguous tensors"
+            )
+        crc32 = record.crc32 if record.crc32 and (begin, num_bytes) == (0, record.size) else None
+        return TorchTensor(dtype=dtype, shape=shape, file=self.path, offset=record.offset + begin, crc32=crc32)
+
+
+def dtype_of(value: Any) -> DType | None:
+    return _TYPES.get(value.__name__) if isinstance(value, type) else None
+
+
+def whole_numbers(value: Any) -> tuple[int, ...]:
+    """A shape or an offset: a tuple, a list, or a call of ``torch.Size`` with one."""
+    return tuple(map(int, value.args[0] if is_named(value, "Size") else value))
+
+
+def open_torch_file(path: Path, *, offset: int = 0, length: int | None = None) -> tuple[TorchFile, Any]:
+    """A file of ``torch.save``, or one that lies in a range of a larger file, and the content of its pickle."""
+    what = str(path) if length is None else f"{path} (bytes {offset:,} to {offset + length:,})"
+    with (
+        open_regular(path) as file,
+        plain_damage(
+            f"{what} is not a whole file of torch.save in its zip format",
+            advice="it was cut off, or is of another kind; restore the file",
+        ),
+    ):
+        size = os.fstat(file.fileno()).st_size
+        if offset < 0 or offset + (length or 0) > size:
+            raise StoredError(f"{path} has {size:,} bytes, too few: it was cut off; restore the file")
+        part = _Range(file.fileno(), begin=offset, size=size if length is None else length)
+        records = {info.filename: _record(part, info) for info in zipfile.ZipFile(part).infolist()}
+        root = next((name.removesuffix("data.pkl") for name in records if name.endswith("/data.pkl")), None)
+        if root is None:
+            raise StoredError(f"{what} is not a file of torch.save: it has no data.pkl; restore the file")
+        if f"{root}byteorder" in records and _content(part, records[f"{root}byteorder"], what=what) != b"little":
+            raise StoredError(f"{what} was written on a big-endian machine; save it again on another")
+        data = _content(part, records[f"{root}data.pkl"], what=what)
+    prefix = f"{root}data/"
+    own = {name.removeprefix(prefix): record for name, record in records.items() if name.startswith(prefix)}
+    return TorchFile(path=path, what=what, records=own), unpickle(data, what=what)
+
+
+class _Range(io.RawIOBase):
+    """A range of a file as a file, for zipfile."""
+
+    def __init__(self, fd: int, *, begin: int, size: int) -> None:
+        self.fd, self.begin, self.size, self._at = fd, begin, size, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
+        self._at = position + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.size}[whence]
+        if self._at < 0:
+            raise ValueError("a position before the file")
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        data = os.pread(self.fd, max(min(len(buffer), self.size - self._at), 0), self.begin + self._at)
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+def _record(part: _Range, info: zipfile.ZipInfo) -> CheckedRange:
+    """Where the bytes of a record are: after its own header, and only that says how long it is."""
+    if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
+        raise ValueError(f"its record {info.filename} is compressed, which torch.save never does")
+    signature, name_size, extra_size = struct.unpack("<4s22xHH", os.pread(part.fd, 30, part.begin + info.header_offset))
+    begin = info.header_offset + 30 + name_size + extra_size
+    if signature != b"PK\x03\x04" or begin + info.file_size > part.size:
+        raise ValueError(f"its record {info.filename} does not lie in the file")
+    return CheckedRange(offset=part.begin + begin, size=info.file_size, crc32=info.CRC)
+
+
+def _content(part: _Range, record: CheckedRange, *, what: str) -> bytes:
+    if record.size > MOST_PICKLE_BYTES:
+        raise StoredError(f"{what}: a pickle of {record.size:,} bytes is not one of tensors; restore the file")
+    data = os.pread(part.fd, record.size, record.offset)
+    if record.crc32 and zlib.crc32(data) != record.crc32:
+        raise StoredError(
+            f"{what}: its list of tensors is not as it was written (its checksum differs); restore the file"
+        )
+    return data

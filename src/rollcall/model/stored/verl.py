@@ -1,0 +1,252 @@
+"""Checkpoints of verl's FSDP trainer: ``model_world_size_W_rank_R.pt`` for each process, config and tokenizer in ``huggingface/``.
+
+Each file is a state dict whose tensors are DTensors: the process's block of each, with the mesh. A mesh has one or more dimensions (ddp,
+fsdp, tp); a placement for each says whether the tensor is cut along one of its dimensions there, or the same in all processes. A
+tensor that is not a DTensor is whole in each process: a buffer, or any tensor of a run that shards nothing. Where several processes hold
+the same block, the first is read; the others must have the same checksum.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from rollcall.model.stored.files import StoredError, StoredFile, plain_damage
+from rollcall.model.stored.tensors import Piece, Stored, StoredTensor, stored_of
+from rollcall.model.stored.torch_file import (
+    TorchFile,
+    TorchTensor,
+    attributes,
+    is_named,
+    open_torch_file,
+    whole_numbers,
+)
+
+Mesh = tuple[tuple[int, int], ...]  # of each dimension its size and the place of one process in it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cut:
+    """How a tensor is cut over a mesh, and which block one process holds."""
+
+    mesh: Mesh
+    # For each dimension of the mesh, the tensor's dimension and the split factor (1: none), or None if all have the same.
+    cuts: tuple[tuple[int, int] | None, ...]
+    shape: tuple[int, ...]  # of the whole tensor
+
+    def block(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Where the process's block begins, and its shape.
+
+        A dimension may be cut by several of the mesh's: the outer first, but one with a split factor after those behind it.
+        Six rows over a mesh of 2 x 3, cut by both: process (1, 0) has row 3. With a split factor of 3 at the first (as FSDP
+        puts it over tensor parallel), it has row 1.
+        """
+        start, shape = [0] * len(self.shape), list(self.shape)
+        for strided in (False, True):
+            for (size, at), cut in zip(self.mesh, self.cuts, strict=True):
+                if cut is None or (cut[1] > 1) is not strided:
+                    continue
+                dim = cut[0]
+                each = -(-shape[dim] // size)  # as torch.chunk cuts: the last may be smaller, or empty
+                begin = min(at * each, shape[dim])
+                start[dim] += begin
+                shape[dim] = min(each, shape[dim] - begin)
+        return tuple(start), tuple(shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Local:
+    """The share of one tensor that one process holds; ``cut`` is None for a plain tensor."""
+
+    rank: int
+    tensor: TorchTensor
+    cut: _Cut | None
+
+    @property
+    def layout(self) -> Any:
+        """The part that all processes must agree on."""
+        if self.cut is None:
+            return self.tensor.dtype, self.tensor.shape
+        return self.tensor.dtype, [size for size, _ in self.cut.mesh], self.cut.cuts, self.cut.shape
+
+    def __str__(self) -> str:
+        cut = "no mesh"
+        if self.cut is not None:
+            cut = f"mesh {[size for size, _ in self.cut.mesh]}, whole shape {list(self.cut.shape)}"
+        return f"{self.tensor.dtype} {list(self.tensor.shape)}, {cut}"
+
+
+def open_verl(folder: Path) -> Stored:
+    files: list[TorchFile] = []
+    held: dict[str, list[_Local]] = {}
+    for rank, path in enumerate(_rank_files(folder)):
+        file, content = open_torch_file(path)
+        files.append(file)
+        for name, local in _locals(file, content, rank=rank):
+            held.setdefault(name, []).append(local)
+    for name, locals_ in held.items():
+        if len(locals_) != len(files):
+            there = {one.rank for one in locals_}
+            lacking = next(file for rank, file in enumerate(files) if rank not in there)
+            raise StoredError(
+                f"{lacking.path} does not hold {name}, and {locals_[0].tensor.file} does: the files do not belong to one checkpoint"
+            )
+    config = next((one for one in (folder / "huggingface", folder) if (one / "config.json").is_file()), None)
+    step = next(
+        (int(match[1]) for one in folder.parts[::-1] if (match := re.fullmatch(r"global_step_(\d+)", one))), None
+    )
+    return stored_of(
+        [_joined(name, locals_) for name, locals_ in held.items()],
+        files=[
+            StoredFile(path=file.path, size=file.path.stat().st_size, records=tuple(file.records.values()))
+            for file in files
+        ],
+        origin=str(folder),
+        folder=config,
+        kind="verl checkpoint",
+        facts={} if step is None else {"step": step},
+    )
+
+
+def _rank_files(folder: Path) -> list[Path]:
+    """One file for each process, in the order of their ranks."""
+    found: dict[int, dict[int, Path]] = {}
+    for path in folder.iterdir():
+        if match := re.fullmatch(r"model_world_size_(\d+)_rank_(\d+)\.pt", path.name):
+            found.setdefault(int(match[1]), {})[int(match[2])] = path
+    if len(found) != 1:
+        sizes = " and ".join(map(str, sorted(found))) or "an unknown number of"
+        raise StoredError(
+            f"{folder} holds shards of {sizes} processes; keep those of one checkpoint, named model_world_size_W_rank_R.pt"
+        )
+    ((size, ranks),) = found.items()
+    first = next((rank for rank in range(size) if rank not in ranks), None)
+    if first is not None:
+        raise StoredError(
+            f"{folder} lacks model_world_size_{size}_rank_{first}.pt: it has {len(ranks)} of the {size} shards; copy the others from "
+            "their nodes"
+        )
+    return [ranks[rank] for rank in range(size)]
+
+
+def _locals(file: TorchFile, content: Any, *, rank: int) -> Iterable[tuple[str, _Local]]:
+    if not isinstance(content, dict):
+        raise StoredError(f"{file.path} does not hold a state dict; give the model's shards")
+    meshes: dict[int, Mesh] = {}  # the tensors of a file share its meshes
+    for name, value in content.items():
+        if not isinstance(name, str):
+            raise StoredError(f"{file.path}: a tensor has no name but a {type(name).__name__}; give the model's shards")
+        if isinstance(value, int | float | str | type(None)):
+            continue  # no tensor, so no weight
+        cut = None
+        with plain_damage(f"{file.path}: the layout of {name} cannot be read"):
+            if is_named(value, "_rebuild_from_type_v2") and is_named(value.args[1], "DTensor"):
+                _, _, (_, _, shape, *_), state = value.args
+                fields = attributes(state)
+                spec, value = fields["_spec"].fields, fields["_local_tensor"]
+                mesh = spec["mesh"]
+                if (own := mesh.fields.get("_rank", rank)) != rank:
+                    raise StoredError(
+                        f"{file.path} is the shard of rank {own}, by what it holds; restore the file of rank {rank}"
+                    )
+                if id(mesh) not in meshes:
+                    meshes[id(mesh)] = _mesh_of(mesh.fields, rank=rank, file=file)
+                cut = _cut(spec["placements"], meshes[id(mesh)], shape=whole_numbers(shape))
+            tensor = file.tensor(value, name=name)
+        if tensor is None:
+            raise StoredError(f"{file.path}: {name} is neither a tensor nor a DTensor; give the model's shards")
+        yield name, _Local(rank=rank, tensor=tensor, cut=cut)
+
+
+def _joined(name: str, locals_: list[_Local]) -> StoredTensor:
+    """The tensor whose blocks the processes hold."""
+    first = locals_[0]
+    shape = first.tensor.shape if first.cut is None else first.cut.shape
+    taken: dict[tuple[int, ...], tuple[_Local, Piece]] = {}
+    for one in locals_:
+        if one.layout != first.layout:
+            raise StoredError(
+                f"{first.tensor.file} and {one.tensor.file} do not belong to one checkpoint: {name} is {first} in the first and {one} in "
+                "the second"
+            )
+        start, wanted = ((0,) * len(shape), shape) if one.cut is None else one.cut.block()
+        if wanted != one.tensor.shape:
+            raise StoredError(
+                f"{one.tensor.file}: its share of {name} is {list(one.tensor.shape)}, and rank {one.rank} of its mesh has {list(wanted)}: "
+                "the file belongs to another checkpoint"
+            )
+        if 0 in wanted:
+            continue
+        piece = one.tensor.piece(start=start)
+        same, _ = taken.setdefault(start, (one, piece))
+        if None not in (sums := (same.tensor.crc32, one.tensor.crc32)) and sums[0] != sums[1]:
+            raise StoredError(
+                f"{same.tensor.file} and {one.tensor.file} should hold the same numbers of {name}, and they do not: they do not belong "
+                "to one checkpoint"
+            )
+    pieces = tuple(piece for _, piece in taken.values())
+    return StoredTensor(name=name, dtype=first.tensor.dtype, shape=shape, pieces=pieces)
+
+
+def _mesh_of(mesh: dict[str, Any], *, rank: int, file: TorchFile) -> Mesh:
+    """The mesh with these fields, as ``rank`` sees it. Any error: it cannot be read."""
+    ranks: Any = mesh.get("mesh", mesh.get("_rank_map", mesh.get("_flatten_rank_map")))
+    if tensor := file.tensor(ranks, name="a mesh"):
+        ranks = tensor.numbers()
+    if tensor and "mesh" in mesh:  # torch before 2.10: a tensor of ranks, and no layout
+        axes = [((size, prod(tensor.shape[dim + 1 :])),) for dim, size in enumerate(tensor.shape)]
+    else:
+        layout = mesh["_layout"].fields
+        if "axes" in layout:
+            axes = [_pairs(axis.fields["shape"], axis.fields["stride"]) for axis in layout["axes"]]
+        elif isinstance(layout["shape"], int):
+            axes = [_pairs(layout["shape"], layout["stride"])]
+        else:
+            axes = [_pairs(*one) for one in zip(layout["shape"], layout["stride"], strict=True)]
+    index = ranks.index(rank)
+    found = []
+    for axis in axes:
+        at = 0
+        for size, stride in axis:  # several where dimensions were flattened into one
+            at = at * size + ((index // stride) % size if size > 1 else 0)
+        found.append((prod(size for size, _ in axis), at))
+    return tuple(found)
+
+
+def _pairs(shape: Any, stride: Any) -> tuple[tuple[int, int], ...]:
+    """Sizes and strides of one dimension of a mesh, which may have been flattened from several."""
+    if not isinstance(shape, int):
+        return tuple(pair for one in zip(shape, stride, strict=True) for pair in _pairs(*one))
+    if shape < 1 or not isinstance(stride, int) or stride < 1:
+        raise ValueError(f"a mesh of {shape} processes")
+    return ((shape, stride),)
+
+
+def _cut(placements: Any, mesh: Mesh, *, shape: tuple[int, ...]) -> _Cut:
+    """``placements`` as the pickle has them. Any error: they cannot be read."""
+    cuts = tuple(_placement(one, num_dims=len(shape)) for one in placements)
+    if len(cuts) != len(mesh):
+        raise ValueError(f"{len(cuts)} placements for a mesh of {len(mesh)} dimensions")
+    for number, cut in enumerate(cuts):
+        if cut is not None and cut[1] > 1:
+            rest = list(zip(mesh, cuts, strict=True))[number + 1 :]
+            parts = prod(size for (size, _), other in rest if other is not None and other[0] == cut[0])
+            if cut[1] != parts:
+                raise ValueError(f"a split factor of {cut[1]} over {parts} parts")
+    return _Cut(mesh=mesh, cuts=cuts, shape=shape)
+
+
+def _placement(placement: Any, *, num_dims: int) -> tuple[int, int] | None:
+    if is_named(placement, "Replicate"):
+        return None
+    if not is_named(placement, "Shard") and not is_named(placement, "_StridedShard"):
+        raise ValueError(f"a placement {type(placement).__name__}, which is not a share of the numbers")
+    dim = int(placement.fields["dim"] if "dim" in placement.fields else placement.args[0])
+    dim += num_dims if dim < 0 else 0
+    if not 0 <= dim < num_dims:
+        raise ValueError(f"a cut along dimension {dim} of {num_dims}")
+    return dim, int(placement.fields.get("split_factor") or 1)

@@ -1,0 +1,411 @@
+"""Which cluster a command talks to: one of ours, or a Ray that someone else has started.
+
+Everything that differs between the two is in ``OurCluster`` and ``PlainRay``; no other file asks which kind it has. ``find_cluster``
+takes the most explicit wish:
+
+1. ``--cluster NAME``
+2. inside a Ray job, the Ray that runs the job
+3. ``cluster.ray_address`` of the run file
+4. ``ROLLCALL_CLUSTER``
+5. ``RAY_ADDRESS``
+6. the cluster that this node is part of
+
+Where there is more than one, a line says which was taken and why.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from dataclasses import dataclass, replace
+
+from rollcall.base.errors import ClusterError
+from rollcall.base.version import installed
+from rollcall.base.wait import Wait, say
+from rollcall.nodes.address import is_own, join_address, listens, resolve, split_address
+from rollcall.nodes.declared import process_token
+from rollcall.nodes.head import (
+    ASK_S,
+    CONNECT_S,
+    HeadAnswer,
+    HeadUnreachable,
+    JobServer,
+    NodeInfo,
+    ask_head,
+    ask_own_head,
+    dashboard_url,
+)
+from rollcall.nodes.processes import raylets_here
+from rollcall.nodes.rank import rank_by_address
+from rollcall.nodes.state import (
+    CLUSTER,
+    DEFAULT_CLUSTER,
+    NodeRecord,
+    auth_env,
+    is_coming_up,
+    note_driver,
+    read_record,
+    read_token,
+    require_record,
+    tls_dir,
+)
+
+RAY_ADDRESS = "RAY_ADDRESS"
+IN_A_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray sets it for the drivers of submitted jobs, together with RAY_ADDRESS
+MODE = "RAY_AUTH_MODE"
+APPEAR_S = 5.0  # for a `rollcall node` that was started just before
+_said: set[str] = set()
+
+
+@dataclass(frozen=True, slots=True)
+class OurCluster:
+    """A cluster that `rollcall node` has made this node part of, known by the record, token and certificates that it left here.
+
+    The record is read each time, since `rollcall node` may write a new one meanwhile.
+    """
+
+    name: str
+    is_ours = True
+    leave_command = "rollcall down"
+
+    @property
+    def title(self) -> str:
+        return f"cluster {self.name!r}"
+
+    @property
+    def record(self) -> NodeRecord:
+        return require_record(self.name)
+
+    @property
+    def head_address(self) -> str:
+        return self.record.head_address
+
+    @property
+    def rendezvous(self) -> str | None:
+        return self.record.rendezvous
+
+    @property
+    def token(self) -> str | None:
+        return read_token(self.name)
+
+    @property
+    def has_tls(self) -> bool:
+        return tls_dir(self.name).is_dir()
+
+    def knock(self) -> None:
+        if not listens(self.head_address, timeout_s=CONNECT_S):
+            raise HeadUnreachable(
+                f"nobody answers at the head's address {self.head_address}: rank 0 of {self.title} is down, or cut off from this node"
+            )
+
+    def ask(self, *, timeout_s: float = ASK_S) -> HeadAnswer:
+        record = self.record
+        answer = ask_own_head(self.name, head_address=record.head_address, timeout_s=timeout_s)
+        if answer.head is not None and answer.cluster_id != record.cluster_id:
+            raise ClusterError(
+                f"the head at {record.head_address} was started again since this node joined; run `rollcall node` here again"
+            )
+        return answer
+
+    def wait_until_known(self, wait: Wait) -> None:
+        """Wait for this node's record while a `rollcall node` that is about to write it runs."""
+        seen = time.monotonic()
+        while read_record(self.name) is None:
+            now = time.monotonic()
+            seen = now if is_coming_up(self.name) else seen
+            what = f"waiting for `rollcall node` to make this node part of {self.title}"
+            if now - seen >= APPEAR_S or not wait.again(what, after_s=0.2):
+                require_record(self.name)  # refuses, unless it has come just now
+                return
+
+    def num_nodes(self, answer: HeadAnswer) -> int:
+        return self.record.num_nodes
+
+    def own_node(self, answer: HeadAnswer) -> NodeInfo:
+        record = self.record
+        for node in answer.alive:
+            if (node.rank, node.address) == (record.rank, record.node_ip):
+                return node
+        raise ClusterError(
+            f"the head of {self.title} at {record.head_address} takes this node ({record.node_ip}, rank {record.rank}) for dead; "
+            "run `rollcall node` here again"
+        )
+
+    def dashboard_url(self, answer: HeadAnswer) -> str | None:
+        return self.record.dashboard_url
+
+    def job_server(self) -> JobServer:
+        record = self.record
+        return JobServer(url=record.dashboard_url, token=self.token, num_nodes=record.num_nodes, is_node=True)
+
+    def environment(self, answer: HeadAnswer) -> dict[str, str | None]:
+        return {"RAY_AUTH_TOKEN": None, **auth_env(self.name)}  # the token itself would win over its file
+
+    def note_driver(self) -> None:
+        note_driver(self.name)
+
+    def join_command(self, rank: int | str) -> str:
+        record = self.record
+        where = f"--rendezvous {record.rendezvous}" if record.rendezvous else f"--head-address {record.head_address}"
+        slots = f" --slots {record.slots}" if record.accelerator == "cpu" else ""
+        name = f" --cluster {self.name}" if self.name != DEFAULT_CLUSTER else ""
+        return f"rollcall node --rank {rank} --num-nodes {record.num_nodes} {where}{slots}{name}"
+
+    def more_slots(self, num_slots: int | str) -> str:
+        return f"rollcall node ... --slots {num_slots}"
+
+
+@dataclass(frozen=True, slots=True)
+class PlainRay:
+    """A Ray that is known only by its address: started by hand, by KubeRay, by a company; or the one that runs this job.
+
+    Rollcall starts and stops nothing there. Token and certificates are those that Ray's own variables name; a cluster that wants no
+    token is used without one. Nodes that carry no rank get one by address.
+    """
+
+    head_address: str
+    where: str = "RAY_ADDRESS"  # where the address was found
+    rendezvous = None
+    is_ours = False
+    leave_command = "ray stop"
+
+    @property
+    def name(self) -> str:
+        return self.head_address
+
+    @property
+    def title(self) -> str:
+        return f"the Ray at {self.head_address}"
+
+    @property
+    def token(self) -> str | None:
+        return process_token({**os.environ, MODE: _mode()})
+
+    @property
+    def has_tls(self) -> bool:
+        return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
+
+    def knock(self) -> None:
+        if not listens(self.head_address, timeout_s=CONNECT_S):
+            raise HeadUnreachable(
+                f"nobody answers at {self.head_address}, which {self.where} names; is that Ray up, and is this the address that "
+                "`ray start --head` printed (usually with port 6379)?"
+            )
+
+    def ask(self, *, timeout_s: float = ASK_S) -> HeadAnswer:
+        self.knock()
+        answer = ask_head(self.head_address, token=None, timeout_s=timeout_s)
+        return replace(answer, nodes=_ranked(answer.nodes))
+
+    def wait_until_known(self, wait: Wait) -> None:
+        return
+
+    def num_nodes(self, answer: HeadAnswer) -> int:
+        """Counts the nodes with slots, or all nodes if none has any. The head is often a node without slots."""
+        return sum(node.slots > 0 for node in answer.alive) or len(answer.alive)
+
+    def own_node(self, answer: HeadAnswer) -> NodeInfo:
+        self._refuse_other_versions(answer)
+        if (own := _own(answer)) is not None:
+            return own
+        nodes = ", ".join(node.address for node in answer.alive) or "none"
+        raise ClusterError(
+            f"this machine is not a node of {self.title} (its nodes: {nodes}), and a run is driven from one; run the command "
+            f"there, or `ray start --address={self.head_address}` here first, or use `rollcall submit --address http://HEAD:8265`"
+        )
+
+    def _refuse_other_versions(self, answer: HeadAnswer) -> None:
+        """Refuse in one line what Ray would refuse in many."""
+        mine = {"Ray": installed("ray"), "Python": platform.python_version()}
+        for what, theirs in answer.versions.items():
+            is_same = theirs == mine[what] if what == "Ray" else for_ray(theirs) == for_ray(mine[what])
+            if not is_same:
+                raise ClusterError(
+                    f"{self.title} runs {what} {theirs}, and this is {what} {mine[what]}: Ray joins only processes of the same "
+                    f"version; use an environment with {what} {theirs} here, or start that Ray with {mine[what]}"
+                )
+
+    def dashboard_url(self, answer: HeadAnswer) -> str | None:
+        own, (head, _) = _own(answer), split_address(self.head_address)
+        at_head = own is not None and own.is_head
+        return dashboard_url(answer.dashboard, node_ip=head if at_head else None, head_address=self.head_address)
+
+    def job_server(self) -> JobServer:
+        answer = self.ask()
+        return JobServer(
+            url=self.dashboard_url(answer),
+            token=None if answer.is_open else self.token,
+            num_nodes=self.num_nodes(answer),
+            is_node=_own(answer) is not None,
+        )
+
+    def environment(self, answer: HeadAnswer) -> dict[str, str | None]:
+        return {MODE: "disabled" if answer.is_open else _mode()}
+
+    def note_driver(self) -> None:
+        """Do nothing: the person who started this Ray does not ask for its drivers."""
+
+    def join_command(self, rank: int | str) -> str:
+        return f"ray start --address={self.head_address}"
+
+    def more_slots(self, num_slots: int | str) -> str:
+        return f"ray start ... --num-gpus {num_slots}"
+
+
+Cluster = OurCluster | PlainRay
+
+
+def for_ray(version: str) -> str:
+    """The part of a Python version that Ray compares, which the user may shorten."""
+    level = os.environ.get("RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL")
+    return ".".join(version.split(".")[: 2 if level == "minor" else 3])
+
+
+def _mode() -> str:
+    """The authentication mode for a Ray that wants a token: `token`, unless the user names another."""
+    wished = os.environ.get(MODE)
+    return wished if wished and wished != "disabled" else "token"
+
+
+def _own(answer: HeadAnswer) -> NodeInfo | None:
+    """Find this machine among the nodes, by its raylet if possible: others may reach it by an address that it does not have itself."""
+    here = raylets_here()
+    found = [node for node in answer.alive if node.node_id in here]
+    return next(iter([*found, *(node for node in answer.alive if is_own(node.address))]), None)
+
+
+def _ranked(nodes: tuple[NodeInfo, ...]) -> tuple[NodeInfo, ...]:
+    """All living nodes with ranks, then for each address without a living node the last one that died there."""
+    living = [node for node in nodes if node.alive]
+    ranks = rank_by_address({node.node_id: (node.rank, node.address, node.slots > 0) for node in living})
+    lost = {node.address: node for node in sorted(nodes, key=lambda node: node.started_ms) if not node.alive}
+    gone = [
+        replace(node, rank=None) for address, node in lost.items() if address not in {one.address for one in living}
+    ]
+    found = [replace(node, rank=ranks[node.node_id]) for node in living]
+    return (*sorted(found, key=lambda node: node.rank or 0), *gone)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wish:
+    """A Ray that is named somewhere."""
+
+    text: str
+    where: str  # RAY_ADDRESS or cluster.ray_address
+
+    def __str__(self) -> str:
+        return f"{self.where}={self.text}"
+
+
+def find_cluster(name: str | None = None, *, ray_address: str | None = None) -> Cluster:
+    """``name`` is that of ``--cluster``, ``ray_address`` that of the run file. Without any, it is this node's default cluster."""
+    return wished_cluster(name, ray_address=ray_address) or OurCluster(DEFAULT_CLUSTER)
+
+
+def wished_cluster(name: str | None = None, *, ray_address: str | None = None) -> Cluster | None:
+    """Returns `None` if nothing names a cluster and this node is part of no default cluster."""
+    wish = _wish(ray_address)
+    if name is not None:
+        return _ours(name, why="--cluster names it", instead_of=wish)
+    if is_in_a_job():
+        return _plain(_Wish(text=os.environ[RAY_ADDRESS], where=RAY_ADDRESS))
+    named = os.environ.get(CLUSTER)
+    if named and (wish is None or wish.where == RAY_ADDRESS):
+        return _ours(named, why=f"{CLUSTER} names it", instead_of=wish)
+    own = read_record(named or DEFAULT_CLUSTER)
+    if wish is None:
+        return None if own is None else OurCluster(own.cluster)
+    if own is not None and _names(wish, own):
+        return OurCluster(own.cluster)
+    plain = _plain(wish)
+    if own is not None and is_same_address(plain.head_address, own.head_address):
+        return OurCluster(own.cluster)  # the same, and its token is known here
+    if own is not None:
+        say_once(
+            f"note: {plain.title} is used, because {wish.where} names it; cluster {own.cluster!r} of this node is not used "
+            f"(give --cluster {own.cluster} if you mean that one, or unset {wish.where})"
+        )
+    return plain
+
+
+def wished_dashboard(name: str | None = None, *, ray_address: str | None = None) -> str | None:
+    """The address in ``RAY_ADDRESS`` or the run file, if it is that of a dashboard, which is enough for jobs."""
+    wish = _wish(ray_address)
+    taken = name is not None or (os.environ.get(CLUSTER) and wish is not None and wish.where == RAY_ADDRESS)
+    return wish.text if wish is not None and not taken and wish.text.startswith(("http://", "https://")) else None
+
+
+def is_in_a_job() -> bool:
+    return bool(os.environ.get(RAY_ADDRESS)) and IN_A_JOB in os.environ
+
+
+def is_same_address(one: str, other: str) -> bool:
+    """Whether two addresses are the same place: a host has several, and Ray replaces loopback by another of them."""
+    if one == other:
+        return True
+    (host, port), (other_host, other_port) = split_address(one), split_address(other)
+    return port == other_port and (host == other_host or (is_own(host) and is_own(other_host)))
+
+
+def _wish(ray_address: str | None) -> _Wish | None:
+    if ray_address:
+        return _Wish(text=ray_address.strip(), where="cluster.ray_address")
+    text = os.environ.get(RAY_ADDRESS, "").strip()
+    # `local` asks Ray for one of its own: that names no cluster.
+    return _Wish(text=text, where=RAY_ADDRESS) if text and text != "local" else None
+
+
+def _names(wish: _Wish, own: NodeRecord) -> bool:
+    """Whether it names this cluster, by its head or (as for Ray's own job commands) by its dashboard."""
+    return wish.text in (own.head_address, own.dashboard_url)
+
+
+def _ours(name: str, *, why: str, instead_of: _Wish | None) -> OurCluster:
+    own = read_record(name)
+    if instead_of is not None and (own is None or not _names(instead_of, own)):
+        say_once(f"note: cluster {name!r} is used, because {why}; {instead_of} is not used")
+    return OurCluster(name)
+
+
+def _plain(wish: _Wish) -> PlainRay:
+    text = wish.text
+    if text == "auto":
+        return PlainRay(_only_ray_here(wish), where=wish.where)
+    if text.startswith("ray://"):
+        raise ClusterError(
+            f"{wish}: Rollcall does not use Ray Client (ray://), whose driver is outside the cluster. On a node of that Ray give "
+            f"the head's own address (HOST:PORT as `ray start --head` prints it, usually port 6379); from elsewhere use "
+            "`rollcall submit --address http://HEAD:8265`"
+        )
+    if "://" in text:
+        raise ClusterError(
+            f"{wish} is the address of a dashboard, which only runs jobs (`rollcall submit`, `rollcall job`); here the head's own "
+            "address is needed: HOST:PORT as `ray start --head` prints it, usually port 6379. For a cluster of `rollcall node`, "
+            "give --cluster NAME or ROLLCALL_CLUSTER"
+        )
+    try:
+        host, port = split_address(text)
+        return PlainRay(join_address(resolve(host), port), where=wish.where)
+    except ClusterError as error:
+        raise ClusterError(
+            f"{wish.where}: {error}; give the address that `ray start --head` printed, usually with port 6379"
+        ) from None
+
+
+def _only_ray_here(wish: _Wish) -> str:
+    found = sorted(set(raylets_here().values()))
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise ClusterError(
+            f"{wish}: no Ray runs on this machine; write HOST:PORT of its head, or start it (`ray start`)"
+        )
+    raise ClusterError(f"{wish}: nodes of {len(found)} Rays run on this machine; write one of {', '.join(found)}")
+
+
+def say_once(text: str) -> None:
+    """Print a note once, though every attempt of a run looks for its cluster."""
+    if text not in _said:
+        _said.add(text)
+        say(text)

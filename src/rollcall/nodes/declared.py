@@ -1,0 +1,278 @@
+"""The environment variables that a run file gives to workers.
+
+A run file declares them: ``cluster.env`` (values), ``cluster.env_pass`` (names copied from the submitter) and
+``cluster.node_env`` (one node's own). Where a name has several values, the node's wins, then the run file's, then the
+submitter's. Nothing else travels: all other variables of a worker are its node's own (node_shell.py), Rollcall's or Ray's.
+
+Ray writes the variables of jobs and workers to its logs and shows them to anyone who asks its API (2.60: ``runtime_env_agent.log``,
+``ray job list``). So secrets travel in one sealed variable: a salt, new each time, and a Fernet message whose key is PBKDF2 of the
+cluster's token and the salt. It is opened where it is needed: by launch/jobs/driver.py for a job's controller, in Ray's workers by
+``SETUP_HOOK``.
+"""
+
+from __future__ import annotations
+
+import base64
+import fnmatch
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from secrets import token_hex
+from typing import TYPE_CHECKING
+
+from cryptography.fernet import Fernet, InvalidToken
+
+from rollcall.base.errors import ClusterError
+from rollcall.base.redact import REDACTED, guard_streams, hides, redact_env, remember
+from rollcall.nodes.node_shell import TOKEN, origins
+
+if TYPE_CHECKING:  # every worker process imports this module, and most need none of the run file's models
+    from rollcall.config import ClusterSection
+
+NODE_OWN = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
+# Set for every worker by its group.
+GROUP_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+_OURS = frozenset({
+    *GROUP_VARIABLES, "RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", TOKEN, "ROLLCALL_SEALED", "ROLLCALL_SUBMITTED",
+    "RAY_USE_TLS", "RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT",
+})  # fmt: skip
+SEALED = "ROLLCALL_SEALED"  # the secrets, for those who have the token
+SUBMITTED = "ROLLCALL_SUBMITTED"  # names of the variables that came with the job
+# runtime_env["worker_process_setup_hook"], for ray.init or a job
+SETUP_HOOK = "rollcall.nodes.declared.open_sealed"
+_SALT = 16  # bytes
+_ROUNDS = 20_000  # a token that Rollcall made needs none, one that a person chose does
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variable:
+    """A declared variable of one node's workers."""
+
+    value: str
+    source: str  # such as "cluster.env" or "cluster.env_pass NCCL_*"
+
+
+def check_environment(section: ClusterSection) -> None:
+    """Refuse variables that a run file may not set."""
+    for where, names in (
+        ("cluster.env", section.env),
+        ("cluster.env_pass", section.env_pass),
+        *((f"cluster.node_env.{rank}", values) for rank, values in section.node_env.items()),
+    ):
+        for name in names:
+            _check_name(name, where)
+    for rank, values in section.node_env.items():
+        if secret := next((name for name, value in values.items() if hides(name, value)), None):
+            raise ClusterError(
+                f"cluster.node_env.{rank}.{secret} is a secret, and secrets are the same on every node; name it in "
+                "cluster.env_pass"
+            )
+
+
+def declared(section: ClusterSection | None, *, submitted: Mapping[str, str], node_rank: int) -> dict[str, Variable]:
+    """The variables of a node's workers, by name. ``submitted`` comes from ``submitted_env`` or from a job."""
+    if section is None:
+        return {}
+    check_environment(section)
+    found: dict[str, Variable] = {}
+    for name, value in submitted.items():
+        if name not in section.env:  # a secret of cluster.env travels with the passed ones
+            by = next((one for one in section.env_pass if _is_pattern(one) and fnmatch.fnmatchcase(name, one)), "")
+            found[name] = Variable(value=value, source=f"cluster.env_pass {by}".rstrip())
+    for name, value in section.env.items():
+        if value == REDACTED and name not in submitted:
+            raise ClusterError(
+                f"cluster.env.{name} was redacted when this run file was saved; write its value, or better name it in "
+                "cluster.env_pass"
+            )
+        value = submitted[name] if value == REDACTED else value
+        found[name] = Variable(value=value, source="cluster.env")
+    for name, value in section.node_env.get(node_rank, {}).items():
+        found[name] = Variable(value=value, source=f"cluster.node_env.{node_rank}")
+    return found
+
+
+def worker_env(section: ClusterSection | None, *, submitted: Mapping[str, str], node_rank: int) -> dict[str, str]:
+    """The declared variables of a worker on this node, secrets among them: give it to Ray through ``for_ray``."""
+    variables = declared(section, submitted=submitted, node_rank=node_rank)
+    return {name: variable.value for name, variable in variables.items()}
+
+
+def submitted_env(section: ClusterSection | None, *, environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables that the submitter gives. In a job they came with it; otherwise this process is the submitter."""
+    environ = os.environ if environ is None else environ
+    if SUBMITTED in environ:
+        return {name: environ[name] for name in environ[SUBMITTED].split(",") if name in environ}
+    return passed(section, environ=environ)
+
+
+def passed(section: ClusterSection | None, *, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that ``cluster.env_pass`` takes from ``environ``."""
+    found: dict[str, str] = {}
+    for pattern in section.env_pass if section is not None else ():
+        names = sorted(fnmatch.filter(environ, pattern)) if _is_pattern(pattern) else [pattern]
+        for name in names:
+            _check_name(name, f"cluster.env_pass {pattern}" if name != pattern else "cluster.env_pass")
+            found[name] = _value(name, environ, where="cluster.env_pass")
+    return found
+
+
+def job_env(
+    section: ClusterSection | None,
+    *,
+    environ: Mapping[str, str],
+    token: str | None,
+    named: Mapping[str, Sequence[str]] | None = None,
+) -> dict[str, str]:
+    """The variables of a job, as Ray may show them: all that is declared for every node, and those that rewards and the
+    environment get by name from the job's driver. ``named`` has these by the key of the run file."""
+    asked = _asked_by_name(named or {}, section, environ=environ)
+    if section is None:
+        return for_ray(asked, token=token)
+    check_environment(section)
+    submitted = passed(section, environ=environ)
+    everywhere = section.model_copy(update={"node_env": {}})
+    values = worker_env(everywhere, submitted=submitted, node_rank=0)
+    # What the driver cannot read in its run file: the submitter's values, and the secrets, which are redacted there.
+    names = [name for name, value in values.items() if name in submitted or hides(name, value)]
+    # Set even if it is empty: the head's own variables are not the submitter's.
+    return {**for_ray({**asked, **values}, token=token), SUBMITTED: ",".join(names)}
+
+
+def _asked_by_name(
+    named: Mapping[str, Sequence[str]], section: ClusterSection | None, *, environ: Mapping[str, str]
+) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for where, name in ((where, name) for where, names in named.items() for name in names):
+        if section is not None and name in section.env:
+            continue  # the run file has its value
+        _check_name(name, where)
+        found[name] = _value(name, environ, where=where)
+    return found
+
+
+def _value(name: str, environ: Mapping[str, str], *, where: str) -> str:
+    if name not in environ:
+        raise ClusterError(f"{where} names {name}, which is not set here; export {name}, or take it out of {where}")
+    return environ[name]
+
+
+def for_ray(values: Mapping[str, str], *, token: str | None = None) -> dict[str, str]:
+    """The same variables as Ray may log them, for ``runtime_env["env_vars"]``: secrets in one sealed variable.
+
+    ``token`` is the cluster's; by default the one that this process uses.
+    """
+    secrets = {name: value for name, value in values.items() if hides(name, value)}
+    if not secrets:
+        return dict(values)
+    token = token or process_token()
+    if token is None:
+        raise ClusterError(
+            f"{', '.join(secrets)} must not reach Ray's logs, and can be sealed only with a token, which this Ray does not have; "
+            "start it with RAY_AUTH_MODE=token and RAY_AUTH_TOKEN, or set them where `ray start` runs on each node and take them "
+            "out of the run file"
+        )
+    remember(secrets.values())
+    public = {name: value for name, value in values.items() if name not in secrets}
+    return {**public, SEALED: seal(secrets, token)}
+
+
+def open_sealed() -> None:
+    """Turn this process's sealed variable, if it has one, into the variables themselves; what it prints is redacted."""
+    values = sealed_values(os.environ, token=process_token())
+    remember(values.values())
+    os.environ.update(values)
+    guard_streams()
+
+
+def sealed_values(environ: Mapping[str, str], *, token: str | None) -> dict[str, str]:
+    """The secrets in these variables."""
+    envelope = environ.get(SEALED)
+    if envelope is None:
+        return {}
+    if token is None:
+        raise ClusterError(
+            f"{SEALED} is set, but not the cluster's token (RAY_AUTH_TOKEN_PATH); was this job submitted?"
+        )
+    try:
+        return unseal(envelope, token)
+    except SealError as error:
+        raise ClusterError(f"the secrets of this job cannot be read: {error}; submit it again") from None
+
+
+def process_token(environ: Mapping[str, str] | None = None) -> str | None:
+    """The token that Ray uses in this process, from where Ray takes it."""
+    environ = os.environ if environ is None else environ
+    mode = environ.get("RAY_AUTH_MODE")
+    if mode == "disabled":
+        return None
+    if environ.get("RAY_AUTH_TOKEN"):
+        return environ["RAY_AUTH_TOKEN"].strip()
+    home = f"{environ.get('HOME', '')}/.ray/auth_token" if mode == "token" else None
+    path = environ.get("RAY_AUTH_TOKEN_PATH") or home
+    return Path(path).read_text().strip() if path and Path(path).exists() else None
+
+
+@contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set these variables of this process, and restore the old values at the end."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def seen_here() -> dict[str, tuple[str, str]]:
+    """All variables of a worker on this node, each with its origin if no run file declares it. Runs in that worker. The
+    value of a secret does not leave the node."""
+    open_sealed()
+    found = origins(os.environ)
+    return {name: (value, found[name]) for name, value in redact_env(os.environ).items()}
+
+
+def _check_name(name: str, where: str) -> None:
+    if name in NODE_OWN:
+        raise ClusterError(
+            f"{where} has {name}, which belongs to each node: a value that is right on one node may be wrong on another; set it where "
+            "`rollcall node` is started"
+        )
+    if name in _OURS:
+        raise ClusterError(f"{where} has {name}, which Rollcall sets for each worker itself; take it out")
+    if not name or "=" in name or "\0" in name or "," in name:
+        raise ClusterError(f"{where} has {name!r}, which is not the name of a variable")
+
+
+def _is_pattern(text: str) -> bool:
+    return any(character in text for character in "*?[")
+
+
+class SealError(ValueError):
+    """The envelope was sealed with another token, or is damaged."""
+
+
+def seal(values: Mapping[str, str], token: str) -> str:
+    salt = token_hex(_SALT)
+    return f"{salt}.{_cipher(token, salt).encrypt(json.dumps(dict(values)).encode()).decode()}"
+
+
+def unseal(envelope: str, token: str) -> dict[str, str]:
+    salt, _, message = envelope.partition(".")
+    try:
+        return json.loads(_cipher(token, salt).decrypt(message))
+    except (InvalidToken, ValueError):
+        raise SealError("it was sealed with another token, or is damaged") from None
+
+
+def _cipher(token: str, salt: str) -> Fernet:
+    key = hashlib.pbkdf2_hmac("sha256", token.encode(), salt.encode(), _ROUNDS, dklen=32)
+    return Fernet(base64.urlsafe_b64encode(key))

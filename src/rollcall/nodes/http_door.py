@@ -1,0 +1,128 @@
+"""HTTP servers that no client can block: uvicorn, with a limit on everything that a connection may wait for.
+
+uvicorn waits without end for the head of a request and for a client that does not read its answer. Until the head has come nobody
+knows whether a client has a key, so a stranger could hold all connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import TYPE_CHECKING, Any, Literal
+
+from rollcall.base.limits import allow_files
+
+if TYPE_CHECKING:
+    import uvicorn
+
+MAX_CONNECTIONS = 8192
+KEEP_ALIVE_S = 120.0  # between two requests: a program may think for long
+HEAD_S = 30.0  # from connecting, or from the first byte of a request, to the end of its head
+READ_S = 60.0  # for a client to read more of its answer
+LOOK_S = 1.0  # between two looks whether a client that sends no more is still there
+
+
+def listen(host: str, port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    # So that the same port can be had again right after a server on it has ended.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(2048)  # thousands of programs may begin at once
+    except OSError as error:
+        listener.close()
+        raise OSError(
+            error.errno, f"port {port} of {host} cannot be used ({error.strerror}); give another port"
+        ) from None
+    return listener
+
+
+def http_server(app: Any, *, lifespan: Literal["on", "off"]) -> uvicorn.Server:
+    """A server to run on a socket from ``listen``."""
+    import uvicorn
+
+    most = min(MAX_CONNECTIONS, allow_files(MAX_CONNECTIONS))
+    # Of a bad request uvicorn writes a warning, so strangers could fill a log with them.
+    return uvicorn.Server(
+        uvicorn.Config(
+            app, lifespan=lifespan, ws="none", log_level="error", access_log=False, server_header=False, date_header=False,
+            proxy_headers=False, timeout_keep_alive=int(KEEP_ALIVE_S), timeout_graceful_shutdown=1, limit_concurrency=most,
+            # This many are accepted at once, before the oldest can make way for them.
+            backlog=min(2048, most // 16 + 16), http=_protocol(most_silent=most // 2),
+        )
+    )  # fmt: skip
+
+
+def _protocol(*, most_silent: int) -> type[asyncio.Protocol]:
+    """A client that says too little, or does not read, is dropped in time; where many are silent the oldest make way."""
+    import h11
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    silent: dict[Any, asyncio.TimerHandle] = {}  # the oldest first
+
+    class Impatient(H11Protocol):
+        _unread: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            transport.set_write_buffer_limits(high=0)  # `pause_writing` is called as soon as a byte has to wait
+            self._wait()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self.cycle is not None and not self.cycle.response_complete:
+                self._wait_no_more()
+            elif self not in silent:
+                self._wait()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._wait_no_more()
+            super().connection_lost(exc)
+            self.resume_writing()
+
+        def eof_received(self) -> bool:
+            """Whether the connection stays open: a client may send no more and still read its answer."""
+            if self.cycle is None or self.cycle.response_complete or self.cycle.more_body:
+                return False
+            self.cycle.keep_alive = False
+            self._ask_whether_there()
+            return True
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._unread = self.loop.call_later(READ_S, self._drop_unless_read, self.transport.get_write_buffer_size())
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            if self._unread is not None:
+                self._unread.cancel()
+
+        def _drop_unless_read(self, before: int) -> None:
+            if (left := self.transport.get_write_buffer_size()) >= before:
+                self.transport.abort()
+            else:
+                self._unread = self.loop.call_later(READ_S, self._drop_unless_read, left)
+
+        def _ask_whether_there(self) -> None:
+            """A client that has hung up looks like one that only sends no more, until it is written to: then its host refuses. The
+            interim answer is one that every client of HTTP/1.1 passes over."""
+            if (
+                not self.transport.is_closing()
+                and not self.cycle.response_started
+                and self.scope["http_version"] == "1.1"
+            ):
+                self.transport.write(self.conn.send(h11.InformationalResponse(status_code=100, headers=[])))
+                self.loop.call_later(LOOK_S, self._ask_whether_there)
+
+        def _wait(self) -> None:
+            silent[self] = self.loop.call_later(HEAD_S, self.transport.abort)
+            if len(silent) > most_silent:
+                oldest = next(iter(silent))
+                oldest._wait_no_more()
+                oldest.transport.abort()
+
+        def _wait_no_more(self) -> None:
+            if (timer := silent.pop(self, None)) is not None:
+                timer.cancel()
+
+    return Impatient

@@ -1,0 +1,98 @@
+"""Used by launchers on a machine: describe it before a node starts there, and tie commands to the launcher's connection."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import ClassVar
+
+from pydantic import ConfigDict, TypeAdapter
+
+from rollcall.base.errors import ClusterError
+from rollcall.base.version import __version__, installed
+from rollcall.nodes.address import free_ports, is_loopback, join_address, own_address, split_address
+from rollcall.nodes.bootstrap import is_running
+from rollcall.nodes.cluster import for_ray
+from rollcall.nodes.state import read_record, sole_owner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Here:
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
+
+    version: str  # of Rollcall
+    host: str  # as it calls itself
+    address: str  # HOST:PORT where a head could listen, or where it listens if rank 0 runs here already
+    is_alone: bool  # other machines cannot reach that address
+    rank: int | None  # `None` if it is not a node of the cluster
+    versions: dict[str, str] = field(default_factory=dict)  # these must be the same on all nodes
+
+    @classmethod
+    def of(cls, text: str) -> Here | None:
+        """Parse the last line that holds one; a login shell may print before it."""
+        for line in reversed(text.splitlines()):
+            if line.startswith("{"):
+                try:
+                    here = TypeAdapter(cls).validate_json(line)
+                    split_address(here.address)
+                except (ValueError, ClusterError):
+                    continue
+                if f"{here.version}{here.host}{here.address}{''.join(here.versions.values())}".isprintable():
+                    return here
+        return None
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def look_here(cluster: str, *, interface: str | None) -> Here:
+    ip = own_address(toward=None, node_ip=None, interface=interface)
+    with sole_owner(cluster):  # leaves nothing on a machine that is not a node
+        record = read_record(cluster)
+    running = record if record is not None and is_running(record) else None
+    is_head = running is not None and running.rank == 0
+    return Here(
+        version=__version__,
+        host=socket.gethostname(),
+        address=running.head_address if running and is_head else join_address(ip, free_ports(1)[0]),
+        is_alone=is_loopback(ip),
+        rank=running.rank if running else None,
+        versions={
+            "Python": for_ray(platform.python_version()),
+            "Ray": installed("ray"),
+            "torch": installed("torch"),
+        },
+    )
+
+
+@contextmanager
+def tied_to_stdin() -> Iterator[None]:
+    """Interrupt this command and what it runs, as a terminal does on Ctrl-C, when its stdin ends: the launcher is gone then, or has
+    changed its mind, and the command removes what it began."""
+    try:
+        os.fstat(0)
+    except OSError:  # another file could get its number
+        raise ClusterError("--tied ends the command with its stdin, and stdin is closed; give it one") from None
+    done = threading.Event()
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            continue
+        if not done.is_set():
+            os.killpg(0, signal.SIGINT)
+
+    # A shell starts a command in the background with SIGINT ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Thread(target=watch, name="stdin", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
+        signal.signal(signal.SIGINT, before or signal.SIG_DFL)

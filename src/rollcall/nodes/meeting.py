@@ -1,0 +1,271 @@
+"""Where the processes of a torch group meet: a store of keys for those who know the group's secret.
+
+torch's own store listens on every interface and serves everyone who connects. Its keys say where a peer listens, and hold the
+number by which NCCL knows its members. This one listens on one address, behind a door (``nodes/door.py``), in a thread of the first process.
+
+gloo's own connections are plain TCP, and a stranger that connects first takes a member's place. So ``greet`` makes the members
+of a group prove themselves to each other over those connections before anything else is sent. NCCL rejects a caller that
+does not know the number from the store.
+
+Who waits for whom: a ``get`` waits for the ``set`` of its key, at most for the store's timeout.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rollcall.nodes.door import CHALLENGE, PROOF_S, Door, prove, watch_peer
+from rollcall.nodes.framing import json_frame, read_exactly, read_json_frame
+
+GREET_S = 60.0  # members that greet have all met: one that is silent this long is not a member
+SLICE_S = 1.0  # the longest piece of a wait; between two, other threads of the process get their turn
+ACCEPT_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """The address at which a group meets, and the secret of its members."""
+
+    address: str
+    port: int
+    secret: str = field(repr=False)
+
+
+class MeetingServer:
+    """Serves the keys; the caller has bound the listener and told the others its port."""
+
+    def __init__(self, listener: socket.socket, *, secret: str) -> None:
+        self._door = Door(listener, secret=secret)
+        self._values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+        self._connections: list[socket.socket] = []
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._welcome, name="meeting", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._thread.join()
+
+    def _welcome(self) -> None:
+        while not self._is_closed:
+            connection = self._door.accept(ACCEPT_S)
+            if connection is not None:
+                watch_peer(connection)
+                self._connections.append(connection)
+                threading.Thread(target=self._serve, args=(connection,), name="meeting", daemon=True).start()
+        self._door.close()
+        for connection in self._connections:
+            _hang_up(connection)
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            while True:
+                connection.sendall(json_frame(self._do(**read_json_frame(partial(read_exactly, connection.recv)))))
+        except OSError:  # the member is gone, or the meeting is over
+            connection.close()
+
+    def _do(self, *, do: str, keys: list[str], values: Sequence[str] = (), add: int = 0, wait_s: float = 0) -> Any:
+        given = [base64.b64decode(value) for value in values]
+        with self._changed:
+            match do:
+                case "set":
+                    self._values[keys[0]] = given[0]
+                    self._changed.notify_all()
+                    return None
+                case "add":
+                    total = int(self._values.get(keys[0], b"0")) + add
+                    self._values[keys[0]] = b"%d" % total
+                    self._changed.notify_all()
+                    return total
+                case "wait":
+                    return self._changed.wait_for(lambda: all(key in self._values for key in keys), wait_s)
+                case "get":
+                    return base64.b64encode(self._values[keys[0]]).decode() if keys[0] in self._values else None
+                case "compare_set":
+                    held = self._values.get(keys[0])
+                    if held == given[0] or (held is None and not given[0]):
+                        held = self._values[keys[0]] = given[1]
+                        self._changed.notify_all()
+                    return base64.b64encode(given[0] if held is None else held).decode()
+                case "delete":
+                    return self._values.pop(keys[0], None) is not None
+                case "count":
+                    return len(self._values)
+                case _:
+                    raise ConnectionError(f"no member asks for {do!r}")
+
+
+class MeetingStore(dist.Store):
+    """A member's view of the keys. torch calls it from its own threads too.
+
+    torch keeps no Python reference to it: the code that makes a group of it must keep it while the group lives.
+    """
+
+    def __init__(self, place: Place, *, timeout_s: float) -> None:
+        super().__init__()
+        self._place = place
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._socket = _enter(place, timeout_s=timeout_s)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._ask("set", key, value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        found = self._ask("get", key)
+        if found is None:
+            raise dist.DistStoreError(f"{key} was deleted where the group meets ({self._where})")
+        return base64.b64decode(found)
+
+    def add(self, key: str, value: int) -> int:
+        return self._ask("add", key, add=value)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        seconds = self._timeout_s if timeout is None else timeout.total_seconds()
+        ends = time.monotonic() + seconds
+        while not self._ask("wait", *keys, wait_s=max(min(SLICE_S, ends - time.monotonic()), 0.0)):
+            if time.monotonic() >= ends:
+                raise dist.DistStoreError(
+                    f"Timed out waiting {seconds:g} s for {', '.join(keys)}: a member of the group did not come to {self._where}"
+                )
+
+    def check(self, keys: list[str]) -> bool:
+        return self._ask("wait", *keys)
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        return base64.b64decode(self._ask("compare_set", key, expected, desired))
+
+    def delete_key(self, key: str) -> bool:
+        return self._ask("delete", key)
+
+    def num_keys(self) -> int:
+        return self._ask("count", "")
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout_s = timeout.total_seconds()
+
+    @property
+    def timeout(self) -> timedelta:
+        return timedelta(seconds=self._timeout_s)
+
+    def clone(self) -> MeetingStore:
+        return self
+
+    def close(self) -> None:
+        _hang_up(self._socket)
+
+    @property
+    def _where(self) -> str:
+        return f"{self._place.address} port {self._place.port}"
+
+    def _ask(self, do: str, *words: str | bytes, **more: Any) -> Any:
+        num_keys = len(words) if do == "wait" else 1
+        values = [
+            base64.b64encode(word.encode() if isinstance(word, str) else word).decode() for word in words[num_keys:]
+        ]
+        with self._lock:
+            try:
+                self._socket.sendall(json_frame({"do": do, "keys": list(words[:num_keys]), "values": values, **more}))
+                return read_json_frame(partial(read_exactly, self._socket.recv))
+            except OSError as error:
+                raise dist.DistStoreError(
+                    f"Connection closed by peer: nobody answers where the group meets, at {self._where} ({error})"
+                ) from None
+
+
+def greet(group: Any, store: MeetingStore, *, name: str, rank: int, members: Sequence[int], secret: str) -> None:
+    """The members of a gloo group prove to each other, over its own connections, that they know the secret.
+
+    ``members`` are their ranks in the meeting, in the group's order; ``name`` is new with each group that meets there.
+    """
+    if len(members) < 2:
+        return
+    challenge = secrets.token_bytes(CHALLENGE)
+    store.set(f"greet/{name}/{rank}", challenge)
+    greetings: dict[int, torch.Tensor] = {}
+    works: list[tuple[int, Any, torch.Tensor]] = []  # a tensor must live until it has left
+    for place, other in enumerate(members):
+        if other == rank:
+            continue
+        theirs = store.get(f"greet/{name}/{other}")
+        proof = torch.frombuffer(bytearray(_greeting(secret, name, rank, other, theirs)), dtype=torch.uint8)
+        greetings[other] = torch.zeros(CHALLENGE, dtype=torch.uint8)
+        works.append((other, group.send([proof], place, 0), proof))
+        works.append((other, group.recv([greetings[other]], place, 0), greetings[other]))
+    silent: dict[int, str] = {}
+    ends = time.monotonic() + GREET_S
+    for other, work, _ in works:  # all of them: giving up at the first stranger would leave members without a greeting
+        try:
+            work.wait(timedelta(seconds=max(ends - time.monotonic(), 0.001)))
+        except RuntimeError as error:
+            silent.setdefault(other, str(error).splitlines()[0])
+    for other, words in greetings.items():
+        if other in silent:
+            raise _stranger(name, rank, other, f"it did not greet ({silent[other]})")
+        if not hmac.compare_digest(bytes(words.tolist()), _greeting(secret, name, other, rank, challenge)):
+            raise _stranger(name, rank, other, "it does not know the group's secret")
+
+
+def _greeting(secret: str, name: str, who: int, whom: int, challenge: bytes) -> bytes:
+    return hmac.new(secret.encode(), f"greet|{name}|{who}|{whom}|".encode() + challenge, hashlib.sha256).digest()
+
+
+def _stranger(name: str, rank: int, other: int, why: str) -> dist.DistNetworkError:
+    return dist.DistNetworkError(
+        f"rank {rank} is connected to something that is not rank {other} of group {name}: {why}. Someone else on this network "
+        "connects to the ports of the run; see docs/clusters.md (who can reach what)"
+    )
+
+
+def _enter(place: Place, *, timeout_s: float) -> socket.socket:
+    """Connect through the door once it is open; the first process may be a moment behind."""
+    ends = time.monotonic() + timeout_s
+    while True:
+        left_s = max(ends - time.monotonic(), 0.1)
+        try:
+            connection = socket.create_connection((place.address, place.port), timeout=left_s)
+            try:
+                return _prove(connection, place)
+            except BaseException:
+                connection.close()
+                raise
+        except OSError as error:
+            if time.monotonic() + SLICE_S >= ends:
+                raise dist.DistNetworkError(
+                    f"no group meets at {place.address} port {place.port}; waited {timeout_s:g} s ({error})"
+                ) from None
+        time.sleep(min(0.1, left_s))
+
+
+def _prove(connection: socket.socket, place: Place) -> socket.socket:
+    connection.settimeout(PROOF_S)
+    if not prove(partial(read_exactly, connection.recv), connection.sendall, secret=place.secret):
+        raise ConnectionError("what listens there does not know the group's secret")
+    connection.settimeout(None)
+    watch_peer(connection)
+    return connection
+
+
+def _hang_up(connection: socket.socket) -> None:
+    """Shut down first: closing does not wake a thread that reads from the socket."""
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:  # the other side was first
+        pass
+    connection.close()

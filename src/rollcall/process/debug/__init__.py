@@ -1,0 +1,14 @@
+"""Stop any process of a run at a line of the user's code, and talk to it from a terminal.
+
+    breakpoint()                       in a process with a terminal: plain pdb there (``stopped.TerminalPdb``)
+       |
+    stopped.LinePdb  <--line-->  attach.Porter  <--door-->  attach.converse, `rollcall debug`
+    the thread that stopped      in its process, or          a terminal, perhaps on another host
+                                 the parent of a reward's or an environment's process (here.DebugLine, child.ChildLine)
+                                        |
+                                 board.Board: who waits where, as the controller knows it
+
+A line is a pair of sockets that carries JSON messages (nodes/framing.py). The thread that stopped only reads its line; the porter
+listens on the network, behind a door, while something is stopped. A caller that is lost leaves the thread waiting. While
+anything waits, the run's deadlines do not run (``Board.is_held``).
+"""

@@ -1,0 +1,329 @@
+"""The way between something that has stopped and a terminal.
+
+A Porter is on the side of the process that stopped: a thread that reads its line. At the first prompt it opens a door (nodes/door.py)
+with a new secret and passes its address to ``on_stop``. One terminal at a time gets through; a second one learns that it is second.
+A terminal that is lost, or leaves, changes nothing for the thread that stopped. If nobody is attached for ``UNATTENDED_S``, the
+porter says `continue` in their place, and at once to all that stop in this process afterwards: a forgotten breakpoint, or one that
+a model has put into code that a reward or an environment runs, must not hold a cluster for ever.
+
+``reach`` and ``converse`` are the terminal's side: `rollcall debug`, or the parent of a process of a reward or an environment.
+Either side may be slow, or lie, so messages (nodes/framing.py) are read without waiting for the rest of one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from functools import partial
+from typing import Any, Protocol
+
+from rollcall.base.errors import ClusterError
+from rollcall.base.stop import Stopped
+from rollcall.base.wait import warn
+from rollcall.base.words import visible
+from rollcall.nodes.door import PROOF_S, Door, listen_at, new_secret, prove, watch_peer
+from rollcall.nodes.framing import Frames, json_frame, read_exactly
+from rollcall.process.debug.board import Waiting
+
+CONNECT_S = 10.0
+UNATTENDED_S = 3600.0
+LOOK_S = 0.1  # between two looks at the door
+SEND_S = 5.0  # a terminal that takes nothing for this long is lost
+LONGEST = 4 << 20  # bytes of a message; longer ones are not ours
+
+_alone_since: float | None = None  # something was stopped, and nobody has been attached since; by the monotonic clock
+_has_given_up = False
+
+OnStop = Callable[[Mapping[str, Any] | None], None]
+
+
+class _HasFd(Protocol):
+    def fileno(self) -> int: ...
+
+
+def readable(sources: Sequence[_HasFd], *, timeout_s: float | None) -> set[int]:
+    """The descriptors of those that have something to read. Any number of files may be open in this process."""
+    poll = select.poll()  # `select.select` refuses descriptors from 1024 on
+    for source in sources:
+        if (fd := source.fileno()) < 0:
+            raise ConnectionError("the connection was closed here")
+        poll.register(fd, select.POLLIN)
+    return {fd for fd, _ in poll.poll(None if timeout_s is None else max(timeout_s, 0.0) * 1000)}
+
+
+class Connection:
+    """A socket that carries messages in both directions."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._frames = Frames(LONGEST)
+        self.fileno, self.close = connection.fileno, connection.close
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        self._socket.sendall(json_frame(message))
+
+    def take(self) -> list[dict[str, Any]]:
+        """The messages that have arrived whole; call it when there is something to read. ConnectionError: no more will come."""
+        try:
+            data = self._socket.recv(1 << 16)
+        except (BlockingIOError, TimeoutError):
+            return []
+        if not data:
+            raise ConnectionError("the connection was closed")
+        try:
+            found = [json.loads(body) for body in self._frames.feed(data)]
+        except (ValueError, RecursionError):
+            raise ConnectionError("a message that is not JSON, or lists within lists without end") from None
+        if not all(isinstance(message, dict) for message in found):
+            raise ConnectionError("a message that is not a map")
+        return found
+
+
+# The process that stopped
+
+
+class Porter:
+    """``on_stop`` gets the place where something is stopped and how to reach it, and None when that continues."""
+
+    def __init__(self, line: socket.socket, *, host: str, on_stop: OnStop) -> None:
+        self._line = Connection(line)
+        self._host = host
+        self._on_stop = on_stop
+        self._door: Door | None = None
+        self._caller: Connection | None = None
+        self._is_heard = False  # whether the caller gets what is printed, which begins after it has come
+        threading.Thread(target=self._run, name="debugger's porter", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._turn()
+        except OSError:
+            pass  # the line is closed: the process has ended, or its owner has ended it; or what came is not ours
+        finally:
+            self._goes()
+            self._line.close()  # without a porter, what is stopped continues
+
+    def _turn(self) -> None:
+        sources = [one for one in (self._line, self._caller, self._door) if one is not None]
+        ready = readable(sources, timeout_s=LOOK_S if self._door else None)
+        if self._line.fileno() in ready:
+            for message in self._line.take():
+                self._pass_out(message)
+        if self._caller is not None and self._caller.fileno() in ready:
+            try:
+                typed = [message.get("line") for message in self._caller.take()]
+            except OSError:
+                self._drop()
+            else:
+                for line in typed:
+                    if isinstance(line, str):
+                        self._line.send({"line": line})
+        if self._door is None:
+            return
+        if (caller := self._door.accept(0)) is not None:
+            self._welcome(caller)
+        if self._caller is None and _left_s() <= 0:
+            self._give_up()
+
+    def _pass_out(self, message: Mapping[str, Any]) -> None:
+        if "stopped" in message:
+            self._stopped(message["stopped"])
+            return
+        self._is_heard = self._is_heard or "here" in message
+        if self._is_heard and self._caller is not None:
+            try:
+                self._caller.send(message)
+            except OSError:
+                self._drop()
+        if "left" in message:
+            self._drop()
+        if "goes" in message:
+            self._goes()
+
+    def _stopped(self, place: Any) -> None:
+        """A prompt is open. While somebody steps from line to line, the door stays as it is."""
+        if _has_given_up and self._caller is None:
+            self._give_up()
+            return
+        if self._door is None:
+            try:
+                listener = listen_at(self._host)
+            except OSError as error:
+                warn(
+                    f"no terminal can come to what has stopped in process {os.getpid()}: cannot listen at {self._host} ({error})"
+                )
+                raise
+            secret = new_secret()
+            self._door = Door(listener, secret=secret)
+            self._reach = {"address": self._host, "port": listener.getsockname()[1], "secret": secret}
+        left_s = _left_s() if self._caller is None else UNATTENDED_S
+        self._on_stop({**_checked(place), **self._reach, "until": time.time() + left_s})
+
+    def _give_up(self) -> None:
+        """The run's limits count again from here on, whatever the process makes of it."""
+        global _has_given_up
+        if not _has_given_up:
+            warn(
+                f"nobody has come to the debugger for {UNATTENDED_S:g} s; from now on nothing waits in process {os.getpid()}"
+            )
+        _has_given_up = True
+        self._goes()
+        self._line.send({"line": "continue"})
+
+    def _goes(self) -> None:
+        global _alone_since
+        if self._caller is not None:
+            self._drop()
+            _alone_since = None
+        if self._door is not None:
+            self._door.close()
+            self._door = None
+            self._on_stop(None)
+
+    def _welcome(self, connection: socket.socket) -> None:
+        global _alone_since
+        watch_peer(connection)
+        connection.settimeout(SEND_S)
+        caller = Connection(connection)
+        if self._caller is None:
+            self._caller, self._is_heard, _alone_since = caller, False, None
+            self._line.send({"attach": True})
+            return
+        try:
+            caller.send({"busy": True})
+        except OSError:
+            pass  # it has left
+        caller.close()
+
+    def _drop(self) -> None:
+        """Nobody is attached any more."""
+        global _alone_since
+        if self._caller is not None:
+            self._caller.close()
+            self._caller, _alone_since = None, time.monotonic()
+
+
+def _left_s() -> float:
+    """Seconds until what is stopped continues by itself. The next stop does not restart them, unless somebody has come."""
+    global _alone_since
+    _alone_since = _alone_since or time.monotonic()
+    return _alone_since + UNATTENDED_S - time.monotonic()
+
+
+def _checked(place: Any) -> dict[str, Any]:
+    """Where it stopped, as its process says: a reward's or an environment's may say anything."""
+    place = place if isinstance(place, dict) else {}
+    texts = {name: place.get(name) for name in ("file", "function", "why")}
+    line = place.get("line")
+    shown = {name: text[:1000] if isinstance(text, str) else "" for name, text in texts.items()}
+    return {**shown, "line": line if isinstance(line, int) else 0}
+
+
+# The terminal
+
+
+class End(Enum):
+    """How a conversation ended."""
+
+    GOES = "it continues"
+    LEFT = "the terminal left, it waits"
+    LOST = "the connection was lost"
+    BUSY = "another terminal is attached"
+
+
+def reach(waits: Waiting) -> socket.socket:
+    """Connect to something that has stopped, through its door."""
+    try:
+        connection = socket.create_connection((waits.address, waits.port), timeout=CONNECT_S)
+    except OSError as error:
+        raise ClusterError(
+            f"{waits.who} does not answer at {waits.address} port {waits.port} ({error}): it has gone on or ended since, or this "
+            "machine cannot reach its node; `rollcall debug` lists who waits"
+        ) from None
+    try:
+        connection.settimeout(PROOF_S)
+        if not prove(partial(read_exactly, connection.recv), connection.sendall, secret=waits.secret):
+            raise ConnectionError("it does not know the secret")
+    except OSError as error:
+        connection.close()
+        raise ClusterError(f"what listens at {waits.address} port {waits.port} is not {waits.who}: {error}") from None
+    connection.settimeout(None)
+    watch_peer(connection)
+    return connection
+
+
+def is_there(waits: Waiting) -> bool:
+    """Whether something still listens where it was. A run that was killed leaves its list behind."""
+    try:
+        socket.create_connection((waits.address, waits.port), timeout=CONNECT_S).close()
+    except ConnectionRefusedError:
+        return False
+    except OSError:
+        return True  # out of reach from here, which is something else
+    return True
+
+
+def converse(
+    line: socket.socket,
+    *,
+    ask: Callable[[str], str] = input,
+    typed: Sequence[str] = (),
+    again: bool = False,
+    opens_within_s: float | None = None,
+) -> End:
+    """Show what the other side prints and give it what is typed, until it continues or this side leaves.
+
+    ``typed``: lines that are given first. ``again``: Ctrl-C at the prompt is a new prompt, as in plain pdb; else it leaves.
+    ``opens_within_s``: without a prompt for this long at the beginning the other side is none of ours.
+    """
+    other, left = Connection(line), list(typed)
+    ends = None if opens_within_s is None else time.monotonic() + opens_within_s
+    try:
+        while True:
+            if not readable([other], timeout_s=None if ends is None else ends - time.monotonic()):
+                return End.LOST
+            for message in other.take():
+                if "prompt" in message:
+                    ends = None
+                    if left:
+                        print(f"{message['prompt']}{left[0]}")
+                    typed_now = left.pop(0) if left else _ask(str(message["prompt"]), ask, again=again)
+                    if typed_now is None:
+                        return End.LEFT
+                    other.send({"line": typed_now})
+                    continue
+                if "text" in message:
+                    print(visible(str(message["text"])), end="", flush=True)
+                for name, end in (("goes", End.GOES), ("left", End.LEFT), ("busy", End.BUSY)):
+                    if name in message:
+                        return end if ends is None else End.LOST
+    except Stopped:
+        raise  # a signal that ends this command, not a Ctrl-C for the prompt
+    except KeyboardInterrupt:
+        return End.LEFT
+    except (OSError, RecursionError):  # what the other side says may be nested deeper than it can be shown
+        return End.LOST
+
+
+def _ask(prompt: str, ask: Callable[[str], str], *, again: bool) -> str | None:
+    """Ask for a line; None if the person leaves."""
+    while True:
+        try:
+            return ask(visible(prompt))
+        except EOFError:
+            print()
+            return None
+        except Stopped:
+            raise
+        except KeyboardInterrupt:
+            if not again:
+                print()
+                return None
+            print("\n--KeyboardInterrupt--")

@@ -1,0 +1,190 @@
+"""Who waits in a debugger, as the controller of a run knows it, and how `rollcall debug` learns of it.
+
+The controller has one board. Its watch over the workers, its rewards, its environments and its own prompt post here. It tells the
+user what to run, and writes ``RUN_DIR/debugger.json``, which only its owner reads: it holds the secrets that open the doors. On
+Ray a copy is in the head's store (process/ray/waiting.py), for nodes that do not see the run directory.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rollcall.base.atomic import write_atomic
+from rollcall.base.redact import redact
+from rollcall.base.wait import say, warn
+from rollcall.base.words import visible
+from rollcall.process.pause import is_paused
+
+FILE = "debugger.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DebugSeat:
+    """A process of a run."""
+
+    role: str  # "actor", "reward", "environment", "controller", ...
+    rank: int
+    node: int  # its rank
+    title: str = ""  # its name in messages; empty: its role and rank
+
+    def __str__(self) -> str:
+        return self.title or f"{self.role} rank {self.rank} on node {self.node}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """One that has stopped."""
+
+    number: int  # for `rollcall debug NUMBER`; stays the same as long as it waits
+    run: str  # its directory
+    role: str
+    rank: int
+    node: int
+    who: str
+    file: str
+    line: int
+    function: str
+    why: str  # "breakpoint", or the exception
+    since: float  # seconds since the epoch
+    until: float  # when it continues by itself if nobody is attached
+    address: str
+    port: int
+    secret: str = field(repr=False)
+
+    @property
+    def where(self) -> str:
+        return f"{self.file}:{self.line}"
+
+    def as_json(self) -> dict[str, Any]:
+        """Without what opens its door."""
+        return {name: value for name, value in asdict(self).items() if name not in ("address", "port", "secret")}
+
+
+Show = Callable[[Path | None, Sequence[Waiting]], None]
+
+
+class Board:
+    """Any thread may call it."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, Waiting] = {}
+        self._run_dir: Path | None = None
+        self._num_posted = 0
+        self._lock = threading.RLock()
+        self.copies: list[Show] = []
+
+    @property
+    def is_held(self) -> bool:
+        """Whether somebody looks at a process of this run: nobody is late."""
+        return bool(self._waiting) or is_paused()
+
+    @property
+    def is_public(self) -> bool:
+        """Whether `rollcall debug` can find what is posted here."""
+        return self._run_dir is not None or bool(self.copies)
+
+    @contextmanager
+    def of_run(self, run_dir: Path) -> Iterator[None]:
+        """The run whose processes post here while the block runs."""
+        was_there = run_dir.is_dir()
+        with self._lock:
+            self._run_dir, self._num_posted = run_dir, 0
+            self._show()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waiting.clear()
+                self._show()
+                self._run_dir = None
+            if not was_there:
+                with suppress(OSError):  # it is a run's, or was never made
+                    run_dir.rmdir()
+
+    def post(self, key: str, seat: DebugSeat, place: Mapping[str, Any] | None) -> None:
+        """Note where a process is stopped, or with None that it continues. ``key`` identifies the process."""
+        with self._lock:
+            before = self._waiting.get(key)
+            if place is None:
+                if self._waiting.pop(key, None) is not None:
+                    self._show()
+                    say(f"{seat} goes on")
+                return
+            if before is not None and (before.port, before.line, before.file) == (
+                place["port"],
+                place["line"],
+                place["file"],
+            ):
+                return
+            if before is None:
+                self._num_posted += 1
+            number = self._num_posted if before is None else before.number
+            self._waiting[key] = waits = Waiting(
+                number=number,
+                run=str(self._run_dir.absolute()) if self._run_dir else "",
+                role=seat.role,
+                rank=seat.rank,
+                node=seat.node,
+                who=str(seat),
+                since=time.time(),
+                why=redact(place["why"]),
+                **{name: place[name] for name in ("file", "line", "function", "until", "address", "port", "secret")},
+            )
+            self._show()
+        if before is None:
+            warn(_words(waits, run_dir=self._run_dir))
+
+    def _show(self) -> None:
+        waiting = sorted(self._waiting.values(), key=lambda one: one.number)
+        if self._run_dir is not None:
+            _write(self._run_dir, waiting)
+        for copy in self.copies:
+            copy(self._run_dir, waiting)
+
+
+BOARD = Board()
+
+
+def read_board(run_dir: Path) -> list[Waiting]:
+    """Who waits in a run, as its controller wrote it."""
+    try:
+        return parse_board((run_dir / FILE).read_text())
+    except FileNotFoundError:
+        return []
+
+
+def parse_board(text: str) -> list[Waiting]:
+    return [Waiting(**one) for one in json.loads(text)]
+
+
+def dump_board(waiting: Sequence[Waiting]) -> str:
+    return json.dumps([asdict(one) for one in waiting])
+
+
+def _write(run_dir: Path, waiting: Sequence[Waiting]) -> None:
+    path = run_dir / FILE
+    try:
+        if waiting:
+            run_dir.mkdir(exist_ok=True)  # a run that still reads its data, model and rewards has none
+            write_atomic(path, dump_board(waiting), durable=False, private=True)
+        else:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        warn(f"{path} cannot be written ({error}), so `rollcall debug {run_dir}` does not see who waits")
+
+
+def _words(waits: Waiting, *, run_dir: Path | None) -> str:
+    until = time.strftime("%H:%M:%S", time.localtime(waits.until))
+    where = f"{run_dir} " if run_dir else ""
+    ends = "goes on" if waits.why == "breakpoint" else "ends with this error"
+    return visible(
+        f"{waits.who} waits in the debugger at {waits.where} ({waits.why}). Attach a terminal with `rollcall debug "
+        f"{where}{waits.number}`; if nobody does, it {ends} at {until}"
+    )

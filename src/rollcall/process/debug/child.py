@@ -1,0 +1,84 @@
+"""The child's end of a line: ``breakpoint()`` and exceptions of user code stop here, and the parent brings a terminal (process/debug/here.py).
+
+Imports only the standard library, and the debugger itself when something stops: processes of rewards and environments start fast.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+from typing import Any
+
+_ENTRY = 8  # bytes
+_NUM_ENTRIES = 512
+
+
+class Examined:
+    """Where exceptions have opened the debugger. Processes that are forked from the one that made it share it, so that an error of
+    all of them opens it once."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, _ENTRY * _NUM_ENTRIES)
+
+    def is_new(self, frames: TracebackType, kind: type) -> bool:
+        """Whether this kind of error is new at the line that raised it, which then is noted."""
+        while frames.tb_next is not None:
+            frames = frames.tb_next
+        place = (frames.tb_frame.f_code.co_filename, frames.tb_lineno, kind.__qualname__)
+        entry = (hash(place) or 1).to_bytes(_ENTRY, "little", signed=True)  # forked processes hash alike
+        for at in range(0, len(self._memory), _ENTRY):
+            found = self._memory[at : at + _ENTRY]
+            if found == entry:
+                return False
+            if not any(found):
+                self._memory[at : at + _ENTRY] = entry
+                return True
+        return False
+
+
+class ChildLine:
+    """``around`` is entered while a prompt is open. ``of``: whose process this is, in words."""
+
+    def __init__(
+        self,
+        fd: int,
+        *,
+        of: str,
+        examined: Examined | None = None,
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self._fd = fd
+        self._of = of
+        self._examined = examined or Examined()
+        self._around = around
+        self._pid = os.getpid()
+        self._own = threading.local()  # the debugger of a thread, which keeps the frames where that one stopped
+
+    def stop(self, *args: Any, **kwargs: Any) -> None:
+        """``breakpoint()``. Text that is run as code stops nothing: it is the model's, and nobody asked to look at it."""
+        caller = sys._getframe().f_back
+        if os.getpid() != self._pid or caller is None or not os.path.exists(caller.f_code.co_filename):
+            print(f"a breakpoint() that is not in a file of this {self._of} is ignored", file=sys.stderr)
+            return
+        self._open().stop(caller)  # the last thing here: what runs after it is traced
+
+    def examine(self, error: BaseException) -> None:
+        """Open the debugger where this was raised; once for a line and a kind of error."""
+        frames = error.__traceback__
+        if frames is None or not isinstance(error, Exception) or os.getpid() != self._pid:
+            return
+        if self._examined.is_new(frames, type(error)):
+            self._open().post_mortem(error)
+
+    def _open(self) -> Any:
+        from rollcall.process.debug.stopped import LinePdb
+
+        if not hasattr(self._own, "debugger"):
+            read, write = (lambda count: os.read(self._fd, count)), (lambda data: os.write(self._fd, data))
+            self._own.debugger = LinePdb(read, write, around=self._around)
+        return self._own.debugger

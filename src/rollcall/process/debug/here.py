@@ -1,0 +1,213 @@
+"""The debugger of this process: ``serve`` makes ``breakpoint()`` stop here, ``post_mortem`` opens it where an exception came from.
+A DebugLine does the same for a child process that runs user code.
+
+Where somebody else has a debugger in place it stays: an IDE, a notebook or pytest (their own ``sys.breakpointhook``), a
+``PYTHONBREAKPOINT`` of the user's, and Ray's own debugger where ``RAY_DEBUG`` is set (docs/debugging.md).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import count
+from typing import Any
+
+from rollcall.base.stop import heeded
+from rollcall.base.wait import warn
+from rollcall.process.debug.attach import End, OnStop, Porter, converse
+from rollcall.process.debug.board import BOARD, DebugSeat
+from rollcall.process.debug.child import Examined
+from rollcall.process.debug.stopped import LinePdb, TerminalPdb, borrowed_terminal, has_terminal, innermost, stops_by
+from rollcall.process.pause import paused
+
+POST_MORTEM = "ROLLCALL_POST_MORTEM"  # in the environment of a run's processes: exceptions open the debugger
+RAY_DEBUG = "RAY_DEBUG"
+LOOPBACK = "127.0.0.1"
+PROMPT_S = 10.0  # from the first byte of a process that has stopped to its prompt
+
+
+@dataclass(slots=True, kw_only=True)
+class _Served:
+    """How this process is reached when it stops without a terminal."""
+
+    host: str
+    node: int  # its rank
+    on_stop: OnStop
+    is_on: bool = False
+    line: socket.socket | None = None  # to the porter
+    pid: int = 0  # of the process that made the line; a child of it has no porter
+
+
+def _tell_board(place: Mapping[str, Any] | None) -> None:
+    title = f"the controller on node {_served.node}"
+    BOARD.post(f"process {os.getpid()}", DebugSeat(role="controller", rank=0, node=_served.node, title=title), place)
+
+
+_served = _Served(host=LOOPBACK, node=0, on_stop=_tell_board)
+_stops: dict[str, Mapping[str, Any]] = {}  # of this process and its children: who, and where
+_telling = threading.Lock()
+_making = threading.Lock()
+_own = threading.local()  # the debuggers of a thread: each keeps the frames where that one stopped
+_serials = count()  # of the lines of this process
+
+
+@cache
+def _examined() -> Examined:
+    """Where exceptions have opened the debugger; not before one has, since a zygote's children do not share it."""
+    return Examined()
+
+
+def serve(*, host: str | None = None, node: int | None = None, on_stop: OnStop | None = None) -> bool:
+    """Stop at breakpoints from now on; False: somebody else's debugger does. ``host`` and ``node``: this machine, as
+    terminals of other nodes reach it; ``on_stop`` is called at each stop, by default that of this process's board."""
+    before = (_served.host, _served.on_stop)
+    _served.host, _served.on_stop = host or _served.host, on_stop or _served.on_stop
+    if before != (_served.host, _served.on_stop):
+        _served.line = None  # the next stop has a porter that knows them
+    _served.node = _served.node if node is None else node
+    _served.is_on = True
+    if is_others():
+        return False
+    sys.breakpointhook = _hook
+    return True
+
+
+def is_rays() -> bool:
+    """Whether the user has chosen Ray's own debugger for this process."""
+    return bool(os.environ.get(RAY_DEBUG))
+
+
+def is_others() -> bool:
+    named = os.environ.get("PYTHONBREAKPOINT", "")
+    # Ray names its hook in each of its processes (2.60); without RAY_DEBUG nobody has asked for it.
+    is_named = named not in ("", "0") and not named.startswith("ray.util.")
+    return is_rays() or is_named or sys.breakpointhook not in (sys.__breakpointhook__, _hook)
+
+
+def is_watched() -> bool:
+    """Whether this is a worker of a run, whose stops do not go to the board of this process."""
+    return _served.is_on and _served.on_stop is not _tell_board
+
+
+def tell(who: str, place: Mapping[str, Any] | None) -> None:
+    """``who`` has stopped there, or continues. A worker can show one stop at a time, so the others wait for their turn."""
+    with _telling:
+        if place is None:
+            _stops.pop(who, None)
+        else:
+            _stops[who] = place
+        _served.on_stop(next(iter(_stops.values()), None))
+
+
+def debugger() -> TerminalPdb | LinePdb:
+    """That of this thread: at the terminal of this process if it has one; else over a line, with a porter that waits for
+    terminals."""
+    if has_terminal():
+        if not hasattr(_own, "terminal"):
+            _own.terminal = TerminalPdb()
+        return _own.terminal
+    with _making:
+        if _served.line is None or _served.pid != os.getpid():
+            _served.line, porters = socket.socketpair()
+            _served.pid = os.getpid()
+            Porter(porters, host=_served.host, on_stop=partial(tell, f"process {os.getpid()}"))
+        line = _served.line
+    if getattr(_own, "line", None) is not line:
+        _own.line, _own.over_line = line, LinePdb(line.recv, line.send)
+    return _own.over_line
+
+
+def wants_post_mortem(error: BaseException) -> bool:
+    """Whether this exception opens the debugger: `--post-mortem` was given, and it comes from code, not from a refusal of ours,
+    which says what to do. One line opens it once for a kind of error."""
+    is_asked = _served.is_on and os.environ.get(POST_MORTEM) and not is_rays()
+    if not is_asked or type(error).__module__.startswith("rollcall.") or error.__traceback__ is None:
+        return False
+    return _examined().is_new(error.__traceback__, type(error))
+
+
+def post_mortem(error: BaseException) -> None:
+    """Open the debugger where this exception was raised, if the run was started with `--post-mortem`."""
+    error = innermost(error)
+    if wants_post_mortem(error):
+        debugger().post_mortem(error)
+
+
+class DebugLine:
+    """The parent's end of the line of a child that runs user code: a reward's, an environment's (child.py has the other end).
+
+    The child has no terminal and perhaps no network, so the parent brings one: its own, or those that come to a porter. The text
+    that travels is only shown. While somebody debugs the child, its time limits are paused (``is_held``, ``Board.is_held``).
+    ``theirs`` is for the child. ``role`` and ``number`` say which one that is.
+    """
+
+    def __init__(self, *, role: str, number: int) -> None:
+        self._ours, self.theirs = socket.socketpair()
+        self._role = role
+        self._number = number
+        self._key = f"{role} {os.getpid()} {next(_serials)}"
+        self.is_held = False
+        self._is_closed = False
+
+    @property
+    def fd(self) -> int:
+        return self._ours.fileno()
+
+    def answer(self) -> bool:
+        """The process has stopped: talk to it at this terminal until it continues, and return True. Without a terminal, a porter reads
+        the line from now on. The line is closed, and what is stopped there continues, if what came is not from a debugger, or if the
+        command has no run directory, so that nobody could find the porter."""
+        try:
+            if self._ours.recv(1, socket.MSG_PEEK) == b"":
+                return False  # it has ended, which others notice
+        except OSError:
+            return False  # the same, with something of ours unread
+        if not (has_terminal() or BOARD.is_public or is_watched()):
+            warn_passed_over(self._role)
+            self.close()
+            return False
+        if not has_terminal():
+            Porter(self._ours, host=_served.host, on_stop=self._note)
+            return False
+        with paused(), borrowed_terminal():
+            end = converse(self._ours, again=True, opens_within_s=PROMPT_S)
+        if end is End.LEFT:
+            heeded().check()  # a terminal that was closed: SIGHUP, and the end of what is typed
+            raise KeyboardInterrupt
+        if end is End.LOST:
+            self.close()
+        return end is not End.LOST
+
+    def _note(self, place: Mapping[str, Any] | None) -> None:
+        if self._is_closed:
+            place = None  # a process that is being ended holds nothing
+        self.is_held = place is not None
+        if not BOARD.is_public and is_watched():
+            tell(self._key, place)
+            return
+        title = f"{self._role} process {self._number} on node {_served.node}"
+        seat = DebugSeat(role=self._role, rank=self._number, node=_served.node, title=title)
+        BOARD.post(self._key, seat, place)
+
+    def close(self) -> None:
+        self._is_closed = True
+        try:
+            self._ours.shutdown(socket.SHUT_RDWR)  # wakes the porter, whose thread then ends
+        except OSError:
+            pass  # the process has ended, and its end with it
+        self._ours.close()
+
+
+@cache
+def warn_passed_over(role: str) -> None:
+    """Once: hundreds of processes may come to the same line."""
+    article = "an" if role[0] in "aeiou" else "a"
+    warn(f"a breakpoint() in {article} {role} is passed over: this command has neither a terminal nor a run directory")
+
+
+_hook = stops_by(debugger)

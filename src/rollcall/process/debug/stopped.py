@@ -1,0 +1,305 @@
+"""The debugger inside the process that stops: plain pdb at its own terminal, or pdb over a line to a porter.
+
+``breakpoint()`` calls the process's hook (``stops_by``), an exception the same debugger's ``post_mortem``. The thread that
+stopped waits in the prompt; the others run. The messages on a line:
+
+    {"stopped": {file, line, function, why}}   a prompt opens           {"attach": true}   a terminal has come: say where we are
+    {"here": true}                             to "attach": what follows is for that terminal
+    {"text": ...}, {"prompt": ...}             what pdb prints, asks    {"line": ...}      a line that somebody typed
+    {"left": true}                             `quit`: the terminal may leave, the thread waits on
+    {"goes": true}                             the thread continues
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pdb
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from types import FrameType, TracebackType
+from typing import Any
+
+from rollcall.base.stop import Stopped, heeded
+from rollcall.nodes.framing import json_frame, read_exactly, read_json_frame
+from rollcall.process.pause import paused
+
+PIECE = 1 << 16  # characters of text in one message
+LEFT = "The worker waits on. `rollcall debug` attaches again; `continue` there lets it go on."
+_one = threading.RLock()  # one prompt at a time in a process
+_lenders: list[Callable[[], AbstractContextManager[None]]] = []
+
+
+def has_terminal() -> bool:
+    """Whether somebody sits in front of this process: a terminal on both sides, and the process in its foreground."""
+    try:
+        return os.isatty(0) and os.isatty(1) and os.tcgetpgrp(0) == os.getpgrp()
+    except OSError:
+        return False
+
+
+def lend_terminal(lender: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:
+    """While a prompt is on the screen ``lender`` keeps off it. Returns what ends that."""
+    _lenders.append(lender)
+    return partial(_lenders.remove, lender)
+
+
+@contextmanager
+def borrowed_terminal() -> Iterator[None]:
+    """Clear the screen of panels, and let Ctrl-C reach only the prompt."""
+    with ExitStack() as opened:
+        for lender in list(_lenders):
+            opened.enter_context(lender())
+        if threading.current_thread() is threading.main_thread():
+            before = signal.signal(signal.SIGINT, signal.default_int_handler)
+            opened.callback(lambda: signal.signal(signal.SIGINT, before or signal.SIG_DFL))
+        yield
+
+
+class _Debugger(pdb.Pdb):
+    """The part that both kinds share. A signal that ends the run ends the prompt too, and is raised where the thread stopped."""
+
+    def __init__(self, **streams: Any) -> None:
+        # Ctrl-C after `continue` stops the run, as always; pdb's own handler would stop it in the debugger again.
+        super().__init__(nosigint=True, skip=["rollcall.process.debug.*"], **streams)
+        self._heard: BaseException | None = None
+        self._ends_prompt: type[BaseException] = Stopped
+        self._error: BaseException | None = None  # that post_mortem looks at
+        self._is_open = False
+        self._only: FrameType | None = None  # the frame that called breakpoint(), until the prompt opens
+
+    def stop(self, caller: FrameType | None) -> None:
+        """``breakpoint()`` was called there. What a prompt evaluates does not stop again: the frames of the prompt would be lost."""
+        if self._is_open:
+            self.message("a breakpoint() in what is evaluated at the prompt is ignored; `debug f()` steps into a call")
+            return
+        self._only = caller
+        self.set_trace(caller)  # the last thing here: what runs after it is traced
+
+    def stop_here(self, frame: FrameType) -> bool:
+        """Whether to stop in ``frame``. The garbage collector may call somebody's function before the caller's next line."""
+        return (self._only is None or frame is self._only) and super().stop_here(frame)
+
+    @contextmanager
+    def _open(self) -> Iterator[None]:
+        self._is_open, self._only = True, None
+        try:
+            yield
+        finally:
+            self._is_open = False
+
+    def cmdloop(self, intro: Any = None) -> None:
+        try:
+            with heeded().at_prompt():
+                super().cmdloop(intro)
+        except self._ends_prompt as heard:
+            self._heard = heard
+
+    def post_mortem(self, error: BaseException) -> None:
+        """A prompt at the frame that raised; returns when it is left."""
+        self._error = error
+        self.reset()
+        try:
+            self.interaction(None, error.__traceback__)
+        finally:
+            self._error = None
+
+    def _tell_error(self) -> None:
+        if self._error is not None:
+            self.message("".join(_headline(self._error)).rstrip())
+
+    def _raise_heard(self) -> None:
+        heard, self._heard = self._heard, None
+        if heard is None:
+            return
+        self.set_continue()
+        if isinstance(heard, Stopped) and heeded().is_shielded:
+            return  # a checkpoint is half done: it is finished, and the run stops after it
+        raise heard
+
+    def _refuse(self, arg: str) -> None:
+        """Not here: the run starts this process again by itself, if it has to."""
+        self.error("a process of a run cannot be started again from its debugger")
+
+    do_run = do_restart = _refuse
+
+
+class TerminalPdb(_Debugger):
+    """At the terminal of this process. `quit` stops the run, as Ctrl-C does."""
+
+    def interaction(self, frame: FrameType | None, traceback: TracebackType | None = None, *rest: Any) -> None:
+        with _one, paused(), borrowed_terminal(), self._open():
+            self.stdout = sys.stdout  # without the panel it is another one
+            self._tell_error()
+            super().interaction(frame, traceback, *rest)
+        self._raise_heard()
+
+    def do_quit(self, arg: str) -> bool:
+        """q(uit)
+        Stop the run, as Ctrl-C does. The same command continues it.
+        """
+        if self._error is None:
+            asked = heeded().asked  # a terminal that was closed: SIGHUP, and the end of what is typed
+            self._heard = KeyboardInterrupt() if asked is None else Stopped(asked)
+        return True
+
+    do_q = do_exit = do_EOF = do_quit
+
+
+class LinePdb(_Debugger):
+    """Over a line. ``read`` and ``write`` are those of a file descriptor; ``around`` is entered while a prompt is open."""
+
+    def __init__(
+        self,
+        read: Callable[[int], bytes],
+        write: Callable[[memoryview], int | None],
+        *,
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self._talk = _Talk(read, write, introduce=self._introduce)
+        self._around = around
+        super().__init__(stdin=self._talk, stdout=self._talk, readrc=False)  # the folder of a worker is not the user's
+        self._ends_prompt = KeyboardInterrupt
+        self._goes_on = False
+
+    def interaction(self, frame: FrameType | None, traceback: TracebackType | None = None, *rest: Any) -> None:
+        with _one, paused(), self._around(), self._open():
+            self._goes_on = self._error is not None
+            self._talk.say(stopped=self._place(frame, traceback))
+            self._tell_error()
+            super().interaction(frame, traceback, *rest)
+            if self._goes_on or self._heard is not None:
+                self._talk.say(goes=True)
+        self._raise_heard()
+
+    def _place(self, frame: FrameType | None, traceback: TracebackType | None) -> dict[str, Any]:
+        why = "breakpoint" if self._error is None else _headline(self._error)[-1].strip()
+        if frame is None:
+            while traceback is not None and traceback.tb_next is not None:
+                traceback = traceback.tb_next
+            if traceback is None:
+                return dict(file="", line=0, function="", why=why)
+            frame, line = traceback.tb_frame, traceback.tb_lineno
+        else:
+            line = frame.f_lineno
+        code = frame.f_code
+        return dict(file=code.co_filename, line=line, function=code.co_name, why=why)
+
+    def _introduce(self) -> None:
+        self._tell_error()
+        if self.stack:
+            self.print_stack_entry(self.stack[self.curindex])
+
+    def do_continue(self, arg: str) -> Any:
+        """c(ont(inue))
+        Go on. The next breakpoint() stops again.
+        """
+        self._goes_on = True
+        return super().do_continue(arg)
+
+    do_c = do_cont = do_continue
+
+    def do_quit(self, arg: str) -> None:
+        """q(uit)
+        Leave the debugger. The worker waits on: attach again, or `continue` first to let it go on.
+        """
+        self.message(LEFT)
+        self._talk.say(left=True)
+
+    do_q = do_exit = do_quit
+
+    def do_EOF(self, arg: str) -> Any:
+        """The line is closed: nobody can come any more."""
+        return self.do_continue(arg)
+
+    def do_interact(self, arg: str) -> None:
+        """interact
+        An interactive interpreter with the names of this frame; exit() comes back here.
+        """
+        before = sys.stdin, sys.stdout, sys.stderr
+        sys.stdin = sys.stdout = sys.stderr = self._talk  # type: ignore[assignment]
+        try:
+            super().do_interact(arg)
+        except SystemExit:
+            self.message("back in the debugger")
+        finally:
+            sys.stdin, sys.stdout, sys.stderr = before
+
+
+class _Talk(io.TextIOBase):
+    """pdb's streams. What is printed after the last line's end is a prompt once pdb reads."""
+
+    encoding = "utf-8"
+
+    def __init__(
+        self, read: Callable[[int], bytes], write: Callable[[memoryview], int | None], *, introduce: Callable[[], None]
+    ) -> None:
+        self._read = read
+        self._write = write
+        self._introduce = introduce
+        self._tail = ""
+
+    def say(self, **message: Any) -> None:
+        data = memoryview(json_frame(message))
+        try:
+            while data:
+                data = data[self._write(data) or len(data) :]
+        except OSError:  # the porter is gone; reading says so too
+            return
+
+    def write(self, text: str) -> int:
+        whole, newline, self._tail = (self._tail + text).rpartition("\n")
+        shown = whole + newline
+        for begin in range(0, len(shown), PIECE):
+            self.say(text=shown[begin : begin + PIECE])
+        return len(text)
+
+    def flush(self) -> None:
+        return None
+
+    def close(self) -> None:
+        """The line is its owner's. `exit()` in an interpreter closes standard input."""
+
+    def readline(self, size: int | None = -1) -> str:  # type: ignore[override]
+        prompt, self._tail = self._tail[-PIECE:], ""
+        self.say(prompt=prompt)
+        while True:
+            try:
+                heard = read_json_frame(partial(read_exactly, self._read))
+            except OSError:
+                return ""
+            if "line" in heard:
+                return f"{heard['line']}\n"
+            if "attach" in heard:
+                self.say(here=True)
+                self._introduce()
+                self.say(prompt=prompt)
+
+
+def _headline(error: BaseException) -> list[str]:
+    import traceback
+
+    return traceback.format_exception_only(type(error), error)
+
+
+def innermost(error: BaseException) -> BaseException:
+    """The first exception inside groups of exceptions."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def stops_by(debugger: Callable[[], TerminalPdb | LinePdb]) -> Callable[..., None]:
+    """A hook for ``sys.breakpointhook``. ``debugger`` gives the one of this thread."""
+
+    def stop(*args: Any, **kwargs: Any) -> None:
+        if os.environ.get("PYTHONBREAKPOINT") == "0":
+            return
+        found, caller = debugger(), sys._getframe().f_back
+        found.stop(caller)  # the last thing here: what runs after it is traced
+
+    return stop

@@ -1,0 +1,210 @@
+"""What a worker group needs from a backend: Ray (``on_ray``), this process (``inprocess``), or nodes that share only a folder
+(``folder``).
+
+A virtual cluster reserves slots through a Backend and gets a Reservation. Its Carrier takes the calls of a Gang to the workers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rollcall.base.wait import Wait
+from rollcall.process.debug.here import POST_MORTEM
+from rollcall.process.groups.sightings import Lookout
+
+STOP_DEADLINE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """The slots that a virtual cluster asks for."""
+
+    name: str
+    slots_per_node: tuple[int, ...]
+    use_gpus: bool
+    num_colocated: int
+    node_ranks: tuple[int, ...] | None  # the node of each entry; None: nodes with room, in rank order
+
+    @property
+    def resource(self) -> str:
+        return "GPU" if self.use_gpus else "CPU"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSeats:
+    """The slots of one node that a virtual cluster holds, in slot order."""
+
+    node_rank: int
+    node_id: str
+    address: str  # empty: it has none, and messages use its node_id
+    bundles: tuple[int, ...]  # the placement group's bundle of each slot
+    devices: tuple[str, ...] = ()  # the accelerator of each slot; empty: slots are CPUs
+    visible_variable: str | None = None  # what names a process's accelerators, such as CUDA_VISIBLE_DEVICES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """Where one process sits."""
+
+    node_rank: int
+    slots: tuple[int, ...]  # on its node, as the virtual cluster counts them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    """One process of a group."""
+
+    role: str
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node: NodeSeats
+    slots: tuple[int, ...]
+    share: float  # of its slot; the rest is for other workers on it. 0: it only sits there, and has no accelerator
+    env: Mapping[str, str]  # the user's
+    title: str = ""  # its name in messages; empty: its role and rank
+    kind: str = ""  # its roles, or that of its group: a call of the same method takes others of its kind about as long
+
+    @property
+    def where(self) -> str:
+        who = self.title or f"{self.role} rank {self.rank}"
+        return f"{who} on node {self.node.node_rank} ({self.node.address or self.node.node_id})"
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        return tuple(self.node.devices[slot] for slot in self.slots) if self.node.devices and self.share else ()
+
+    def group_env(self, *, master_address: str, master_port: int) -> dict[str, str]:
+        env = {
+            "RANK": str(self.rank),
+            "LOCAL_RANK": str(self.local_rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "NODE_RANK": str(self.node.node_rank),
+            "MASTER_ADDR": master_address,
+            "MASTER_PORT": str(master_port),
+        }
+        if POST_MORTEM in os.environ:
+            env[POST_MORTEM] = os.environ[POST_MORTEM]
+        if self.node.visible_variable is not None:
+            env[self.node.visible_variable] = ",".join(self.devices)
+        return env
+
+
+def whom(specs: Sequence[WorkerSpec]) -> dict[str, Any]:
+    """The workers that a WorkerError names; it is about the first."""
+    return dict(
+        role=specs[0].role,
+        ranks=list(dict.fromkeys(spec.rank for spec in specs)),
+        node_ranks=sorted({spec.node.node_rank for spec in specs}),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """What a worker is made of."""
+
+    target: str | type  # "module.Class", or the class
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    purposes: Mapping[str, str]  # what a call of a method is waited for, in words; {0} is its first argument
+
+
+@dataclass(eq=False, slots=True)
+class Member:
+    """The process in one seat of a gang. The process that replaces it is another member."""
+
+    spec: WorkerSpec
+    link: Any = None  # how its carrier reaches it
+    pid: int = 0
+    death: str = ""  # why it is lost; empty: it is not
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """A call to a member, and its outcome once the carrier has taken that."""
+
+    member: Member
+    purpose: str = ""  # what the caller waits for, in words
+    link: Any = None  # how its carrier finds the answer
+    is_done: bool = False
+    value: Any = None
+    error: Exception | None = None  # RemoteFailureError: what the worker raised; others: why there is no answer
+
+    def finish(self, value: Any = None, *, error: Exception | None = None) -> None:
+        self.value, self.error, self.is_done = value, error, True
+
+
+class Overseer(Protocol):
+    """The gang, as its carrier knows it."""
+
+    lookout: Lookout
+
+    def lose(self, losses: Mapping[Member, str]) -> None:
+        """Members are lost, for these reasons. Any thread may call it; a second loss of a member does nothing."""
+        ...
+
+
+class Carrier:
+    """Starts the processes of a gang and takes calls to them. A call names a method of ``host.Host``."""
+
+    peer_s = 0.0  # when a worker complains about a peer, the peer's death is known within this; 0: there are no peers
+    gang: Overseer
+
+    def open(self, gang: Overseer) -> None:
+        self.gang = gang
+
+    def launch(self, spec: WorkerSpec, *, lost: Member | None, wait: Wait) -> Member:
+        """Start a process in this seat, in place of the lost one. It may still be starting."""
+        raise NotImplementedError
+
+    def watch(self, member: Member) -> None:
+        """Its process id is known: tell the gang when it is lost. Corrects its spec if it runs on another node than before."""
+
+    def start_env(self, spec: WorkerSpec) -> Mapping[str, str]:
+        """The worker's variables besides those of the group."""
+        return spec.env
+
+    def share(self, value: Any) -> Any:
+        """The value in a form that is cheap to give to several workers."""
+        return value
+
+    def send(self, call: Call, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        raise NotImplementedError
+
+    def settle(self, calls: Sequence[Call], *, timeout_s: float, through_failures: bool = False) -> None:
+        """Take the answers; returns when all are there, when one of them is a failure, or when the time is over."""
+        raise NotImplementedError
+
+    def answered(self, calls: Sequence[Call], *, timeout_s: float) -> Collection[Call]:
+        """Wait for the first answer or failure; returns all calls that have one."""
+        raise NotImplementedError
+
+    def is_alive(self, member: Member) -> bool:
+        raise NotImplementedError
+
+    def look(self, members: Sequence[Member], *, last: bool) -> Collection[int]:
+        """Tell the lookout what the members do; returns the ranks on nodes that do not answer. It asks nobody, unless this is
+        the ``last`` time: then it waits a moment for what they did until now."""
+        return ()
+
+    def stop(self, members: Sequence[Member], *, timeout_s: float) -> None:
+        """End every process of the gang, and every process that those have started."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reservation:
+    """Slots that are held."""
+
+    nodes: Sequence[NodeSeats]  # by node rank; nodes without slots are left out
+    carrier: Callable[[Recipe], Carrier]  # for the gang of one worker group
+    release: Callable[[], None] = lambda: None
+
+
+class Backend(Protocol):
+    def reserve(self, ask: Ask, *, timeout_s: float) -> Reservation: ...

@@ -1,0 +1,166 @@
+"""VirtualCluster: slots on nodes, reserved for worker groups.
+
+Slots are in (node rank, slot) order. A node's rank is that of ``rollcall node --rank``; on a Ray that was started in another
+way, nodes are ranked by address.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from rollcall.base.errors import ClusterError
+from rollcall.process.groups.backend import (
+    STOP_DEADLINE_S,
+    Ask,
+    Backend,
+    NodeSeats,
+    Recipe,
+    Reservation,
+    Seat,
+    WorkerSpec,
+)
+from rollcall.process.groups.gang import Gang
+
+PLACE_DEADLINE_S = 180.0
+_default: Backend | None = None
+
+
+def use_by_default(backend: Backend) -> None:
+    """Virtual clusters that are given no backend are made in this one."""
+    global _default
+    _default = backend
+
+
+class VirtualCluster:
+    """Slots for worker groups, held until ``shutdown``.
+
+    ``bundle_ct_per_node_list`` has an entry per node: how many slots to take there; 0 leaves a node out. Entries take
+    nodes in rank order, each the next with room; ``node_ranks`` names them instead. ``max_colocated_worker_groups`` is
+    how many groups may share each slot. ``backend`` is where the workers run, by default what ``init_ray`` has chosen.
+    """
+
+    def __init__(
+        self,
+        bundle_ct_per_node_list: Sequence[int],
+        *,
+        num_gpus_per_node: int = 8,
+        use_gpus: bool = True,
+        max_colocated_worker_groups: int = 1,
+        name: str = "rollcall",
+        node_ranks: Sequence[int] | None = None,
+        timeout_s: float = PLACE_DEADLINE_S,
+        backend: Backend | None = None,
+    ) -> None:
+        counts = tuple(bundle_ct_per_node_list)
+        if not counts or min(counts) < 0 or sum(counts) == 0:
+            raise ValueError(
+                f"bundle_ct_per_node_list={list(counts)} has no slot; give each node's number of slots, as [8, 8]"
+            )
+        if use_gpus and max(counts) > num_gpus_per_node:
+            raise ValueError(
+                f"bundle_ct_per_node_list={list(counts)} takes {max(counts)} slots of a node with "
+                f"num_gpus_per_node={num_gpus_per_node}; take fewer, or raise num_gpus_per_node"
+            )
+        if max_colocated_worker_groups < 1:
+            raise ValueError(f"max_colocated_worker_groups={max_colocated_worker_groups} leaves no room; use 1 or more")
+        if node_ranks is not None and (len(node_ranks) != len(counts) or len(set(node_ranks)) != len(counts)):
+            raise ValueError(
+                f"node_ranks={list(node_ranks)} needs one node for each entry of {list(counts)}, each of them once"
+            )
+        self._ask = Ask(
+            name=name,
+            slots_per_node=counts,
+            use_gpus=use_gpus,
+            num_colocated=max_colocated_worker_groups,
+            node_ranks=None if node_ranks is None else tuple(node_ranks),
+        )
+        backend = backend or _default
+        if backend is None:
+            raise ClusterError("this process is not connected to a cluster; call init_ray() first")
+        self._reservation: Reservation | None = backend.reserve(self._ask, timeout_s=timeout_s)
+        self._nodes = {node.node_rank: node for node in self._reservation.nodes}
+        self._groups: list[Any] = []  # worker groups
+
+    @property
+    def nodes(self) -> list[NodeSeats]:
+        """The nodes that have slots here, by rank."""
+        return list(self._nodes.values())
+
+    def world_size(self) -> int:
+        """Slots."""
+        return sum(self._ask.slots_per_node)
+
+    def node_count(self) -> int:
+        """Nodes with slots."""
+        return len(self._nodes)
+
+    def node(self, node_rank: int) -> NodeSeats:
+        if node_rank not in self._nodes:
+            raise ValueError(
+                f"node {node_rank} has no slot in this cluster; the nodes with slots are {', '.join(map(str, self._nodes))}"
+            )
+        return self._nodes[node_rank]
+
+    def check_room(self, seats: Sequence[Seat]) -> None:
+        """Refuse seats that do not exist or are taken: Ray would wait for them forever."""
+        taken: dict[tuple[int, int], list[str]] = {}
+        for group in (group for group in self._groups if group.takes_slots):
+            for seat in {(spec.node.node_rank, slot) for spec in group.specs for slot in spec.slots}:
+                taken.setdefault(seat, []).append(group.name_prefix)
+        for seat in seats:
+            size = len(self.node(seat.node_rank).bundles)
+            for slot in seat.slots:
+                if not 0 <= slot < size:
+                    raise ValueError(
+                        f"node {seat.node_rank} has slots 0 to {size - 1} in this cluster, and no slot {slot}"
+                    )
+                holders = taken.get((seat.node_rank, slot), [])
+                if len(holders) >= self._ask.num_colocated:
+                    raise ClusterError(
+                        f"slot {slot} of node {seat.node_rank} is taken by {', '.join(holders)}; shut that down, use other "
+                        f"slots, or make the cluster with max_colocated_worker_groups={len(holders) + 1}"
+                    )
+
+    def share_of_slot(self, *, num_workers: int) -> float:
+        """The part of a slot that each of a group's workers asks Ray for, so that the other groups fit on it too."""
+        ask = self._ask
+        whole = 1 if ask.use_gpus else ask.num_colocated
+        # Rounded down to what Ray counts in, or several shares would exceed the slot.
+        return int(10_000 * whole / (ask.num_colocated * num_workers)) / 10_000
+
+    def launch(self, group: Any, specs: Sequence[WorkerSpec], recipe: Recipe, *, timeout_s: float) -> Gang:
+        if self._reservation is None:
+            raise ClusterError("this cluster has been shut down; make a new one")
+        gang = Gang(specs, recipe, self._reservation.carrier(recipe))
+        try:
+            gang.start(timeout_s=timeout_s)
+        except BaseException:  # an interrupt too: nothing may be left behind
+            gang.stop(timeout_s=STOP_DEADLINE_S)
+            raise
+        self._groups.append(group)
+        return gang
+
+    def forget(self, group: Any) -> None:
+        if group in self._groups:
+            self._groups.remove(group)
+
+    def shutdown(self) -> None:
+        """End the groups that live here and give the slots back."""
+        try:
+            for group in list(self._groups):
+                group.shutdown()
+        finally:
+            if self._reservation is not None:
+                self._reservation.release()
+                self._reservation = None
+
+    def __enter__(self) -> VirtualCluster:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.shutdown()
+
+
+RayVirtualCluster = VirtualCluster

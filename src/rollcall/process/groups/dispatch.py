@@ -1,0 +1,160 @@
+"""Which worker gets which rows, and which result comes back. Pure: numpy only; tensors are split without torch.
+
+Rows are split as evenly as possible, in order: 10 rows over 4 workers are 3, 3, 2, 2. With fewer rows than workers the last
+workers get an empty part. They are still called: every worker has to take part in a collective.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rollcall.process.groups.sharding import NamedSharding
+
+SETUP = "setup"  # in run_rank_0_only_axes: only rank 0
+
+# The part of its answer that a worker leaves out: nothing, some fields, or (None) everything.
+Drop = tuple[str, ...] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """One worker's part in a sharded call."""
+
+    rank: int
+    shard: int | None  # None if it is called without data, only to take part
+    drop: Drop
+
+
+@functools.lru_cache(maxsize=256)  # a group makes the same few calls again and again
+def routes(
+    sharding: NamedSharding,
+    *,
+    in_sharded_axes: tuple[str, ...],
+    replicate_on_axes: tuple[str, ...],
+    output_is_replicated: tuple[str, ...],
+    call_free_axes: bool,
+) -> tuple[Route, ...]:
+    """The workers to call, by rank. An axis that is neither sharded nor replicated on is free: only its first is called."""
+    sharding.check_axes(in_sharded_axes, argument="in_sharded_axes")
+    sharding.check_axes(replicate_on_axes, argument="replicate_on_axes")
+    both = [axis for axis in in_sharded_axes if axis in replicate_on_axes]
+    if both:
+        raise ValueError(f"axis {both[0]!r} is in in_sharded_axes and in replicate_on_axes; name it in one of them")
+    free = [axis for axis in sharding.names if axis not in in_sharded_axes and axis not in replicate_on_axes]
+    silent = [name for name in output_is_replicated if name in sharding.names]
+    result_fields = tuple(name for name in output_is_replicated if name not in sharding.names)
+    found: list[Route] = []
+    for rank in sharding.ranks:
+        coords = sharding.get_worker_coords(rank)
+        is_free = any(coords[axis] for axis in free)
+        if is_free and not call_free_axes:
+            continue
+        first = all(route.drop is None for route in found)
+        answers = not is_free and not any(coords[axis] for axis in silent)
+        found.append(
+            Route(
+                rank=rank,
+                shard=None if is_free else sharding.shard_index(rank, in_sharded_axes),
+                drop=None if not answers else () if first else result_fields,
+            )
+        )
+    return tuple(found)
+
+
+def leaders(sharding: NamedSharding, rank_0_only_axes: Sequence[str]) -> list[int]:
+    """The ranks to call when only the first along these axes is called."""
+    sharding.check_axes(rank_0_only_axes, argument="run_rank_0_only_axes", also=[SETUP])
+    if SETUP in rank_0_only_axes and SETUP not in sharding.names:
+        return sharding.ranks[:1]
+    return [
+        rank for rank in sharding.ranks if not any(sharding.get_worker_coords(rank)[axis] for axis in rank_0_only_axes)
+    ]
+
+
+def trim(result: Any, drop: Drop) -> Any:
+    """A worker's answer, without the fields that the caller does not want."""
+    if drop is None:
+        return None
+    if not drop or not isinstance(result, Mapping):
+        return result
+    return {name: value for name, value in result.items() if name not in drop}
+
+
+def check_fields(first: Any, names: Sequence[str], *, axes: Sequence[str]) -> None:
+    """Refuse a name in ``output_is_replicated`` that is not a field of the first worker's result."""
+    given = list(first) if isinstance(first, Mapping) else None
+    for name in names:
+        if given is None or name not in given:
+            has = (
+                f"the result's fields {_listed(given)}"
+                if given is not None
+                else f"a {type(first).__name__} has no fields"
+            )
+            raise ValueError(f"output_is_replicated: {name!r} is neither an axis ({_listed(axes)}) nor a field: {has}")
+
+
+def split_arguments(
+    args: Sequence[Any], kwargs: Mapping[str, Any], *, num_parts: int
+) -> list[tuple[list[Any], dict[str, Any]]]:
+    """Each argument in ``num_parts`` parts. All need the same number of rows, or rows would not stay together."""
+    named = {f"argument {number}": value for number, value in enumerate(args)} | dict(kwargs)
+    rows = {name: num_rows(value, name=name) for name, value in named.items()}
+    if len(set(rows.values())) > 1:
+        sizes = ", ".join(f"{name} has {count}" for name, count in rows.items())
+        raise ValueError(f"arguments of different lengths cannot be split together: {sizes} rows; use common_kwargs for "
+                         "what every worker gets whole")  # fmt: skip
+    parts = {name: split_rows(value, num_parts=num_parts) for name, value in named.items()}
+    positional = [parts[f"argument {number}"] for number in range(len(args))]
+    return [
+        ([part[index] for part in positional], {name: parts[name][index] for name in kwargs})
+        for index in range(num_parts)
+    ]
+
+
+def num_rows(value: Any, *, name: str) -> int:
+    """Rows along the first dimension."""
+    if isinstance(value, Mapping):
+        rows = {key: num_rows(item, name=f"{name}[{key!r}]") for key, item in value.items()}
+        if len(set(rows.values())) > 1:
+            sizes = ", ".join(f"{key!r}: {count}" for key, count in rows.items())
+            raise ValueError(f"the fields of {name} have different numbers of rows ({sizes})")
+        return next(iter(rows.values()), 0)
+    if isinstance(value, str | bytes) or not hasattr(value, "__getitem__") or getattr(value, "shape", None) == ():
+        raise ValueError(
+            f"{name} is a {type(value).__name__} and cannot be split into rows; give a sequence, an array, a tensor or a dict "
+            "of those, or pass it in common_kwargs to give it to every worker"
+        )
+    return len(value)
+
+
+def split_rows(value: Any, *, num_parts: int) -> list[Any]:
+    """Consecutive parts whose sizes differ by at most one.
+
+    >>> split_rows([1, 2, 3, 4, 5], num_parts=3)
+    [[1, 2], [3, 4], [5]]
+    """
+    if isinstance(value, Mapping):
+        parts = {key: split_rows(item, num_parts=num_parts) for key, item in value.items()}
+        return [{key: part[index] for key, part in parts.items()} for index in range(num_parts)]
+    total = len(value)
+    small, more = divmod(total, num_parts)
+    edges = [index * small + min(index, more) for index in range(num_parts + 1)]
+    return [_rows(value, start, end) for start, end in zip(edges, edges[1:], strict=False)]
+
+
+def _rows(value: Any, start: int, end: int) -> Any:
+    if start == 0 and end == len(value):
+        return value
+    try:
+        part = value[start:end]
+    except TypeError:  # a sequence without slices, such as a deque
+        return [value[index] for index in range(start, end)]
+    # Pickling a tensor that is a view writes all that it is a view of.
+    return part.clone() if hasattr(part, "untyped_storage") else part
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(map(str, names)) or "none"

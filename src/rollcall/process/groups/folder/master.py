@@ -1,0 +1,391 @@
+"""Slots and workers on nodes that share a folder and nothing else, the master's side: which workers are there, calls out, answers in.
+The workers' side is ``worker``; ``mailbox`` says which file is where.
+
+A call is a file in its worker's inbox, its answer a file in ``answers``. The label of both is master, worker and epoch: a
+worker answers what is meant for it, by this master, for its current group. Node 0 runs its worker in a child process of
+the master, which is reached the same way.
+
+One thread, the postman, takes answers and watches the workers. A worker is dead when its counter no longer changes, when it has
+said goodbye, or when another process has taken its place; the calls that it had then fail. Who waits for whom: ``reserve`` for a
+worker on every node, ``settle`` for answers.
+"""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from rollcall.base.errors import ClusterError, NoRoomError
+from rollcall.base.stop import Stopped
+from rollcall.base.wait import Wait
+from rollcall.process.groups.backend import Ask, Call, Carrier, Member, NodeSeats, Overseer, Reservation, WorkerSpec
+from rollcall.process.groups.folder.messages import (
+    BEAT_S,
+    SILENT_S,
+    Messages,
+    Peer,
+    Presence,
+    Rhythm,
+    State,
+    about_this_process,
+    label_of,
+    message_name,
+    names,
+    own_folder,
+    put,
+    read,
+    read_name,
+    refuse_second,
+    remove,
+    sweep,
+)
+from rollcall.process.groups.host import GROUP_MARK, RemoteFailureError, end_group
+from rollcall.process.groups.pulse import DoneCall, Seen
+
+APPEAR_S = 600.0  # until every worker is there; a person starts them
+
+
+class NodeWorker:
+    """The worker process of one node; a new process is a new one."""
+
+    def __init__(self, rank: int, *, facts: Mapping[str, Any]) -> None:
+        self.rank = rank
+        self.incarnation: str = facts["incarnation"]
+        self.host: str = facts["host"]
+        self.death = ""  # why; empty: it lives
+        self.on_death: Callable[[str], None] = lambda why: None
+        self.number = 0  # of its last call in this epoch
+        self.calls: dict[int, Call] = {}  # under way, by number
+
+
+class FolderBackend:
+    """The master of a folder, used in a ``with`` block; at its end the workers learn how the run ended."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        num_nodes: int,
+        run: str,
+        options: Mapping[str, str] | None = None,
+        appear_s: float = APPEAR_S,
+        silent_s: float = SILENT_S,
+    ) -> None:
+        self.folder = own_folder(folder)
+        self.num_nodes = num_nodes
+        self.changed = threading.Condition()
+        self._epoch = 0
+        self._messages = Messages(self.folder)
+        self._appear_s = appear_s
+        self._silent_s = silent_s
+        facts = {**about_this_process(), "state": State.RUNNING, "why": "", "run": run, "epoch": 0, "dismissed": []}
+        facts |= {"options": {"--num-nodes": str(num_nodes), **(options or {})}, "folder": str(self.folder)}
+        self._presence = Presence(self._messages.master, facts)
+        self._peers = {rank: Peer(self._messages.node(rank)) for rank in range(num_nodes)}
+        self._workers: dict[int, NodeWorker] = {}
+        self._child: subprocess.Popen[bytes] | None = None
+        self._rhythm = Rhythm()
+        self._ended = threading.Event()
+        self._postman = threading.Thread(target=self._carry, name="postman", daemon=True)
+        self._trouble: Exception | None = None
+
+    def __enter__(self) -> Self:
+        self._messages.root.mkdir(mode=0o700, exist_ok=True)
+        refuse_second(self._messages.master, who="a master")
+        self._messages.answers.mkdir(mode=0o700, exist_ok=True)
+        for folder in (self._messages.answers, self._messages.master):
+            sweep(folder)
+        self._presence.begin()
+        self._postman.start()
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        why = "" if error is None else (str(error).splitlines() or [type(error).__name__])[0]
+        why = "Ctrl-C" if isinstance(error, KeyboardInterrupt) and not isinstance(error, Stopped) else why
+        self._ended.set()
+        self.end_child()
+        self._presence.end(state=State.ENDED if error is None else State.BROKE_OFF, why=why)
+
+    def reserve(self, ask: Ask, *, timeout_s: float) -> Reservation:
+        """Wait until every node has a worker. The deadline is our own: a person starts them by hand."""
+        wanted = ask.node_ranks or tuple(range(len(ask.slots_per_node)))
+        if max(ask.slots_per_node) > 1 or max(wanted) >= self.num_nodes:
+            raise ClusterError(
+                f"slots {list(ask.slots_per_node)} were asked for, and each of the {self.num_nodes} nodes of {self.folder} has one"
+            )
+        workers = self.await_workers(sorted(wanted), timeout_s=self._appear_s)
+        # Without devices: a process uses the accelerators that its node shows it.
+        nodes = [NodeSeats(node_rank=one.rank, node_id=one.host, address="", bundles=(0,)) for one in workers]
+        return Reservation(nodes=nodes, carrier=lambda recipe: Mail(self))  # the workers stay for the next group
+
+    def await_workers(self, ranks: Sequence[int], *, timeout_s: float) -> list[NodeWorker]:
+        """A living worker of each rank."""
+        if 0 in ranks and (self._child is None or self._child.poll() is not None):
+            # It ends when its standard input ends, so with this process.
+            command = [
+                sys.executable,
+                "-m",
+                "rollcall.process.groups.folder.worker",
+                str(self.folder),
+                "0",
+                str(self.num_nodes),
+            ]
+            self._child = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)  # Ctrl-C is for us
+        wait = Wait(timeout_s, every_s=5)
+        while missing := [rank for rank in ranks if not self._welcome(rank)]:
+            self.check()
+            listed = ", ".join(map(str, missing))
+            what = f"waiting for worker {listed} of {self.num_nodes} nodes to appear in {self.folder}"
+            if not wait.again(what, after_s=0.1):
+                raise NoRoomError(
+                    f"worker {listed} did not appear in {self.folder} within {timeout_s:g} s; on each of those nodes run `rollcall train "
+                    f"RUN.yaml --worker R --num-nodes {self.num_nodes} --log-path {self.folder}`, then this command again"
+                )
+        return [self._workers[rank] for rank in ranks]
+
+    def _welcome(self, rank: int) -> bool:
+        """Whether there is a living worker of this rank; a new one takes the place of a dead one."""
+        with self.changed:
+            known, peer = self._workers.get(rank), self._peers[rank]
+            if known is not None and not known.death:
+                return True
+            facts = peer.facts
+            is_new = known is None or known.incarnation != peer.incarnation
+            if not (is_new and peer.is_alive and facts.get("state") == State.HERE):
+                return False
+            ours = about_this_process()
+            for what in ("rollcall", "python"):
+                if str(facts[what]).rpartition(".")[0] != str(ours[what]).rpartition(".")[0]:
+                    raise ClusterError(
+                        f"worker {rank} on {facts['host']} has {what} {facts[what]}, and the master has {ours[what]}; install the "
+                        "same on every node"
+                    )
+            self._workers[rank] = NodeWorker(rank, facts=facts)
+            return True
+
+    def facts_of(self, worker: NodeWorker) -> tuple[Mapping[str, Any], float]:
+        """What this worker last wrote about itself, and how many seconds ago that was seen."""
+        peer = self._peers[worker.rank]
+        return (peer.facts, peer.silent_s) if peer.incarnation == worker.incarnation else ({}, 0.0)
+
+    def end_child(self) -> None:
+        if self._child is None:
+            return
+        child, self._child = self._child, None
+        child.kill()
+        child.wait(timeout=30)
+        with self.changed:
+            self._bury(0, "it was ended")
+
+    def begin_epoch(self) -> None:
+        """Start a new group: workers drop all work for an older one."""
+        with self.changed:
+            self._epoch += 1
+            for worker in self._workers.values():
+                worker.number = 0
+                self._fail_calls(worker, "its group was shut down")
+        self._presence.say(epoch=self._epoch)
+
+    def post(self, worker: NodeWorker, call: Call, data: bytes) -> None:
+        """Put a call into the worker's inbox."""
+        with self.changed:
+            if worker.death:
+                worker.on_death(worker.death)
+                call.finish(error=ClusterError(worker.death))
+                return
+            worker.number += 1
+            worker.calls[worker.number] = call
+            put(self._messages.inbox(worker.rank) / message_name(self._label(worker), worker.number), data)
+            self._rhythm.note(happened=True)
+
+    def _label(self, worker: NodeWorker) -> str:
+        return label_of(master=self._presence.incarnation, worker=worker.incarnation, epoch=self._epoch)
+
+    def _carry(self) -> None:
+        """The postman's loop."""
+        looked = 0.0
+        while not self._ended.wait(self._rhythm.wait_s):
+            try:
+                found = self._take_answers()
+                if time.monotonic() - looked > BEAT_S / 2:
+                    self._look_at_workers()
+                    looked = time.monotonic()
+                self._rhythm.note(happened=found)
+            except Exception as error:  # those that wait for an answer must know that none will come
+                with self.changed:
+                    self._trouble = error
+                    self.changed.notify_all()
+                return
+
+    def check(self) -> None:
+        if self._trouble is not None:
+            raise ClusterError(f"the messages in {self.folder} cannot be read: {self._trouble}") from self._trouble
+
+    def _take_answers(self) -> bool:
+        answers, found = self._messages.answers, False
+        for name in names(answers):
+            data = read(answers / name)
+            if data is None:
+                continue
+            answered = self._call_of(name)
+            if answered is None:
+                remove(answers / name)  # of an earlier conversation
+                continue
+            outcome: RemoteFailureError | tuple[Any] = pickle.loads(data)
+            remove(answers / name)
+            found = True
+            with self.changed:
+                if isinstance(outcome, RemoteFailureError):
+                    answered.finish(error=outcome)
+                else:
+                    answered.finish(outcome[0])
+                self.changed.notify_all()
+        return found
+
+    def _call_of(self, name: str) -> Call | None:
+        """The call that this file answers."""
+        label, number = read_name(name)
+        with self.changed:
+            for worker in self._workers.values():
+                if label == self._label(worker) and not worker.death and number in worker.calls:
+                    return worker.calls.pop(number)
+        return None
+
+    def _look_at_workers(self) -> None:
+        for peer in self._peers.values():
+            peer.look()
+        with self.changed:
+            for rank, worker in self._workers.items():
+                if not worker.death and (why := self._cause_of_death(rank, worker)):
+                    self._bury(rank, why)
+
+    def _cause_of_death(self, rank: int, worker: NodeWorker) -> str:
+        """Why the worker is dead; empty if it lives."""
+        peer = self._peers[rank]
+        if rank == 0 and self._child is not None and (status := self._child.poll()) is not None:
+            return f"its process ended with status {status}"
+        if peer.incarnation != worker.incarnation:
+            return f"another process took its place, on {peer.facts.get('host')}"
+        if peer.facts.get("state") == State.LEFT:
+            return f"it said goodbye ({peer.facts.get('why')})"
+        if peer.silent_s > self._silent_s:
+            return f"its counter in {self._messages.node(rank)} has not moved for {peer.silent_s:.0f} s"
+        return ""
+
+    def _bury(self, rank: int, why: str) -> None:
+        worker = self._workers.get(rank)
+        if worker is None or worker.death:
+            return
+        worker.death = why
+        worker.on_death(why)
+        self._fail_calls(worker, why)
+        # If it lives after all, because it was only stopped for a while, it must come back as a new worker.
+        self._presence.say(dismissed=[worker.incarnation for worker in self._workers.values() if worker.death])
+
+    def _fail_calls(self, worker: NodeWorker, why: str) -> None:
+        for call in worker.calls.values():
+            call.finish(error=ClusterError(why))
+        worker.calls.clear()
+        self.changed.notify_all()
+
+
+class Mail(Carrier):
+    """Carries the calls of one group."""
+
+    peer_s = SILENT_S + 2
+
+    def __init__(self, post: FolderBackend) -> None:
+        self._post = post
+        self._mark = uuid.uuid4().hex
+        self._num_heard: dict[NodeWorker, int] = {}  # calls that each worker has reported
+
+    def open(self, gang: Overseer) -> None:
+        super().open(gang)
+        self._post.begin_epoch()
+
+    def launch(self, spec: WorkerSpec, *, lost: Member | None, wait: Wait) -> Member:
+        """The worker that waits on the node; a person starts it."""
+        (worker,) = self._post.await_workers([spec.node.node_rank], timeout_s=wait.left_s)
+        member = Member(replace(spec, node=replace(spec.node, node_id=worker.host)), link=worker)
+        worker.on_death = lambda why: self.gang.lose({member: why})
+        return member
+
+    def start_env(self, spec: WorkerSpec) -> Mapping[str, str]:
+        return {**spec.env, GROUP_MARK: self._mark}
+
+    def send(self, call: Call, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        data = pickle.dumps((method, tuple(args), dict(kwargs)), protocol=pickle.HIGHEST_PROTOCOL)
+        self._post.post(call.member.link, call, data)
+
+    def settle(self, calls: Sequence[Call], *, timeout_s: float, through_failures: bool = False) -> None:
+        def is_enough() -> bool:
+            has_failed = any(call.error is not None or call.member.death for call in calls)
+            return (has_failed and not through_failures) or all(call.is_done for call in calls)
+
+        with self._post.changed:
+            self._post.check()
+            self._post.changed.wait_for(is_enough, timeout=timeout_s)
+
+    def answered(self, calls: Sequence[Call], *, timeout_s: float) -> Collection[Call]:
+        with self._post.changed:
+            self._post.check()
+            self._post.changed.wait_for(lambda: any(call.is_done for call in calls), timeout=timeout_s)
+            return [call for call in calls if call.is_done]
+
+    def is_alive(self, member: Member) -> bool:
+        return not member.link.death
+
+    def look(self, members: Sequence[Member], *, last: bool) -> Collection[int]:
+        if last:
+            self._await_beat(members, timeout_s=3 * BEAT_S)
+        for member in members:
+            worker = member.link
+            facts, age_s = self._post.facts_of(worker)
+            told_s = time.time() - age_s
+            report = read_report(facts, mark=self._mark, after=self._num_heard.get(worker, 0))
+            if report is not None:
+                self._num_heard[worker] = report.num_calls
+                seen = {member.spec.rank: report.seen}
+                self.gang.lookout.note(
+                    worker.incarnation, seen, there_s=report.now_s, asked_s=told_s, answered_s=told_s
+                )
+        return ()
+
+    def _await_beat(self, members: Sequence[Member], *, timeout_s: float) -> None:
+        """Until each of these workers has reported what it did until now, or is dead, or the time is over."""
+        wait, counter_of = Wait(timeout_s), lambda member: self._post.facts_of(member.link)[0].get("counter")
+        before = {member: counter_of(member) for member in members}
+        while not wait.is_over and any(not member.death and counter_of(member) == before[member] for member in members):
+            time.sleep(BEAT_S / 10)
+
+    def stop(self, members: Sequence[Member], *, timeout_s: float) -> None:
+        """Workers drop their work when they see the next epoch; the process of node 0 is ended."""
+        self._post.begin_epoch()
+        self._post.end_child()
+        end_group(self._mark, timeout_s=timeout_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    seen: Seen
+    now_s: float  # of the worker's monotonic clock
+    num_calls: int  # that it has reported in all
+
+
+def read_report(facts: Mapping[str, Any], *, mark: str, after: int) -> Report | None:
+    """The report of a worker of the group with this mark, with the calls past the first ``after``; None if there is none."""
+    report = facts.get("pulse")
+    if report is None or report["mark"] != mark:
+        return None
+    new = max(report["num_calls"] - after, 0)
+    calls = tuple(DoneCall(*call) for call in report["calls"][-new:]) if new else ()
+    seen = Seen(**{**report["seen"], "calls": calls})
+    return Report(seen=seen, now_s=report["now_s"], num_calls=report["num_calls"])

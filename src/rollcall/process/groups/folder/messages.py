@@ -1,0 +1,310 @@
+"""Messages and signs of life between processes that share a folder and nothing else.
+
+FOLDER/messages/
+  master/presence.json      who is master, which of its worker groups is current (``epoch``), how the run ended
+  node-0001/presence.json   who is worker 1
+  node-0001/inbox/          calls to it, removed as it takes them
+  answers/                  from all workers, removed as the master takes them
+
+A message is a file. It is written under another name in the same folder and renamed, so that no reader sees a part of it;
+the reader removes it. Its name has the label of a conversation (master, worker, epoch) and a number. The reader takes numbers
+in order, and waits for a number that the folder does not list yet. A message with another label belongs to an earlier
+conversation and is never answered.
+
+A process shows that it lives by a file with an incarnation, which is new for every process, and a counter that it advances
+(``base/heartbeat.py``). The file of a process that is gone does not move.
+
+NFS may show a new file late to a process that asks for its name, but at once to one that opens the folder; so every look
+lists the folder first. A reader gets ENOENT or ESTALE when a file is replaced while it reads; it then looks again.
+
+Messages are pickles: a process that can write one runs code here. So the folder must be closed to other users (0700), which
+is checked. The file system then keeps others out, and no token is needed.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import platform
+import socket
+import stat
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from rollcall.base.atomic import TEMPORARY, write_atomic
+from rollcall.base.errors import ClusterError
+from rollcall.base.heartbeat import Heartbeat
+from rollcall.base.patience import DiskError, persist
+from rollcall.base.version import __version__
+from rollcall.base.wait import warn
+
+BEAT_S = 1.0  # between two advances of a counter
+SILENT_S = 20.0  # without an advance: gone
+PRESENCE = "presence.json"
+
+
+class State(StrEnum):
+    """A process's own word for its state: the first three are a master's, the others a worker's."""
+
+    RUNNING = "running"
+    ENDED = "ended"
+    BROKE_OFF = "broke off"
+    HERE = "here"
+    LEFT = "left"
+
+
+class Messages:
+    """The folders below FOLDER."""
+
+    def __init__(self, shared: Path) -> None:
+        self.root = shared / "messages"
+        self.master = self.root / "master"
+        self.answers = self.root / "answers"
+
+    def node(self, rank: int) -> Path:
+        return self.root / f"node-{rank:04d}"
+
+    def inbox(self, rank: int) -> Path:
+        return self.node(rank) / "inbox"
+
+
+def label_of(*, master: str, worker: str, epoch: int) -> str:
+    return f"{master}-{worker}-{epoch:05d}"
+
+
+def about_this_process() -> dict[str, Any]:
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "rollcall": __version__,
+        "python": platform.python_version(),
+    }
+
+
+def new_id() -> str:
+    return uuid.uuid4().hex[:12]
+
+
+def own_folder(path: Path) -> Path:
+    """Make the folder if it does not exist, and refuse it unless it is closed to other users."""
+    path = path.absolute()
+    if not path.exists():
+        path.mkdir(parents=True, mode=0o700, exist_ok=True)
+    found = path.stat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise ClusterError(f"{path} is a file; give a folder that all nodes share")
+    if found.st_uid != os.geteuid():
+        raise ClusterError(
+            f"{path} belongs to user {found.st_uid}, and this is user {os.geteuid()}; the nodes exchange Python pickles there, "
+            "so it must be your own: give another folder"
+        )
+    mode = stat.S_IMODE(found.st_mode)
+    if mode & 0o077:
+        raise ClusterError(
+            f"{path} is open to other users (mode {mode:03o}); the nodes exchange Python pickles there, which run code, so it "
+            f"must be closed to others: chmod 700 {path}"
+        )
+    return path.resolve()
+
+
+@contextmanager
+def _unless_gone() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ESTALE, errno.ENOTDIR):
+            raise
+
+
+def names(folder: Path) -> list[str]:
+    """The files of the folder, sorted, without those being written; none while the folder does not exist."""
+    with _unless_gone():
+        return sorted(name for name in os.listdir(folder) if not name.startswith(TEMPORARY))
+    return []
+
+
+def read(path: Path) -> bytes | None:
+    """The file's bytes; None if it is gone, or is being replaced."""
+    with _unless_gone():
+        return path.read_bytes()
+    return None
+
+
+def remove(path: Path) -> None:
+    with _unless_gone():
+        path.unlink()
+
+
+def put(path: Path, data: bytes, *, durable: bool = False) -> None:
+    """Write a file, whole or not at all; ``durable``: it survives a power cut. A folder that is full or not mounted is waited for."""
+
+    def write() -> None:
+        try:
+            write_atomic(path, data, durable=durable)
+        except FileNotFoundError as error:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE)) from error
+
+    persist(write, path=path, what="a message")
+
+
+def sweep(folder: Path) -> None:
+    """Remove files whose writer was killed. A writer that lives writes its file again."""
+    for path in folder.glob(f"{TEMPORARY}*"):
+        with suppress(OSError):  # what is left is removed at the next start
+            path.unlink()
+
+
+class Rhythm:
+    """How long to wait between two looks: short after something happened, then longer and longer."""
+
+    wait_s = 0.02
+
+    def note(self, *, happened: bool) -> None:
+        self.wait_s = 0.02 if happened else min(self.wait_s * 1.2, 0.5)
+
+
+class Inbox:
+    """The messages of one label in a folder, in the order of their numbers, each once."""
+
+    def __init__(self, folder: Path, *, label: str) -> None:
+        self._folder, self._label, self._next = folder, label, 1
+
+    def take(self) -> tuple[int, bytes] | None:
+        """Take the next message; None if there is none yet."""
+        name = message_name(self._label, self._next)
+        if name not in names(self._folder) or (data := read(self._folder / name)) is None:
+            return None
+        remove(self._folder / name)
+        self._next += 1
+        return self._next - 1, data
+
+
+def message_name(label: str, number: int) -> str:
+    return f"{label}.{number:09d}"
+
+
+def read_name(name: str) -> tuple[str, int]:
+    """Label and number; a file that is no message has no label."""
+    label, _, number = name.rpartition(".")
+    return (label, int(number)) if number.isdigit() else ("", 0)
+
+
+class Presence:
+    """This process as the others see it: its incarnation, facts about it, and a counter that a thread advances.
+
+    ``each_beat`` runs in that thread each time. ``changing`` gives facts that are new each time.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        facts: Mapping[str, Any],
+        *,
+        each_beat: Callable[[], None] | None = None,
+        changing: Callable[[], Mapping[str, Any]] = dict,
+    ) -> None:
+        self._path = folder / PRESENCE
+        self._facts = {**facts, "incarnation": new_id()}
+        self._each_beat = each_beat
+        self._changing = changing
+        self._counter = 0
+        self._one_writes = threading.Lock()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name=f"presence in {folder.name}", daemon=True)
+
+    @property
+    def incarnation(self) -> str:
+        return self._facts["incarnation"]
+
+    def begin(self) -> None:
+        self._path.parent.mkdir(mode=0o700, exist_ok=True)
+        self._write(durable=True)
+        self._thread.start()
+
+    def say(self, **facts: Any) -> None:
+        """Change the facts; others see them once this returns."""
+        with self._one_writes:
+            self._facts |= facts
+        self._write(durable=True)
+
+    def end(self, **facts: Any) -> None:
+        """Stop the counter and leave these facts."""
+        self._ended.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(timeout=2 * BEAT_S)
+        self.say(**facts)
+
+    def _write(self, *, durable: bool) -> None:
+        with self._one_writes:
+            self._counter += 1
+            facts = {**self._facts, **self._changing(), "counter": self._counter}
+            put(self._path, json.dumps(facts).encode(), durable=durable)
+
+    def _beat(self) -> None:
+        while not self._ended.wait(BEAT_S):
+            try:
+                self._write(durable=False)
+                if self._each_beat is not None:
+                    self._each_beat()
+            except (
+                OSError,
+                DiskError,
+            ) as error:  # others see that the counter does not grow, and wait until the folder is back
+                warn(f"{self._path} cannot be written: {error}")
+
+
+class Peer:
+    """Another process as its presence shows it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.facts: Mapping[str, Any] = {}
+        self._folder = folder
+        self._beat = Heartbeat()
+
+    @property
+    def incarnation(self) -> str | None:
+        return self.facts.get("incarnation")
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether its counter was seen to advance, so that it lived then."""
+        return self._beat.has_moved
+
+    @property
+    def silent_s(self) -> float:
+        return self._beat.silent_s
+
+    @property
+    def is_alive(self) -> bool:
+        return self.is_moving and self.silent_s < SILENT_S
+
+    def look(self) -> None:
+        if PRESENCE not in names(self._folder) or (data := read(self._folder / PRESENCE)) is None:
+            return
+        with suppress(ValueError):  # a power cut left half of it
+            self.facts = json.loads(data)
+            self._beat.see(self.facts["incarnation"], self.facts["counter"])
+
+
+def refuse_second(folder: Path, *, who: str) -> None:
+    """Refuse a second process under this name: the counter of the first moves while we look."""
+    peer = Peer(folder)
+    peer.look()
+    if not peer.facts or peer.facts.get("state") not in (State.RUNNING, State.HERE):
+        return
+    until = time.monotonic() + 3 * BEAT_S
+    while time.monotonic() < until:
+        time.sleep(0.2)
+        peer.look()
+        if peer.is_moving:
+            raise ClusterError(
+                f"{who} runs already, as process {peer.facts['pid']} on {peer.facts['host']}, in {folder.parent.parent}; end it "
+                "first, or give another --log-path"
+            )

@@ -1,0 +1,356 @@
+"""The worker of one node, where nodes share only a folder: it takes calls from its inbox and answers them one at a time.
+
+It serves a master whose counter moves; the master of an earlier run does not move. A new epoch of the master, or a new
+master, ends the work under way, and the worker is made again at the next start. If the master's counter stops, the
+worker waits for it, or for a new master, up to a deadline.
+
+The main thread works. The presence's thread advances the counter and looks at the master. If no one waits for the main
+thread's call any more, it interrupts that call by a signal.
+
+``python -m rollcall.process.groups.folder.worker FOLDER RANK NUM_NODES`` is the worker of node 0, a child of the master. It ends when
+its standard input does.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rollcall.base.errors import ClusterError
+from rollcall.base.stop import heeded_signals
+from rollcall.base.wait import Wait, say
+from rollcall.process.groups.folder.messages import (
+    BEAT_S,
+    SILENT_S,
+    Inbox,
+    Messages,
+    Peer,
+    Presence,
+    Rhythm,
+    State,
+    about_this_process,
+    label_of,
+    message_name,
+    names,
+    new_id,
+    own_folder,
+    put,
+    refuse_second,
+    remove,
+    sweep,
+)
+from rollcall.process.groups.host import GROUP_MARK, Host, RemoteFailureError, end_group
+from rollcall.process.groups.pulse import DoneCall, Reader
+
+MASTER_WAIT_S = 1800.0  # for a master that has not started yet, or is lost
+END_S = 10.0  # for killed processes to be gone
+
+
+# Not Exceptions: the code of a call must not take them for its own errors.
+class _Abandoned(BaseException):
+    """No one waits for this call any more."""
+
+
+class _Terminated(BaseException):
+    """By this signal."""
+
+    def __init__(self, number: int) -> None:
+        self.number = signal.Signals(number)
+
+
+class Reporter:
+    """Reports the calls of a worker to the master, in the file that shows that it lives; another thread asks for ``facts``.
+
+    The file is written every second, and a master on a slow file system may not see each one. So it has the last calls and how many
+    there were, and the master takes those that it does not know yet (``master.read_report``).
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._reader: Reader | None = None
+        self._mark = ""
+        self._num_calls = 0
+        self._calls: deque[DoneCall] = deque(maxlen=64)
+
+    def begin(self, pid: int, mark: str) -> None:
+        """This process is a worker of the group with this mark."""
+        with self._lock:
+            self._reader, self._mark, self._num_calls = Reader(pid), mark, 0
+            self._calls.clear()
+
+    def end(self) -> None:
+        with self._lock:
+            if self._reader is not None:
+                self._reader.close()
+            self._reader = None
+
+    def facts(self) -> Mapping[str, Any]:
+        with self._lock:
+            if self._reader is None:
+                return {}
+            now_s, seen = time.monotonic(), self._reader.look()
+            self._calls += seen.calls
+            self._num_calls += len(seen.calls)
+            report = {"mark": self._mark, "now_s": now_s, "num_calls": self._num_calls, "calls": list(self._calls)}
+            return {"pulse": report | {"seen": asdict(seen) | {"calls": (), "longest_s": None}}}
+
+
+class FolderWorker:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        rank: int,
+        num_nodes: int,
+        options: Mapping[str, str] | None = None,
+        wait_s: float = MASTER_WAIT_S,
+    ) -> None:
+        self.folder = own_folder(folder)
+        self.rank = rank
+        self.num_nodes = num_nodes
+        self._options = {"--num-nodes": str(num_nodes), **(options or {})}
+        self._wait_s = wait_s
+        self._messages = Messages(self.folder)
+        self._own = self._messages.node(rank)
+        self._calls = self._messages.inbox(rank)
+        self._master = Peer(self._messages.master)
+        self._reporter = Reporter()
+        self._presence = Presence(
+            self._own,
+            {**about_this_process(), "state": State.HERE, "why": "", "rank": rank},
+            each_beat=self._look,
+            changing=self._reporter.facts,
+        )
+        self._label = ""  # of the current conversation; empty: there is none
+        self._served: set[str] = set()  # masters
+        self._is_calling = False
+        self._host: Host | None = None
+        self._mark = ""  # of the group it belongs to
+        self._inbox: Inbox | None = None
+        self._tells = rank > 0  # the master's child prints nothing; the master does
+
+    def run(self) -> None:
+        """Serve until the master says that the run is over."""
+        for path in (self._messages.root, self._own, self._calls, self._messages.answers):
+            path.mkdir(mode=0o700, exist_ok=True)
+        refuse_second(self._own, who=f"worker {self.rank}")
+        for path in (self._own, self._calls):
+            sweep(path)
+        for number in heeded_signals():
+            signal.signal(number, self._terminate)
+        signal.signal(signal.SIGUSR1, self._abandon)
+        self._refuse_other_options()
+        before = self._master.incarnation if self._master.facts.get("state") == State.ENDED else None
+        self._presence.begin()
+        why = "it was ended"
+        try:
+            self._say(f"worker {self.rank} of {self.num_nodes} nodes, in {self.folder}")
+            self._serve(ended_before=before)
+            why = "the run is over"
+        except KeyboardInterrupt:
+            why = "Ctrl-C"
+            raise
+        except _Terminated as end:
+            why = end.number.name
+            raise SystemExit(128 + end.number) from None
+        except Exception as error:
+            why = str(error)
+            raise
+        finally:
+            self._drop()
+            self._presence.end(state=State.LEFT, why=why)
+
+    def _refuse_other_options(self) -> None:
+        """Before the master can give this worker work: one that leaves again would cost it an attempt."""
+        end_s = time.monotonic() + 3 * BEAT_S
+        self._master.look()
+        while self._master.facts.get("state") == State.RUNNING and time.monotonic() < end_s:
+            if self._master.is_alive:
+                self._check_master()
+                return
+            time.sleep(0.1)
+            self._master.look()
+
+    def _serve(self, *, ended_before: str | None) -> None:
+        rhythm = Rhythm()
+        waiting: Wait | None = Wait(self._wait_s, first_s=0, every_s=30)
+        while True:
+            state = self._master.facts.get("state")
+            if state == State.ENDED and self._master.incarnation != ended_before:
+                self._say(f"the run of the master on {self._master.facts['host']} has ended")
+                return
+            if not self._master.is_alive or state != State.RUNNING:
+                waiting = waiting or Wait(self._wait_s, first_s=0, every_s=30)
+                self._wait_for_master(waiting)
+                continue
+            if waiting is not None:
+                self._check_master()
+                self._say(
+                    f"serving the master on {self._master.facts['host']} (process {self._master.facts['pid']}), run "
+                    f"{self._master.facts['run']}"
+                )
+                waiting = None
+            self._attach()
+            try:
+                worked = self._work()
+            except _Abandoned:
+                continue
+            rhythm.note(happened=worked)
+            if not worked:
+                time.sleep(rhythm.wait_s)
+
+    def _wait_for_master(self, waiting: Wait) -> None:
+        facts = self._master.facts
+        if not facts or facts.get("state") == State.ENDED or not self._label:
+            what = f"waiting for the master (`rollcall train ... --master`) to appear in {self.folder}"
+        elif facts.get("state") == State.BROKE_OFF:
+            what = f"the master on {facts['host']} stopped ({facts['why']}); waiting for it to be started again with the same command"
+        elif self._master.silent_s < SILENT_S:
+            what = (
+                f"the master on {facts['host']} (process {facts['pid']}) has appeared; waiting to see its counter move"
+            )
+        else:
+            what = (
+                f"the master on {facts['host']} (process {facts['pid']}) has not moved for {self._master.silent_s:.0f} s; "
+                "waiting for it, or for the same command to be run there again"
+            )
+        if waiting.is_over:
+            raise ClusterError(f"{what}: no sign of it for {waiting.waited_s:.0f} s, so worker {self.rank} stops")
+        if self._tells:
+            waiting.tell(what)
+        time.sleep(0.2)
+
+    def _check_master(self) -> None:
+        facts = self._master.facts
+        for name, own in self._options.items():
+            if (masters := facts.get("options", {}).get(name)) != own:
+                started = f"without {name}" if masters is None else f"with {name} {masters}"
+                raise ClusterError(
+                    f"the master on {facts['host']} was started {started}, this worker with {name} {own}; give both the same"
+                )
+        if facts["folder"] != str(self.folder):
+            raise ClusterError(
+                f"the master sees the shared folder as {facts['folder']}, and here it is {self.folder}; paths travel between the "
+                "nodes, so mount it at the same place"
+            )
+
+    def _current_label(self) -> str:
+        assert self._master.incarnation is not None
+        return label_of(
+            master=self._master.incarnation,
+            worker=self._presence.incarnation,
+            epoch=self._master.facts["epoch"],
+        )
+
+    def _attach(self) -> None:
+        """Join the master's current group; calls of another group are dropped and never answered."""
+        if self._presence.incarnation in self._master.facts["dismissed"]:
+            self._say(
+                f"the master gave up worker {self.rank}, which did not move for a while; it comes back as a new worker"
+            )
+            self._drop()
+            self._presence.say(incarnation=new_id())  # as a new process would
+        label = self._current_label()
+        if label == self._label:
+            return
+        self._drop()
+        self._label = label
+        self._served.add(label.partition("-")[0])
+        for name in names(self._calls):
+            # A call may be of a later epoch already, or of a master that this worker has not seen yet.
+            master, _, rest = name.partition("-")
+            is_ours = rest.startswith(f"{self._presence.incarnation}-")
+            is_past = master in self._served and not label.startswith(f"{master}-")
+            if not is_ours or is_past or (label.startswith(f"{master}-") and name.rpartition(".")[0] < label):
+                remove(self._calls / name)
+        self._inbox, self._host = Inbox(self._calls, label=label), Host(f"worker {self.rank}")
+
+    def _drop(self) -> None:
+        """End the worker and the processes that it started."""
+        if self._mark:
+            end_group(self._mark, timeout_s=END_S)
+        self._reporter.end()
+        self._mark, self._host, self._inbox = "", None, None
+        gc.collect()
+        torch: Any = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _work(self) -> bool:
+        """Take a call and answer it; False: there was none."""
+        assert self._inbox is not None
+        taken = self._inbox.take()
+        if taken is None:
+            return False
+        number, data = taken
+        put(self._messages.answers / message_name(self._label, number), self._outcome(data))
+        return True
+
+    def _outcome(self, data: bytes) -> bytes:
+        try:
+            result: Any = (self._call(*pickle.loads(data)),)
+        except RemoteFailureError as error:
+            result = error
+        except Exception as error:  # a message that cannot be read here, for example because a module is missing
+            result = RemoteFailureError.of(error)
+        try:
+            return pickle.dumps(result, protocol=pickle.HIGHEST_PROTOCOL)
+        except Exception as error:  # a result may hold anything, and pickling runs its code
+            return pickle.dumps(RemoteFailureError.of(error))
+
+    def _call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call this method of the host."""
+        assert self._host is not None
+        if method == "start":
+            self._mark = args[0][GROUP_MARK]
+            self._host.start(*args, **kwargs)
+            return self._reporter.begin(os.getpid(), self._mark)
+        try:
+            self._is_calling = method == "call"  # not while it is made: an interrupted import cannot be repeated
+            return getattr(self._host, method)(*args, **kwargs)
+        finally:
+            self._is_calling = False
+
+    def _look(self) -> None:
+        """In the presence's thread."""
+        self._master.look()
+        if self._is_calling and self._master.is_moving and self._label != self._current_label():
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+
+    def _abandon(self, number: int, frame: Any) -> None:
+        if self._is_calling:
+            self._is_calling = False
+            raise _Abandoned
+
+    def _terminate(self, number: int, frame: Any) -> None:
+        raise _Terminated(number)
+
+    def _say(self, text: str) -> None:
+        if self._tells:
+            say(text)
+
+
+def _end_with_parent() -> None:
+    while os.read(0, 1):  # not through sys.stdin, whose lock a thread must not hold when the interpreter ends
+        continue
+    os._exit(1)
+
+
+def main() -> None:
+    folder, rank, num_nodes = sys.argv[1:]
+    threading.Thread(target=_end_with_parent, name="watches the master", daemon=True).start()
+    FolderWorker(Path(folder), rank=int(rank), num_nodes=int(num_nodes)).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""The running workers of one group: called, waited for, lost, replaced, ended. A Carrier (backend.py) takes the calls to their processes.
+
+Who waits for whom: ``gather`` waits for answers in short turns, so that a loss that the carrier has seen ends the wait at once. The
+loss of a worker ends the waits for that worker; ``replace`` puts a new process in its seat. A group that needs some of its workers
+says which others it tolerates to lose; the loss of a needed worker ends every wait.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NoReturn
+
+from rollcall.base.errors import PeerLostError, WorkerDiedError, WorkerError, WorkerTimeoutError
+from rollcall.base.wait import Wait
+from rollcall.process.debug.board import BOARD
+from rollcall.process.groups.backend import Call, Carrier, Member, Recipe, WorkerSpec, whom
+from rollcall.process.groups.dispatch import Drop
+from rollcall.process.groups.host import RemoteFailureError, is_about_a_peer
+from rollcall.process.groups.sightings import Lookout, Sightings
+
+STUMBLE_S = 0.5  # when one worker dies in a collective, the others raise within moments, or before its death is known
+TURN_S = 0.5  # between two looks at what the carrier has seen
+LOOK_S = 0.25
+
+
+class Gang:
+    def __init__(self, specs: Sequence[WorkerSpec], recipe: Recipe, carrier: Carrier) -> None:
+        self.members: list[Member] = []  # by rank
+        self.lookout = Lookout()
+        self._specs = specs
+        self._recipe = recipe
+        self._carrier = carrier
+        self._shared: tuple[list[Any], dict[str, Any]] = [], {}  # what each worker is made of
+        self._master_port = 0
+        self._tolerated: frozenset[int] = frozenset(range(len(specs)))
+        self._end: WorkerDiedError | None = None  # what every wait raises
+        self._waited_for: dict[int, Sequence[Call]] = {}  # by thread that waits
+
+    def start(self, *, timeout_s: float) -> None:
+        """Make every worker."""
+        wait, recipe, share = Wait(timeout_s), self._recipe, self._carrier.share
+        self._carrier.open(self)
+        for spec in self._specs:
+            self.members.append(self._carrier.launch(spec, lost=None, wait=wait))
+        self._shared = (
+            [share(value) for value in (recipe.target, *recipe.args)],
+            {name: share(value) for name, value in recipe.kwargs.items()},
+        )
+        self._begin(self.members, wait=wait)
+
+    def _begin(self, members: Sequence[Member], *, wait: Wait) -> None:
+        greetings = [self._send(member, "greet", [member.spec.rank == 0], {}) for member in members]
+        for member, (pid, port) in zip(members, self.gather(greetings, wait=wait), strict=True):
+            member.pid, self._master_port = pid, port or self._master_port
+            self._carrier.watch(member)  # before it starts, which may be what it gets stuck in
+            self.lookout.regain(member.spec.rank, f"process {pid} on node {member.spec.node.node_rank}")
+        master = {"master_address": self.members[0].spec.node.address, "master_port": self._master_port}
+        args, kwargs = self._shared
+        starts = []
+        for member in members:
+            env = {**self._carrier.start_env(member.spec), **member.spec.group_env(**master)}
+            starts.append(self._send(member, "start", [env, *args], kwargs))
+        self.gather(starts, wait=wait)
+
+    def share(self, value: Any) -> Any:
+        """The value in a form that is cheap to give to several workers."""
+        return self._carrier.share(value)
+
+    def call(self, rank: int, method: str, drop: Drop, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+        purpose = self._recipe.purposes.get(method, f"to return from {method}").format(*args)
+        return self._send(self.members[rank], "call", [method, drop, *args], kwargs, purpose=purpose)
+
+    def _send(
+        self, member: Member, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, purpose: str = ""
+    ) -> Call:
+        call = Call(member, purpose)
+        self._carrier.send(call, method, args, kwargs)
+        return call
+
+    def gather(self, calls: Sequence[Call], *, wait: Wait) -> list[Any]:
+        """The results, in order; raises as soon as one call fails, a needed worker is lost, or the wait is over."""
+        waited_for = self._waited_for[threading.get_ident()] = list(dict.fromkeys(calls))
+        try:
+            while missing := [call for call in waited_for if not call.is_done]:
+                self._check(missing)
+                began_s = time.monotonic()
+                self._carrier.settle(missing, timeout_s=min(wait.until_word_s, TURN_S))
+                missing = [call for call in missing if not call.is_done]
+                if any(call.error is not None for call in waited_for):
+                    break
+                if BOARD.is_held:
+                    wait.excuse(time.monotonic() - began_s)
+                if missing and (wait.is_over or wait.is_word_due):
+                    self._tell(missing, wait=wait, total=len(calls))
+            if any(call.error is not None for call in waited_for):
+                self._explain(waited_for)
+            return [call.value for call in calls]
+        finally:
+            del self._waited_for[threading.get_ident()]
+
+    def _tell(self, missing: Sequence[Call], *, wait: Wait, total: int) -> None:
+        answered = self._carrier.answered(missing, timeout_s=0)  # a carrier may take all answers or none
+        specs = [call.member.spec for call in missing if call not in answered]
+        if not specs:
+            return
+        if wait.is_over:
+            text = f"no answer after {wait.timeout_s:g} s from {len(specs)} of {total} workers: {listed(specs)}"
+            raise WorkerTimeoutError(text, **whom(specs))
+        wait.tell(f"waiting for {listed(specs)}")
+
+    def ready(self, calls: Sequence[Call], *, timeout_s: float) -> list[Call]:
+        """Those that have an answer or have failed; waits for the first, at most ``timeout_s``."""
+        if self._end is not None:
+            raise self._end
+        settled = {call for call in calls if call.is_done or call.member.death}
+        waiting = [call for call in calls if call not in settled]
+        if waiting:
+            settled |= {*self._carrier.answered(waiting, timeout_s=0 if settled else timeout_s)}
+        return [call for call in calls if call in settled]
+
+    def _check(self, missing: Sequence[Call]) -> None:
+        """Raise if the gang cannot go on, or if a worker that owes one of these answers is lost."""
+        if self._end is not None:
+            raise self._end
+        if owed := [call for call in missing if call.member.death]:
+            self._carrier.settle(owed, timeout_s=0, through_failures=True)  # it may have answered before its end
+            if lost := list(dict.fromkeys(call.member for call in owed if not call.is_done)):
+                raise self._died(lost)
+
+    def is_alive(self, rank: int) -> bool:
+        member = self.members[rank]
+        return not member.death and self._carrier.is_alive(member)
+
+    def tolerate(self, ranks: Collection[int]) -> None:
+        """The group can go on without these workers. The loss of any other ends every wait, also waits for workers that live.
+
+        A gang tolerates the loss of all its workers until this is called: a loss then ends the waits for the lost worker.
+        """
+        self._tolerated = frozenset(ranks)
+
+    def lose(self, losses: Mapping[Member, str]) -> None:
+        new = [member for member in losses if not member.death]
+        for member in new:
+            member.death = losses[member]
+        # One that has been replaced meanwhile is not missing.
+        current = [member for member in new if member in self.members]
+        for member in current:
+            self.lookout.lose(member.spec.rank, member.death)
+        fatal = [member for member in current if member.spec.rank not in self._tolerated]
+        if fatal and self._end is None:
+            self._end = self._died(fatal)
+
+    def replace(self, rank: int, *, timeout_s: float) -> WorkerSpec:
+        """Put a new process into the seat of a lost worker; returns where it is now."""
+        if self._end is not None:
+            raise self._end
+        wait, lost = Wait(timeout_s, first_s=30, every_s=300), self.members[rank]
+        member = self.members[rank] = self._carrier.launch(lost.spec, lost=lost, wait=wait)
+        self._begin([member], wait=wait)
+        return member.spec
+
+    def sightings(self, *, last: bool = False) -> Sightings:
+        """What the workers are doing, and did since this was last asked."""
+        silent = self._carrier.look(self.members, last=last)
+        return self.lookout.take([member.pid for member in self.members], silent=silent)
+
+    def stop(self, *, timeout_s: float) -> None:
+        """End every process of the gang, and every process that those have started."""
+        shut_down = WorkerDiedError(f"{self._specs[0].role} has been shut down", **whom(self._specs))
+        self._end = self._end or shut_down
+        self._carrier.stop(self.members, timeout_s=timeout_s)
+
+    def _died(self, members: Sequence[Member]) -> WorkerDiedError:
+        specs = [member.spec for member in members]
+        others = f"\nAlso lost: {listed(specs[1:])}" if len(specs) > 1 else ""
+        return died(specs, f"{members[0].death}{self._waits()}{others}")
+
+    def _waits(self) -> str:
+        """The end of a sentence that says what any thread waits for."""
+        waiting = [call for calls in list(self._waited_for.values()) for call in calls if not call.is_done]
+        answered = self._carrier.answered(waiting, timeout_s=0) if waiting else ()
+        found: dict[str, list[WorkerSpec]] = {}
+        for call in waiting:
+            if call.purpose and (call.member.death or call not in answered):
+                found.setdefault(call.purpose, []).append(call.member.spec)
+        words = waits_words(found)
+        return f"; {words}" if words else ""
+
+    def _explain(self, calls: Sequence[Call]) -> NoReturn:
+        """Raise what the failed call means: a dead worker comes before those that failed because of its death."""
+        self._carrier.settle(calls, timeout_s=STUMBLE_S, through_failures=True)
+        failed = [call for call in calls if call.error is not None]
+        self._look_for_dead(failed)
+        first = next((call for call in failed if call.member.death), failed[0])
+        others = [call.member.spec for call in failed if call is not first]
+        also = f"\nAlso failed: {listed(others)}" if others else ""
+        spec, error = first.member.spec, first.error
+        named = whom([spec, *others])
+        if first.member.death:
+            raise died([spec, *others], f"{first.member.death}{self._waits()}{also}") from error
+        if not isinstance(error, RemoteFailureError):
+            raise WorkerError(f"{spec.where} gave no result: {error}{also}", **named) from error
+        if self._carrier.peer_s and is_about_a_peer(error.original, error.text):
+            self._blame(calls, f"{spec.where} raised\n{error}{also}")
+            raise PeerLostError(f"{spec.where} lost its peer:\n{error}{also}", **named) from error.original
+        raise WorkerError(f"{spec.where} raised\n{error}{also}", **named) from error.original
+
+    def _blame(self, calls: Sequence[Call], complaint: str) -> None:
+        """Raise for a dead worker among those that were called, once its death is known; return if none is dead."""
+        deadline = time.monotonic() + self._carrier.peer_s
+        while time.monotonic() < deadline:
+            self._check([call for call in calls if not call.is_done])
+            self._look_for_dead(calls)
+            if dead := list(dict.fromkeys(call.member for call in calls if call.member.death)):
+                why = f"{dead[0].death}{self._waits()}\n{complaint}"
+                raise died([member.spec for member in dead], why)
+            time.sleep(LOOK_S)
+
+    def _look_for_dead(self, calls: Sequence[Call]) -> None:
+        members = {call.member for call in calls if not call.member.death}
+        self.lose({member: "its process is gone" for member in members if not self._carrier.is_alive(member)})
+
+
+def listed(specs: Sequence[WorkerSpec], *, most: int = 8) -> str:
+    more = f" and {len(specs) - most} more" if len(specs) > most else ""
+    return ", ".join(spec.where for spec in specs[:most]) + more
+
+
+def waits_words(waits: Mapping[str, Sequence[WorkerSpec]]) -> str:
+    """The workers that are waited for, by purpose."""
+    parts = [f"{listed(specs, most=3)} {purpose}" for purpose, specs in waits.items()]
+    return f"the run waited for {', and for '.join(parts)}" if parts else ""
+
+
+def died(specs: Sequence[WorkerSpec], why: str) -> WorkerDiedError:
+    return WorkerDiedError(f"{specs[0].where} is dead: {why}", **whom(specs))

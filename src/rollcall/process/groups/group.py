@@ -1,0 +1,432 @@
+"""Worker groups: one class in many processes, called together.
+
+A WorkerBuilder says what a worker is. A WorkerGroup makes one in each of its seats and calls them. A MultiWorkerFuture holds
+the answers to come. Run methods return at once; ``get_all_worker_results`` waits.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypedDict
+
+from rollcall.base.errors import ClusterError, WorkerError
+from rollcall.base.wait import Wait, say
+from rollcall.nodes.declared import GROUP_VARIABLES
+from rollcall.process.groups.backend import STOP_DEADLINE_S, Recipe, Seat, WorkerSpec
+from rollcall.process.groups.cluster import VirtualCluster
+from rollcall.process.groups.dispatch import check_fields, leaders, routes, split_arguments
+from rollcall.process.groups.gang import Gang
+from rollcall.process.groups.sharding import NamedSharding
+from rollcall.process.groups.sightings import Sightings
+
+START_DEADLINE_S = 900.0
+RESULT_DEADLINE_S = 3600.0
+
+
+class WorkerMetadata(TypedDict):
+    """Who a worker is and where."""
+
+    name: str  # role and rank, such as policy-3
+    global_rank: int
+    local_rank: int  # among the group's workers on its node
+    node_idx: int  # its node's place among the cluster's nodes
+    node_rank: int
+    address: str
+    bundle_indices: tuple[int, ...]  # its slots
+    devices: tuple[str, ...]  # its accelerators
+    dp_shard_idx: int  # which part of the data it gets
+    pid: int
+
+
+class WorkerBuilder:
+    """A worker class, by name (``"module.Class"``, imported in the worker only) or itself, and its arguments."""
+
+    def __init__(self, ray_actor_class_fqn: str | type, *args: Any, **kwargs: Any) -> None:
+        if isinstance(ray_actor_class_fqn, str):
+            parts = ray_actor_class_fqn.split(".")
+            if len(parts) < 2 or not all(part.isidentifier() for part in parts):
+                raise ValueError(f"{ray_actor_class_fqn!r} does not name a worker class; write 'module.Class'")
+        self.recipe = Recipe(target=ray_actor_class_fqn, args=args, kwargs=kwargs, purposes={})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MultiWorkerFuture:
+    """The answers of several workers."""
+
+    futures: Sequence[Any]
+    called_workers: Sequence[int] | None = None  # the rank behind each future
+    return_from_workers: Sequence[int] | None = None  # the ranks whose answers count; None: all
+    replicated_fields: Sequence[str] = ()  # fields that only the first answer has
+
+    def get_results(self, worker_group: WorkerGroup, *, timeout_s: float = RESULT_DEADLINE_S) -> list[Any]:
+        return worker_group.get_all_worker_results(self, timeout_s=timeout_s)
+
+    def select(self, results: list[Any], *, axes: Sequence[str]) -> list[Any]:
+        """The results that count, out of one per future."""
+        if self.return_from_workers is not None and self.called_workers is not None:
+            place = {rank: index for index, rank in enumerate(self.called_workers)}
+            results = [results[place[rank]] for rank in self.return_from_workers]
+        if results:
+            check_fields(results[0], self.replicated_fields, axes=axes)
+        return results
+
+
+class Worker:
+    """One worker as the group's owner sees it."""
+
+    def __init__(self, gang: Gang, metadata: WorkerMetadata) -> None:
+        self._gang = gang
+        self.metadata = metadata
+
+    def is_alive(self) -> bool:
+        return self._gang.is_alive(self.metadata["global_rank"])
+
+    def __repr__(self) -> str:
+        return f"Worker({self.metadata['name']} on node {self.metadata['node_rank']})"
+
+
+class WorkerGroup:
+    """One worker per seat, with ranks in (node rank, slot) order.
+
+    ``workers_per_node`` (a number, or one for each node) takes that many of a node's slots, one worker each; a multiple of
+    the slots puts several workers on each. ``bundle_indices_list`` has a worker per entry, ``(node, slots)``, which sees
+    the accelerators of all those slots. ``seats`` is the same by node rank. Without any of these, each slot has a worker.
+    ``env_vars`` reach every worker, ``node_env_vars`` (by node rank) the workers of one node. ``titles`` are the workers'
+    names in messages, by rank, instead of the prefix and the rank; workers of one of the ``kinds`` are about as fast as each other;
+    ``purposes`` says what a call is waited for, by method.
+    Without ``takes_slots`` the seats only say on which nodes the workers are: other groups may have all of their slots.
+    """
+
+    def __init__(
+        self,
+        *,
+        cluster: VirtualCluster,
+        remote_worker_builder: WorkerBuilder,
+        workers_per_node: int | Sequence[int] | None = None,
+        name_prefix: str = "worker",
+        bundle_indices_list: Sequence[tuple[int, Sequence[int]]] | None = None,
+        seats: Sequence[Seat] | None = None,
+        sharding_annotations: NamedSharding | None = None,
+        env_vars: Mapping[str, str] | None = None,
+        node_env_vars: Mapping[int, Mapping[str, str]] | None = None,
+        titles: Sequence[str] | None = None,
+        kinds: Sequence[str] | None = None,
+        purposes: Mapping[str, str] | None = None,
+        takes_slots: bool = True,
+        timeout_s: float = START_DEADLINE_S,
+    ) -> None:
+        given = [value for value in (workers_per_node, bundle_indices_list, seats) if value is not None]
+        if len(given) > 1:
+            raise ValueError(
+                "workers_per_node, bundle_indices_list and seats each say where workers sit; give one of them"
+            )
+        if seats is None and bundle_indices_list is not None:
+            seats = _seats_of_bundles(cluster, bundle_indices_list)
+        elif seats is None:
+            seats = _seats_per_node(cluster, workers_per_node)
+        seats = sorted(seats, key=lambda seat: (seat.node_rank, seat.slots))
+        if not seats:
+            raise ValueError("a worker group needs at least one worker")
+        self.takes_slots = takes_slots
+        if takes_slots:
+            cluster.check_room(seats)
+        self.name_prefix = name_prefix or "worker"
+        self.cluster = cluster
+        self.sharding = sharding_annotations or NamedSharding.default(len(seats))
+        if self.sharding.ranks != list(range(len(seats))):
+            raise ValueError(
+                f"the sharding lays out ranks {self.sharding.ranks}, and the group has ranks 0 to {len(seats) - 1}"
+            )
+        self.specs = self._specs(
+            seats,
+            env=env_vars or {},
+            node_env=node_env_vars or {},
+            titles=titles or [""] * len(seats),
+            kinds=kinds or [self.name_prefix] * len(seats),
+        )
+        self._one_call = threading.Lock()
+        recipe = replace(remote_worker_builder.recipe, purposes=purposes or {})
+        self._gang: Gang | None = cluster.launch(self, self.specs, recipe, timeout_s=timeout_s)
+        self.workers = [Worker(self._gang, self._metadata(spec)) for spec in self.specs]
+
+    def _specs(
+        self,
+        seats: Sequence[Seat],
+        *,
+        env: Mapping[str, str],
+        node_env: Mapping[int, Mapping[str, str]],
+        titles: Sequence[str],
+        kinds: Sequence[str],
+    ) -> list[WorkerSpec]:
+        """The processes in rank order."""
+        for name in (name for variables in (env, *node_env.values()) for name in variables):
+            if name in GROUP_VARIABLES:
+                raise ValueError(
+                    f"{name} is set by the worker group, differently for each worker; leave it out of env_vars"
+                )
+        for node_rank in node_env:
+            self.cluster.node(node_rank)
+        per_slot = Counter((seat.node_rank, slot) for seat in seats for slot in seat.slots)
+        on_node = [seat.node_rank for seat in seats]
+        specs = []
+        for rank, seat in enumerate(seats):
+            num_sharing = max(per_slot[seat.node_rank, slot] for slot in seat.slots)
+            spec = WorkerSpec(
+                role=self.name_prefix,
+                rank=rank,
+                world_size=len(seats),
+                local_rank=on_node[:rank].count(seat.node_rank),
+                local_world_size=on_node.count(seat.node_rank),
+                node=self.cluster.node(seat.node_rank),
+                slots=seat.slots,
+                share=self.cluster.share_of_slot(num_workers=num_sharing) if self.takes_slots else 0.0,
+                env={**env, **node_env.get(seat.node_rank, {})},
+                title=titles[rank],
+                kind=kinds[rank],
+            )
+            specs.append(spec)
+        return specs
+
+    @property
+    def worker_metadata(self) -> list[WorkerMetadata]:
+        return [worker.metadata for worker in self.workers]
+
+    @property
+    def world_size(self) -> int:
+        return len(self.specs)
+
+    @property
+    def dp_size(self) -> int:
+        """Parts that sharded data is split into."""
+        axis = self._data_axis()
+        return self.world_size if axis is None else self.sharding.get_axis_size(axis)
+
+    def run_single_worker_single_data(self, method_name: str, worker_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Call one worker."""
+        if not 0 <= worker_idx < self.world_size:
+            raise ValueError(
+                f"worker_idx={worker_idx} is outside; {self.name_prefix} has workers 0 to {self.world_size - 1}"
+            )
+        return self._running.call(worker_idx, method_name, (), args, kwargs)
+
+    def run_all_workers_single_data(
+        self, method_name: str, *args: Any, run_rank_0_only_axes: Sequence[str] | None = None, **kwargs: Any
+    ) -> list[Any]:
+        """Call all workers with the same arguments; along ``run_rank_0_only_axes`` only the first."""
+        ranks = leaders(self.sharding, run_rank_0_only_axes or ())
+        return self.run_some_workers_single_data(method_name, ranks, *args, **kwargs)
+
+    def run_some_workers_single_data(
+        self, method_name: str, workers: Sequence[int], *args: Any, **kwargs: Any
+    ) -> list[Any]:
+        """Call these workers with the same arguments."""
+        if len(workers) > 1:
+            args, kwargs = self._shared(args, kwargs)
+        # Calls of two threads reach all workers in the same order: workers may have to meet in them.
+        with self._one_call:
+            return [self._running.call(rank, method_name, (), args, kwargs) for rank in workers]
+
+    def run_all_workers_multiple_data(
+        self,
+        method_name: str,
+        *args: Sequence[Any],
+        run_rank_0_only_axes: Sequence[str] | None = None,
+        common_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Sequence[Any],
+    ) -> list[Any]:
+        """Call worker i with the i-th element of each argument."""
+        gang, ranks = self._running, leaders(self.sharding, run_rank_0_only_axes or ())
+        for name, values in [*((f"argument {number}", value) for number, value in enumerate(args)), *kwargs.items()]:
+            if len(values) != len(ranks):
+                raise ValueError(f"{name} has {len(values)} elements for {len(ranks)} workers; give one for each")
+        _, shared = self._shared((), common_kwargs or {})
+        return [
+            gang.call(
+                rank,
+                method_name,
+                (),
+                [value[index] for value in args],
+                {name: value[index] for name, value in kwargs.items()} | shared,
+            )
+            for index, rank in enumerate(ranks)
+        ]
+
+    def run_all_workers_sharded_data(
+        self,
+        method_name: str,
+        *args: Any,
+        in_sharded_axes: Sequence[str] | None = None,
+        replicate_on_axes: Sequence[str] | None = None,
+        output_is_replicated: Sequence[str] | None = None,
+        make_dummy_calls_to_free_axes: bool = False,
+        common_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> MultiWorkerFuture:
+        """Split each argument's rows over ``in_sharded_axes`` and call the workers with their parts.
+
+        Workers along ``replicate_on_axes`` get the same part. On an axis in neither, only the first worker is called
+        (with ``make_dummy_calls_to_free_axes`` the others too, with None as data). ``output_is_replicated`` names axes
+        where only the first worker answers, or fields of the result that are taken only from the first worker.
+        ``common_kwargs`` go whole to every worker.
+        """
+        gang, axes = self._running, tuple(in_sharded_axes or ())
+        called = routes(
+            self.sharding,
+            in_sharded_axes=axes,
+            replicate_on_axes=tuple(replicate_on_axes or ()),
+            output_is_replicated=tuple(output_is_replicated or ()),
+            call_free_axes=make_dummy_calls_to_free_axes,
+        )
+        both = sorted(set(kwargs) & set(common_kwargs or ()))
+        if both:
+            raise ValueError(f"{both[0]} is an argument to split and also in common_kwargs; give it once")
+        parts = split_arguments(args, kwargs, num_parts=self.sharding.num_shards(axes))
+        readers = Counter(route.shard for route in called)
+        parts = [self._shared(*part) if readers[index] > 1 else part for index, part in enumerate(parts)]
+        _, shared = self._shared((), common_kwargs or {})
+        nothing = ((None,) * len(args), dict.fromkeys(kwargs))
+        futures = []
+        for route in called:
+            part, named = nothing if route.shard is None else parts[route.shard]
+            futures.append(gang.call(route.rank, method_name, route.drop, part, {**named, **shared}))
+        return MultiWorkerFuture(
+            futures=futures,
+            called_workers=[route.rank for route in called],
+            return_from_workers=[route.rank for route in called if route.drop is not None],
+            replicated_fields=[name for name in output_is_replicated or () if name not in self.sharding.names],
+        )
+
+    def get_all_worker_results(self, futures: Any, *, timeout_s: float = RESULT_DEADLINE_S) -> list[Any]:
+        """Wait for what a run method returned, or for a list of those; raises as soon as one worker fails or dies.
+
+        One future gives a list of one result. A list gives a result, or a list of results, for each element.
+        """
+        entries = list(futures) if isinstance(futures, list | tuple) else [futures]
+        flat = [future for entry in entries for future in _futures(entry)]
+        results = iter(self._running.gather(flat, wait=Wait(timeout_s, first_s=30, every_s=30, stalls=False)))
+        found = [self._arrange(entry, [next(results) for _ in _futures(entry)]) for entry in entries]
+        return found[0] if isinstance(futures, MultiWorkerFuture) else found
+
+    def _arrange(self, entry: Any, results: list[Any]) -> Any:
+        """The entry with its futures replaced by their results."""
+        if isinstance(entry, MultiWorkerFuture):
+            return entry.select(results, axes=self.sharding.names)
+        return results if isinstance(entry, list | tuple) else results[0]
+
+    def wait_for_some(self, futures: Sequence[Any], *, timeout_s: float) -> list[Any]:
+        """The futures that are done or have failed; waits for the first, at most ``timeout_s``."""
+        return self._running.ready(futures, timeout_s=timeout_s)
+
+    def tolerate(self, ranks: Collection[int]) -> None:
+        """Go on without these workers. The loss of any other ends every wait, also waits for workers that live."""
+        self._running.tolerate(ranks)
+
+    def replace(self, rank: int, *, timeout_s: float = START_DEADLINE_S) -> None:
+        """Put a new process into the seat of a lost worker; waits for its node if that is lost too."""
+        self.specs[rank] = self._running.replace(rank, timeout_s=timeout_s)
+        self.workers[rank] = Worker(self._running, self._metadata(self.specs[rank]))
+
+    def sightings(self, *, last: bool = False) -> Sightings:
+        """What the workers are doing, and did since the last time; nothing once the group is shut down."""
+        gang = self._gang
+        return Sightings() if gang is None else gang.sightings(last=last)
+
+    def shutdown(
+        self, *, cleanup_method: str | None = None, timeout_s: float = STOP_DEADLINE_S, force: bool = False
+    ) -> bool:
+        """End every worker on every node, and all processes that they started; False if ``cleanup_method`` failed.
+
+        ``cleanup_method`` is called on the workers first; ``force`` leaves it out. A second shutdown does nothing.
+        """
+        gang, self._gang = self._gang, None
+        if gang is None:
+            return True
+        clean = True
+        if cleanup_method is not None and not force:
+            calls = [gang.call(rank, cleanup_method, (), (), {}) for rank in range(self.world_size)]
+            try:
+                gang.gather(calls, wait=Wait(timeout_s, first_s=30, every_s=30, stalls=False))
+            except WorkerError as error:
+                say(f"{cleanup_method} of {self.name_prefix} failed, its workers are ended anyway: {error}")
+                clean = False
+        try:
+            gang.stop(timeout_s=timeout_s)
+        finally:
+            self.cluster.forget(self)
+        return clean
+
+    def _shared(self, args: Iterable[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments in a form that is cheap to give to several workers."""
+        share = self._running.share
+        return tuple(map(share, args)), {name: share(value) for name, value in kwargs.items()}
+
+    @property
+    def _running(self) -> Gang:
+        if self._gang is None:
+            raise ClusterError(f"{self.name_prefix} has been shut down; make a new group")
+        return self._gang
+
+    def _data_axis(self) -> str | None:
+        """The axis that ``dp_size`` counts, if the layout has one."""
+        return next((axis for axis in ("batch", "data_parallel") if axis in self.sharding.names), None)
+
+    def _metadata(self, spec: WorkerSpec) -> WorkerMetadata:
+        axis, nodes = self._data_axis(), [node.node_rank for node in self.cluster.nodes]
+        return WorkerMetadata(
+            name=f"{spec.role}-{spec.rank}",
+            global_rank=spec.rank,
+            local_rank=spec.local_rank,
+            node_idx=nodes.index(spec.node.node_rank),
+            node_rank=spec.node.node_rank,
+            address=spec.node.address,
+            bundle_indices=spec.slots,
+            devices=spec.devices,
+            dp_shard_idx=spec.rank if axis is None else self.sharding.get_worker_coords(spec.rank)[axis],
+            pid=self._running.members[spec.rank].pid,
+        )
+
+
+def _futures(entry: Any) -> list[Any]:
+    if isinstance(entry, MultiWorkerFuture):
+        return list(entry.futures)
+    return list(entry) if isinstance(entry, list | tuple) else [entry]
+
+
+def _seats_per_node(cluster: VirtualCluster, workers_per_node: int | Sequence[int] | None) -> list[Seat]:
+    nodes = cluster.nodes
+    if workers_per_node is None:
+        counts = [len(node.bundles) for node in nodes]
+    elif isinstance(workers_per_node, int):
+        counts = [workers_per_node] * len(nodes)
+    else:
+        counts = list(workers_per_node)
+    if len(counts) != len(nodes) or min(counts) < 0:
+        raise ValueError(f"workers_per_node={counts} needs one number for each of the cluster's {len(nodes)} nodes")
+    seats = []
+    for node, count in zip(nodes, counts, strict=True):
+        slots = len(node.bundles)
+        if count > slots and count % slots:
+            raise ValueError(
+                f"{count} workers on the {slots} slots of node {node.node_rank} do not share them evenly; use up to {slots}, "
+                f"or a multiple of {slots}"
+            )
+        each = max(count // slots, 1)
+        seats += [Seat(node_rank=node.node_rank, slots=(number // each,)) for number in range(count)]
+    return seats
+
+
+def _seats_of_bundles(cluster: VirtualCluster, entries: Sequence[tuple[int, Sequence[int]]]) -> list[Seat]:
+    nodes = cluster.nodes
+    for node, slots in entries:
+        if not 0 <= node < len(nodes):
+            raise ValueError(f"bundle_indices_list names node {node}; the cluster has nodes 0 to {len(nodes) - 1}")
+        if not slots:
+            raise ValueError(f"bundle_indices_list has an entry of node {node} without a slot")
+    return [Seat(node_rank=nodes[node].node_rank, slots=tuple(slots)) for node, slots in entries]
+
+
+RayWorkerBuilder = WorkerBuilder
+RayWorkerGroup = WorkerGroup

@@ -1,0 +1,91 @@
+"""Slots and workers in this process: for a debugger, for tests, for one accelerator without Ray.
+
+Every worker is a plain object. A call runs at once in the caller's thread, rank after rank, in that worker's environment. So
+workers that wait for each other (collectives) need Ray. All workers see the accelerators of the process: CUDA reads only
+once which ones are visible.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from rollcall.base.wait import Wait
+from rollcall.nodes.declared import environment
+from rollcall.process.debug.here import post_mortem
+from rollcall.process.groups.backend import Ask, Call, Carrier, Member, NodeSeats, Reservation, WorkerSpec
+from rollcall.process.groups.dispatch import Drop, trim
+from rollcall.process.groups.host import RemoteFailureError, call_method, lease_port, load_class
+from rollcall.process.groups.pulse import DoneCall
+
+ADDRESS = "127.0.0.1"
+
+
+class InProcessBackend:
+    def reserve(self, ask: Ask, *, timeout_s: float) -> Reservation:
+        ranks = ask.node_ranks or tuple(range(len(ask.slots_per_node)))
+        nodes = [
+            NodeSeats(node_rank=rank, node_id=f"in-process-{rank}", address=ADDRESS, bundles=tuple(range(count)))
+            for rank, count in sorted(zip(ranks, ask.slots_per_node, strict=True))
+            if count
+        ]
+        return Reservation(nodes=nodes, carrier=lambda recipe: InProcess())
+
+
+class InProcess(Carrier):
+    def __init__(self) -> None:
+        self._lease = lease_port()
+        self._loop = asyncio.new_event_loop()
+        self._is_open = True
+
+    def launch(self, spec: WorkerSpec, *, lost: Member | None, wait: Wait) -> Member:
+        return Member(spec, link=_Worker(self._loop, port=self._lease.getsockname()[1]))
+
+    def send(self, call: Call, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        worker, began_s = call.member.link, time.time()
+        try:
+            call.finish(getattr(worker, method)(*args, **kwargs))
+        except Exception as error:
+            post_mortem(error)
+            call.finish(error=RemoteFailureError.of(error))
+        if method == "call":
+            self.gang.lookout.add(call.member.spec.rank, DoneCall(args[0], began_s, time.time()))
+
+    def settle(self, calls: Sequence[Call], *, timeout_s: float, through_failures: bool = False) -> None:
+        return None
+
+    def answered(self, calls: Sequence[Call], *, timeout_s: float) -> Collection[Call]:
+        return calls
+
+    def is_alive(self, member: Member) -> bool:
+        return self._is_open
+
+    def stop(self, members: Sequence[Member], *, timeout_s: float) -> None:
+        for member in members:
+            member.link = None
+        self._is_open = False
+        self._loop.close()
+        self._lease.close()
+
+
+class _Worker:
+    """As ``host.Host``, but in an environment that lasts for a call."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, port: int) -> None:
+        self._loop = loop
+        self._port = port
+
+    def greet(self, leads: bool) -> tuple[int, int]:
+        return os.getpid(), self._port
+
+    def start(self, env: Mapping[str, str], target: str | type, /, *args: Any, **kwargs: Any) -> None:
+        self._env = env
+        with environment(env):
+            self._worker = load_class(target)(*args, **kwargs)
+
+    def call(self, method: str, drop: Drop, /, *args: Any, **kwargs: Any) -> Any:
+        with environment(self._env):
+            return trim(call_method(self._worker, method, args, kwargs, loop=self._loop), drop)

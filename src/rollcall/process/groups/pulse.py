@@ -1,0 +1,287 @@
+"""A worker's pulse: what it does, since when, what it did before, where a debugger holds it; and the look that its node takes at
+it, and at what it prints.
+
+The thread that does the work writes the pulse into a small file that only its own node reads. So a process whose
+interpreter hangs in a call looks busy with that call, and a stopped process looks stopped. The pulse holds the last calls; a
+reader keeps the file open, so what a killed worker did is not lost with it. ``Reader`` reads pulses, and asks psutil about the process. The file
+is in memory and in no folder: others open it through ``/proc``, and it ends with the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import mmap
+import os
+import struct
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import psutil
+
+from rollcall.base.limits import device_bytes
+from rollcall.base.process_table import DEAD
+from rollcall.base.redact import redact
+from rollcall.process.pause import running_s
+
+PULSE = "rollcall-pulse"
+PAGE = 4096  # bytes of a pulse
+METHOD_BYTES = 64
+BEAT = struct.Struct(f"<{METHOD_BYTES}sdqq")  # method, since when, calls done, since when again: the last to be written
+HEAD = struct.Struct("<qq")  # calls that the ring has got, bytes of accelerators
+CALL = struct.Struct("<48sddq")  # method, start, end, how often
+NUM_CALLS = 256  # that the ring holds
+RING = PAGE + HEAD.size
+STOP = RING + NUM_CALLS * CALL.size  # where a debugger holds it, as JSON
+STOP_BYTES = 4096
+SIZE = STOP + STOP_BYTES
+JOIN_S = 0.05  # calls of one method with a shorter pause between them are one entry
+LONGEST_JOIN_S = 30.0  # of one entry
+DEVICE_EVERY_S = 1.0  # between two looks at the memory of accelerators
+WORTH_S = 0.5  # a call is noted if it is this much longer than the longest before it
+LOG_BYTES = 16 << 10  # of one look at a log
+OF_RAY = (b":job_id:", b":actor_name:", b":task_name:")  # lines of a log that Ray writes for itself
+
+
+class DoneCall(NamedTuple):
+    """A call that has ended, or several short ones of one method. A pulse has the host's monotonic time."""
+
+    method: str
+    start_s: float
+    end_s: float
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """A worker as its node sees it."""
+
+    is_alive: bool
+    state: str = ""  # psutil's word: running, sleeping, disk-sleep, stopped, ...
+    doing: str = ""  # a method; empty: it waits to be called
+    busy_s: float = 0.0  # since it began with that
+    num_done: int = 0  # calls
+    longest_s: Mapping[str, float] | None = None  # by method, of those it has ended
+    since_s: float | None = (
+        None  # monotonic: when it began with that, or with the first of several short calls; or ended the last
+    )
+    calls: tuple[DoneCall, ...] = ()  # that have ended since the last look
+    memory_bytes: int = 0
+    device_bytes: int = 0  # that torch has taken
+    stop: Mapping[str, Any] | None = field(default=None, repr=False)  # where a debugger holds it, and how to reach that
+
+
+class Pulse:
+    """The worker writes it around each of its calls: a few bytes of shared memory, at no cost to the call."""
+
+    def __init__(self, rank: int) -> None:
+        self._file = os.fdopen(os.memfd_create(f"{PULSE}-{rank}"), "r+b", buffering=0)  # stays open: others find it so
+        self._file.truncate(SIZE)
+        self._memory = mmap.mmap(self._file.fileno(), SIZE)
+        self._num_done = 0
+        self._longest_s: dict[str, float] = {}
+        self._last: DoneCall | None = None
+        self._num_kept = 0
+        self._device_bytes = 0
+        self._device_s = 0.0
+        self._write("", 0.0)
+
+    @contextlib.contextmanager
+    def doing(self, method: str) -> Iterator[None]:
+        started, began = time.monotonic(), running_s()
+        self._write(method, started)
+        try:
+            yield
+        finally:
+            ended = time.monotonic()
+            self._num_done += 1
+            self._note(method, running_s() - began)
+            self._keep(method, started, ended)
+            self._write("", 0.0)
+
+    def _write(self, method: str, since_s: float) -> None:
+        # CLOCK_MONOTONIC is the same for all processes of a host.
+        BEAT.pack_into(self._memory, 0, method.encode()[:METHOD_BYTES], since_s, self._num_done, int(since_s * 1e6))
+
+    def _note(self, method: str, took_s: float) -> None:
+        if took_s < self._longest_s.get(method, -1.0) + WORTH_S:
+            return
+        self._longest_s[method] = round(took_s, 3)
+        text = json.dumps(self._longest_s).encode()
+        self._memory[BEAT.size : PAGE] = text.ljust(PAGE - BEAT.size)[: PAGE - BEAT.size]
+
+    def note_stop(self, place: Mapping[str, Any] | None) -> None:
+        """Note where a debugger holds this process, or with None that it runs again."""
+        text = b"" if place is None else json.dumps(place).encode()
+        if len(text) > STOP_BYTES:
+            text = json.dumps({**place, "file": "...", "function": "", "why": "stopped"}).encode()  # type: ignore[dict-item]
+        self._memory[STOP:] = text.ljust(STOP_BYTES, b"\0")
+
+    def _keep(self, method: str, started: float, ended: float) -> None:
+        """Into the ring, or into its last entry."""
+        last = self._last
+        if last is not None and _goes_on(last, method, started) and ended - last.start_s < LONGEST_JOIN_S:
+            call = DoneCall(method, last.start_s, ended, last.count + 1)
+        else:
+            call = DoneCall(method, started, ended)
+            self._num_kept += 1
+        place = RING + (self._num_kept - 1) % NUM_CALLS * CALL.size
+        CALL.pack_into(self._memory, place, method.encode()[:48], call.start_s, call.end_s, call.count)
+        if ended - self._device_s > DEVICE_EVERY_S:
+            self._device_s, self._device_bytes = ended, device_bytes()
+        HEAD.pack_into(self._memory, PAGE, self._num_kept, self._device_bytes)
+        self._last = call
+
+
+def _goes_on(last: DoneCall, method: str, start_s: float) -> bool:
+    return last.method == method[:48] and start_s - last.end_s < JOIN_S
+
+
+class Reader:
+    """Looks at one process again and again, and reports each call once."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        try:
+            self._process = psutil.Process(pid)
+        except psutil.NoSuchProcess:
+            self._process = None
+        self._file: BinaryIO | None = None
+        self._told = 0  # calls
+        self._last: DoneCall | None = None
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def look(self) -> Seen:
+        """The process and its pulse, now."""
+        state, memory_bytes = "", 0
+        with contextlib.suppress(psutil.Error):
+            if self._process is not None and self._process.is_running():  # not a later one with its number
+                state, memory_bytes = self._process.status(), self._process.memory_info().rss
+        is_alive = state != "" and state not in DEAD
+        now = time.monotonic()
+        data = self._read()
+        try:
+            method, since_s, num_done, again = BEAT.unpack_from(data)
+            longest_s = json.loads(data[BEAT.size : PAGE].rstrip(b"\0") or b"{}")
+            stop = json.loads(data[STOP:].rstrip(b"\0") or b"null")
+        except (ValueError, struct.error):  # not made yet, or being written
+            return Seen(is_alive=is_alive, state=state)
+        if int(since_s * 1e6) != again:
+            return Seen(is_alive=is_alive, state=state, stop=stop)
+        doing = method.rstrip(b"\0").decode(errors="replace")
+        calls = self._calls(data, doing=doing, since_s=since_s, now=now if is_alive else math.inf)
+        last = self._last
+        if last is not None and (doing == "" or _goes_on(last, doing, since_s)):
+            since = last.start_s if doing or now - last.end_s < JOIN_S else last.end_s
+        else:
+            since = since_s if doing else None
+        return Seen(
+            is_alive=is_alive,
+            state=state,
+            doing=doing,
+            busy_s=now - since_s if doing else 0.0,
+            num_done=num_done,
+            longest_s=longest_s,
+            since_s=since,
+            calls=calls,
+            memory_bytes=memory_bytes,
+            device_bytes=HEAD.unpack_from(data, PAGE)[1],
+            stop=stop,
+        )
+
+    def _read(self) -> bytes:
+        """The bytes of the pulse; empty if there is none yet."""
+        try:
+            if self._file is None:
+                path = memory_file(self._pid, PULSE)
+                if path is None:
+                    return b""
+                self._file = path.open("rb", buffering=0)
+            return os.pread(self._file.fileno(), SIZE, 0)
+        except (FileNotFoundError, ProcessLookupError, PermissionError):  # it has just ended
+            return b""
+
+    def _calls(self, data: bytes, *, doing: str, since_s: float, now: float) -> tuple[DoneCall, ...]:
+        """The calls that are new, without the last one if it may still grow."""
+        kept, _ = HEAD.unpack_from(data, PAGE)
+        found: list[DoneCall] = []
+        for number in range(max(self._told, kept - NUM_CALLS), kept):
+            name, start_s, end_s, count = CALL.unpack_from(data, RING + number % NUM_CALLS * CALL.size)
+            found.append(DoneCall(name.rstrip(b"\0").decode(errors="replace"), start_s, end_s, count))
+        self._told = kept
+        if found:
+            last = self._last = found[-1]
+            if now < math.inf and (_goes_on(last, doing, since_s) if doing else now - last.end_s < JOIN_S):
+                self._told = kept - 1
+                found.pop()
+        return tuple(found)
+
+
+def look(pid: int) -> Seen:
+    """The process and its pulse, once."""
+    reader = Reader(pid)
+    try:
+        return reader.look()
+    finally:
+        reader.close()
+
+
+def memory_file(pid: int, name: str) -> Path | None:
+    """Find the process's memory file whose name begins so; returns its path in /proc, or None."""
+    try:
+        entries = sorted(Path(f"/proc/{pid}/fd").iterdir())
+    except (FileNotFoundError, ProcessLookupError, PermissionError):  # gone, or another user's
+        return None
+    for entry in entries:
+        with contextlib.suppress(
+            FileNotFoundError, ProcessLookupError, PermissionError
+        ):  # closed meanwhile, or not ours
+            if os.readlink(entry).startswith(f"/memfd:{name}"):
+                return entry
+    return None
+
+
+class LogTail:
+    """The files that standard output and standard error of a process go to, read as they grow: a bounded number of bytes at a time,
+    whole lines, without secrets."""
+
+    def __init__(self, pid: int) -> None:
+        self._ends: dict[str, int] = {}  # how far each file has been read
+        for number in (1, 2):
+            with contextlib.suppress(OSError):
+                path = os.readlink(f"/proc/{pid}/fd/{number}")
+                if os.path.isabs(path) and os.path.isfile(path):
+                    self._ends.setdefault(path, max(os.path.getsize(path) - LOG_BYTES // 2, 0))
+
+    @property
+    def path(self) -> str:
+        """The first of them; empty: it prints to no file."""
+        return next(iter(self._ends), "")
+
+    def read(self) -> bytes:
+        """The lines that are new."""
+        return b"".join(self._read(path) for path in self._ends)
+
+    def _read(self, path: str) -> bytes:
+        try:
+            size = os.path.getsize(path)
+            begin = max(min(self._ends[path], size), size - LOG_BYTES)
+            with open(path, "rb") as file:
+                file.seek(begin)
+                data = file.read(size - begin)
+        except OSError:  # taken away
+            return b""
+        whole = data.rfind(b"\n") + 1
+        if not whole and len(data) >= LOG_BYTES:
+            whole = len(data)  # a line without an end
+        self._ends[path] = begin + whole
+        lines = [line for line in data[:whole].splitlines(keepends=True) if not line.startswith(OF_RAY)]
+        return redact(b"".join(lines).decode(errors="replace")).encode()

@@ -1,0 +1,325 @@
+"""A process of a run that other processes of its host can find, look into and profile, without its help and without a port.
+
+It says who it is in a small file in its memory, which others find through ``/proc`` as they find a pulse. Its stacks are read by
+py-spy, which only the user that runs the process, and root, can do.
+
+Where the kernel lets a process read only those that it started (``kernel.yama.ptrace_scope`` is 1, as on Ubuntu), a reachable
+process allows every process of its user to read it: the one that asks, a command in another shell or the process that watches a
+node, is not its parent. A permission given once for all time also serves where the process hangs or is stopped. It holds for
+this process only. What it starts, such as the processes of rewards and environments, does not inherit it.
+
+To be profiled, a thread waits at a Unix socket without a file, whose name has the process id; it answers only the same user and
+root. It runs torch's profiler for as long as it is asked and sends the trace back. It works in its own thread, so a profiler that
+fails ends nothing. If the one who asked is gone, it stops the profiler at once and throws the trace away.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from rollcall.base.limits import is_own_users
+from rollcall.base.process_table import Process, command_of, descendants, status_of
+from rollcall.nodes.framing import frame, json_frame, read_exactly, read_frame, read_json_frame
+from rollcall.process.groups.pulse import look, memory_file
+
+ABOUT = "rollcall-about"
+PAGE = 4096
+SPY_S = 60.0  # py-spy reads the symbols of large libraries for native frames
+START_S = 120.0  # for the profiler to start: the first time it loads libraries
+END_S = 300.0  # for a trace to be made and sent
+_PR_SET_PTRACER, _ANY = 0x59616D61, ctypes.c_ulong(-1)
+_lock = threading.Lock()
+_descriptor = -1  # of the file in memory that says who this process is
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class About:
+    title: str  # such as "actor 0 + rollout 0"; empty: it is not part of a run now
+    roles: tuple[str, ...] = ()
+    run: str = ""  # the run directory as its host sees it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    function: str
+    file: str
+    line: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thread:
+    thread: str  # its number, name and state
+    frames: list[Frame]  # the innermost first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stacks:
+    """One process at this moment."""
+
+    title: str
+    pid: int
+    state: str  # psutil's word, such as sleeping
+    doing: str  # the call of a worker; empty: none, or it is not a worker
+    busy_s: float
+    threads: list[Thread]
+    error: str  # why they cannot be read
+
+
+def be_reachable(about: About) -> None:
+    """From now on others can find this process, read its stacks and profile it. A second call changes what it says."""
+    global _descriptor
+    with _lock:
+        if _descriptor < 0:
+            _descriptor = os.memfd_create(ABOUT)  # stays open: others find it so
+            serve_profiles()
+        if sys.platform == "linux":  # a kernel without this rule refuses, and lets others read anyway
+            ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _ANY if about.title else 0, 0, 0, 0)
+        os.pwrite(_descriptor, json.dumps(asdict(about)).encode().ljust(PAGE, b"\0")[:PAGE], 0)
+
+
+def _forget() -> None:
+    """In a forked child, which is not the process that the file is about."""
+    global _descriptor, _lock
+    if _descriptor >= 0:
+        os.close(_descriptor)
+    _descriptor, _lock = -1, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+@contextmanager
+def reachable(about: About) -> Iterator[None]:
+    """While the block runs; after it, the process belongs to no run."""
+    be_reachable(about)
+    try:
+        yield
+    finally:
+        be_reachable(About(title=""))
+
+
+def about_process(pid: int) -> About | None:
+    """What the process says about itself; None if it is not one of ours, or is gone."""
+    path = memory_file(pid, ABOUT)
+    try:
+        found: dict[str, Any] = json.loads(path.read_bytes().rstrip(b"\0")) if path is not None else {}
+        return About(title=found["title"], roles=tuple(found["roles"]), run=found["run"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def reachable_here(*, run: str | None = None) -> dict[int, About]:
+    """The processes of this host that are part of a run, of this one if it is named; by process id."""
+    found = {pid: about for pid in sorted(psutil.pids()) if (about := about_process(pid)) is not None and about.title}
+    return {pid: about for pid, about in found.items() if run is None or about.run == run}
+
+
+def stacks_here(*, run: str | None = None, native: bool = False) -> list[Stacks]:
+    """The processes of runs on this host, and what they have started, such as those that run reward functions."""
+    known = reachable_here(run=run)
+    titles: dict[int, str] = {pid: about.title for pid, about in known.items()}
+    for pid, about in known.items():
+        for process in descendants(pid):
+            if process.pid != os.getpid() and process.pid not in titles:
+                titles[process.pid] = f"started by {about.title}: {command_of(process.pid)[:200].strip()}"
+    found = []
+    for pid, title in titles.items():
+        seen, state, threads, error = look(pid), status_of(pid), list[Thread](), ""
+        try:
+            threads = read_threads(pid, native=native)
+        except UnreadableError as why:
+            error = str(why)
+        busy_s = round(seen.busy_s, 1)
+        stacks = Stacks(
+            title=title, pid=pid, state=state, doing=seen.doing, busy_s=busy_s, threads=threads, error=error
+        )
+        found.append(stacks)
+    return found
+
+
+class UnreadableError(RuntimeError):
+    """The stacks of a process cannot be read; the message says why."""
+
+
+def read_threads(pid: int, *, native: bool = False, timeout_s: float = SPY_S) -> list[Thread]:
+    """Reads all stacks of a Python process with py-spy, also of one that hangs in C or is stopped.
+
+    Native frames hold the process for a moment, Python's do not. A process that works meanwhile may change what is being read;
+    then it is read again.
+    """
+    command, deadline, why = [py_spy(), "dump", "--pid", str(pid), "--json"], time.monotonic() + timeout_s, ""
+    # Native frames are not there on every architecture, nor of a stopped process.
+    for options in ([["--native"]] if native else []) + 5 * [["--nonblocking"]]:
+        left_s = max(deadline - time.monotonic(), 0.1)
+        try:
+            done = subprocess.run(
+                [*command, *options], capture_output=True, text=True, timeout=left_s, errors="replace"
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise UnreadableError(str(error)) from None
+        if done.returncode == 0:
+            return [_thread(found) for found in json.loads(done.stdout)]
+        why = _complaint(done.stderr)
+        if Process.of(pid) is None:
+            raise UnreadableError("it has ended")
+    raise UnreadableError(why)
+
+
+def _thread(found: Mapping[str, Any]) -> Thread:
+    state = "+".join(["active" if found["active"] else "idle", *(["gil"] if found["owns_gil"] else [])])
+    frames = [
+        Frame(function=frame["name"], file=frame["filename"], line=frame["line"] or None) for frame in found["frames"]
+    ]
+    name = f' "{found["thread_name"]}"' if found["thread_name"] else ""
+    return Thread(thread=f"{found['os_thread_id'] or found['thread_id']}{name} ({state})", frames=frames)
+
+
+def _complaint(stderr: str) -> str:
+    """py-spy's error and its cause, without its own stack.
+
+    >>> _complaint("Error: Failed to open\\n\\nCaused by:\\n    0: denied\\n    1: denied\\n\\nStack backtrace:\\n   0: main\\n")
+    'py-spy: Failed to open: denied'
+    """
+    lines = [line.strip() for line in stderr.partition("Stack backtrace")[0].splitlines() if line.strip()]
+    causes = [line.partition(": ")[2] for line in lines if line[0].isdigit()]
+    first = lines[0].removeprefix("Error: ") if lines else "it says nothing"
+    return ": ".join(["py-spy", first, *dict.fromkeys(causes)])
+
+
+def as_text(threads: Sequence[Thread]) -> str:
+    """Each thread with its frames, the innermost first."""
+    return "\n".join(
+        "\n".join(
+            [
+                f"Thread {thread.thread}",
+                *(f"    {one.function} ({one.file}{f':{one.line}' if one.line else ''})" for one in thread.frames),
+            ]
+        )
+        for thread in threads
+    )
+
+
+def py_spy() -> str:
+    """The path of py-spy, which is installed with Rollcall."""
+    path = Path(sysconfig.get_path("scripts"), "py-spy")
+    return str(path) if path.exists() else path.name
+
+
+class ProfileError(RuntimeError):
+    """The process cannot be profiled; the message says why."""
+
+
+def _name(process: Process) -> str:
+    return f"\0rollcall-profile-{process.pid}-{process.started}"
+
+
+def serve_profiles() -> None:
+    """Answer from now on, in a thread. Where sockets are refused, this process cannot be profiled, and runs as well."""
+    own = Process.of(os.getpid())
+    if own is None:
+        return
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        server.bind(_name(own))
+        server.listen(1)
+    except OSError:
+        server.close()
+        return
+    threading.Thread(target=_serve, args=(server,), name="waits to be profiled", daemon=True).start()
+
+
+def _serve(server: socket.socket) -> None:
+    while True:
+        peer, _ = server.accept()
+        with peer:
+            try:
+                if is_own_users(peer):
+                    peer.settimeout(5.0)
+                    _answer(peer, float(read_json_frame(partial(read_exactly, peer.recv))["seconds"]))
+            except (OSError, ValueError, KeyError, TypeError):
+                continue  # the one who asked is gone, or is not one of ours
+
+
+def _answer(peer: socket.socket, seconds: float) -> None:
+    with tempfile.TemporaryDirectory(prefix="rollcall-profile-") as folder:
+        path = Path(folder) / "trace.json.gz"
+        try:
+            if not _profile(path, peer, seconds=min(seconds, 600.0)):
+                return
+            data, error = path.read_bytes(), ""
+        except Exception as found:  # noqa: BLE001 - whatever torch raises is reported, and ends nothing here
+            data, error = b"", f"{type(found).__name__}: {found}"
+        peer.settimeout(END_S)
+        peer.sendall(json_frame({"error": error}) + frame(data))
+
+
+def _profile(path: Path, peer: socket.socket, *, seconds: float) -> bool:
+    """Write a trace; False: the one who asked is gone, and there is none."""
+    if "torch" not in sys.modules:
+        raise ProfileError("it has not loaded torch")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it prints into the run's output
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    kinds = [ProfilerActivity.CPU]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        kinds.append(ProfilerActivity.CUDA)
+    options: dict[str, Any] = {}
+    with suppress(ImportError, TypeError):  # what the other threads do; without it, only kernels of theirs
+        from torch._C._profiler import _ExperimentalConfig
+
+        options["experimental_config"] = _ExperimentalConfig(profile_all_threads=True)
+    profiler = profile(activities=kinds, **options)
+    profiler.start()
+    peer.sendall(json_frame({}))  # it has started
+    try:
+        is_gone = bool(select.select([peer], [], [], seconds)[0])  # nothing more is sent, so it can only be the end
+    finally:
+        profiler.stop()
+    if not is_gone:
+        profiler.export_chrome_trace(str(path))
+    return not is_gone
+
+
+def profile_process(pid: int, *, seconds: float) -> bytes:
+    """The trace of a process on this host, as gzipped JSON; raises ``ProfileError``."""
+    process = Process.of(pid)
+    if process is None:
+        raise ProfileError("it has ended")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
+        try:
+            line.connect(_name(process))
+            line.sendall(json_frame({"seconds": seconds}))
+            line.settimeout(START_S)
+            read = partial(read_exactly, line.recv)
+            answer = read_json_frame(read)
+            if "error" not in answer:  # it has started
+                line.settimeout(seconds + END_S)
+                answer = read_json_frame(read)
+            if answer["error"]:
+                raise ProfileError(answer["error"])
+            return read_frame(read)
+        except TimeoutError:
+            raise ProfileError(
+                "it did not answer in time: it may be profiled already, or hang in a call (`rollcall stacks` shows it)"
+            ) from None
+        except OSError as error:
+            raise ProfileError(f"it refused, or ended meanwhile ({error.strerror or error})") from None

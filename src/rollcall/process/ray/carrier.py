@@ -1,0 +1,229 @@
+"""Carries the calls of a gang over Ray: one actor a worker, in the bundle of its slot, and a watch over each node (supervise.py)."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import uuid
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import ray
+from ray import cloudpickle
+from ray._private import state as ray_state  # the pinned Ray has no public call for actor states
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rollcall.base.errors import ClusterError, WorkerDiedError
+from rollcall.base.wait import Wait
+from rollcall.nodes.declared import for_ray
+from rollcall.process.groups.backend import Call, Carrier, Member, Overseer, Recipe, WorkerSpec, whom
+from rollcall.process.groups.host import DEBUG_HOST, GROUP_MARK, Host, RemoteFailureError, end_group
+from rollcall.process.groups.sightings import SILENT_S
+from rollcall.process.ray import zygote
+from rollcall.process.ray.each_node import answers_of, pinned
+from rollcall.process.ray.supervise import Supervisor
+
+INLINE_BYTES = 100 * 1024
+
+
+class OnRay(Carrier):
+    peer_s = SILENT_S + 2
+
+    def __init__(self, recipe: Recipe, *, group: PlacementGroup, may_fork: bool) -> None:
+        """``may_fork``: its nodes were started by `rollcall node`, so Rollcall is in the Python of their Ray."""
+        self._target = recipe.target
+        self._may_fork = may_fork and isinstance(recipe.target, str) and recipe.target.startswith("rollcall.")
+        self._group = group
+        self._mark = uuid.uuid4().hex
+        self._changing = threading.Lock()
+        self._hosts: dict[int, Any] = {}  # by rank
+        self._may_have_moved: set[Member] = set()
+        self._has_ended = False
+
+    def open(self, gang: Overseer) -> None:
+        super().open(gang)
+        self._supervisor = Supervisor(self._mark, gang)
+        self._supervisor.start()
+
+    def launch(self, spec: WorkerSpec, *, lost: Member | None, wait: Wait) -> Member:
+        if lost is not None:
+            self._supervisor.remove(lost)
+        with self._changing:
+            if self._has_ended:
+                raise WorkerDiedError(f"{spec.role} has been shut down", **whom([spec]))
+            if lost is not None:
+                ray.kill(self._hosts[spec.rank])
+            host = self._hosts[spec.rank] = self._create(spec)
+        self._supervisor.open(spec.node.node_id)
+        member = Member(spec, link=(host, host.call))
+        if lost is not None:
+            self._may_have_moved.add(member)
+        return member
+
+    def _create(self, spec: WorkerSpec) -> Any:
+        has_gpu = bool(spec.node.devices)
+        strategy = PlacementGroupSchedulingStrategy(
+            self._group,
+            placement_group_bundle_index=spec.node.bundles[spec.slots[0]],
+            placement_group_capture_child_tasks=False,
+        )
+        runtime_env: dict[str, Any] = {"env_vars": {**for_ray(spec.env), GROUP_MARK: self._mark}}
+        if self._may_fork:
+            module = str(self._target).rpartition(".")[0]
+            runtime_env = zygote.runtime_env(module, self._mark, runtime_env["env_vars"])
+        # Ray counts a process on several slots on its first; the virtual cluster keeps other workers off the rest.
+        return (
+            ray.remote(Host)
+            .options(
+                num_gpus=spec.share if has_gpu else 0,
+                num_cpus=0 if has_gpu else spec.share,
+                max_restarts=0,
+                scheduling_strategy=strategy,
+                runtime_env=runtime_env,
+            )
+            .remote(f"{spec.role} rank {spec.rank}, node {spec.node.node_rank}")
+        )
+
+    def watch(self, member: Member) -> None:
+        if member in self._may_have_moved:  # to another node, which has taken over the rank
+            spec, node_id = member.spec, self._state_of(member)["Address"]["NodeID"]
+            addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+            member.spec = replace(spec, node=replace(spec.node, node_id=node_id, address=addresses[node_id]))
+        self._supervisor.add(member)
+
+    def start_env(self, spec: WorkerSpec) -> Mapping[str, str]:
+        return {DEBUG_HOST: spec.node.address}  # its own came with its process
+
+    def share(self, value: Any) -> Any:
+        return ray.put(value) if is_large(value) else value
+
+    def send(self, call: Call, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        host, cached = call.member.link  # making a bound method takes longer than to call it
+        bound = cached if method == "call" else getattr(host, method)
+        call.link = bound.remote(*args, **kwargs)
+
+    def settle(self, calls: Sequence[Call], *, timeout_s: float, through_failures: bool = False) -> None:
+        missing = [call for call in calls if not call.is_done]
+        if missing and not through_failures:
+            try:
+                values = ray.get([call.link for call in missing], timeout=timeout_s)
+            except RayError as error:
+                # Ray lets the error of a task also be an instance of what the worker raised.
+                if isinstance(error, GetTimeoutError) and not isinstance(error, RayTaskError):
+                    return
+                timeout_s = 0
+            else:
+                for call, value in zip(missing, values, strict=True):
+                    call.finish(value)
+                return
+        for call in self._ready(missing, timeout_s=timeout_s, count=len(missing)):
+            try:
+                call.finish(ray.get(call.link, timeout=10))
+            except RayTaskError as error:
+                cause = getattr(error, "cause", None)  # of what the worker's own code raised
+                call.finish(error=cause if isinstance(cause, RemoteFailureError) else error)
+            except RayError as error:
+                if isinstance(error, RayActorError) or not self.is_alive(call.member):
+                    self.gang.lose({call.member: _death(error)})
+                call.finish(error=error)
+
+    def answered(self, calls: Sequence[Call], *, timeout_s: float) -> Collection[Call]:
+        first = self._ready(calls, timeout_s=timeout_s, count=1)
+        return self._ready(calls, timeout_s=0, count=len(calls)) if first else []
+
+    @staticmethod
+    def _ready(calls: Sequence[Call], *, timeout_s: float, count: int) -> list[Call]:
+        found = [call for call in calls if call.is_done]
+        by_ref = {call.link: call for call in calls if not call.is_done}
+        if not by_ref or (found and count == 1):
+            return found
+        count = min(count, len(by_ref))
+        ready, _ = ray.wait(list(by_ref), num_returns=count, timeout=timeout_s, fetch_local=False)
+        return [*found, *(by_ref[ref] for ref in ready)]
+
+    def is_alive(self, member: Member) -> bool:
+        return not self._has_ended and self._state_of(member).get("State") == "ALIVE"
+
+    @staticmethod
+    def _state_of(member: Member) -> dict[str, Any]:
+        return ray_state.actors(member.link[0]._actor_id.hex())
+
+    def look(self, members: Sequence[Member], *, last: bool) -> Collection[int]:
+        return self._supervisor.look(last=last)
+
+    def stop(self, members: Sequence[Member], *, timeout_s: float) -> None:
+        """On all nodes at once; lost nodes are not waited for."""
+        answering = self._supervisor.answering
+        lost = {one.spec.node.node_id for one in members if one.death and one.spec.rank not in answering}
+        with self._changing:  # no worker is added from now on
+            self._has_ended = True
+            for host in self._hosts.values():
+                ray.kill(host)
+        self._supervisor.stop()
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - lost
+        used = {one.spec.node.node_rank: one.spec.node for one in members if one.spec.node.node_id in alive}
+        ends = {rank: _end.options(**pinned(node.node_id)).remote(self._mark, timeout_s) for rank, node in used.items()}
+        left, problems = answers_of(ends, wait=Wait(timeout_s, first_s=timeout_s), to="end its processes")
+        problems |= {rank: f"it still has processes {pids}" for rank, pids in left.items() if pids}
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}  # those that have left took theirs along
+        said = [
+            f"node {rank} ({used[rank].address}): {why}"
+            for rank, why in problems.items()
+            if used[rank].node_id in alive
+        ]
+        if said:
+            raise ClusterError(f"the processes of {members[0].spec.role} cannot be ended: {'; '.join(said)}")
+
+
+@ray.remote
+def _end(mark: str, timeout_s: float) -> list[int]:
+    return end_group(mark, timeout_s=timeout_s)
+
+
+def _death(error: Exception) -> str:
+    """Ray's reason, without its field list and its general advice."""
+    lines = [line for line in str(error).splitlines() if line and not line.startswith("\t")]
+    return lines[-1].partition(" Some common causes include")[0].removesuffix(".") if lines else type(error).__name__
+
+
+def is_large(value: Any) -> bool:
+    """Whether one shared copy is cheaper than a copy in each worker's call."""
+    size = _known_size(value, INLINE_BYTES)
+    if size is None:
+        try:
+            size = len(cloudpickle.dumps(value))
+        except (pickle.PicklingError, TypeError):
+            return False  # the call itself says best what cannot be sent
+    return size > INLINE_BYTES
+
+
+def _known_size(value: Any, limit: int) -> int | None:
+    """Bytes, or any number above the limit; None if only pickling could tell."""
+    if value is None or isinstance(value, bool | int | float):
+        return 16
+    if isinstance(value, str | bytes | bytearray):
+        return len(value)
+    nbytes = getattr(value, "nbytes", None)
+    if isinstance(nbytes, int) and getattr(getattr(value, "dtype", None), "hasobject", False) is False:
+        return nbytes
+    items: Iterable[Any]
+    if isinstance(value, Mapping):
+        items = (part for pair in value.items() for part in pair)
+    elif isinstance(value, list | tuple):
+        items = value
+    elif is_dataclass(value) and not isinstance(value, type):
+        items = (getattr(value, field.name) for field in fields(value))
+    else:
+        return None
+    total = 0
+    for item in items:
+        size = _known_size(item, limit - total)
+        if size is None:
+            return None
+        total += size
+        if total > limit:
+            break
+    return total

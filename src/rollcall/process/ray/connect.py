@@ -1,0 +1,189 @@
+"""A driver's connection to the cluster that it means (``nodes/cluster.py``), through the raylet of its own node.
+
+``init_ray`` is for scripts: it can also start a Ray on this machine, or work without Ray.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from rollcall.base.errors import ClusterError
+from rollcall.base.stop import is_heeding, kept
+from rollcall.nodes.address import is_loopback, resolve, split_address
+from rollcall.nodes.cluster import (
+    MODE,
+    Cluster,
+    PlainRay,
+    find_cluster,
+    is_in_a_job,
+    is_same_address,
+    say_once,
+    wished_cluster,
+)
+from rollcall.nodes.head import HeadUnreachable
+from rollcall.process.groups.cluster import use_by_default
+from rollcall.process.ray.loopback import keep_loopback
+from rollcall.process.ray.members import forget_members
+from rollcall.process.ray.waiting import serve_driver
+
+BACKEND = "ROLLCALL_BACKEND"  # `local` runs a script written for Ray in one process
+# A frame such as `/lib/libc.so.6(+0x27744) [0xffffb4ae7744]`, and the lines above the frames.
+_LEFT_OUT = re.compile(
+    r"\(\S*\+0x[0-9a-f]+\) \[0x[0-9a-f]+\]|\*\*\* StackTrace|\*\*\* SIG\w+ received|@ +0x[0-9a-f]+|has been marked dead because"
+)
+
+
+def init_ray(*, num_gpus: int | None = None, backend: Literal["ray", "local"] | None = None) -> None:
+    """Connect to the cluster that is meant, or start a Ray on this node; virtual clusters are then made there.
+
+    Inside a job, Ray says which cluster; else ``ROLLCALL_CLUSTER`` or ``RAY_ADDRESS``, else the record of ``rollcall node``; a
+    connection that exists is kept. ``num_gpus`` is the number of (logical) slots of a Ray that is started here; None counts the
+    accelerators. ``backend="local"``, or ``ROLLCALL_BACKEND=local``, uses no Ray at all: the workers live in this process.
+    """
+    name = backend or os.environ.get(BACKEND) or "ray"
+    if name not in ("ray", "local"):
+        raise ValueError(f"{BACKEND}={name!r} is not a backend; use ray or local")
+    if name == "local":
+        from rollcall.process.groups.inprocess import InProcessBackend
+
+        use_by_default(InProcessBackend())
+        return
+    import ray
+
+    from rollcall.process.ray.reserve import RayBackend
+
+    if ray.is_initialized():
+        use_by_default(RayBackend())
+        return
+    cluster = wished_cluster()
+    use_by_default(RayBackend(cluster))
+    if cluster is not None:
+        connect(cluster)
+        return
+    # By name: without one, Ray joins whatever else runs on this machine.
+    ray.init(address="local", num_gpus=num_gpus, include_dashboard=False, logging_level=logging.WARNING)
+
+
+def connect(
+    cluster: Cluster | None = None,
+    *,
+    ray_address: str | None = None,
+    timeout_s: float = 60.0,
+    log_to_driver: bool = True,
+) -> Cluster:
+    """Make this process a driver of the cluster, by default of the one that is meant, with ``ray_address`` from the run file.
+
+    A connection that exists is kept, where it is to that cluster or no cluster is named.
+    """
+    # Ray's handler prints a stack and aborts on SIGTERM; Python's and ours do not.
+    os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")
+    import ray
+
+    if ray.is_initialized():
+        return _same_cluster(cluster or wished_cluster(ray_address=ray_address))
+    cluster = cluster or find_cluster(ray_address=ray_address)
+    if is_in_a_job() and isinstance(cluster, PlainRay):
+        _join(cluster, node_ip=None, temp_dir=None, log_to_driver=log_to_driver)
+        _say_open(cluster, is_open=os.environ.get(MODE, "disabled") == "disabled")
+        return cluster
+    # Asked first: Ray itself retries a dead head for minutes, then ends the process.
+    answer = cluster.ask(timeout_s=timeout_s)
+    if answer.head is None:
+        raise HeadUnreachable(f"the head of {cluster.title} is not up yet, or has just ended; try again")
+    own = cluster.own_node(answer)
+    _use_environment(cluster.environment(answer))
+    _say_open(cluster, is_open=answer.is_open)
+    # Of several raylets on one host, this node's own.
+    _join(cluster, node_ip=own.address, temp_dir=own.temp_dir, log_to_driver=log_to_driver)
+    if is_heeding():
+        cluster.note_driver()
+    return cluster
+
+
+def disconnect() -> None:
+    """End this process's connection, and with it the actors that it started."""
+    import ray
+
+    forget_members()
+    ray.shutdown()
+
+
+def _join(cluster: Cluster, *, node_ip: str | None, temp_dir: str | None, log_to_driver: bool) -> None:
+    import ray
+
+    hide_stacks()
+    if is_loopback(resolve(node_ip or split_address(cluster.head_address)[0])):
+        keep_loopback()
+    try:
+        with kept():
+            ray.init(
+                address=cluster.head_address,
+                _node_ip_address=node_ip,
+                _temp_dir=temp_dir,
+                log_to_driver=log_to_driver,
+                logging_level=logging.WARNING,
+            )
+    except (ConnectionError, RuntimeError) as error:
+        raise ClusterError(
+            f"cannot join {cluster.title} as a driver: its head answers, but Ray on this node ({node_ip}) does not: {error}; run "
+            f"`{cluster.leave_command}` here, and then start the node again"
+        ) from error
+    serve_driver()
+
+
+def _use_environment(variables: Mapping[str, str | None]) -> None:
+    """Ray reads mode and token once per process; one that spoke with another cluster must read them again."""
+    raylet: Any = importlib.import_module("ray._raylet")
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    raylet.Config.initialize("")
+    raylet.AuthenticationTokenLoader.instance().reset_cache()
+
+
+def _say_open(cluster: Cluster, *, is_open: bool) -> None:
+    if is_open:
+        say_once(
+            f"note: {cluster.title} has no token, so anyone who reaches its ports can run code on its nodes; it would have one if "
+            "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN were set where `ray start` runs"
+        )
+
+
+def _same_cluster(cluster: Cluster | None) -> Cluster:
+    import ray
+
+    address = ray.get_runtime_context().gcs_address
+    if cluster is None:  # the script itself has connected
+        return PlainRay(address)
+    if not is_same_address(address, cluster.head_address):
+        raise ClusterError(
+            f"this process is connected to the Ray at {address}, not to {cluster.title} at {cluster.head_address}; "
+            "call ray.shutdown() first"
+        )
+    return cluster
+
+
+def hide_stacks() -> None:
+    """Leave out what Ray prints of its raylets in this driver, where the run names the node and what it does about it.
+
+    A raylet that ends prints a C++ stack of 20 lines, and Ray (2.60) shows it to every driver, besides its own words for a lost node.
+    """
+    from ray._private import worker
+
+    show = worker.print_worker_logs
+    if getattr(show, "__module__", "") == __name__:
+        return
+
+    def show_without_stacks(data: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        if data.get("pid") == "raylet":
+            data = {**data, "lines": [line for line in data["lines"] if not _LEFT_OUT.search(line)]}
+        show(data, *args, **kwargs)
+
+    worker.print_worker_logs = show_without_stacks

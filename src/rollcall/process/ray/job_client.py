@@ -1,0 +1,210 @@
+"""Ray's own job client, with limits: over HTTP, or through Ray to a dashboard that only its own node reaches.
+
+The dashboard listens on the head's loopback unless asked otherwise. A node of the cluster still gets there: an actor on the head
+node holds the client, and lives as long as the command that needs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import tempfile
+import time
+import urllib.parse
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+import requests
+from ray.dashboard.modules import dashboard_sdk  # where the client's base is, which the public module does not offer
+from ray.exceptions import AuthenticationError
+from ray.job_submission import JobDetails as JobDetails
+from ray.job_submission import JobSubmissionClient
+
+from rollcall.base.errors import ClusterError
+from rollcall.base.redact import redact, redact_end, remember
+from rollcall.base.words import visible
+from rollcall.nodes.cluster import Cluster, is_same_address
+from rollcall.nodes.declared import process_token
+from rollcall.nodes.node_shell import TOKEN
+from rollcall.nodes.processes import raylets_here
+from rollcall.process.ray.connect import connect
+from rollcall.process.ray.each_node import NoAnswerError, Pinned, answer_of
+
+ANSWER_S = 20.0  # the head answers a question within this
+UPLOAD_S = 120.0  # and takes a package and a job
+RELAY_S = 60.0  # the head node starts a process to answer for it
+LOOK_EVERY_S = 1.0
+LAST_CHARACTERS = 10_000  # of an answer that is an error
+
+
+class Unreachable(ClusterError):
+    """The head does not answer."""
+
+
+class UnknownJob(ClusterError):
+    """The head has no such job."""
+
+
+class HttpClient(JobSubmissionClient):
+    def __init__(
+        self, url: str, *, token: str | None, token_source: str, connect: Callable[[], str] = lambda: ""
+    ) -> None:
+        """``connect`` comes before each question, and returns why the head cannot be reached, or ""."""
+        remember([token] if token else [])
+        self.where = url
+        self._token_source = token_source
+        self._connect = connect
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        # Not the constructor of Ray's client (2.60): it lets RAY_ADDRESS override the address that it is given.
+        dashboard_sdk.SubmissionClient.__init__(self, url, headers=headers)
+        for name in ("dashboard_sdk", "job.sdk"):  # which log each package, and a log's end
+            logging.getLogger(f"ray.dashboard.modules.{name}").setLevel(logging.WARNING)
+
+    def call(self, method: str, *args: Any, **options: Any) -> Any:
+        """Call a method of Ray's client, or of this one."""
+        if why := self._connect():
+            raise Unreachable(why)
+        began = time.monotonic()
+        try:
+            return getattr(self, method)(*args, **options)
+        except (requests.ConnectionError, requests.Timeout) as error:
+            after = f" after {time.monotonic() - began:.0f} s" if isinstance(error, requests.Timeout) else ""
+            raise Unreachable(
+                f"no answer from the cluster's head at {self.where}{after} ({_reason(error)}); is the cluster "
+                "up (`rollcall status` on a node), does its dashboard listen on that address, and does this machine reach it?"
+            ) from None
+        except AuthenticationError:
+            raise ClusterError(self._refused()) from None
+        except (requests.RequestException, ValueError, TypeError):
+            raise ClusterError(
+                f"what listens at {self.where} does not answer as a cluster's dashboard does; is that its address?"
+            ) from None
+        except RuntimeError as error:  # the client's word for each status that is an error
+            text = redact_end(str(error).strip(), LAST_CHARACTERS)
+            if text.startswith("Request failed with status code 404"):
+                raise UnknownJob(f"the cluster at {self.where} does not know it: {visible(text)}") from None
+            raise ClusterError(f"the head at {self.where} answered: {visible(text).splitlines()[-1]}") from None
+
+    def submit_package(self, package: bytes, *, runtime_env: dict[str, Any], **options: Any) -> str:
+        """Submit a job whose working directory is this zip archive."""
+        with tempfile.NamedTemporaryFile(suffix=".zip") as file:
+            file.write(package)
+            file.flush()
+            return self.submit_job(runtime_env={**runtime_env, "working_dir": file.name}, **options)
+
+    def read(self, job_id: str, skip: int) -> tuple[str, bool]:
+        """The log past its first ``skip`` characters, and whether the job was over before it was read."""
+        is_over = self.get_job_status(job_id).is_terminal()
+        return self.get_job_logs(job_id)[skip:], is_over
+
+    def tail(self, job_id: str, *, skip: int, take: Callable[[str], None]) -> str:
+        """Pass on a log as it grows, past its first ``skip`` characters; returns why that broke off, "" at the log's end."""
+        return self._connect() or asyncio.run(self._tail(job_id, skip=skip, take=take))
+
+    async def _tail(self, job_id: str, *, skip: int, take: Callable[[str], None]) -> str:
+        pieces = self.tail_job_logs(job_id)
+        try:
+            while True:
+                waiting = asyncio.ensure_future(anext(pieces, None))
+                while not (await asyncio.wait({waiting}, timeout=ANSWER_S))[0]:
+                    # The job is quiet, or the head is gone. Ray's side (2.60) does not answer pings, so the head is asked.
+                    if (await asyncio.to_thread(self.call, "get_job_status", job_id)).is_terminal():
+                        return ""
+                piece = waiting.result()
+                if piece is None:
+                    return ""
+                if len(piece) > skip:
+                    take(piece[skip:])
+                skip = max(0, skip - len(piece))
+        except (aiohttp.ClientError, OSError, RuntimeError) as error:
+            return redact(str(error) or type(error).__name__)
+
+    def _do_request(self, method: str, endpoint: str, **options: Any) -> requests.Response:
+        """Ray's client sets no limit."""
+        # A proxy is for other machines: one that the shell names would be asked for its own loopback, and get the token.
+        host = urllib.parse.urlsplit(self.where).hostname or ""
+        is_here = host in ("localhost", "::1") or host.startswith("127.")
+        return super()._do_request(
+            method,
+            endpoint,
+            timeout=(ANSWER_S, ANSWER_S if method == "GET" else UPLOAD_S),
+            auth=lambda request: request,  # else requests puts a password from ~/.netrc over the header
+            proxies={"http": "", "https": ""} if is_here else None,
+            **options,
+        )
+
+    def _refused(self) -> str:
+        if self._headers:
+            return f"the head at {self.where} refuses the token from {self._token_source}; it is another cluster's, or an older one"
+        return (
+            f"the head at {self.where} wants a token, and none is known here: set {TOKEN} and give --address (for a Ray that "
+            "someone else started, its RAY_AUTH_TOKEN), or give --rendezvous DIR, the folder that its nodes meet in"
+        )
+
+
+class RelayClient:
+    """From a node of the cluster, through Ray, to the dashboard on the head's loopback."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._head_address = cluster.head_address
+        self.where = f"{cluster.head_address} ({cluster.title})"
+        answer = cluster.ask()
+        if not answer.dashboard or answer.head is None:
+            raise ClusterError(f"the head at {cluster.head_address} has no dashboard, so it cannot run jobs")
+        connect(cluster, log_to_driver=False)
+        self._relay = Pinned(answer.head.node_id, AtHead, f"http://{answer.dashboard}")
+
+    def call(self, method: str, *args: Any, **options: Any) -> Any:
+        began = time.monotonic()
+        try:
+            error, answer = answer_of(self._relay.call("call", method, args, options), timeout_s=UPLOAD_S + RELAY_S)
+        except NoAnswerError as gone:
+            if not any(is_same_address(self._head_address, one) for one in raylets_here().values()):
+                raise ClusterError(
+                    f"Ray on this node has ended, and jobs of {self.where} are reached through it; a job may be going on: look from "
+                    "another node, or start this one again"
+                ) from None
+            raise Unreachable(
+                f"the head node of {self.where} has not answered in {time.monotonic() - began:.0f} s: {gone}"
+            ) from None
+        if error is not None:
+            raise error
+        return answer
+
+    def tail(self, job_id: str, *, skip: int, take: Callable[[str], None]) -> str:
+        while True:
+            try:
+                text, is_over = self.call("read", job_id, skip)
+            except Unreachable as error:
+                return str(error)
+            if text:
+                take(text)
+                skip += len(text)
+            if is_over:
+                return ""
+            time.sleep(LOOK_EVERY_S)
+
+
+JobClient = HttpClient | RelayClient
+
+
+class AtHead:
+    """Runs on the head node. An error is returned: raised, it would arrive as one of Ray's."""
+
+    def __init__(self, url: str) -> None:
+        self._client = HttpClient(url, token=process_token(), token_source="the head node")
+
+    def call(self, method: str, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[ClusterError | None, Any]:
+        try:
+            return None, self._client.call(method, *args, **options)
+        except ClusterError as error:
+            return error, None
+
+
+def _reason(error: Exception) -> str:
+    """The innermost reason of a requests error, without the addresses it repeats."""
+    text = str(error)
+    found = re.search(r"\[Errno -?\d+\] ([^'\")]+)|(timed out)", text)
+    return (found[1] or found[2]).strip() if found else redact(text)[:200]

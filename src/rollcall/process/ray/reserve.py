@@ -1,0 +1,230 @@
+"""Slots and workers on Ray.
+
+Slots are the bundles of one placement group, so a virtual cluster gets all of its slots or none. Each bundle is tied to its
+node. A task in each bundle says which accelerator Ray gave it, so slots are in (node rank, accelerator) order, in whatever
+order Ray chose them. A worker is a Ray actor in its slot's bundle.
+
+Who waits for whom: ``reserve`` waits for nodes with room; ``Gang.start`` for all processes, of which rank 0's leases the group's port,
+and then for every worker to be made. Each wait has a deadline and says what is missing.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rollcall.base.errors import ClusterError, NoRoomError
+from rollcall.base.wait import Wait, say
+from rollcall.base.words import counted
+from rollcall.nodes.check import missing_ranks, start_there
+from rollcall.nodes.cluster import Cluster
+from rollcall.process.groups.backend import Ask, NodeSeats, Reservation
+from rollcall.process.ray.carrier import OnRay
+from rollcall.process.ray.members import RayNode, lost_nodes, ranked_nodes, settle_ranks
+
+PLACE_TRY_S = 10.0  # with room, a placement group is placed in milliseconds; after this, another one has taken the room
+POLL_S = 0.25
+NODES_DEADLINE_S = 180.0
+
+
+@dataclass(frozen=True, slots=True)
+class RayBackend:
+    cluster: Cluster | None = None  # None if a script has joined its Ray by itself
+
+    def reserve(self, ask: Ask, *, timeout_s: float) -> Reservation:
+        if not ray.is_initialized():
+            raise ClusterError("this process is not connected to a cluster; call init_ray() first")
+        wait = Wait(timeout_s)
+        while True:
+            nodes = ranked_nodes()
+            chosen = choose_nodes(ask, nodes)
+            if chosen is not None:
+                group = _place(ask, chosen, timeout_s=min(PLACE_TRY_S, max(wait.left_s, 0.1)))
+                if group is not None:
+                    settle_ranks(nodes)
+                    return Reservation(
+                        nodes=_seats(ask, chosen, group, wait=wait),
+                        carrier=partial(OnRay, group=group, may_fork=_may_fork(chosen)),
+                        release=partial(remove_placement_group, group),
+                    )
+            missing = sorted(set(ask.node_ranks or range(len(ask.slots_per_node))) - {node.rank for node in nodes})
+            if missing:
+                awaited = _missing(self.cluster, missing)
+            else:
+                awaited = f"slots: {_asked(ask)}; {_has(ask, nodes)}{_logical(ask, nodes)}"
+            if not wait.again(f"waiting for {awaited}", after_s=POLL_S):
+                advice = "ask for fewer, stop what uses the others, or add nodes (`rollcall status` lists them)"
+                more = "" if missing else f". Entries take nodes in rank order; {advice}"
+                raise NoRoomError(f"no room after {timeout_s:g} s of waiting for {awaited}{more}")
+
+
+def wait_for_nodes(cluster: Cluster | None, num_nodes: int, *, fewest: int, wait_s: float) -> list[int]:
+    """The ranks of the nodes that have joined: all, or after ``wait_s`` at least ``fewest``."""
+    wait = Wait()
+    while True:
+        here = [node.rank for node in ranked_nodes() if node.rank < num_nodes]
+        missing = sorted(set(range(num_nodes)) - set(here))
+        if not missing:
+            return here
+        awaited = _missing(cluster, missing)
+        if wait.waited_s >= wait_s and len(here) >= fewest:
+            say(
+                f"the run continues with {counted(len(here), 'node')}; after {wait_s:g} s it does not wait any longer for {awaited}"
+            )
+            return here
+        if wait.waited_s >= max(wait_s, NODES_DEADLINE_S):
+            raise NoRoomError(
+                f"trainer.elastic.min_nodes={fewest} is more than the {counted(len(here), 'node')} that joined; after "
+                f"{wait.waited_s:.0f} s the run still waits for {awaited}"
+            )
+        wait.tell(f"waiting for {awaited}")
+        time.sleep(POLL_S)
+
+
+def _missing(cluster: Cluster | None, ranks: Sequence[int]) -> str:
+    """Who is missing, since when, and the command to run there."""
+    start = (
+        start_there(cluster, ranks) if cluster else "start them (`rollcall node`, or `ray start` on a Ray of your own)"
+    )
+    return f"{missing_ranks(ranks, lost_nodes())}; {start}"
+
+
+def choose_nodes(ask: Ask, nodes: Sequence[RayNode]) -> list[RayNode] | None:
+    """A node for each entry: the named ones, or in rank order the first with room; None if there are too few."""
+    if ask.node_ranks is not None:
+        by_rank = {node.rank: node for node in nodes}
+        named = [by_rank.get(rank) for rank in ask.node_ranks]
+        return [node for node in named if node is not None] if all(named) else None
+    chosen: list[RayNode] = []
+    left = iter(nodes)
+    for count in ask.slots_per_node:
+        need = count * _per_slot(ask)
+        node = next((node for node in left if node.free.get(ask.resource, 0) >= need), None)
+        if node is None:
+            return None
+        chosen.append(node)
+    return chosen
+
+
+def _may_fork(nodes: Sequence[RayNode]) -> bool:
+    """Whether Rollcall is in the Python of their workers, which nobody has chosen otherwise."""
+    chosen_by_user = {"py_executable", "pip", "uv", "conda", "image_uri", "container", "nsight", "rocprof_sys"}
+    return all(node.is_ours for node in nodes) and not chosen_by_user & {*ray.get_runtime_context().runtime_env}
+
+
+def _per_slot(ask: Ask) -> int:
+    # Workers share a GPU by fractions; each worker without a GPU counts as a CPU.
+    return 1 if ask.use_gpus else ask.num_colocated
+
+
+def _place(ask: Ask, chosen: Sequence[RayNode], *, timeout_s: float) -> PlacementGroup | None:
+    bundles, selectors = [], []
+    for count, node in zip(ask.slots_per_node, chosen, strict=True):
+        bundles += [{ask.resource: _per_slot(ask), **node.tie} for _ in range(count)]
+        selectors += [node.selector for _ in range(count)]
+    name = f"{ask.name}-{uuid.uuid4().hex[:8]}"  # Ray takes each name once
+    group = placement_group(bundles, strategy="PACK", name=name, bundle_label_selector=selectors)
+    if group.wait(timeout_s):
+        return group
+    remove_placement_group(group)
+    return None
+
+
+def _asked(ask: Ask) -> str:
+    kind = "slots" if ask.use_gpus else "CPUs"
+    counts = [count * _per_slot(ask) for count in ask.slots_per_node]
+    where = f" (nodes {', '.join(map(str, ask.node_ranks))})" if ask.node_ranks is not None else ""
+    return f"{sum(counts)} {kind} were asked for, {counts} by node{where}"
+
+
+def _has(ask: Ask, nodes: Sequence[RayNode]) -> str:
+    found = [
+        f"node {node.rank} ({node.address}) has {node.total.get(ask.resource, 0):g}, "
+        f"{node.free.get(ask.resource, 0):g} of them free"
+        for node in nodes
+    ]
+    return "; ".join(found) or "no node has joined"
+
+
+def _logical(ask: Ask, nodes: Sequence[RayNode]) -> str:
+    """For those whose nodes have no GPU at all, which their Ray counts as no slot."""
+    if not ask.use_gpus or not nodes or any(node.total.get("GPU") for node in nodes):
+        return ""
+    return (
+        "; no node has declared a GPU, and a slot is a GPU that Ray counts: on nodes without any, `ray start --num-gpus N` (or "
+        "`rollcall node --slots N`) declares N logical ones"
+    )
+
+
+@ray.remote(num_cpus=0, max_calls=0)  # the process stays for the next bundle of its node
+def _look() -> tuple[int, str, str | None]:
+    """This bundle's accelerator: its place on the node, its name, and the variable that makes it visible."""
+    from ray._private.accelerators import get_accelerator_manager_for_resource
+    from ray._private.worker import global_worker
+
+    device = str(ray.get_gpu_ids()[0])
+    # On a node started with some accelerators visible, Ray counts those, in the order of the variable.
+    visible = global_worker.original_visible_accelerator_ids.get("GPU")
+    place = visible.index(device) if visible else int(device)
+    manager = get_accelerator_manager_for_resource("GPU")
+    return place, device, None if manager is None else manager.get_visible_accelerator_ids_env_var()
+
+
+def _seats(ask: Ask, chosen: Sequence[RayNode], group: PlacementGroup, *, wait: Wait) -> list[NodeSeats]:
+    starts = [sum(ask.slots_per_node[:entry]) for entry in range(len(chosen))]
+    bundles = [range(start, start + count) for start, count in zip(starts, ask.slots_per_node, strict=True)]
+    looks: dict[int, tuple[int, str, str | None]] = {}
+    if ask.use_gpus:
+        try:
+            looks = _look_around(bundles, group, wait=wait)
+        except (RayError, ClusterError):
+            remove_placement_group(group)
+            raise
+    seats = []
+    for node, own in zip(chosen, bundles, strict=True):
+        ordered = sorted(own, key=lambda bundle: looks[bundle][0]) if looks else list(own)
+        if not ordered:
+            continue
+        seats.append(
+            NodeSeats(
+                node_rank=node.rank,
+                node_id=node.node_id,
+                address=node.address,
+                bundles=tuple(ordered),
+                devices=tuple(looks[bundle][1] for bundle in ordered) if looks else (),
+                visible_variable=looks[ordered[0]][2] if looks else None,
+            )
+        )
+    return sorted(seats, key=lambda seat: seat.node_rank)
+
+
+def _look_around(
+    bundles: Sequence[range], group: PlacementGroup, *, wait: Wait
+) -> dict[int, tuple[int, str, str | None]]:
+    """All nodes at once, the bundles of a node one after the other, so that each node starts one process for it."""
+    found: dict[int, tuple[int, str, str | None]] = {}
+    for turn in range(max(map(len, bundles))):
+        asked = {
+            own[turn]: _look.options(
+                num_gpus=0.001,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=own[turn]),
+            ).remote()
+            for own in bundles
+            if turn < len(own)
+        }
+        try:
+            answers = ray.get(list(asked.values()), timeout=max(wait.left_s, 30))
+        except GetTimeoutError:
+            raise NoRoomError(
+                "Ray reserved slots on a node but started no process there; see the node's Ray logs"
+            ) from None
+        found |= dict(zip(asked, answers, strict=True))
+    return found

@@ -1,0 +1,216 @@
+"""A group's workers are forked from one process on each node, which has imported torch and our code once.
+
+A new interpreter spends seconds of CPU time on these imports, and minutes on a busy shared file system, for every worker of a
+node and again for every replacement. So Ray starts ``python -m rollcall.process.ray.zygote default_worker.py ...`` where it would
+start ``python default_worker.py ...`` (py_executable of the runtime environment). This small process, the *stub*, gives its
+arguments, variables, folder and standard streams to the zygote, whose child becomes the worker. The first stub on a node makes the
+zygote. Without an answer in time, the stub becomes the worker itself, as Ray meant it.
+
+Who waits for whom: a stub waits for its worker to end, and ends with the same status. If a stub is killed, its worker is killed too.
+The zygote ends with the node's raylet, with its group, or when it has had no worker for ``IDLE_S``. It must never touch CUDA, which a
+forked process could not use any more.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NoReturn
+
+from rollcall.base.importing import uncollected
+from rollcall.base.limits import is_own_users
+from rollcall.nodes.framing import json_frame, read_exactly, read_json_frame
+
+MODULES = "ROLLCALL_ZYGOTE_MODULES"  # the modules that the zygote imports
+GROUP = "ROLLCALL_ZYGOTE_GROUP"  # one zygote for each, on each node
+COMMAND = (
+    '"$ROLLCALL_PYTHON" -m rollcall.process.ray.zygote'  # in a line of bash, on a node that `rollcall node` has started
+)
+ANSWER_S = 30.0  # Ray gives up a worker that has not come forward after 60 s
+IDLE_S = 120.0
+LOOK_S = 1.0
+FORKED = b"f"  # the first byte of the zygote's answer; the second is the worker's exit status
+
+
+def runtime_env(module: str, group: str, env_vars: Mapping[str, str]) -> dict[str, Any]:
+    """Ray's runtime environment for workers that are forked from a zygote with this module."""
+    variables = {**env_vars, MODULES: f"ray._private.worker {module}", GROUP: group}
+    return {"py_executable": COMMAND, "env_vars": variables}
+
+
+def main(arguments: list[str]) -> int:
+    """The stub: returns the worker's exit status."""
+    answer = None
+    if (zygote := _connect()) is not None:
+        zygote.settimeout(ANSWER_S)
+        request = {"argv": arguments, "env": dict(os.environ), "cwd": os.getcwd()}
+        try:
+            socket.send_fds(zygote, [FORKED], [0, 1, 2])
+            zygote.sendall(json_frame(request))
+            answer = zygote.recv(1)
+            zygote.settimeout(None)
+        except OSError:  # it is too slow, or has ended
+            answer = None
+    if zygote is None or answer != FORKED:
+        os.execv(sys.executable, [sys.executable, *arguments])
+    status = zygote.recv(1)
+    return status[0] if status else 1  # without a status, the zygote was killed
+
+
+def _connect() -> socket.socket | None:
+    """Connect to the group's zygote on this node, and start it if there is none; None if that fails."""
+    key = json.dumps([os.environ[GROUP], sys.executable, os.getuid()])
+    address = f"\0rollcall-zygote-{hashlib.sha256(key.encode()).hexdigest()[:32]}"  # in the abstract namespace, without a file
+    for _ in range(2):
+        zygote = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            zygote.connect(address)
+        except ConnectionRefusedError:
+            zygote.close()
+            _start(address)
+            continue
+        return zygote if is_own_users(zygote) else None
+    return None
+
+
+def _start(address: str) -> None:
+    """Fork the zygote, unless another stub has just done so."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(address)
+    except OSError:  # another one holds the address, and listens in a moment
+        listener.close()
+        time.sleep(0.1)
+        return
+    listener.listen(1024)
+    if (child := os.fork()) == 0:
+        os.setsid()
+        if os.fork():
+            os._exit(0)
+        _serve(listener)
+    os.waitpid(child, 0)
+    listener.close()
+
+
+def _serve(listener: socket.socket) -> NoReturn:
+    """The zygote. Stubs that come while it imports wait in the listener's queue."""
+    with uncollected():
+        for module in os.environ[MODULES].split():
+            importlib.import_module(module)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):  # they are the first worker's; an import that fails is reported there
+        os.dup2(nothing, stream)
+    gc.collect()
+    gc.freeze()  # a collection in a worker would write to, and so copy, the pages that all share
+    wake, wake_end = os.pipe()
+    os.set_blocking(wake, False)
+    os.set_blocking(wake_end, False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)
+    raylet, since_s = int(os.environ.get("RAY_RAYLET_PID", "0")), time.monotonic()
+    stubs: dict[int, socket.socket] = {}  # by process of their worker
+    while True:
+        ready, _, _ = select.select([listener, wake, *stubs.values()], [], [], LOOK_S)
+        if wake in ready:
+            os.read(wake, 1 << 16)
+        for pid in [pid for pid, stub in stubs.items() if stub in ready]:  # a stub says nothing: it has been killed
+            os.kill(pid, signal.SIGKILL)
+            stubs.pop(pid).close()
+        if listener in ready:
+            stub, _ = listener.accept()
+            if (pid := _fork(stub, keep_out=[listener, *stubs.values()], pipe=(wake, wake_end))) is not None:
+                stubs[pid] = stub
+        while (ended := _ended()) is not None:
+            pid, status = ended
+            if pid in stubs:
+                with stubs.pop(pid) as stub:
+                    _try_send(stub, bytes([status & 0xFF]))
+        if stubs:
+            since_s = time.monotonic()
+        if time.monotonic() - since_s > IDLE_S or (raylet and not stubs and not os.path.exists(f"/proc/{raylet}")):
+            os._exit(0)
+
+
+def _ended() -> tuple[int, int] | None:
+    """A child that has ended, and its exit status."""
+    try:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        return None
+    return (pid, os.waitstatus_to_exitcode(status)) if pid else None
+
+
+def _try_send(stub: socket.socket, data: bytes) -> None:
+    try:
+        stub.sendall(data)
+    except OSError:  # it has been killed
+        return
+
+
+def _fork(stub: socket.socket, *, keep_out: list[socket.socket], pipe: tuple[int, int]) -> int | None:
+    """The process of the worker that this stub asks for. It does not return there."""
+    if not is_own_users(stub):
+        stub.close()
+        return None
+    stub.settimeout(ANSWER_S)
+    try:
+        _, streams, _, _ = socket.recv_fds(stub, 1, 3)
+        request = read_json_frame(partial(read_exactly, stub.recv))
+    except OSError:
+        stub.close()
+        return None
+    stub.settimeout(None)
+    pid = os.fork()
+    if pid == 0:
+        for other in (*keep_out, stub):
+            other.close()
+        _become_worker(request, streams, pipe)
+    for stream in streams:
+        os.close(stream)
+    _try_send(stub, FORKED)
+    return pid
+
+
+def _become_worker(request: dict[str, Any], streams: list[int], pipe: tuple[int, int]) -> NoReturn:
+    os.setpgid(0, 0)  # the raylet ends a worker with its process group
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for stream, place in zip(streams, (0, 1, 2), strict=True):
+        os.dup2(stream, place)
+    for descriptor in (*streams, *pipe):
+        os.close(descriptor)
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.chdir(request["cwd"])
+    sys.argv = request["argv"]
+    sys.path[0] = os.path.dirname(sys.argv[0])
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()  # Python's own generator is seeded again by itself
+    status = 1
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

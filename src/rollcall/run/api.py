@@ -1,0 +1,300 @@
+"""The Python interface: ``rollcall.train``, ``rollcall.evaluate``, ``rollcall.load_run`` and the ``Run`` that they return (docs/python.md).
+
+The command line calls the same functions. Importing this module imports neither torch nor ray; calling one does.
+"""
+
+# pyright: strict
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from rollcall.base.errors import ConfigError
+from rollcall.base.importing import calm_transformers, uncollected
+from rollcall.base.journal import Journal
+from rollcall.base.redact import REDACTED
+from rollcall.base.stop import heed_if_possible, outside_loop
+from rollcall.base.types import Group
+from rollcall.base.wait import in_silence, on_stdout, speaking
+from rollcall.checkpoint.exported import exported_model
+from rollcall.checkpoint.run_dir import run_file_of
+from rollcall.checkpoint.store import store_of
+from rollcall.config import Config, load_config
+from rollcall.config.checks import say_unused
+from rollcall.config.one_process import in_one_process
+from rollcall.loop.callbacks import Callbacks, CheckpointSaved, EvaluationDone, StepDone
+from rollcall.loop.phases import Bounds, Phase, Split
+from rollcall.nodes.cluster import find_cluster
+from rollcall.nodes.declared import environment
+from rollcall.process.debug.here import POST_MORTEM
+from rollcall.reward.given import name_functions, settle_functions
+from rollcall.view.reader import RunReader, open_run
+
+if TYPE_CHECKING:
+    from rollcall.run.evaluation import EvalReport
+
+__all__ = ["Run", "SavedCheckpoint", "evaluate", "load_run", "read_config", "train"]
+
+_SAMPLES = re.compile(r"(train|val)-(\d+)\.jsonl")
+_SAMPLE_COLUMNS = ("prompt_id", "prompt", "completion", "answer", "reward", "parts", "errors", "num_tokens", "finish")
+_Choice = TypeVar("_Choice", Phase, Split)
+Source = Config | Mapping[str, Any] | str | Path | None
+
+
+class Table(Protocol):
+    """The most used part of a ``pyarrow.Table``, which has no type hints and is what the properties of a ``Run`` return."""
+
+    @property
+    def num_rows(self) -> int: ...
+
+    @property
+    def column_names(self) -> list[str]: ...
+
+    def __getitem__(self, column: str) -> Any: ...
+
+    def select(self, columns: list[str]) -> Table: ...
+
+    def to_pydict(self) -> dict[str, list[Any]]: ...
+
+    def to_pylist(self) -> list[dict[str, Any]]: ...
+
+    def to_pandas(self) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedCheckpoint:
+    step: int
+    path: Path
+    problem: str  # why it cannot be used; empty: it is whole
+
+    @property
+    def model_dir(self) -> Path | None:
+        """For ``AutoModelForCausalLM.from_pretrained``, unless the model is in parts, which `rollcall merge` puts together."""
+        model = self.path / "model"
+        return model if (model / "model.safetensors").is_file() else None
+
+
+class Run:
+    """A run directory. ``rollcall.train`` and ``rollcall.load_run`` give one."""
+
+    def __init__(self, directory: Path, *, result: dict[str, Any] | None = None) -> None:
+        self.dir = directory
+        self._reader = RunReader(directory)
+        self._result = result
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.dir)!r}, step {self.step} of {self.config.trainer.steps})"
+
+    @cached_property
+    def config(self) -> Config:
+        """The settings that the run was last started with, secrets left out."""
+        return self._reader.read_config()
+
+    @property
+    def step(self) -> int:
+        """The last step that was trained."""
+        return self._reader.step
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """The result of the call of ``train``, as `rollcall train --json` prints it; for a loaded run its summary."""
+        return self.summary if self._result is None else self._result
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """Whole-run numbers: those of ``summary.json``, or, before the run has ended, those of its metrics so far."""
+        return self._reader.summary()
+
+    @property
+    def metrics(self) -> Table:
+        """One row for each step in order, one column for each metric (docs/metrics.md); null where a step does not have it."""
+        self._reader.metrics.refresh()
+        return _table(self._reader.metrics.whole_columns())
+
+    @property
+    def samples(self) -> Table:
+        """The completions that were kept to read: the first groups of each checkpoint (``train``) and evaluation (``val``)."""
+        columns: dict[str, list[Any]] = {"step": [], "split": []}
+        columns |= {name: [] for name in _SAMPLE_COLUMNS}
+        folder = self.dir / "samples"
+        paths = folder.iterdir() if folder.is_dir() else ()
+        named = [(int(found[2]), found[1], path) for path in paths if (found := _SAMPLES.fullmatch(path.name))]
+        for step, split, path in sorted(named):
+            # Not splitlines: a completion may hold a separator that JSON leaves as it is, such as U+2028.
+            for line in path.read_bytes().rstrip(b"\n").split(b"\n"):
+                row: dict[str, Any] = json.loads(line)
+                columns["step"].append(step)
+                columns["split"].append(split)
+                for name in _SAMPLE_COLUMNS:
+                    value: Any = row.get(name)
+                    if isinstance(value, str):  # half a surrogate pair, which a table does not take, as it was written
+                        value = value.encode("utf-8", errors="backslashreplace").decode()
+                    # As text: the rewards, and with them the keys, may differ from file to file.
+                    columns[name].append(json.dumps(value or {}) if name in ("parts", "errors") else value)
+        return _table(columns)
+
+    def groups(self, step: int | None = None) -> Iterator[Group]:
+        """Every group in the journal, or those made for one step: prompt, completions with tokens and log-probs, scores."""
+        folder = self.dir / "journal"
+        if not folder.is_dir():
+            return
+        with Journal(folder) as journal:
+            for one in journal.steps() if step is None else [step]:
+                yield from journal.read(one)
+
+    @property
+    def checkpoints(self) -> list[SavedCheckpoint]:
+        """Those that are kept, oldest first, every file compared with its checksum."""
+        found = self._reader.checkpoints()
+        return [SavedCheckpoint(step=one.step, path=one.path, problem=one.reason) for one in found]
+
+    @property
+    def model_dir(self) -> Path | None:
+        """The trained model, for ``AutoModelForCausalLM.from_pretrained``, once the run has come to its end."""
+        return exported_model(self.dir, last=store_of(self.dir).latest())
+
+
+def load_run(directory: str | Path) -> Run:
+    """The run in a directory; refused if there is none."""
+    return Run(open_run(_path_of(directory, what="the directory of a run (run.dir)")).dir)
+
+
+def _path_of(given: object, *, what: str) -> Path:
+    if not isinstance(given, str | Path):
+        raise ConfigError(f"{given!r} is not a path; give {what}")
+    return Path(given)
+
+
+def _table(columns: Mapping[str, Sequence[Any]]) -> Table:
+    pyarrow: Any = import_module("pyarrow")
+    return pyarrow.table(columns)
+
+
+def train(
+    config: Source = None,
+    *,
+    fresh: bool = False,
+    quiet: bool = False,
+    phase: Phase | str = Phase.BOTH,
+    split: Split | str = Split.TRAIN,
+    on_step: Callable[[StepDone], None] | None = None,
+    on_evaluation: Callable[[EvaluationDone], None] | None = None,
+    on_save: Callable[[CheckpointSaved], None] | None = None,
+    post_mortem: bool = False,
+    local_debug: bool = False,
+    **overrides: Any,
+) -> Run:
+    """Train until the last step, or continue the run that is in the run directory.
+
+    ``config`` is a run file, the directory of a run, the sections of a run file as a map, or a ``Config``; without it the demo runs. Any
+    other keyword sets a key of it: ``trainer={"steps": 3}`` or ``**{"trainer.steps": 3}``. ``fresh`` starts over and moves an old run
+    directory aside. ``quiet`` shows no progress. ``post_mortem`` opens the debugger where a worker, a reward or an environment raises;
+    ``local_debug`` runs all roles in this process with one reward process and one episode at a time, and compiles nothing
+    (docs/debugging.md).
+    """
+    bounds = Bounds(phase=_choice(Phase, phase, name="phase"), split=_choice(Split, split, name="split"))
+    callbacks = Callbacks(on_step=on_step, on_evaluation=on_evaluation, on_save=on_save)
+    resolved = read_config(config, changes=overrides)
+    are_given = "reward" in overrides or (isinstance(config, Mapping) and "reward" in config)
+    settle_functions(resolved.run.dir, resolved.reward, are_given=are_given)
+    resolved = in_one_process(resolved) if local_debug else resolved
+    say_unused(resolved)
+    _knock(resolved)
+
+    def work() -> dict[str, Any]:
+        if not quiet:
+            print("loading torch and transformers", flush=True)
+        with uncollected():
+            from rollcall.run.training import train as run
+        calm_transformers()
+        return run(resolved, fresh=fresh, quiet=quiet, bounds=bounds, callbacks=callbacks, is_bare=local_debug)
+
+    with heed_if_possible(), environment({POST_MORTEM: "1"} if post_mortem else {}):
+        result = outside_loop(work)
+    return Run(resolved.run.dir, result=result)
+
+
+def evaluate(
+    target: Run | str | Path,
+    *,
+    data: str | Path | None = None,
+    samples: int | None = None,
+    temperature: float | None = None,
+    max_prompts: int | None = None,
+    quiet: bool = False,
+    **overrides: Any,
+) -> EvalReport:
+    """Measure a run's newest model, or the model in a directory, on held-out prompts (``data``, else the run's ``data.val``)."""
+    from rollcall.run.evaluation import plan_evaluation, run_evaluation
+
+    plan = plan_evaluation(
+        target.dir
+        if isinstance(target, Run)
+        else _path_of(target, what="a run, its directory or file, or the directory of a model"),
+        overrides=[],
+        changes=_with_paths(overrides),
+        data=None if data is None else str(data),
+        samples=samples,
+        temperature=temperature,
+        max_prompts=max_prompts,
+    )
+    if "reward" not in overrides:
+        settle_functions(plan.config.run.dir, plan.config.reward, are_given=False)
+    calm_transformers()
+    with heed_if_possible(), speaking(in_silence if quiet else on_stdout):
+        return outside_loop(partial(run_evaluation, plan, on_progress=_nothing))
+
+
+def read_config(source: Source, *, overrides: Sequence[str] = (), changes: Mapping[str, Any] | None = None) -> Config:
+    """The settings of a run, validated. ``overrides`` are arguments of a command line (``trainer.steps=3``), ``changes`` values by key."""
+    if isinstance(source, Config):
+        settings = source.model_dump(warnings=False)
+        load_config(settings)  # pydantic does not check what model_copy changes, or what is put into a list
+        if not overrides and not changes:
+            return source
+        source = settings
+    changes = _with_paths(changes or {})
+    if source is None or isinstance(source, Mapping):
+        source = None if source is None else _with_paths(source)
+        return load_config(source, list(overrides), changes=changes)
+    what = "a run file, the directory of a run, its sections as a map, or a Config"
+    file, defaults = run_file_of(_path_of(source, what=what))
+    if defaults and REDACTED in file.read_text(errors="replace"):
+        raise ConfigError(
+            f"{file} has no secrets (they are written as {REDACTED}), so the run cannot go on from it; give the run file that it "
+            "was started with"
+        )
+    return load_config(file, list(overrides), defaults=defaults, changes=changes)
+
+
+def _with_paths(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Replace each reward that is a function by its name, as a run file writes it."""
+    for key, value in values.items():
+        if key.startswith("reward.") and callable(value):
+            raise ConfigError(f"{key} cannot be a function; give all rewards in one list, such as reward=[my_function]")
+    return {**values, "reward": name_functions(values["reward"])} if "reward" in values else values
+
+
+def _knock(config: Config) -> None:
+    """Refuse a cluster whose head does not answer before torch is loaded, which takes many seconds."""
+    section = config.cluster
+    # One slot needs no cluster, and neither does a run that has ended.
+    if section is not None and section.num_slots > 1 and not (config.run.dir / "summary.json").exists():
+        find_cluster(ray_address=section.ray_address).knock()
+
+
+def _choice(kind: type[_Choice], given: str, *, name: str) -> _Choice:
+    try:
+        return kind(given)
+    except ValueError:
+        raise ConfigError(f"{name}={given!r} does not exist; use {', '.join(kind)}") from None
+
+
+def _nothing(*_: object) -> None:
+    return None

@@ -1,0 +1,397 @@
+"""The parts of a run from their sections of the run file: prompts, learner, critic, reference, engine, rewards. Used by ``local``, by
+``on_cluster`` and the processes that it starts (``worker``), by evaluation and by serving."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollcall.base.errors import ConfigError, short_of_memory
+from rollcall.base.types import Completion, Floats, Prompt, Sample, rows_of
+from rollcall.base.wait import say, warn
+from rollcall.base.words import are, counted, size
+from rollcall.config import Config, EnvironmentSection, ExactReward, Ppo, RolloutSection
+from rollcall.config.lora import LoraSection
+from rollcall.config.rewards import Reward
+from rollcall.config.sections import ModelSection
+from rollcall.engine.native.engine import NativeEngine
+from rollcall.engine.vllm.child import Child
+from rollcall.engine.vllm.engine import VllmEngine
+from rollcall.engine.vllm.setup import find_python
+from rollcall.environments.conversation import MESSAGES, Conversations, unknown_characters
+from rollcall.environments.episode import KIND
+from rollcall.environments.protocol import Environments
+from rollcall.learner.gang import Gang
+from rollcall.learner.learner import Critic, Learner, Reference, make_body, whole_body
+from rollcall.loop.data.load import PromptSet, load_prompts
+from rollcall.loop.samples import ScoreSamples
+from rollcall.model.adapter import Adapter, add_to_weights
+from rollcall.model.decoder import Decoder, has_compiler
+from rollcall.model.files import resolve_model
+from rollcall.model.load import check_architecture, load_tokenizer, outline_causal_lm, resolve_device, resolve_dtype
+from rollcall.model.stop_tokens import check_stop_strings, stop_token_ids
+from rollcall.model.stored.find import is_model_dir
+from rollcall.model.stored.tensors import Stored
+from rollcall.model.unread import WholeOnly, each_tensor, load_onto, open_unread, refuse_other_head
+from rollcall.plan.activations import COMPILE_FROM
+from rollcall.plan.engine import kv_fraction
+from rollcall.reward.scorer import ModelRewardFunction, Scorer, columns_needed
+from rollcall.run.host_memory import keep_freed_memory
+from rollcall.run.origin import refuse_changed_rows
+
+POLICY = "policy"  # the name of the run's adapter in its engine
+NUM_REWARD_WORKERS = 2
+
+
+LocalEngine = NativeEngine | VllmEngine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """The inputs that the controller reads before any weights are loaded."""
+
+    model_path: str
+    tokenizer: Any
+    train: PromptSet
+    val: PromptSet | None
+
+
+def load_inputs(config: Config) -> Inputs:
+    path = resolve_model(config.model.path)
+    if path != config.model.path and not config.model.path.startswith("builtin:"):
+        say(f"reading model.path={config.model.path} from its checkpoint {path}")
+    needs = columns_needed(config.reward)
+    say(f"reading the tokenizer and the prompts of {config.data.train}")
+    tokenizer = tokenizer_of(config, path)
+    load = partial(
+        load_prompts, data=config.data, tokenizer=tokenizer, rewards={reward.type for reward in config.reward}
+    )
+    train = load(config.data.train, split="train", needs=needs)
+    refuse_changed_rows(config.run.dir, "train", train)
+    val = None
+    if config.data.val is not None:
+        if all(reward.type in ("self_certainty", "model") for reward in config.reward):
+            needs = columns_needed([ExactReward()])  # `build_scorers` evaluates by it
+        val = load(config.data.val, split="val", limit=config.eval.max_prompts, needs=needs)
+        refuse_changed_rows(config.run.dir, "val", val, limit=config.eval.max_prompts)
+    # An environment may tell rows of one text apart by their other columns.
+    _warn_of_rows(train, val, tokenizer, may_repeat=config.environment is not None)
+    for prompts in (train, val):
+        if prompts is not None and prompts.num_overlong:
+            say(
+                f"{prompts.source}: left out {counted(prompts.num_overlong, 'prompt')} longer than "
+                f"{config.data.max_prompt_tokens} tokens{prompts.with_template}"
+            )
+    return Inputs(model_path=path, tokenizer=tokenizer, train=train, val=val)
+
+
+def _warn_of_rows(train: PromptSet, val: PromptSet | None, tokenizer: Any, *, may_repeat: bool) -> None:
+    """Say when the tokenizer has no tokens for much of the first prompt, since the model is asked something else, and when rows repeat."""
+    first = train.prompts[0]
+    if lost := unknown_characters(first.text, first.token_ids, tokenizer):
+        warn(
+            f"{first.id}: the tokenizer has no tokens for {', '.join(map(repr, lost[:8]))} of the prompt {first.text[:40]!r}, so the model "
+            "does not see them; use another model, or prompts that its tokenizer can write"
+        )
+    if may_repeat:
+        return
+    texts = {prompt.text for prompt in train.prompts}
+    if num_repeats := len(train.prompts) - len(texts):
+        warn(
+            f"data.train={train.source}: {num_repeats:,} of its {counted(len(train.prompts), 'prompt')} {are(num_repeats)} the same as an "
+            "earlier one; leave the repeats out unless they are meant"
+        )
+    if val is not None and (num_shared := sum(prompt.text in texts for prompt in val.prompts)):
+        warn(
+            f"data.val={val.source}: {num_shared:,} of its {counted(len(val.prompts), 'prompt')} {are(num_shared)} in data.train too, so "
+            "the evaluation scores what the run trains on; leave them out of one of the two"
+        )
+
+
+def tokenizer_of(config: Config, path: str) -> Any:
+    """The tokenizer of the model at ``path``, with the run's chat template. Refuses a model that cannot be run, before any of it is
+    loaded, and stop strings that the tokenizer would never show."""
+    model = config.model
+    check_architecture(path, trust_remote_code=model.trust_remote_code)
+    tokenizer = load_tokenizer(path, chat_template=model.chat_template, trust_remote_code=model.trust_remote_code)
+    check_stop_strings(tokenizer, config.rollout.stop)
+    return tokenizer
+
+
+def set_threads(num_threads: int | None, *, processes_here: int = 1) -> None:
+    """``trainer.num_threads``, or a fair share of this host's cores."""
+    torch.set_num_threads(num_threads or max(1, (os.cpu_count() or 1) // processes_here))
+
+
+def build_learner(
+    config: Config,
+    model: Any,
+    *,
+    gang: Gang,
+    device: torch.device | None = None,
+    mirror: bool = False,
+    unread: Stored | None = None,
+    adapter: Adapter | None = None,
+) -> Learner:
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    learner = Learner(
+        model,
+        config.actor,
+        algorithm=config.algorithm,
+        temperature=config.rollout.temperature,
+        max_response_tokens=config.rollout.max_response_tokens,
+        total_updates=config.trainer.steps * config.actor.minibatches * config.actor.epochs,
+        gang=gang,
+        device=device,
+        mirror=mirror,
+        unread=unread,
+        adapter=adapter,
+    )
+    if adapter is not None:
+        adapter.refuse_other_model(model, learner.body.base_tensors())
+    on_cpu = learner.body.device.type == "cpu"
+    if on_cpu:
+        keep_freed_memory()
+    pays = not on_cpu and num_parameters >= COMPILE_FROM
+    if config.actor.compile if config.actor.compile is not None else pays:
+        if on_cpu:
+            check_compiler("actor.compile")
+        if gang.rank == 0:
+            say("the first update waits for the compiler (actor.compile; a minute or so)")
+        learner.body.compile()
+    return learner
+
+
+def build_adapter(config: Config, model: Any, *, device: torch.device) -> Adapter | None:
+    """The run's adapter, the same in every process; None where the run trains the model's own weights."""
+    if config.model.lora is None:
+        return None
+    path = resolve_model(config.model.path)
+    local = Path(path).expanduser()
+    if not is_model_dir(local) and is_model_dir(local / "model"):
+        local /= "model"  # of a checkpoint, what peft opens
+    base = str(local.resolve()) if local.is_dir() else path
+    return Adapter.make(Decoder.of(model), config.model.lora, seed=config.run.seed, device=device, base=base)
+
+
+def check_compiler(key: str) -> None:
+    """Refuse to compile for a CPU where torch would fail at the first call."""
+    if not has_compiler():
+        raise ConfigError(
+            f"{key}: true needs a C++ compiler on a CPU, and {os.environ.get('CXX', 'g++')!r} does not exist; install g++, name "
+            f"another in CXX, or leave the key out"
+        )
+
+
+def check_engine(rollout: RolloutSection) -> None:
+    """Refuse an engine that is not installed before anything is loaded for it."""
+    if rollout.engine == "vllm":
+        find_python(rollout.vllm.python)
+
+
+def build_engine(
+    rollout: RolloutSection,
+    model: Any,
+    tokenizer: Any,
+    *,
+    graphs: bool = True,
+    device: torch.device | None = None,
+    adapter: Adapter | None = None,
+    kv_tokens: int | None = None,
+) -> LocalEngine:
+    """The engine of this process, with the weights of ``model`` and the ``adapter``; on CUDA the native one captures ``graphs``. vLLM
+    takes an outline too, and runs on ``device`` then. ``kv_tokens``: what there is room for (``card.settle``), where the run file leaves
+    that open."""
+    kv_tokens = rollout.kv_tokens if rollout.kv_tokens is not None else kv_tokens
+    if rollout.engine == "native":
+        if rollout.compile and next(model.parameters()).device.type == "cpu":
+            check_compiler("rollout.compile")
+            say("the first completions wait for the compiler (rollout.compile; half a minute)")
+        with short_of_memory(partial(_engine_sentence, model)):
+            return NativeEngine(
+                model,
+                tokenizer,
+                max_running=rollout.max_running,
+                kv_tokens=kv_tokens,
+                kv_fraction=kv_fraction(rollout),
+                compile=rollout.compile,
+                graphs=graphs,
+                adapters=None if adapter is None else {POLICY: adapter},
+            )
+    say("starting vLLM in its own process (a minute or so)")
+    child = Child(find_python(rollout.vllm.python), num_threads=torch.get_num_threads())
+    try:
+        child.wait_until_ready()
+        return VllmEngine(
+            model,
+            tokenizer,
+            child,
+            section=rollout.vllm,
+            max_running=rollout.max_running,
+            kv_tokens=kv_tokens,
+            kv_fraction=kv_fraction(rollout),
+            device=device,
+            adapter=adapter,
+        )
+    except BaseException:  # an interrupt too: it must not continue to load
+        child.close()
+        raise
+
+
+def _engine_sentence(model: Any, why: str) -> str:
+    weights = sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
+    return (
+        f"the KV cache of the native engine does not fit ({why}); the model's weights are {size(weights)}, and the learner's state may be in "
+        "memory too. Lower rollout.kv_memory_fraction or rollout.kv_tokens, or give rollout slots without an actor"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampler:
+    """A model that only samples."""
+
+    model: Any
+    engine: LocalEngine
+    stop_token_ids: tuple[int, ...]
+
+
+def load_sampler(
+    section: ModelSection, rollout: RolloutSection, path: str, tokenizer: Any, *, lora: LoraSection | None
+) -> Sampler:
+    """Load the model at ``path``, with the adapter that ``lora`` names added to its weights. vLLM has the only copy of the weights, which
+    are read here tensor by tensor: the model is an outline then."""
+    device = resolve_device(section.device)
+    dtype, trust = resolve_dtype(section.dtype, device), section.trust_remote_code
+
+    def load(device: torch.device) -> Any:
+        model = load_onto(path, device=device, dtype=dtype, trust_remote_code=trust)
+        if lora is not None:
+            decoder = Decoder.of(model)
+            adapter = Adapter.make(decoder, lora, seed=0, device=device, base=path)
+            adapter.refuse_other_model(model, decoder.named_tensors().items())
+            add_to_weights(model, adapter.named_tensors(), gain=lora.gain)
+        return model
+
+    def sampler(model: Any, engine: LocalEngine) -> Sampler:
+        stops = stop_token_ids(tokenizer, model.config, model.generation_config, rollout=rollout)
+        return Sampler(model=model, engine=engine, stop_token_ids=stops)
+
+    if rollout.engine == "native":
+        model = load(device)
+        return sampler(model, build_engine(rollout, model, tokenizer))
+    model = outline_causal_lm(path, dtype=dtype, trust_remote_code=trust)
+    try:
+        if lora is not None:
+            raise WholeOnly("an adapter is added to it")
+        unread = open_unread(path, model)
+        refuse_other_head(model, unread)
+    except WholeOnly:  # the whole model is in this process until vLLM has it
+        model = load(torch.device("cpu"))
+        engine = build_engine(rollout, model, tokenizer, device=device)
+        return sampler(model.to("meta"), engine)
+    engine = build_engine(rollout, model, tokenizer, device=device)
+    assert isinstance(engine, VllmEngine)
+    try:
+        engine.load_weights(0, each_tensor(model, unread, path=path))
+    except BaseException:
+        engine.close()
+        raise
+    return sampler(model, engine)
+
+
+def build_critic(
+    config: Config, model: Any, *, gang: Gang, device: torch.device | None = None, unread: Stored | None = None
+) -> Critic:
+    assert isinstance(config.algorithm, Ppo)
+    updates = config.trainer.steps * config.critic.minibatches * config.critic.epochs
+    return Critic(
+        model, config.critic, algorithm=config.algorithm, total_updates=updates, gang=gang, device=device, unread=unread
+    )
+
+
+def build_reference(
+    config: Config,
+    model: Any,
+    *,
+    gang: Gang | None = None,
+    in_parts: bool = False,
+    device: torch.device | None = None,
+    unread: Stored | None = None,
+) -> Reference:
+    """The frozen model, divided over the ``gang`` as the actor is if it is ``in_parts``. A learner with an adapter has it already
+    (``reference_of``)."""
+    if in_parts:
+        assert gang is not None
+        body = make_body(model, config.actor, gang=gang, device=device, frozen=True, unread=unread)
+    else:
+        body = whole_body(model, gang=gang, context=config.actor.context_parallel_size)
+    return Reference(body=body, section=config.actor, temperature=config.rollout.temperature)
+
+
+def reference_of(config: Config, learner: Learner) -> Reference:
+    """The weights of a learner that trains an adapter, without the adapter."""
+    return Reference(body=learner.body, section=config.actor, temperature=config.rollout.temperature, plain=True)
+
+
+def build_scorers(
+    rewards: Sequence[Reward],
+    *,
+    score: ScoreSamples,
+    models: Mapping[int, ModelRewardFunction],
+    num_workers: int = NUM_REWARD_WORKERS,
+) -> tuple[Scorer, Scorer]:
+    """The scorers of training and of evaluation. They are the same, unless only models give rewards: then an evaluation asks whether the
+    answer is right. ``score`` is the policy's; ``models`` has the reward models by their place in the run file."""
+    functions = dict(models)
+    for index, reward in enumerate(rewards):
+        if reward.type == "self_certainty":
+            functions[index] = partial(_self_certainty, score)
+    scorer = Scorer(rewards, num_workers=num_workers, model_rewards=functions)
+    if len(functions) < len(rewards):
+        return scorer, scorer
+    return scorer, Scorer([ExactReward()], num_workers=num_workers, model_rewards={})
+
+
+def build_environments(
+    section: EnvironmentSection | None,
+    tokenizer: Any,
+    *sets: PromptSet | None,
+    make: Callable[[str | None], Environments] | None = None,
+) -> Environments | None:
+    """Start the environment in processes of this one, or by ``make``, which gets the chat template. Refuses a template that cannot be
+    extended turn by turn."""
+    if section is None:
+        return None
+    from rollcall.environments.make import make_environments  # few runs have one
+
+    say("starting the environment")
+    rows = [prompt.metadata for prompts in sets if prompts is not None for prompt in prompts.prompts]
+    chats = {str(row.get(KIND) or "") for row in rows if MESSAGES in row}
+    # A tokenizer may have a template that plain prompts do not go through.
+    template = tokenizer.chat_template if chats else None
+    environments = make_environments(section, chat_template=template) if make is None else make(template)
+    for kind in {str(row.get(KIND) or "") for row in rows}:
+        tools = environments.tools_of(kind)  # refuses a name that environment.path does not have
+        if kind in chats:
+            Conversations(tokenizer).check_extension(tools=tools, role="tool" if tools else "user")
+    return environments
+
+
+def _self_certainty(score: ScoreSamples, prompt: Prompt, completions: tuple[Completion, ...]) -> list[float]:
+    """The mean over all tokens that were sampled in an attempt, in all its rows."""
+    samples = [
+        Sample.of(row, draw=0, attempt=attempt, prompt_ids=prompt.token_ids)
+        for attempt, completion in enumerate(completions)
+        for row in rows_of(completion)
+    ]
+    sampled: list[list[Floats]] = [[] for _ in completions]
+    for sample, row in zip(samples, score(samples), strict=True):
+        sampled[sample.attempt].append(row.certainty[sample.mask])
+    return [float(np.concatenate(parts).mean()) for parts in sampled]

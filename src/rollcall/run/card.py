@@ -1,0 +1,181 @@
+"""Turns ``auto`` into sizes for the card of this process: the learners' micro-batches first, then the KV cache of the native engine.
+
+Everything that is held for the whole run is on the card by then, even the optimizer's state. The free memory is divided by the arithmetic
+of ``plan/choose.py``: first by the plan's estimate, then by a measured pass. All ranks of a gang take the smallest size that any of them
+found. On a CPU ``auto`` is a fixed number, so nothing is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rollcall.base.errors import short_of_memory
+from rollcall.base.wait import say, warn
+from rollcall.base.words import size
+from rollcall.config import Config
+from rollcall.learner.fit import passes_of, sizes_of
+from rollcall.learner.learner import Critic, Learner
+from rollcall.learner.measure import Rows, measured
+from rollcall.learner.packing import Fit
+from rollcall.model.decoder import Decoder
+from rollcall.plan.activations import Recompute
+from rollcall.plan.choose import KV_BLOCK, NO_KV, SAFE, Choice, KvNeed, Line, Needs, choose
+from rollcall.plan.engine import EngineNeeds, kv_is_open
+from rollcall.plan.placement import Role, plan_for
+from rollcall.plan.room import on_kv, on_microbatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summed:
+    """The needs of a pass while the sums of gradients are in memory too."""
+
+    passes: Needs
+    sums: int
+
+    def peak(self, tokens: int) -> int:
+        return self.sums + self.passes.peak(tokens)
+
+    def tokens_in(self, room: int) -> int:
+        return self.passes.tokens_in(room - self.sums)
+
+
+def settle(config: Config, model: Any, *, learners: Sequence[Learner | Critic], samples: bool) -> int | None:
+    """Size the micro-batches of the learners in this process, and say how. Returns the tokens of KV for a native engine that ``samples`` from
+    ``model`` here, where the run file leaves that open."""
+    device = learners[0].body.device if learners else next(model.parameters()).device
+    if device.type != "cuda":
+        return None
+    for learner in learners:
+        with short_of_memory(lambda why, learner=learner: _state_sentence(learner, why)):
+            learner.optimizer.allocate()
+    data, rollout = config.data, config.rollout
+    engine = engine_needs(config, Decoder.of(model)) if samples else None
+    kv = NO_KV if engine is None else _kv_of(engine, model, card=torch.cuda.get_device_properties(device).total_memory)
+    rows = Rows(prompt=data.max_prompt_tokens, response=rollout.max_response_tokens, group=rollout.samples_per_prompt)
+    needs = [_size(learner, config=config, kv=kv, rows=rows) for learner in learners]
+    if engine is None or not kv_is_open(rollout):
+        return None
+    return _kv_tokens(engine, device=device, needs=needs)
+
+
+def room_on(device: torch.device) -> int:
+    """The bytes that this process can still allocate, less what the allocator loses."""
+    free, total = torch.cuda.mem_get_info(device)
+    held = torch.cuda.memory_allocated(device)
+    usable = int(total * torch.cuda.get_per_process_memory_fraction(device))
+    room = min(free + torch.cuda.memory_reserved(device) - held, usable - held)
+    return max(0, room - int((1 - SAFE) * usable))
+
+
+def engine_needs(config: Config, decoder: Decoder) -> EngineNeeds:
+    """The needs of the engine that is still to be made."""
+    rollout = config.rollout
+    shapes = {name: tensor.shape for name, tensor in decoder.named_tensors().items()}
+    return EngineNeeds(
+        config=config,
+        sizes=sizes_of(shapes, head_dim=decoder.shape.head_dim),
+        positions=decoder.max_positions,
+        width=decoder.dtype.itemsize,
+        tensor=rollout.vllm.tensor_parallel_size if rollout.engine == "vllm" else 1,
+    )
+
+
+def _kv_of(engine: EngineNeeds, model: Any, *, card: int) -> KvNeed:
+    """The KV that the engine needs. What the run file fixes is taken out of the room, and with vLLM its weights too."""
+    rollout = engine.config.rollout
+    if kv_is_open(rollout):
+        return engine.open_kv
+    fixed = engine.fixed_kv(card)
+    if rollout.engine == "vllm":
+        whole = sum(parameter.nbytes for parameter in model.parameters())
+        fixed = 0 if rollout.vllm.sleep else fixed + whole // engine.tensor
+    return KvNeed(least=fixed, most=fixed)
+
+
+def _size(learner: Learner | Critic, *, config: Config, kv: KvNeed, rows: Rows) -> int:
+    """Set the learner's ``fit``; returns the bytes that its passes need."""
+    fit, body, section = learner.fit, learner.body, learner.section
+    sums = 4 * sum(tensor.numel() for tensor in body.named.values())
+    room = room_on(body.device)
+    longest = -(-(rows.prompt + rows.response) // body.context.size)
+
+    def estimate(recompute: Recompute) -> Needs:
+        return Summed(passes=passes_of(body, fit, recompute=recompute), sums=sums)
+
+    if "auto" not in (section.tokens_per_microbatch, section.activation_checkpointing):
+        return estimate(fit.recompute).peak(fit.tokens)
+    first = _agreed(learner, choose(section, room=room, passes=estimate, longest=longest, kv=kv))
+    line = _together(learner, measured(learner, rows)) if section.tokens_per_microbatch == "auto" else None
+
+    def known(recompute: Recompute) -> Needs:
+        return line if line is not None and recompute == first.recompute else estimate(recompute)
+
+    if line is not None:
+        _agreed(learner, choose(section, room=room, passes=known, longest=longest, kv=kv))
+    needed = known(fit.recompute).peak(fit.tokens)
+    if body.gang.rank == 0:
+        say(_chosen(fit, line, room=room))
+        about = on_microbatch(
+            config,
+            fit.name,
+            tokens=fit.tokens,
+            longest=longest,
+            num_ranks=body.gang.size // (body.context.size * body.num_tensor),
+            needed=needed,
+            room=room - kv.least,
+        )
+        if about is not None and section.tokens_per_microbatch == "auto":
+            warn(about)
+    return needed
+
+
+def _agreed(learner: Learner | Critic, choice: Choice) -> Choice:
+    """Set as the learner's ``fit`` what all ranks of the gang can do."""
+    fit = learner.fit
+    fit.agree([(tokens, again) for tokens, again in learner.body.gang.gather([choice.tokens, choice.recompute])])
+    return Choice(tokens=fit.tokens, recompute=fit.recompute)
+
+
+def _together(learner: Learner | Critic, line: Line | None) -> Line | None:
+    """The worst line of all ranks. If one of them has none, neither has the gang, and that rank's smaller size counts for all."""
+    fit, gang = learner.fit, learner.body.gang
+    own = None if line is None else [line.fixed, line.per_token]
+    members = gang.gather([own, fit.tokens, fit.recompute])
+    fit.agree([(tokens, recompute) for _, tokens, recompute in members])
+    lines = [each for each, _, _ in members]
+    if None in lines:
+        return None
+    return Line(fixed=max(fixed for fixed, _ in lines), per_token=max(per_token for _, per_token in lines))
+
+
+def _chosen(fit: Fit, line: Line | None, *, room: int) -> str:
+    by = "by estimate" if line is None else f"measured: {size(line.fixed)} and {size(int(line.per_token))} a token"
+    return f"{fit.name}: {fit.tokens} tokens in a micro-batch{fit.recompute.sentence} ({by}; {size(room)} were free)"
+
+
+def _kv_tokens(engine: EngineNeeds, *, device: torch.device, needs: Sequence[int]) -> int:
+    """The KV tokens that fit into what the learners leave. The engine's work alternates with theirs, but its graphs keep their memory."""
+    config = engine.config
+    room = room_on(device) - engine.graphs - max([engine.filling, *needs])
+    tokens = max(1, engine.open_kv.of(room) // (engine.kv_per_token * KV_BLOCK)) * KV_BLOCK
+    say(f"KV cache: {tokens} tokens, {size(tokens * engine.kv_per_token)} (auto)")
+    num_engines = 1 if config.cluster is None else len(plan_for(config, config.cluster).processes[Role.ROLLOUT])
+    per_token = engine.kv_per_token
+    about = on_kv(config, tokens=tokens, longest=engine.longest, per_token=per_token, num_engines=num_engines)
+    if about is not None:
+        warn(about)
+    return tokens
+
+
+def _state_sentence(learner: Learner | Critic, why: str) -> str:
+    weights = sum(tensor.numel() * tensor.element_size() for tensor in learner.body.named.values())
+    name = learner.fit.name
+    return (
+        f"{name}: the state of its optimizer does not fit on the card ({why}). Needed are weights {size(weights)}, optimizer state "
+        f"{size(learner.optimizer.num_bytes)} and gradients {size(4 * weights // learner.body.dtype.itemsize)}, before any activations. "
+        f"Divide it with {name}.sharding=fsdp over more cards, or set {name}.master_weights=false"
+    )

@@ -1,0 +1,351 @@
+"""The engines of all rollout processes as one ``Engine``.
+
+    generate ──▶ router: which process? ──▶ its link: what the next call takes along ──▶ ``exchange`` in that process
+             ◀── what has ended comes back with a call's answer ◀──
+
+There is no call for each completion. Each busy process has two exchanges under way, so that it does not wait for this process between
+them. An answer brings what has ended; the next call takes along what is new and what is cancelled. One thread waits for answers;
+everything else happens in the thread of the event loop, without waiting.
+
+A process that holds only an engine may be lost: what it had not finished goes out again first, and ``replace`` makes a new process in
+another thread. The new one gets requests once it has the current weights, from the next ``serve`` or from ``admit``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollcall.base.errors import WorkerDiedError, WorkerError, WorkerLostError
+from rollcall.base.wait import say, warn
+from rollcall.engine.exchange import Exchanged
+from rollcall.engine.protocol import Made, Refused, Request, Stats
+from rollcall.loop.tasks import in_thread
+from rollcall.plan.placement import Role
+from rollcall.run.router import RolloutWorker, Router
+from rollcall.run.team import Team
+from rollcall.run.weight_sync import WeightSync
+
+ANSWERS_S = 0.5  # the longest that the thread waits for the calls it knows
+CALLS = 2
+WAIT_S = 180.0
+SETTLE_S = 30.0  # for a sender to notice that a receiver is gone
+# An engine with nothing finished answers after this long, so that new requests and new weights reach it; with many
+# engines it is longer, or their answers would keep this process busy.
+SHORTEST_LOOK_S, LONGEST_LOOK_S = 0.05, 1.0
+LOOKS_PER_S = 160
+
+
+@dataclass(slots=True, eq=False)
+class _Link:
+    """To one process: what the next call takes along, and the calls under way."""
+
+    new: list[Request] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
+    ended_sessions: list[str] = field(default_factory=list)
+    calls: list[Any] = field(default_factory=list)
+    num_preemptions: int = 0  # the last count from its process
+
+
+class Engines:
+    """``room`` is how many completions a process decodes at once.
+
+    The run can continue without the ``replaceable`` processes; ``replace`` makes a new one, ready for weights, and raises if it cannot.
+    With no engine left, the run waits ``wait_s`` for one.
+    """
+
+    def __init__(
+        self,
+        team: Team,
+        *,
+        room: int,
+        node_weights: Sequence[float] | None,
+        replaceable: Collection[int] = (),
+        replace: Callable[[int], object] | None = None,
+        wait_s: float = WAIT_S,
+    ) -> None:
+        self.version = 0
+        self._team = team
+        self._weights = WeightSync(team)
+        self._workers = team.members[Role.ROLLOUT]
+        self._look_s = min(max(len(self._workers) / LOOKS_PER_S, SHORTEST_LOOK_S), LONGEST_LOOK_S)
+        self._router = Router(list(map(self._new_worker, self._workers)), room=room, node_weights=node_weights)
+        self._links = {worker: _Link() for worker in self._workers}
+        self._asked: dict[str, asyncio.Future[Made]] = {}  # by request
+        self._replaceable = frozenset(replaceable) if replace is not None else frozenset()
+        self._replace = replace
+        self._wait_s = wait_s
+        self._away: set[int] = set()  # lost, and not yet serving again
+        self._new_ones: set[int] = set()  # of these: built, without weights
+        self._failure: Exception | None = None
+        self._idle = asyncio.Event()  # nothing is asked for
+        self._idle.set()
+        self._open = asyncio.Event()  # requests may come
+        self._open.set()
+        self._is_still = False  # a pause: no calls
+        self._is_due = False  # a look at all links comes soon
+        self._collecting: asyncio.Task[None] | None = None
+        self._renewing: set[asyncio.Task[None]] = set()
+        self._alone: asyncio.TimerHandle | None = None
+        self._busy_s, self._busy_since = 0.0, 0.0
+        self._num_tokens, self._num_preemptions = 0, 0
+
+    def _new_worker(self, worker: int) -> RolloutWorker:
+        node_rank = self._team.group.worker_metadata[worker]["node_rank"]
+        return RolloutWorker(worker=worker, node_rank=node_rank, name=self._name(worker))
+
+    def _name(self, worker: int) -> str:
+        return f"rollout-{self._workers.index(worker)} on node {self._team.group.worker_metadata[worker]['node_rank']}"
+
+    async def generate(self, request: Request) -> Made:
+        while not self._open.is_set():
+            await self._open.wait()
+        if self._failure is not None:
+            raise self._failure
+        if request.id in self._asked:
+            raise Refused(f"request {request.id!r} is already running; give each request its own id")
+        if not self._asked:
+            self._idle.clear()
+            self._busy_since = time.perf_counter()
+        done = self._asked[request.id] = asyncio.get_running_loop().create_future()
+        self._router.add(request)
+        self._look_soon()
+        try:
+            return await done
+        finally:
+            if self._asked.get(request.id) is done:  # cancelled
+                worker = self._router.worker_of(request.id)
+                self._forget(request.id)
+                self._router.drop(request.id)
+                if worker is not None:
+                    self._links[worker].cancelled.append(request.id)
+
+    async def pause(self, *, drain: bool) -> None:
+        self._open.clear()
+        while drain and not self._idle.is_set():
+            await self._idle.wait()
+        self._is_still = True
+        if self._collecting is not None:
+            await asyncio.wait({self._collecting})  # for the calls under way; no others follow
+        if self._failure is not None:
+            raise self._failure
+
+    async def serve(self, version: int) -> None:
+        """Every process with a policy gets the actor's weights; the actor's own processes have them already."""
+        await self._push(version)
+        self.version, self._is_still = version, False
+        self._open.set()
+        self._look_soon()
+
+    async def admit(self) -> None:
+        """Give the current weights to the processes that are new, unless an update has brought them in meanwhile."""
+        if not self.is_due:
+            return
+        await self._push(self.version)
+        self._look_soon()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a new process waits for weights."""
+        return bool(self._new_ones)
+
+    def begin_session(self, session: str) -> None:
+        """Nothing to do: the processes do not wait for turns to come together."""
+
+    def end_session(self, session: str) -> None:
+        """Sent with the next call: until there is one, nothing needs the memory that the process keeps for the session."""
+        for worker in self._router.end_session(session):
+            self._links[worker].ended_sessions.append(session)
+
+    def take_stats(self) -> Stats:
+        now = time.perf_counter()
+        busy_s = self._busy_s + (now - self._busy_since if self._asked else 0.0)
+        stats = Stats(busy_s=busy_s, num_tokens=self._num_tokens, num_preemptions=self._num_preemptions)
+        self._busy_s, self._busy_since, self._num_tokens, self._num_preemptions = 0.0, now, 0, 0
+        return stats
+
+    async def close(self) -> None:
+        for task in (self._collecting, *self._renewing):
+            if task is not None:
+                task.cancel()
+        if self._alone is not None:
+            self._alone.cancel()
+
+    # Calls
+
+    def _look_soon(self) -> None:
+        """Look once everyone who asks at this moment has asked, so that a group goes out together."""
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._look)
+
+    def _look(self) -> None:
+        """Hand out the waiting requests. Nothing here waits."""
+        self._is_due = False
+        if self._is_still or self._failure is not None:
+            return
+        try:
+            for worker, requests in self._router.take_back():
+                self._links[worker].cancelled += requests
+            for worker, requests in self._router.hand_out(version=self.version):
+                self._links[worker].new += requests
+            for worker, link in self._links.items():
+                if self._router.load(worker) or link.cancelled:
+                    while len(link.calls) < CALLS:
+                        self._call(worker, link)
+        except Exception as error:  # noqa: BLE001 - raised in everyone who waits; nobody else would hear of it
+            self._fail(error)
+        if self._collecting is None and any(link.calls for link in self._links.values()):
+            self._collecting = asyncio.get_running_loop().create_task(self._collect())
+
+    def _call(self, worker: int, link: _Link) -> None:
+        arguments = (link.new, link.cancelled, link.ended_sessions, self._look_s)
+        link.new, link.cancelled, link.ended_sessions = [], [], []
+        link.calls.append(self._team.group.run_single_worker_single_data("exchange", worker, *arguments))
+
+    async def _collect(self) -> None:
+        """Take answers until no call is under way."""
+        try:
+            while calls := [(worker, call) for worker, link in self._links.items() for call in link.calls]:
+                for worker, call, answer in await in_thread(self._answers, calls):
+                    self._take(worker, call, answer)
+                self._look()
+        except Exception as error:  # noqa: BLE001 - raised in everyone who waits
+            self._fail(error)
+        finally:
+            self._collecting = None
+
+    def _answers(self, calls: list[tuple[int, Any]]) -> list[tuple[int, Any, Exchanged | WorkerDiedError]]:
+        """Wait a moment, in a thread, for answers, and return those that are there."""
+        group = self._team.group
+        done = set(map(id, group.wait_for_some([call for _, call in calls], timeout_s=ANSWERS_S)))
+        ready = [(worker, call) for worker, call in calls if id(call) in done]
+        try:
+            answers = group.get_all_worker_results([call for _, call in ready]) if ready else []
+        except WorkerDiedError:
+            answers = [self._answer(worker, call) for worker, call in ready]
+        return [(worker, call, answer) for (worker, call), answer in zip(ready, answers, strict=True)]
+
+    def _answer(self, worker: int, call: Any) -> Exchanged | WorkerDiedError:
+        """The answer of one worker; the loss of a replaceable one is returned, not raised."""
+        try:
+            return self._team.group.get_all_worker_results([call])[0]
+        except WorkerDiedError as error:
+            if worker not in self._replaceable:
+                raise
+            return error
+
+    def _take(self, worker: int, call: Any, answer: Exchanged | WorkerDiedError) -> None:
+        link = self._links[worker]
+        if not any(other is call for other in link.calls):
+            return  # its process was lost in the meantime
+        if isinstance(answer, WorkerDiedError):
+            self._lose(worker, answer)
+            return
+        link.calls = [other for other in link.calls if other is not call]
+        self._num_preemptions += answer.num_preemptions - link.num_preemptions
+        link.num_preemptions = answer.num_preemptions
+        for request_id, completion in answer.ended.items():
+            if self._router.worker_of(request_id) == worker:  # else it was cancelled, or moved to another one
+                self._num_tokens += len(completion.token_ids)
+                maker = self._router.finish(request_id)
+                done = self._forget(request_id)
+                if not done.cancelled():
+                    done.set_result(Made(completion=completion, worker=maker))
+        for request_id, why in answer.refused.items():
+            if self._router.worker_of(request_id) == worker:
+                self._router.drop(request_id)
+                done = self._forget(request_id)
+                if not done.cancelled():
+                    done.set_exception(Refused(why))
+        self._router.note_waiting(worker, answer.num_waiting)
+
+    def _forget(self, request_id: str) -> asyncio.Future[Made]:
+        done = self._asked.pop(request_id)
+        if not self._asked:
+            self._busy_s += time.perf_counter() - self._busy_since
+            self._idle.set()
+        return done
+
+    def _fail(self, error: Exception) -> None:
+        """Raise the error in everyone who waits, or asks later."""
+        self._failure = self._failure or error
+        for done in [self._forget(request_id) for request_id in list(self._asked)]:
+            if not done.cancelled():
+                done.set_exception(error)
+
+    # Losses
+
+    def _lose(self, worker: int, error: WorkerError) -> None:
+        """Give its requests to the others, and begin to replace it."""
+        if worker in self._away and worker not in self._new_ones:
+            return
+        self._new_ones.discard(worker)
+        self._away.add(worker)
+        self._links[worker] = _Link()
+        self._router.lose(worker)
+        why = str(error).splitlines()[0]
+        warn(f"{self._name(worker)} is lost; the others do its work until it is replaced: {why}")
+        loop = asyncio.get_running_loop()
+        renewing = loop.create_task(self._renew(worker))
+        self._renewing.add(renewing)
+        renewing.add_done_callback(self._renewing.discard)
+        if not self._router.num_workers and self._alone is None:
+            self._alone = loop.call_later(self._wait_s, self._give_up)
+
+    async def _renew(self, worker: int) -> None:
+        assert self._replace is not None
+        try:
+            await in_thread(self._replace, worker)
+        except Exception as error:  # noqa: BLE001 - raised in everyone who waits
+            self._fail(error)
+        else:
+            self._new_ones.add(worker)
+
+    def _give_up(self) -> None:
+        self._fail(
+            WorkerLostError(
+                f"no rollout process is left, and none came back within {self._wait_s:g} s",
+                role="rollout",
+                ranks=range(len(self._workers)),
+                node_ranks=[],
+            )
+        )
+
+    # Weights
+
+    async def _push(self, version: int) -> None:
+        while True:
+            new = set(self._new_ones)
+            if new:
+                self._weights.invite_again()
+            try:
+                await in_thread(self._weights.push, version, without=self._away - new)
+            except WorkerLostError as error:
+                await self._lose_receivers(error)
+                continue
+            break
+        self._new_ones -= new
+        for worker in new:
+            say(f"{self._name(worker)} has weights of version {version} and serves again")
+            self._away.discard(worker)
+            self._router.join(self._new_worker(worker))
+        if self._alone is not None and self._router.num_workers:
+            self._alone.cancel()
+            self._alone = None
+
+    async def _lose_receivers(self, error: WorkerLostError) -> None:
+        """After a push that broke off, replace the receivers that are dead. If none of them is, raise the error."""
+        group = self._team.group
+        # It may be dead before Ray knows it.
+        named = error.ranks[:1] if isinstance(error, WorkerDiedError) else ()
+        serving = (self._replaceable - self._away) | self._new_ones
+        dead = [worker for worker in serving if worker in named or not group.workers[worker].is_alive()]
+        if not dead:
+            raise error
+        await in_thread(self._weights.settle, lost=dead, timeout_s=SETTLE_S)
+        for worker in dead:
+            self._lose(worker, error)

@@ -1,0 +1,122 @@
+"""The environment role: a process on each node of its slots. They have their own group.
+
+The group that holds the models continues when such a process is lost: the episodes that it was playing are played again elsewhere
+(environments/hosted.py), and a new process takes its place.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from rollcall.base.errors import ConfigError
+from rollcall.config import EnvironmentSection, TrainerSection
+from rollcall.config.environments import StepEnvironment
+from rollcall.environments.agent import AgentEnvironments
+from rollcall.environments.endpoint import refuse_without_packages
+from rollcall.environments.host import EnvironmentHost, HostPlace
+from rollcall.environments.hosted import HostedEnvironments
+from rollcall.environments.make import Driven, make_here
+from rollcall.environments.protocol import Environments
+from rollcall.nodes.address import is_own, own_address
+from rollcall.nodes.door import new_secret
+from rollcall.plan.placement import Role
+from rollcall.process.groups.cluster import VirtualCluster
+from rollcall.process.groups.group import WorkerBuilder, WorkerGroup
+from rollcall.process.groups.reachable import About, be_reachable
+from rollcall.run.team import Site, Spares
+
+PURPOSES = {"listen": "to start the environment"}
+WAIT_S = 360.0  # with none left; a server of a taskset has 300 to start
+
+
+class EnvironmentWorker:
+    """The process on a node."""
+
+    def __init__(self, section: EnvironmentSection, *, chat_template: str | None, folder: str, run_dir: str) -> None:
+        self._section = section
+        self._chat_template = chat_template
+        self._run_dir = run_dir
+        if Path(folder).is_dir():  # where the run was started; a job's process is in the job's folder already
+            os.chdir(folder)
+
+    def listen(self, address: str, rank: int, name: str, secret: str) -> HostPlace | str:
+        """The address it listens on, or the reason why the environment cannot start."""
+        be_reachable(About(title=f"{Role.ENVIRONMENT} {rank}", roles=(str(Role.ENVIRONMENT),), run=self._run_dir))
+        try:
+            host = EnvironmentHost(make_here(self._section, chat_template=self._chat_template))
+        except ConfigError as error:
+            return str(error)
+        return host.listen(address, name=name, secret=secret)
+
+
+class EnvironmentHosts:
+    """Those processes, as the controller has them."""
+
+    group: WorkerGroup
+    spares: Spares
+
+    def __init__(self, section: EnvironmentSection, *, site: Site, trainer: TrainerSection, run_dir: Path) -> None:
+        self._section = section
+        self._site = site
+        self._trainer = trainer
+        self._run_dir = run_dir
+        self._secret = new_secret()
+
+    def start(self, chat_template: str | None) -> Environments:
+        section, elastic = self._section, self._trainer.elastic
+        if isinstance(section, Driven):
+            refuse_without_packages()
+        self.group = self._site.start(
+            WorkerBuilder(
+                "rollcall.run.environment_hosts.EnvironmentWorker",
+                section,
+                chat_template=chat_template,
+                folder=os.getcwd(),
+                run_dir=str(self._run_dir.resolve()),
+            ),
+            self._site.plan.environments,
+            name=str(Role.ENVIRONMENT),
+            purposes=PURPOSES,
+            env={name: os.environ[name] for name in section.env if name in os.environ},
+            takes_slots=False,
+        )
+        self.spares = Spares(self.group, self._trainer, role=Role.ENVIRONMENT)
+        places = self._listen(range(self.group.world_size))
+        for place in places[1:]:
+            if place.tools != places[0].tools:
+                raise ConfigError(
+                    f"the environment has other tools on {place.name} than on {places[0].name}; give both the same version of its "
+                    "module"
+                )
+        hosted = HostedEnvironments(
+            places,
+            renew=lambda rank: self.spares.replace(rank, lambda: self._listen([rank])[0]),
+            needs_ids=isinstance(section, StepEnvironment),
+            wait_s=elastic.wait_s if elastic else WAIT_S,
+        )
+        if not isinstance(section, Driven):
+            return hosted
+        address = _endpoint_address(self._site.cluster, toward=places[0].address)
+        return AgentEnvironments(section, chat_template=chat_template, programs=hosted, address=address)
+
+    def _listen(self, ranks: Sequence[int]) -> list[HostPlace]:
+        """Start all of them at once, because what the section names may take long to start."""
+        specs = [self.group.specs[rank] for rank in ranks]
+        listen = partial(self.group.run_single_worker_single_data, "listen")
+        answers: list[HostPlace | str] = self.group.get_all_worker_results(
+            [listen(spec.rank, spec.node.address, spec.rank, spec.where, self._secret) for spec in specs]
+        )
+        for spec, answer in zip(specs, answers, strict=True):
+            if isinstance(answer, str):
+                raise ConfigError(f"node {spec.node.node_rank}: {answer}")
+        return [answer for answer in answers if not isinstance(answer, str)]
+
+
+def _endpoint_address(cluster: VirtualCluster, *, toward: str) -> str:
+    """This node's, as its cluster knows it; where it has no slots, the one from which it reaches the hosts."""
+    routed = own_address(toward=toward, node_ip=None, interface=None)
+    known = [node.address for node in cluster.nodes if node.address and is_own(node.address)]
+    return routed if routed in known or not known else known[0]

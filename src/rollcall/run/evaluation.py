@@ -1,0 +1,308 @@
+"""`rollcall eval`: find the model, build engine and rewards (no optimizer), answer every prompt."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rollcall.base.errors import ConfigError
+from rollcall.base.limits import refuse_few_files
+from rollcall.base.types import Group, Prompt
+from rollcall.base.wait import say
+from rollcall.base.words import counted
+from rollcall.checkpoint.exported import exported_model
+from rollcall.checkpoint.in_parts import is_in_parts
+from rollcall.checkpoint.run_dir import RUN_FILE, run_file_of
+from rollcall.checkpoint.store import store_of
+from rollcall.config import Config, DataSection, ExactReward, load_config
+from rollcall.config.lora import LoraSection
+from rollcall.engine.protocol import Engine, Sampling
+from rollcall.engine.ticker import Ticker
+from rollcall.loop.data.load import PromptSet, load_prompts
+from rollcall.loop.evaluate import Evaluation, evaluate
+from rollcall.loop.group_maker import sampling_of
+from rollcall.loop.rollout import Rewards, Rollouts, player_of
+from rollcall.loop.tasks import together
+from rollcall.model.files import model_folder, resolve_model
+from rollcall.model.load import resolve_device
+from rollcall.observe.headline import Headline, headline_of
+from rollcall.observe.samples import sample_rows
+from rollcall.reward.model import load_reward_models
+from rollcall.reward.scorer import Failure, Scorer, columns_needed
+from rollcall.run.build import (
+    NUM_REWARD_WORKERS,
+    Sampler,
+    build_environments,
+    check_engine,
+    load_sampler,
+    set_threads,
+    tokenizer_of,
+)
+
+NUM_SAMPLES_SHOWN = 6
+MODEL_DIR_RESPONSE_TOKENS = 512  # a model directory says nothing about how long its answers are
+PROGRESS_EVERY_S = 0.5
+
+OnProgress = Callable[[int, int, int], None]  # prompts done, prompts in all, tokens of those done
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalPlan:
+    config: Config
+    model_path: str
+    origin: str  # which model of the run that is, in words
+    lora: LoraSection | None = None  # an adapter to add to it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalReport:
+    plan: EvalPlan
+    source: str
+    num_overlong: int
+    evaluation: Evaluation
+    failures: list[Failure]
+    num_unscored: int
+    seconds: float
+    max_response_tokens: int
+
+    @property
+    def headline(self) -> Headline:
+        return headline_of([self.evaluation.metrics()])
+
+    @property
+    def samples(self) -> list[tuple[str, str, str, float]]:
+        return sample_rows(self.evaluation.groups, limit=NUM_SAMPLES_SHOWN)
+
+    def as_json(self) -> dict[str, Any]:
+        evaluation, section = self.evaluation, self.plan.config.eval
+        names = ("prompt", "completion", "answer", "reward")
+        return {
+            "model": self.plan.model_path,
+            "origin": self.plan.origin,
+            "data": self.source,
+            "prompts": len(evaluation.groups),
+            "overlong_prompts": self.num_overlong,
+            "samples_per_prompt": section.samples_per_prompt,
+            "temperature": section.temperature,
+            "max_response_tokens": self.max_response_tokens,
+            "headline": self.headline.key,
+            "accuracy": evaluation.accuracy,
+            "pass_at": {str(k): value for k, value in evaluation.pass_at.items()},
+            "reward_mean": evaluation.reward_mean,
+            "response_length_mean": evaluation.response_length_mean,
+            "truncated_fraction": evaluation.truncated_fraction,
+            "reward_errors": self.num_unscored,
+            "seconds": round(self.seconds, 3),
+            "samples": [dict(zip(names, row, strict=True)) for row in self.samples],
+        }
+
+
+def plan_evaluation(
+    target: Path,
+    *,
+    overrides: list[str],
+    changes: Mapping[str, Any] | None = None,
+    data: str | None,
+    samples: int | None,
+    temperature: float | None,
+    max_prompts: int | None,
+) -> EvalPlan:
+    """Plan which model to evaluate, on what and how. Refuses what cannot work before anything is loaded."""
+    given = {
+        "data.val": data,
+        "eval.max_prompts": max_prompts,
+        "eval.samples_per_prompt": samples,
+        "eval.temperature": temperature,
+    }
+    values = {key: value for key, value in given.items() if value is not None}
+    # A model directory, or a checkpoint with a config, of ours or of others.
+    if target.is_dir() and not (target / RUN_FILE).exists() and model_folder(str(target)) is not None:
+        if data is None:
+            raise ConfigError(
+                f"{target} is a model directory or a checkpoint, which says nothing about data; add --data FILE"
+            )
+        file, defaults = None, _model_dir_values(target, data=data)
+    else:
+        file, defaults = run_file_of(target, what="a run file, or the directory of a run or of a model")
+    load = partial(load_config, file, overrides, defaults=defaults, changes=changes)
+    if samples is not None and temperature is None:
+        # Several greedy completions would all be the same one: without a temperature they are sampled as the run samples.
+        run = load(values=values | {"eval.samples_per_prompt": 1})
+        if samples > 1 and run.eval.temperature == 0:
+            values["eval.temperature"] = run.rollout.temperature
+    config = load(values=values)
+    is_given = file is not None and sets_model(overrides, changes or {})
+    if file is None:
+        path, origin = config.model.path, "model directory"
+    else:
+        path, origin = newest_model_of(config, is_given=is_given)
+    if config.data.val is None:
+        raise ConfigError("data.val is null, so there is nothing to evaluate on; add --data FILE")
+    lora = adapter_beside(config, path=path, is_given=is_given)
+    return EvalPlan(config=config, model_path=path, origin=origin, lora=lora)
+
+
+def run_evaluation(plan: EvalPlan, *, on_progress: OnProgress) -> EvalReport:
+    refuse_few_files()
+    config = plan.config
+    started = time.perf_counter()
+    set_threads(config.trainer.num_threads)
+    check_engine(config.rollout)
+    path = resolve_model(plan.model_path)
+    say(f"loading {plan.model_path} ({plan.origin})")
+    tokenizer = tokenizer_of(config, path)
+    assert config.data.val is not None, "plan_evaluation refuses a run without data"
+    prompts = load_prompts(
+        config.data.val,
+        data=config.data,
+        tokenizer=tokenizer,
+        split="val",
+        limit=config.eval.max_prompts,
+        rewards={reward.type for reward in config.reward},
+        needs=columns_needed(_rewards(config)),
+    )
+    sampler = load_sampler(config.model, config.rollout, path, tokenizer, lora=plan.lora)
+    sampling = _sampling(config, prompts, sampler)
+    each = config.eval.samples_per_prompt
+    say(
+        f"answering {counted(len(prompts.prompts), 'prompt')}, {counted(each, 'completion')} each, of at most "
+        f"{sampling.max_tokens:,} tokens (rollout.max_response_tokens)"
+    )
+    rewards, device = _rewards(config), resolve_device(config.model.device)
+    models = load_reward_models(rewards, device=device, trust_remote_code=config.model.trust_remote_code)
+    with (
+        closing(sampler.engine),
+        Scorer(rewards, num_workers=NUM_REWARD_WORKERS, model_rewards=models) as scorer,
+    ):
+        work = _evaluate(
+            config,
+            prompts,
+            engine=Ticker(sampler.engine, max_running=config.rollout.max_running),
+            tokenizer=tokenizer,
+            scorer=scorer,
+            sampling=sampling,
+            on_progress=on_progress,
+        )
+        evaluation = asyncio.run(work)
+        return EvalReport(
+            plan=plan,
+            source=prompts.source,
+            num_overlong=prompts.num_overlong,
+            evaluation=evaluation,
+            failures=scorer.failures,
+            num_unscored=evaluation.num_unscored,
+            seconds=time.perf_counter() - started,
+            max_response_tokens=sampling.max_tokens,
+        )
+
+
+def sets_model(overrides: list[str], changes: Mapping[str, Any]) -> bool:
+    section = changes.get("model")
+    in_section = isinstance(section, Mapping) and "path" in section
+    return in_section or "model.path" in changes or any(text.startswith("model.path=") for text in overrides)
+
+
+def _model_dir_values(target: Path, *, data: str) -> dict[str, Any]:
+    """Values that replace keys of the embedded run file: this model, these rows and room for an answer."""
+    return {
+        "run.name": target.name,
+        "model.path": str(target),
+        "data.train": data,
+        "data.max_prompt_tokens": DataSection.model_fields["max_prompt_tokens"].default,
+        "rollout.max_response_tokens": MODEL_DIR_RESPONSE_TOKENS,
+    }
+
+
+def newest_model_of(config: Config, *, is_given: bool) -> tuple[str, str]:
+    """The newest model of a run: the exported one, else that of the newest checkpoint, else the one it starts from."""
+    if is_given:
+        return config.model.path, "given by model.path"
+    checkpoint = store_of(config.run.dir).latest()
+    if (exported := exported_model(config.run.dir, last=checkpoint)) is not None:
+        return str(exported), "trained model"
+    if checkpoint is not None:
+        in_parts = is_in_parts(checkpoint.path, "actor")
+        return str(checkpoint.path if in_parts else checkpoint.path / "model"), f"checkpoint of step {checkpoint.step}"
+    return config.model.path, "not trained yet: the model the run starts from"
+
+
+def adapter_beside(config: Config, *, path: str, is_given: bool) -> LoraSection | None:
+    """The adapter that the run begins with, if ``path`` is the model that it begins with; a model that the run has trained has it already."""
+    lora = config.model.lora
+    if lora is None or lora.path is None or path != config.model.path:
+        return None
+    if is_given:
+        raise ConfigError(
+            f"model.path={path} is given, and model.lora.path={lora.path} is an adapter of the run's own model; add model.lora=null to leave it "
+            "out, or name the model in place of the run"
+        )
+    return lora
+
+
+def _sampling(config: Config, prompts: PromptSet, sampler: Sampler) -> Sampling:
+    room = sampler.engine.max_positions - max(len(prompt.token_ids) for prompt in prompts.prompts)
+    # No completion can pass the model's last position; without room for one token the engine refuses and says so.
+    longest = max(1, min(config.rollout.max_response_tokens, room))
+    return sampling_of(config.rollout, sampler.stop_token_ids, temperature=config.eval.temperature, max_tokens=longest)
+
+
+def _rewards(config: Config) -> list[Any]:
+    """The run's rewards that judge an answer. Where there are none, the exact answer counts."""
+    rewards: list[Any] = [reward for reward in config.reward if reward.type != "self_certainty"]
+    return [ExactReward()] if all(reward.type == "model" for reward in rewards) else rewards
+
+
+async def _evaluate(
+    config: Config,
+    prompts: PromptSet,
+    *,
+    engine: Engine,
+    tokenizer: Any,
+    scorer: Scorer,
+    sampling: Sampling,
+    on_progress: OnProgress,
+) -> Evaluation:
+    environments = build_environments(config.environment, tokenizer, prompts)
+    player = player_of(
+        config.environment,
+        environments,
+        tokenizer=tokenizer,
+        scorer=scorer,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_response_tokens=config.rollout.max_response_tokens,
+    )
+    rollouts = Rollouts(engine=engine, rewards=Rewards(), player=player)
+    done: list[Group] = []
+
+    async def make_group(prompt: Prompt, **given: Any) -> Group:
+        group = await rollouts.group(prompt, **given)
+        done.append(group)
+        return group
+
+    work = evaluate(
+        prompts.prompts,
+        section=config.eval,
+        make_group=make_group,
+        scorer=scorer,
+        sampling=sampling,
+        seed=config.run.seed,
+        step=0,
+    )
+    try:
+        return await together(work, background=[_watch(done, len(prompts.prompts), on_progress)])
+    finally:
+        if environments is not None:
+            await environments.aclose()
+
+
+async def _watch(done: list[Group], total: int, on_progress: OnProgress) -> None:
+    while True:
+        await asyncio.sleep(PROGRESS_EVERY_S)
+        completions = (completion for group in done for completion in group.completions)
+        on_progress(len(done), total, sum(completion.num_sampled for completion in completions))

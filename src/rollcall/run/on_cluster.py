@@ -1,0 +1,249 @@
+"""A run's roles in processes of a cluster, driven as if they were in this process.
+
+``build_workers_on_cluster`` says what is made, in order, and who gets what. It places one process per seat of the plan; each holds the
+roles of its seat (``worker.RoleWorker``). The controller gets the same handles as from ``local.build_workers``: an engine, a learner, a
+critic, a reference. Each calls the processes that hold its role. Calls to one process run one after the other, so an update never meets
+a half-decoded step.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from rollcall.base.atomic import staging, swap_in
+from rollcall.base.errors import PlacementError, SizesUnknown
+from rollcall.base.types import Completion, Floats, Prompt, Sample
+from rollcall.base.wait import say
+from rollcall.base.words import counted
+from rollcall.checkpoint.saving import saving_of
+from rollcall.config import Config
+from rollcall.config.sections import ElasticSection
+from rollcall.engine.tokenizers import refuse_other_tokenizers, tokenizer_mark
+from rollcall.learner.learner import TokenScores
+from rollcall.learner.optimizer import optimizer_class
+from rollcall.loop.workers import Workers
+from rollcall.nodes.cluster import Cluster
+from rollcall.plan.elastic import shrink
+from rollcall.plan.judge import indivisible, workable_plan
+from rollcall.plan.memory import read_sizes
+from rollcall.plan.placement import TRAINED, Plan, PlannedProcess, Role, roles_in_parts, roles_together
+from rollcall.process.groups.backend import Backend
+from rollcall.process.groups.cluster import VirtualCluster
+from rollcall.process.groups.group import WorkerBuilder, WorkerGroup
+from rollcall.process.ray.connect import connect
+from rollcall.run.build import Inputs, build_environments, build_scorers, load_inputs
+from rollcall.run.engines import WAIT_S, Engines
+from rollcall.run.environment_hosts import EnvironmentHosts
+from rollcall.run.team import Site, Spares, Team, look_at
+from rollcall.run.worker import PURPOSES, Facts
+
+
+class RemoteLearner:
+    def __init__(self, team: Team, *, rescores: bool) -> None:
+        self.num_tokens_trained = 0
+        self._team = team
+        self._rescores = rescores
+
+    def update(self, samples: Sequence[Sample]) -> dict[str, float]:
+        if self._rescores:
+            scores = self.score(samples)
+            samples = [sample.with_(old_logprobs=row.logprobs) for sample, row in zip(samples, scores, strict=True)]
+        results = self._team.call_role(Role.ACTOR, "update", list(samples))
+        metrics, self.num_tokens_trained = results[0]
+        return metrics
+
+    def score(self, samples: Sequence[Sample]) -> list[TokenScores]:
+        role = Role.INFERENCE if Role.INFERENCE in self._team.members else Role.ACTOR
+        return self._team.forward(role, "score", samples)
+
+
+class RemoteCritic:
+    def __init__(self, team: Team) -> None:
+        self._team = team
+
+    def values(self, samples: Sequence[Sample]) -> list[Floats]:
+        return self._team.forward(Role.CRITIC, "values", samples)
+
+    def update(self, samples: Sequence[Sample]) -> dict[str, float]:
+        return self._team.call_role(Role.CRITIC, "update_critic", list(samples))[0]
+
+
+def build_workers_on_cluster(config: Config, *, backend: Backend | None = None) -> Workers:
+    """Place the plan's processes and load every role: on ``backend``, else on the cluster that this node belongs to."""
+    assert config.cluster is not None
+    plan = workable_plan(config, config.cluster)
+    on_ray, joined = backend is None, None
+    if backend is None:
+        # Before anything slow, so that a node outside any cluster is refused at once.
+        joined = connect(ray_address=config.cluster.ray_address)
+        from rollcall.process.ray.reserve import RayBackend  # here: nodes that share only a folder need no Ray
+
+        backend = RayBackend(joined)
+    kept = _nodes_there(plan, joined, elastic=config.trainer.elastic)
+    section = config.cluster
+    if len(kept) < plan.num_nodes:
+        section = shrink(section, plan, kept=kept)
+        plan = workable_plan(config, section)
+    inputs = load_inputs(config)
+    in_parts = roles_in_parts(config, plan)
+    _refuse_impossible(config, plan, in_parts, model_path=inputs.model_path)
+    say(f"placing {counted(len(plan.all_processes), 'process')} on {counted(plan.num_nodes, 'node')}")
+    cluster = VirtualCluster(
+        list(plan.slots_per_node),
+        num_gpus_per_node=max(plan.slots_per_node),
+        name=config.run.name,
+        node_ranks=None if len(kept) == config.cluster.num_nodes else kept,
+        backend=backend,
+    )
+    try:
+        site = Site(plan=plan, section=section, kept=kept, cluster=cluster)
+        return _fill(config, site, inputs=inputs, in_parts=in_parts, on_ray=on_ray)
+    except BaseException:  # an interrupt too: slots must not stay taken
+        cluster.shutdown()
+        raise
+
+
+def _fill(config: Config, site: Site, *, inputs: Inputs, in_parts: frozenset[Role], on_ray: bool) -> Workers:
+    """Start the processes, load their roles, and make the controller's handles."""
+    assert config.cluster is not None
+    plan, processes = site.plan, site.plan.all_processes
+    team, facts = _start(config, site, inputs=inputs, in_parts=in_parts)
+    # A lost process that only does rollout is replaced within the attempt; the loss of any other ends it.
+    replaceable = [worker for worker, process in enumerate(processes) if set(process.ranks) == {Role.ROLLOUT}]
+    team.group.tolerate(replaceable)
+    spares = [Spares(team.group, config.trainer, role=Role.ROLLOUT)]
+    engines = Engines(
+        team,
+        room=config.rollout.max_running,
+        node_weights=config.cluster.node_weights,
+        replaceable=replaceable,
+        replace=lambda worker: spares[0].replace(
+            worker, lambda: team.call([worker], "build", processes[worker].ranks, {})
+        ),
+        wait_s=config.trainer.elastic.wait_s if config.trainer.elastic else WAIT_S,
+    )
+    groups: list[tuple[WorkerGroup, Sequence[PlannedProcess]]] = [(team.group, processes)]
+    section, tokenizer, rows = config.environment, inputs.tokenizer, (inputs.train, inputs.val)
+    if plan.environments:
+        assert section is not None, "a placement without one is refused"
+        hosts = EnvironmentHosts(section, site=site, trainer=config.trainer, run_dir=config.run.dir)
+        environments = build_environments(section, tokenizer, *rows, make=hosts.start)
+        groups.append((hosts.group, plan.environments))
+        spares.append(hosts.spares)
+    else:
+        environments = build_environments(section, tokenizer, *rows)
+    learner = RemoteLearner(team, rescores=config.rescores)
+    models = {index: partial(_reward, team, index) for index, one in enumerate(config.reward) if one.type == "model"}
+    scorer, eval_scorer = build_scorers(config.reward, score=learner.score, models=models)
+    missing_nodes = frozenset(range(config.cluster.num_nodes)) - frozenset(site.kept)
+
+    def export(directory: Path) -> None:
+        team.call_role(Role.ACTOR, "export", directory.resolve())
+
+    def release() -> None:
+        for each in spares:
+            each.is_closed = True
+        site.cluster.shutdown()
+
+    return Workers(
+        tokenizer=tokenizer,
+        engine=engines,
+        learner=learner,
+        critic=RemoteCritic(team) if Role.CRITIC in team.members else None,
+        reference=partial(team.forward, Role.REFERENCE, "score_reference") if Role.REFERENCE in team.members else None,
+        scorer=scorer,
+        eval_scorer=eval_scorer,
+        environments=environments,
+        train=inputs.train,
+        val=inputs.val,
+        stop_token_ids=facts.stop_token_ids,
+        max_positions=facts.max_positions,
+        shares_policy=not set(team.members[Role.ROLLOUT]).isdisjoint(team.members[Role.ACTOR]),
+        saving=saving_of(
+            config,
+            team.call,
+            processes=sorted({worker for role in TRAINED for worker in team.members.get(role, ())}),
+            in_parts=config.model.lora is None and not in_parts.isdisjoint(TRAINED),
+        ),
+        export=export,
+        release=release,
+        is_remote=True,
+        look=partial(look_at, groups, missing_nodes=missing_nodes, on_ray=on_ray),
+        repairs=engines,
+        regrow=partial(_regrow, missing_nodes),
+    )
+
+
+def _start(config: Config, site: Site, *, inputs: Inputs, in_parts: frozenset[Role]) -> tuple[Team, Facts]:
+    """Every process meets its gang and loads its roles; all of them must have the controller's tokenizer."""
+    plan, processes = site.plan, site.plan.all_processes
+    path = _seen_by_all(inputs.model_path, config.model.path, run_dir=config.run.dir)
+    builder = WorkerBuilder("rollcall.run.worker.RoleWorker", config, path, in_parts=in_parts)
+    group = site.start(builder, processes, name=config.run.name, purposes=PURPOSES)
+    group.tolerate([])
+    place = {process.slots: number for number, process in enumerate(processes)}
+    members = {role: [place[process.slots] for process in plan.processes[role]] for role in plan.meshes}
+    team = Team(group=group, members=members, together=roles_together(config, plan))
+    built = group.run_all_workers_multiple_data(
+        "build", [process.ranks for process in processes], common_kwargs={"meeting": team.meetings()}
+    )
+    facts: list[Facts] = group.get_all_worker_results(built)
+    marks = {
+        f"{process.kind} on node {one['node_rank']}": fact.tokenizer
+        for process, one, fact in zip(processes, group.worker_metadata, facts, strict=True)
+    }
+    refuse_other_tokenizers(tokenizer_mark(inputs.tokenizer), marks, path=inputs.model_path)
+    return team, facts[0]
+
+
+def _nodes_there(plan: Plan, cluster: Cluster | None, *, elastic: ElasticSection | None) -> list[int]:
+    """The ranks of the nodes that have joined, where the run may use fewer than it asks for; else of all."""
+    if elastic is None:
+        return list(range(plan.num_nodes))
+    from rollcall.process.ray.reserve import wait_for_nodes
+
+    return wait_for_nodes(cluster, plan.num_nodes, fewest=elastic.min_nodes, wait_s=elastic.wait_s)
+
+
+def _regrow(missing_nodes: Collection[int]) -> str | None:
+    if not missing_nodes:
+        return None
+    from rollcall.process.ray.members import ranked_nodes
+
+    back = sorted({node.rank for node in ranked_nodes()}.intersection(missing_nodes))
+    return f"node {', '.join(map(str, back))} is back" if back else None
+
+
+def _refuse_impossible(config: Config, plan: Plan, in_parts: Collection[Role], *, model_path: str) -> None:
+    """Refuse what this model and its optimizers cannot do, before any process is started."""
+    problems: list[str] = []
+    with suppress(SizesUnknown):  # an architecture that the processes themselves refuse by name
+        problems = indivisible(plan, read_sizes(model_path))
+    if problems:
+        raise PlacementError("; ".join(problems))
+    for role in TRAINED:
+        if role in plan.processes:
+            optimizer_class(getattr(config, role.value), name=role.value, in_parts=role in in_parts)
+
+
+def _seen_by_all(path: str, name: str, *, run_dir: Path) -> str:
+    """The embedded model is in this node's own package: a copy goes next to the run directory, which all nodes share."""
+    if not name.startswith("builtin:"):
+        return path
+    copy = (run_dir.parent / f".{run_dir.name}.start").resolve()
+    with staging(copy) as tmp:
+        shutil.copytree(path, tmp, dirs_exist_ok=True)
+        swap_in(tmp, copy)
+    return str(copy)
+
+
+def _reward(team: Team, index: int, prompt: Prompt, completions: tuple[Completion, ...]) -> list[float]:
+    """Ask one reward process; prompts are spread over all of them."""
+    workers = team.members[Role.REWARD]
+    worker = workers[hash(prompt.id) % len(workers)]
+    (scores,) = team.call([worker], "reward", index, prompt, completions)
+    return scores

@@ -1,0 +1,258 @@
+"""The inputs of a run, noted in its directory: its rows, its model, the user's code. A resume with other rows or another model is
+refused; other code is only reported, because a user corrects a reward that failed and continues the run."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from hashlib import blake2b, sha256
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from rollcall.base.atomic import write_atomic
+from rollcall.base.errors import CheckpointError, ModelFilesError
+from rollcall.base.patience import persist
+from rollcall.base.types import Prompt
+from rollcall.base.version import __version__
+from rollcall.base.words import ANOTHER_RUN, are, counted
+from rollcall.checkpoint.run_dir import has_begun
+from rollcall.config import Config
+from rollcall.config.environments import AgentEnvironment, named_code
+from rollcall.config.yaml import read_small
+from rollcall.engine.tokenizers import tokenizer_mark
+from rollcall.learner.learner import Learner
+from rollcall.loop.data.columns import DataError
+from rollcall.loop.data.load import PromptSet
+from rollcall.model.base import base_identities, is_adapter, used_of
+from rollcall.model.stop_tokens import stop_token_ids
+
+ROWS, BASE, CODE = "data.json", "base.json", "code.json"
+FORMAT = 2  # of a run directory; one of an earlier version is refused
+_KEPT = {
+    "reward": "groups that the journal has keep the scores of the old code, but for those on which it failed, and later ones are scored "
+    "by the new code; held-out results from before cannot be compared with those from now on",
+    "environment": "episodes that the journal has were played by the old code, and later ones are played by the new code",
+}
+MOST_BYTES = 1 << 31  # 16 for each row
+MOST_SCRIPT_BYTES = 1 << 20  # what an agent's command names may also be its data
+T = TypeVar("T")
+
+
+# Rows
+
+
+def refuse_changed_rows(run_dir: Path, split: str, prompts: PromptSet, *, limit: int | None = None) -> None:
+    """``prompts`` are the rows of ``data.train`` or ``data.val`` now. Of a run whose ``limit`` changes, those are compared that it had
+    and still has."""
+    noted = _noted(run_dir, ROWS, lambda found: _read_rows(found, split), what="which rows the run began with")
+    if noted is None:
+        return
+    (before, limit_before), now = noted, _identities(prompts)
+    shared = min(len(before), len(now))
+    differ = np.flatnonzero(before[:shared] != now[:shared])
+    changes = []
+    if len(before) != len(now) and limit == limit_before:
+        changes.append(f"it had {counted(len(before), 'row')} and has {len(now):,} now")
+    if len(differ):
+        changes.append(
+            f"{counted(len(differ), 'row')} {are(len(differ))} different, the first is {prompts.prompts[differ[0]].id!r}"
+        )
+    if changes:
+        raise DataError(
+            f"data.{split}={prompts.source} is not as it was when the run in {run_dir} began: {'; '.join(changes)}. The rows of a run must "
+            f"stay the same in all their columns and in their tokens: restore the file (or the tokenizer and the chat template), or begin "
+            f"a run with these rows: {ANOTHER_RUN}"
+        )
+
+
+def note_rows(run_dir: Path, train: PromptSet, val: PromptSet | None, *, limit: int | None) -> None:
+    """``limit`` is that of ``val``."""
+
+    def rows() -> dict[str, Any]:
+        sets = {"train": (train, None)} | ({} if val is None else {"val": (val, limit)})
+        return {
+            split: {"rows": _identities(prompts).tobytes().hex(), "limit": most}
+            for split, (prompts, most) in sets.items()
+        }
+
+    _note(run_dir, ROWS, rows, what="the identity of the rows")
+
+
+def _identities(prompts: PromptSet) -> np.ndarray:
+    """8 bytes for each row."""
+    return np.frombuffer(b"".join(map(_identity, prompts.prompts)), dtype="<u8")
+
+
+def _identity(prompt: Prompt) -> bytes:
+    """Covers all that anything can read of a row."""
+    read = [prompt.id, prompt.text, prompt.answer, prompt.metadata]
+    digest = blake2b(json.dumps(read, sort_keys=True, default=str).encode(), digest_size=8)
+    digest.update(prompt.token_ids.tobytes())
+    return digest.digest()
+
+
+def _read_rows(found: Any, split: str) -> tuple[np.ndarray, int | None]:
+    return np.frombuffer(bytes.fromhex(found[split]["rows"]), dtype="<u8"), found[split]["limit"]
+
+
+# The model
+
+
+def base_of(learner: Learner, tokenizer: Any) -> dict[str, Any]:
+    """Of the model at ``model.path``, before a checkpoint is read into it: its weights, how they are used, and what makes and ends its
+    tokens. All ranks of a gang call this."""
+    model, body = learner.model, learner.body
+    weights = learner.base_identities if learner.adapter else base_identities(body.base_tensors(), dtype=body.dtype)
+    stops = stop_token_ids(tokenizer, model.config, model.generation_config)
+    template = json.dumps(tokenizer.chat_template, default=str).encode()
+    return {
+        "base": weights,
+        "config": {**used_of(model.config), "eos_token_id": list(stops)},
+        "tokenizer": tokenizer_mark(tokenizer),
+        "chat template": blake2b(template, digest_size=8).hexdigest(),
+    }
+
+
+def refuse_changed_base(run_dir: Path, now: Mapping[str, Any], *, path: str) -> None:
+    """``now`` is what ``base_of`` says of the model at ``path``."""
+    before = _noted(
+        run_dir, BASE, lambda found: {part: found[part] for part in now}, what="which model the run began with"
+    )
+    if before is None:
+        return
+    weights = {} if is_adapter(path) else before["base"]
+    changes = ["other weights"] if any(now["base"].get(kind, one) != one for kind, one in weights.items()) else []
+    changes += [f"another {part}" for part in ("tokenizer", "chat template") if before[part] != now[part]]
+    config = now["config"]
+    changes += [f"{key}: {one} -> {config.get(key)}" for key, one in before["config"].items() if config.get(key) != one]
+    if changes:
+        raise ModelFilesError(
+            f"model.path={path} is not the model that the run in {run_dir} began with ({'; '.join(changes)}): put it back there as it was, or "
+            f"begin a run with this one: {ANOTHER_RUN}"
+        )
+
+
+def note_base(run_dir: Path, found: Mapping[str, Any]) -> None:
+    _note(run_dir, BASE, lambda: found, what="the identity of the model")
+
+
+# The user's code
+
+
+def code_of(config: Config) -> dict[str, dict[str, str]]:
+    """Of the rewards and of the environment: the modules and files that the run file names, each with its checksum."""
+    found: dict[str, dict[str, str]] = {"reward": {}, "environment": {}}
+    for key, path in named_code(config.reward, config.environment).items():
+        found[key.partition(".")[0]] |= _modules(path.partition(":")[0])
+    if isinstance(config.environment, AgentEnvironment):
+        files = filter(os.path.isfile, (word.strip("'\"") for word in config.environment.run.split()))
+        texts = {name: Path(name).read_bytes() for name in files if os.path.getsize(name) < MOST_SCRIPT_BYTES}
+        found["environment"] = {name: sha256(text).hexdigest() for name, text in texts.items() if b"\0" not in text}
+    return found
+
+
+def changed_code(run_dir: Path, now: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """Describes the code that changed since the run last ran, and what that means: a line for the rewards, one for the environment."""
+    before = _noted(
+        run_dir, CODE, lambda found: {part: dict(found[part]) for part in _KEPT}, what="which code the run had"
+    )
+    if before is None:
+        return []
+    changes = []
+    for part, kept in _KEPT.items():
+        names = sorted({name for name, _ in {*before[part].items()} ^ {*now[part].items()}})
+        if names:
+            changes.append(
+                f"the code of {part} has changed since the run in {run_dir} last ran ({', '.join(names)}): {kept}. If you "
+                f"did not mean that, stop, and restore it or {ANOTHER_RUN}"
+            )
+    return changes
+
+
+def note_code(run_dir: Path, found: Mapping[str, Any]) -> None:
+    _write(run_dir / CODE, found, what="the identity of the code")
+
+
+def _modules(name: str) -> dict[str, str]:
+    """A module and those that it imports, but for installed ones. Nothing is imported here: only reward processes run this code."""
+    found: dict[str, str] = {}
+    waiting, seen = [name], set[str]()
+    while waiting:
+        name = waiting.pop()
+        is_ours = name.partition(".")[0] not in ("", "rollcall", *sys.stdlib_module_names)
+        path = _source(name) if is_ours and name not in seen else None
+        seen.add(name)
+        if path is not None:
+            source = path.read_bytes()
+            found[name] = sha256(source).hexdigest()
+            waiting += _imports(source, name, is_package=path.name == "__init__.py")
+    return found
+
+
+def _source(name: str) -> Path | None:
+    relative = name.replace(".", "/")
+    for folder in (os.getcwd(), *sys.path):
+        for path in (Path(folder, relative, "__init__.py"), Path(folder, f"{relative}.py")):
+            if path.is_file():
+                return None if {"site-packages", "dist-packages"} & {*path.parts} else path
+    return None
+
+
+def _imports(source: bytes, name: str, *, is_package: bool) -> Iterator[str]:
+    package = name if is_package else name.rpartition(".")[0]
+    yield name.rpartition(".")[0]
+    try:
+        nodes = list(ast.walk(ast.parse(source)))
+    except (SyntaxError, ValueError):  # importing it says what is wrong
+        return
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: -node.level + 1 or None] if node.level else []
+            module = ".".join(filter(None, [*above, node.module]))
+            yield from (module, *(f"{module}.{alias.name}".lstrip(".") for alias in node.names))
+
+
+# Files
+
+
+def _note(run_dir: Path, name: str, facts: Callable[[], Mapping[str, Any]], *, what: str) -> None:
+    """Once the run has begun, what is noted stays."""
+    if not has_begun(run_dir):
+        _write(run_dir / name, facts(), what=what)
+
+
+def _write(path: Path, facts: Mapping[str, Any], *, what: str) -> None:
+    data = json.dumps({"format": FORMAT, **facts})
+    persist(lambda: write_atomic(path, data), path=path, what=what)
+
+
+def _noted(run_dir: Path, name: str, read: Callable[[Any], T], *, what: str) -> T | None:
+    """Reads what was noted; None if the run has not begun."""
+    path = run_dir / name
+    if not has_begun(run_dir):
+        return None
+    earlier = (
+        f"an earlier version of Rollcall than this one ({__version__}) began this run; finish it with the version that began it, or "
+        f"{ANOTHER_RUN}"
+    )
+    try:
+        found = json.loads(read_small(path, most=MOST_BYTES))
+        if found["format"] < FORMAT:
+            raise CheckpointError(f"{path} has the format {found['format']}: {earlier}")
+        return read(found)
+    except FileNotFoundError:
+        raise CheckpointError(f"{run_dir} has no {name}: {earlier}") from None
+    except CheckpointError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} is not as Rollcall writes it ({type(error).__name__}: {error}), so it is not known {what}; restore the file, or "
+            f"{ANOTHER_RUN}"
+        ) from None

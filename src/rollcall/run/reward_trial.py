@@ -1,0 +1,147 @@
+"""`rollcall reward test`: a run's rewards on a few of its rows, before anything is trained.
+
+Each row is scored three times: with its own answer as the completion, with nothing, and with a text that answers nothing.
+This finds a reward that cannot be loaded, that fails on everything, or that gives 0 to the right answers, before hours of
+training are lost to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from rollcall.base.limits import refuse_few_files
+from rollcall.base.types import Completion, Prompt
+from rollcall.config import Config
+from rollcall.config.rewards import AskedReward, Reward
+from rollcall.reward.functions import decode_entry
+from rollcall.reward.scorer import Failure, Scorer, columns_needed
+
+SAMPLE_TEXT = "Let me think about it. I do not know the answer."
+ANSWER, EMPTY, SAMPLE = "its answer", "empty", "a text"
+_NEED_THE_POLICY = ("self_certainty", "environment")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """A completion of the trial and its score."""
+
+    row: str
+    completion: str  # which of the three
+    text: str
+    score: float  # the weighted sum
+    parts: dict[str, float]
+    errors: dict[str, str]
+    notes: dict[str, str]  # from services
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    scored: list[Scored]
+    failures: list[Failure]  # the first of each reward and kind, with tracebacks
+    in_force: dict[str, dict[str, str]]  # the confinement of each reward's processes on this machine
+    left_out: list[str]  # rewards that need the policy
+
+    @property
+    def broken(self) -> list[str]:
+        """Rewards that failed on everything."""
+        names = self.scored[0].parts if self.scored else ()
+        return [name for name in names if all(name in scored.errors for scored in self.scored)]
+
+    @property
+    def is_constant(self) -> bool:
+        return len({scored.score for scored in self.scored}) == 1
+
+    @property
+    def gives_answers_nothing(self) -> bool:
+        answers = [scored for scored in self.scored if scored.completion == ANSWER and not scored.errors]
+        return bool(answers) and all(scored.score <= 0 for scored in answers)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "ok": not self.broken,
+            "broken": self.broken,
+            "answers_score_nothing": self.gives_answers_nothing,
+            "scored": [asdict(scored) for scored in self.scored],
+            "failures": [asdict(failure) for failure in self.failures],
+            "in_force": self.in_force,
+            "left_out": self.left_out,
+        }
+
+
+def try_run(config: Config, *, num_rows: int) -> Trial:
+    """Score the first rows of the run's training data."""
+    from rollcall.loop.data.load import load_prompts
+    from rollcall.model.files import resolve_model
+    from rollcall.model.load import load_tokenizer
+
+    refuse_few_files()
+    model, data = config.model, config.data
+    path = resolve_model(model.path)
+    tokenizer = load_tokenizer(path, chat_template=model.chat_template, trust_remote_code=model.trust_remote_code)
+    needs = columns_needed(config.reward)
+    prompts = load_prompts(data.train, data=data, tokenizer=tokenizer, limit=num_rows, needs=needs).prompts
+    return try_rewards(config, prompts)
+
+
+def try_rewards(config: Config, prompts: list[Prompt]) -> Trial:
+    """Score the prompts' own answers, nothing, and a text that answers nothing."""
+    rewards = [_not_waited_for(reward) for reward in config.reward if reward.type not in _NEED_THE_POLICY]
+    left_out = [reward.type for reward in config.reward if reward.type in _NEED_THE_POLICY]
+    if not rewards:
+        return Trial(scored=[], failures=[], in_force={}, left_out=left_out)
+    from rollcall.model.load import resolve_device
+    from rollcall.reward.model import load_reward_models
+
+    device, trust = resolve_device(config.model.device), config.model.trust_remote_code
+    models = load_reward_models(rewards, device=device, trust_remote_code=trust)
+    with Scorer(rewards, num_workers=1, model_rewards=models) as scorer:
+        if not (readers := scorer.environment_readers):
+            scored = [
+                _score(scorer, prompt, kind=kind, text=text)
+                for prompt in prompts
+                for kind, text in completions_for(prompt)
+            ]
+            return Trial(scored=scored, failures=scorer.failures, in_force=scorer.in_force, left_out=left_out)
+    others = [reward for reward, name in zip(rewards, scorer.names, strict=True) if name not in readers]
+    return replace(try_rewards(config.model_copy(update={"reward": others}), prompts), left_out=[*left_out, *readers])
+
+
+def _not_waited_for(reward: Reward) -> Reward:
+    """A service that does not answer fails the trial at once."""
+    return reward.model_copy(update={"outage_s": 0.0}) if isinstance(reward, AskedReward) else reward
+
+
+def completions_for(prompt: Prompt) -> list[tuple[str, str]]:
+    """The completions to try with a row; a row without a written answer has only the last two."""
+    answer = prompt.answer
+    made = prompt.metadata.get("reasoning_gym")
+    if not answer.strip() and isinstance(made, dict):
+        try:
+            answer = str(decode_entry(made["entry"])["answer"])
+        except (KeyError, TypeError, json.JSONDecodeError):
+            answer = ""  # the reward itself says what is wrong with the row
+    found = [(ANSWER, answer)] if answer.strip() else []
+    return [*found, (EMPTY, ""), (SAMPLE, SAMPLE_TEXT)]
+
+
+def _score(scorer: Scorer, prompt: Prompt, *, kind: str, text: str) -> Scored:
+    started = time.perf_counter()
+    completion = Completion.given(np.zeros(1, dtype=np.int32), text=text)
+    (score,) = asyncio.run(scorer.score(prompt, (completion,)))
+    return Scored(
+        row=prompt.id,
+        completion=kind,
+        text=text,
+        score=score.value,
+        parts=score.parts,
+        errors=score.errors,
+        notes=score.notes,
+        seconds=time.perf_counter() - started,
+    )

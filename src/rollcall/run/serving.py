@@ -1,0 +1,171 @@
+"""`rollcall serve`: find the model, build its engine, and offer it behind the endpoint until it is stopped.
+
+The main thread steps the engine; the endpoint's server has its own thread (``environments/endpoint.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import itertools
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollcall.base.errors import ConfigError
+from rollcall.base.types import Completion, Ints
+from rollcall.base.wait import say
+from rollcall.base.words import counted
+from rollcall.checkpoint.run_dir import RUN_FILE, run_file_of
+from rollcall.config import Config, load_config
+from rollcall.config.lora import LoraSection
+from rollcall.engine.protocol import Engine, Refused, Request, Sampling
+from rollcall.engine.ticker import Ticker
+from rollcall.environments.callers import Caller, Callers, Open, Served
+from rollcall.environments.conversation import Conversations
+from rollcall.environments.endpoint import Endpoint, EndpointServer, call_format_of, in_loop
+from rollcall.environments.histories import Histories, Templates
+from rollcall.loop.group_maker import sampling_of
+from rollcall.loop.tasks import together
+from rollcall.model.files import resolve_model
+from rollcall.nodes.http_door import listen
+from rollcall.run.build import check_engine, load_sampler, set_threads, tokenizer_of
+from rollcall.run.evaluation import adapter_beside, newest_model_of, sets_model
+
+KEY = "ROLLCALL_SERVE_KEY"
+SHORTEST_KEY = 16
+KEPT_TOKENS = 4_000_000  # of answers whose exact ids a later request may extend
+LINE_EVERY_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServePlan:
+    config: Config
+    model_path: str
+    origin: str  # which model that is, in words
+    name: str  # by which requests ask for it
+    lora: LoraSection | None = None  # an adapter to add to it
+
+
+def plan_serving(target: str, *, overrides: list[str], engine: str | None = None) -> ServePlan:
+    """Plan to serve the newest model of a run directory or run file, or the model with that path or name."""
+    values = {"rollout.engine": engine} if engine else {}
+    path = Path(target)
+    if (path / RUN_FILE).is_file() or (path.is_file() and path.suffix in (".yaml", ".yml")):
+        file, defaults = run_file_of(path)
+        config = load_config(file, overrides, defaults=defaults, values=values)
+        is_given = sets_model(overrides, {})
+        model, origin = newest_model_of(config, is_given=is_given)
+        lora = adapter_beside(config, path=model, is_given=is_given)
+        return ServePlan(config=config, model_path=model, origin=origin, name=config.run.name, lora=lora)
+    name = path.name if path.exists() else target
+    config = load_config(None, overrides, defaults={"run.name": name, "model.path": target}, values=values)
+    lora = adapter_beside(config, path=config.model.path, is_given=False)
+    return ServePlan(config=config, model_path=config.model.path, origin="given", name=name, lora=lora)
+
+
+def read_key(file: Path | None) -> str | None:
+    """Read the key from the file, else from the environment variable, if there is either."""
+    key = file.read_text(errors="replace").strip() if file is not None else os.environ.get(KEY, "").strip()
+    if not key and file is None:
+        return None
+    if len(key) < SHORTEST_KEY or not key.isascii() or not key.isprintable() or " " in key:
+        where = str(file) if file is not None else KEY
+        raise ConfigError(
+            f"the key in {where} must have at least {SHORTEST_KEY} letters, digits and signs, without spaces; make one: "
+            "python -c 'import secrets; print(secrets.token_urlsafe(32))'"
+        )
+    return key
+
+
+def serve(plan: ServePlan, *, host: str, port: int, key: str | None, show: Callable[[str], None]) -> None:
+    """Serve until Ctrl-C. ``show`` gets the address, and the key unless it was given."""
+    config = plan.config
+    listener = listen(host, port)  # a port that is taken is refused before the model is loaded
+    set_threads(config.trainer.num_threads)
+    check_engine(config.rollout)
+    path = resolve_model(plan.model_path)
+    say(f"loading {plan.model_path} ({plan.origin})")
+    tokenizer = tokenizer_of(config, path)
+    sampler = load_sampler(config.model, config.rollout, path, tokenizer, lora=plan.lora)
+    with closing(sampler.engine) as engine:
+        served = Served(name=plan.name, max_model_len=engine.max_positions, vocabulary=sampler.model.config.vocab_size)
+        rules = Open(served=served, default=sampling_of(config.rollout, sampler.stop_token_ids))
+        ticker = Ticker(engine, max_running=config.rollout.max_running)
+        asyncio.run(_serve(ticker, rules, tokenizer=tokenizer, host=host, listener=listener, key=key, show=show))
+
+
+async def _serve(
+    engine: Engine,
+    rules: Open,
+    *,
+    tokenizer: Any,
+    host: str,
+    listener: socket.socket,
+    key: str | None,
+    show: Callable[[str], None],
+) -> None:
+    callers = Callers()
+    failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    caller = open_caller(engine, rules, tokenizer=tokenizer, failed=failed)
+    made = key is None
+    key = callers.add(caller, key=key or secrets.token_urlsafe(32))
+    app = Endpoint(
+        callers, served=rules.served, tokenizer=tokenizer, call_format=call_format_of(tokenizer.chat_template)
+    )
+    server = EndpointServer(app, host=host, listener=listener)
+    say(
+        f"serving {rules.served.name!r} with {rules.served.max_model_len:,} positions; Ctrl-C ends it. The address"
+        f"{' and the key' if made else ''}:"
+    )
+    show(f"{server.address}/v1")
+    if made:
+        show(key)
+    try:
+        await together(asyncio.wait_for(failed, timeout=None), background=[_report(caller, engine)])
+    finally:
+        rules.is_stopping = True
+        server.close()
+
+
+def open_caller(engine: Engine, rules: Open, *, tokenizer: Any, failed: asyncio.Future[None]) -> Caller:
+    """A caller for a server of this event loop. Its tokenizer is a copy, because another thread uses the engine's. ``failed`` gets the error
+    that ends the engine."""
+    own = copy.deepcopy(tokenizer)
+    histories = Histories(Templates(Conversations(own)), own, name="serve", max_kept=KEPT_TOKENS)
+    numbers = itertools.count()
+
+    async def sample(prompt_ids: Ints, *, seed: int, sampling: Sampling, session: str) -> Completion:
+        request = Request(id=str(next(numbers)), prompt_ids=prompt_ids, seed=seed, sampling=sampling, session=session)
+        try:
+            return (await engine.generate(request)).completion
+        except Refused:
+            raise
+        except Exception as error:
+            if not failed.done():
+                failed.set_exception(error)
+            raise
+
+    here = asyncio.get_running_loop()
+    return Caller(name="serve", rules=rules, histories=histories, sample=in_loop(sample, here))
+
+
+async def _report(caller: Caller, engine: Engine) -> None:
+    """Print a line from time to time about what was served since the last one."""
+    requests, tokens, since = 0, 0, time.monotonic()
+    while True:
+        await asyncio.sleep(LINE_EVERY_S)
+        new, now = engine.take_stats().num_tokens, time.monotonic()
+        tokens += new
+        if caller.num_requests != requests:
+            refused = f", {caller.num_refused} refused" if caller.num_refused else ""
+            say(
+                f"{counted(caller.num_requests, 'request')}{refused}, {tokens:,} tokens, {new / (now - since):,.0f} tokens/s"
+            )
+        requests, since = caller.num_requests, now

@@ -1,0 +1,130 @@
+"""A run on nodes that share only a folder: ``rollcall train --master`` and ``--worker R``.
+
+The master trains as on a cluster, and reaches its workers through the folder. The placement is implied: the actor and the critic on node 0,
+an engine on every node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rollcall.base.errors import ConfigError
+from rollcall.base.wait import say
+from rollcall.config import Config, parse_config
+from rollcall.loop.phases import Bounds
+
+PLACEMENT = {"actor": 0, "rollout": "all"}
+IMPLIED = ("num_nodes", "num_gpus_per_node", "nodes", "component_placement", "node_weights")
+
+
+def train_as_master(
+    config: Config,
+    folder: Path,
+    *,
+    num_nodes: int,
+    rank_weights: Sequence[float] | None,
+    options: Mapping[str, str],
+    fresh: bool = False,
+    quiet: bool = False,
+    bounds: Bounds | None = None,
+) -> dict[str, Any]:
+    """Train, with this node as node 0; returns the summary."""
+    from rollcall.process.groups.folder.master import FolderBackend
+    from rollcall.run.training import train
+
+    config = with_folder(config, folder, num_nodes=num_nodes, rank_weights=rank_weights)
+    with FolderBackend(folder, num_nodes=num_nodes, run=config.run.name, options=options) as backend:
+        say(f"master of {num_nodes} nodes, in {backend.folder}; run directory {config.run.dir}")
+        return train(config, fresh=fresh, quiet=quiet, bounds=bounds, backend=backend)
+
+
+def serve_as_worker(folder: Path, *, rank: int, num_nodes: int, options: Mapping[str, str]) -> None:
+    """Serve as node ``rank`` until the master's run is over. Options that differ from the master's are refused."""
+    if not 0 < rank < num_nodes:
+        raise ConfigError(
+            f"--worker {rank} with --num-nodes {num_nodes} is not a worker; node 0 is the master, the workers are 1 to "
+            f"{num_nodes - 1}"
+        )
+    from rollcall.process.debug.here import serve
+    from rollcall.process.debug.stopped import has_terminal
+    from rollcall.process.groups.folder.worker import FolderWorker
+
+    if has_terminal():  # nodes that share only a folder cannot reach each other: without a terminal nobody could come
+        serve()
+    FolderWorker(folder, rank=rank, num_nodes=num_nodes, options=options).run()
+
+
+def with_folder(config: Config, folder: Path, *, num_nodes: int, rank_weights: Sequence[float] | None) -> Config:
+    """Add the cluster that the folder implies to the run; refuses a run file that says something else."""
+    if num_nodes < 2:
+        raise ConfigError(
+            f"--num-nodes {num_nodes}: a master without workers does not need a folder; leave --master out"
+        )
+    if rank_weights is not None and len(rank_weights) != num_nodes:
+        raise ConfigError(
+            f"--rank-weights has {len(rank_weights)} numbers for {num_nodes} nodes; give one each, the master's first"
+        )
+    if config.rollout.weights not in ("auto", "file"):
+        raise ConfigError(
+            f"rollout.weights={config.rollout.weights} needs a network between the nodes, and they share only a folder; leave "
+            "it out, or use file"
+        )
+    if config.trainer.elastic is not None:
+        raise ConfigError(
+            "trainer.elastic is for nodes on Ray; here the others do the part of a lost node until it is back: leave it out"
+        )
+    document = config.model_dump(mode="json")
+    implied = {
+        "num_nodes": num_nodes,
+        "num_gpus_per_node": 1,
+        "accelerator": "cpu",  # a logical slot: its worker has what its node has
+        "nodes": None,
+        "component_placement": PLACEMENT | ({"critic": 0} if config.algorithm.name == "ppo" else {}),
+        "node_weights": None if rank_weights is None else list(rank_weights),
+    }
+    if config.cluster is not None:
+        for key in IMPLIED:
+            given = document["cluster"][key]
+            if key in config.cluster.model_fields_set and given != implied[key]:
+                raise ConfigError(
+                    f"cluster.{key}={given} in the run file, and the command line means {key}={implied[key]} (one slot on each "
+                    "of its nodes, the actor on node 0); leave it out of the run file"
+                )
+    kept = {} if config.cluster is None else {key: document["cluster"][key] for key in ("env", "env_pass", "node_env")}
+    document["cluster"] = {**kept, **implied}
+    document["rollout"]["weights"] = "file"
+    document["run"]["dir"] = str(_shared_dir(config.run.dir, folder))
+    return parse_config(document)
+
+
+def _shared_dir(run_dir: Path, folder: Path) -> Path:
+    """The run directory, if it is on the file system of the folder: checkpoints and weights are read by all nodes."""
+    run_dir, folder = run_dir.absolute(), folder.absolute()
+    if folder.is_relative_to(run_dir):
+        raise ConfigError(
+            f"run.dir={run_dir} holds --log-path {folder}, whose messages are not part of a run; use run.dir={folder / 'run'}"
+        )
+    if _device(run_dir) != _device(folder):
+        raise ConfigError(
+            f"run.dir={run_dir} is not on the file system of --log-path {folder}, which is the only thing that the nodes share; use "
+            f"run.dir={folder / 'run'}"
+        )
+    return run_dir
+
+
+def _device(path: Path) -> int:
+    return next(each for each in (path, *path.parents) if each.exists()).stat().st_dev
+
+
+def read_weights(text: str | None) -> list[float] | None:
+    """``2,1,1``"""
+    if text is None:
+        return None
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(
+            f"--rank-weights {text} is not a list of numbers; write one share for each node, such as 2,1,1"
+        ) from None

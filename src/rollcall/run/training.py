@@ -1,0 +1,478 @@
+"""A training run, from a run file to a model directory: start or resume, run the controller in attempts, sum up."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rollcall.base.atomic import write_atomic
+from rollcall.base.errors import BatchTooLargeError, ConfigError, SizesUnknown, WorkerError
+from rollcall.base.journal import Journal
+from rollcall.base.lease import Lease, LeaseLostError, hold
+from rollcall.base.limits import refuse_few_files
+from rollcall.base.patience import persist, refusing
+from rollcall.base.redact import redact
+from rollcall.base.stop import Stopped, heeded
+from rollcall.base.wait import in_silence, on_stdout, say, speaking, warn
+from rollcall.base.words import counted
+from rollcall.checkpoint.exported import finished_summary
+from rollcall.checkpoint.run_dir import RUN_FILE, clear_leftovers, has_begun, move_aside, unless_begun
+from rollcall.checkpoint.size import run_size
+from rollcall.checkpoint.store import Checkpoint, CheckpointStore
+from rollcall.config import Config, dump_config
+from rollcall.loop.attempts import Budget, Regrow, causes, closing, headline, loss_of, run_attempts
+from rollcall.loop.callbacks import Callbacks
+from rollcall.loop.controller import Controller
+from rollcall.loop.phases import Bounds, Split
+from rollcall.loop.record import Record
+from rollcall.loop.resume import Change, changes_on_resume, notes_on, refuse_changing_base
+from rollcall.loop.step_metrics import peak_memory_gib
+from rollcall.loop.workers import Workers
+from rollcall.model.load import resolve_device, resolve_dtype
+from rollcall.observe.calls import BusySpans
+from rollcall.observe.console import Console, make_console
+from rollcall.observe.events import EVENTS, Events, Mark, MarkKind
+from rollcall.observe.headline import BY_METRIC
+from rollcall.observe.live import CONTROLLER, REWARDS
+from rollcall.observe.plot import learning_curve
+from rollcall.observe.progress import Progress
+from rollcall.observe.recorder import Recorder
+from rollcall.observe.sinks import check_loggers, make_sinks, read_rows
+from rollcall.observe.timeline import ATTEMPT_LOST, RUN_FAILED
+from rollcall.plan.memory import element_size, read_sizes
+from rollcall.plan.placement import needed_roles
+from rollcall.process.debug.board import BOARD
+from rollcall.process.debug.here import post_mortem, serve
+from rollcall.process.groups.backend import Backend
+from rollcall.process.groups.reachable import About, reachable
+from rollcall.run.local import build_workers
+from rollcall.run.origin import changed_code, code_of, note_base, note_code, note_rows, refuse_changed_base
+from rollcall.view.growing import MetricsTable
+from rollcall.view.summary import build_summary, finished, say_result, trained, write_summary
+
+TOKENIZER = "tokenizer.json"  # of a run directory
+
+
+def train(
+    config: Config,
+    *,
+    fresh: bool = False,
+    quiet: bool = False,
+    bounds: Bounds | None = None,
+    backend: Backend | None = None,
+    callbacks: Callbacks | None = None,
+    is_bare: bool = False,
+) -> dict[str, Any]:
+    """Train, or continue the run that the directory holds; returns the summary.
+
+    ``backend`` runs the processes of a run with several slots, in place of the Ray cluster that this node belongs to. ``is_bare`` is for
+    a debugger: one reward process, no CUDA graphs.
+    """
+    bounds = bounds or Bounds()
+    if bounds.split is Split.EVAL and config.data.val is None:
+        raise ConfigError(
+            "--split eval needs held-out prompts, and data.val is not set; set it, or leave out --split eval"
+        )
+    refuse_few_files()
+    serve()
+    with speaking(in_silence if quiet else on_stdout), hold(config.run.dir) as lease, BOARD.of_run(config.run.dir):
+        old = move_aside(config.run.dir) if fresh else None
+        if old is not None:
+            say(f"the run that was in {config.run.dir} is now in {old}")
+        # Without other slots this process holds all roles.
+        roles = () if _has_slots(config) else tuple(sorted(map(str, needed_roles(config))))
+        about = About(title=CONTROLLER, roles=(CONTROLLER, *roles), run=str(config.run.dir.resolve()))
+        run = _Run(config, bounds, lease, backend, callbacks or Callbacks(), is_bare)
+        with unless_begun(config.run.dir, old=old), reachable(about), _examining():
+            return run.finish(quiet=quiet)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A run whose directory this process holds."""
+
+    config: Config
+    bounds: Bounds
+    lease: Lease
+    backend: Backend | None
+    callbacks: Callbacks
+    is_bare: bool
+    smaller: dict[str, int] = field(default_factory=dict)  # section -> tokens of a micro-batch, after one did not fit
+
+    def finish(self, *, quiet: bool) -> dict[str, Any]:
+        """Train to the end, in as many attempts as that takes; returns the summary."""
+        started = time.perf_counter()
+        config, run_dir, trainer = self.config, self.config.run.dir, self.config.trainer
+        check_loggers(config)
+        changes: list[Change] = []
+        if has_begun(run_dir) or not (run_dir / RUN_FILE).exists():  # a start that failed does not own it
+            changes = changes_on_resume(config, run_dir)  # refuses what cannot change, before anything is loaded
+        if not has_begun(run_dir):
+            refuse_changing_base(config)
+        store = CheckpointStore(
+            run_dir / "checkpoints", keep_last=trainer.keep_last, keep_best=trainer.keep_best, guard=self.lease.check
+        )
+        store.clean()
+        clear_leftovers(run_dir)
+        resume = store.latest()
+        continued = (run_dir / "journal").exists()
+        summary = finished_summary(run_dir, last=resume, num_steps=trainer.steps) if self.bounds.trains else None
+        if summary is not None:
+            say(finished(run_dir, summary))
+            if changes:
+                warn(
+                    f"the run is finished, so these changes have no effect: {'; '.join(map(str, changes))}. `rollcall merge "
+                    f"{run_dir} --out FOLDER` writes its model in another form"
+                )
+            return summary
+        return self._train(store, resume, continued=continued, started=started, quiet=quiet)
+
+    def _train(
+        self, store: CheckpointStore, resume: Checkpoint | None, *, continued: bool, started: float, quiet: bool
+    ) -> dict[str, Any]:
+        config, run_dir, trainer = self.config, self.config.run.dir, self.config.trainer
+        start_step = resume.step if resume else 0
+        before = [row for row in read_rows(run_dir / "metrics.jsonl") if row["step"] <= start_step] if resume else []
+        progress = Progress(name=config.run.name, num_steps=trainer.steps, start_step=start_step, rows=before)
+        voice = in_silence if quiet else None
+        with make_console(progress, quiet=quiet) as console, speaking(voice or console.note), ExitStack() as opened:
+            if trainer.page:
+                from rollcall.view.page_process import serving_page
+
+                opened.enter_context(serving_page(run_dir, tell=say))
+            with _marking_failure(run_dir):
+                controller, number = run_attempts(
+                    lambda number: (self._examined(store, console, number=number), number),
+                    budget=Budget(most=trainer.max_restarts, window_s=trainer.restart_window_s),
+                    reached=lambda: max((path.name for path in store.dir.glob("step-*")), default=""),
+                    note=partial(_mark_end, run_dir),
+                )
+            summary = build_summary(
+                MetricsTable(run_dir),
+                seconds=time.perf_counter() - started,
+                resume_step=resume.step if resume else None,
+                peak_gib=peak_memory_gib(),
+                run=config.run.name,
+                model_dir=str(run_dir / "model"),
+                reward_failures=[
+                    {
+                        "reward": one.reward,
+                        "kind": one.kind,
+                        "prompt": one.prompt_id,
+                        "completion": one.completion,
+                        "why": one.why,
+                    }
+                    for one in controller.workers.scorer.failures
+                ],
+            )
+            if not self.bounds.trains:
+                return _say_rollout(run_dir, controller, summary)
+            if (continued or number > 1) and summary["reward_errors"]:
+                summary["reward_failures"] += _journaled_failures(run_dir / "journal", shown=summary["reward_failures"])
+            metrics, picture, path = (
+                run_dir / name for name in ("metrics.jsonl", "learning_curve.png", "summary.json")
+            )
+            draw = partial(learning_curve, metrics, picture, name=config.run.name)
+            curve = persist(draw, path=picture, what="the learning curve")
+            # Last: a run that has a summary is finished.
+            persist(lambda: write_summary(path, summary), path=path, what="the summary")
+            console.close()  # what follows is printed below the last picture
+            say_result(run_dir, summary, curve)
+        return summary
+
+    def _build(self) -> Workers:
+        """All roles in this process, unless the run file places them on several slots. The run file keeps the sizes that the user wrote."""
+        smaller = {
+            name: getattr(self.config, name).model_copy(update={"tokens_per_microbatch": tokens})
+            for name, tokens in self.smaller.items()
+        }
+        config = self.config.model_copy(update=smaller)
+        if not _has_slots(config):
+            return build_workers(config, is_bare=self.is_bare)
+        from rollcall.run.on_cluster import build_workers_on_cluster
+
+        return build_workers_on_cluster(config, backend=self.backend)
+
+    def _examined(self, store: CheckpointStore, console: Console, *, number: int) -> Controller:
+        with _examining():
+            try:
+                return self._attempt(store, console, number=number)
+            except Exception as error:
+                for one in causes(error):
+                    if isinstance(one, BatchTooLargeError):
+                        self.smaller[one.section] = one.tokens
+                raise
+
+    def _attempt(self, store: CheckpointStore, console: Console, *, number: int) -> Controller:
+        """Build the workers and train to the end, from the newest checkpoint and the journal."""
+        heeded().check()
+        config, run_dir, resume = self.config, self.config.run.dir, store.latest()
+        start_step = resume.step if resume else 0
+        console.restart(start_step)
+        code = code_of(config)
+        other_code = changed_code(run_dir, code)
+        workers = self._build()
+        with closing(workers), ExitStack() as opened:
+            if resume is not None and (why := workers.saving.missing(resume.path)):
+                warn(f"checkpoint {resume.path} is not complete ({why}) and is skipped")
+                resume = store.latest(before=resume.step, missing=workers.saving.missing)
+                start_step = resume.step if resume else 0
+                console.restart(start_step)
+            _check_lengths(config, workers)
+            _say_size(config)
+            changes = changes_on_resume(config, run_dir) if has_begun(run_dir) else []
+            console.phase("reading the identity of the model")
+            base = workers.saving.base()
+            refuse_changed_base(run_dir, base, path=config.model.path)
+            if resume:
+                console.phase(f"reading the checkpoint of step {start_step}")
+                workers.saving.read(resume.path)
+            console.phase(None)
+            # Only now: a run file that is refused must not become this directory's.
+            _claim(config, run_dir, continued=(run_dir / "journal").exists())
+            _keep_tokenizer(workers.tokenizer, run_dir / TOKENIZER)
+            note_rows(run_dir, workers.train, workers.val, limit=config.eval.max_prompts)
+            note_base(run_dir, base)
+            note_code(run_dir, code)
+            sinks = make_sinks(config, run_dir, resume.step if resume else None)
+            for sink in sinks:
+                opened.callback(sink.close)
+            journal = opened.enter_context(Journal(run_dir / "journal", guard=self.lease.check))
+            events = Events(run_dir, show=console.phase)
+            opened.callback(events.close)
+            rewards = BusySpans(REWARDS)
+            opened.callback(Recorder(run_dir, events=events, look=workers.look, rewards=rewards).close)
+            kind = MarkKind.RECOVERY if number > 1 else MarkKind.NOTE
+            events.mark(Mark(time.time(), f"attempt {number} begins", kind, None, f"from step {start_step}"))
+            _say_changes(events, changes, config, step=start_step, code=other_code)
+            _say_where(run_dir, start_step, journal)
+            controller = Controller(
+                config,
+                workers,
+                journal=journal,
+                record=Record(
+                    run_dir,
+                    config.trainer,
+                    workers,
+                    threshold=config.eval.threshold,
+                    store=store,
+                    sinks=sinks,
+                    console=console,
+                    callbacks=self.callbacks,
+                ),
+                console=console,
+                resume=resume,
+                events=events,
+                bounds=self.bounds,
+                lease=self.lease,
+                stop=heeded(),
+                rewards=rewards,
+            )
+            _drive(controller, grace_s=config.trainer.stop_grace_s)
+        return controller
+
+
+@contextmanager
+def _examining() -> Iterator[None]:
+    """Open the debugger, where the user asked for it, at what this process raises; an error of another process has been examined there.
+    An error opens it once, so such blocks may be nested."""
+    try:
+        yield
+    except Exception as error:
+        if loss_of(error) is None and not any(isinstance(one, WorkerError) for one in causes(error)):
+            post_mortem(error)
+        raise
+
+
+def _has_slots(config: Config) -> bool:
+    """Whether the run has more slots than this process."""
+    return config.cluster is not None and config.cluster.num_slots > 1
+
+
+def _mark_end(run_dir: Path, reason: Exception) -> None:
+    """Note in the events why another attempt follows."""
+    if run_dir.is_dir():
+        kinds = ("node back", MarkKind.RECOVERY) if isinstance(reason, Regrow) else (ATTEMPT_LOST, MarkKind.FAULT)
+        _mark(run_dir, *kinds, reason=reason)
+
+
+@contextmanager
+def _marking_failure(run_dir: Path) -> Iterator[None]:
+    """If the block raises, note in the events why the run ended. Those of another controller are not touched."""
+    try:
+        yield
+    except Exception as error:
+        if (run_dir / EVENTS).exists() and not any(isinstance(one, LeaseLostError) for one in causes(error)):
+            _mark(run_dir, RUN_FAILED, MarkKind.FAULT, reason=error)
+        raise
+
+
+def _mark(run_dir: Path, name: str, kind: MarkKind, *, reason: Exception) -> None:
+    events = Events(run_dir)
+    events.mark(Mark(time.time(), name, kind, None, redact(headline(loss_of(reason) or reason))))
+    events.close()
+
+
+def _drive(controller: Controller, *, grace_s: float) -> None:
+    """Run it to its end, or until this process is told to stop; what was trained by then is saved."""
+    stop = controller.stop
+
+    async def run() -> None:
+        with stop.noting_interrupts():
+            await controller.run()
+
+    try:
+        with stop.waiting(grace_s):
+            asyncio.run(run())
+        return
+    except Stopped:
+        pass
+    except asyncio.CancelledError:  # by the main thread, which waits for this one
+        if stop.is_interrupted:
+            raise KeyboardInterrupt from None
+    except Exception as error:
+        if stop.is_interrupted:
+            say(f"stopped by Ctrl-C, and then: {headline(error)}")
+            raise KeyboardInterrupt from error
+        if stop.asked is None:
+            if loss_of(error) is None:  # then a checkpoint that is being written has nothing to do with it
+                with _saying_why("the checkpoint that was being written is lost"):
+                    controller.record.settle()
+            raise
+        # The other processes were told to stop too, and are gone.
+        say(f"told to stop by {stop.asked}, and then: {headline(error)}")
+    with _saying_why("the newest step cannot be saved"):
+        controller.save_unsaved()
+    raise Stopped(stop.asked)
+
+
+@contextmanager
+def _saying_why(what: str) -> Iterator[None]:
+    """If the block raises, only say so: another error, or the end of the run, is on its way to the user."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - whatever it is, there is no time for a second attempt
+        say(f"{what}: {headline(error)}")
+
+
+def _claim(config: Config, run_dir: Path, *, continued: bool) -> None:
+    """Make the directory and write its run file. If that fails, a new run is refused at once, and a continued run waits."""
+
+    def write() -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        write_atomic(run_dir / RUN_FILE, dump_config(config))
+
+    if continued:
+        persist(write, path=run_dir / RUN_FILE, what="the run file")
+    else:
+        with refusing(run_dir, folder=run_dir, refuse=ConfigError):
+            write()
+
+
+def _keep_tokenizer(tokenizer: Any, path: Path) -> None:
+    """With this file a reader can turn the journal's token ids into text. `model/` has all files of the tokenizer."""
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    if fast is not None and not path.exists():
+        persist(lambda: write_atomic(path, fast.to_str()), path=path, what="the tokenizer")
+
+
+def _check_lengths(config: Config, workers: Workers) -> None:
+    """Refuse now what the engine would refuse when the longest prompt comes up, perhaps after hours."""
+    answer, positions, room = config.rollout.max_response_tokens, workers.max_positions, config.rollout.kv_tokens
+    for prompts in filter(None, (workers.train, workers.val)):
+        longest = max((len(prompt.token_ids) for prompt in prompts.prompts), default=0)
+        wanted = longest + answer
+        makes = f"{prompts.source} has a prompt of {longest} tokens{prompts.with_template}; with rollout.max_response_tokens={answer} that makes {wanted}"
+        if wanted > positions:
+            raise ConfigError(
+                f"{makes} positions, and the model has {positions}: lower rollout.max_response_tokens, or "
+                "data.max_prompt_tokens to leave such prompts out"
+            )
+        if room is not None and wanted > room:
+            raise ConfigError(
+                f"{makes}, and the KV cache has room for rollout.kv_tokens={room}: use {wanted} or more, or leave it out"
+            )
+
+
+def _say_size(config: Config) -> None:
+    try:
+        sizes = read_sizes(config.model.path)
+    except SizesUnknown:
+        return  # another check refuses such a model by the name of its architecture
+    width = element_size(config)
+    if not _has_slots(config):
+        width = resolve_dtype(config.model.dtype, resolve_device(config.model.device)).itemsize
+    size = run_size(
+        config,
+        num_parameters=sizes.num_parameters,
+        adapter_parameters=None if config.model.lora is None else sizes.adapter_parameters(config.model.lora),
+        critic_parameters=sizes.body_parameters if config.algorithm.name == "ppo" else 0,
+        width=width,
+        run_dir=config.run.dir,
+    )
+    if words := size.words(config.run.dir):
+        say(words)
+
+
+def _say_changes(events: Events, changes: list[Change], config: Config, *, step: int, code: list[str]) -> None:
+    """Show what this resume changes. The events keep it too, because the run file has only the newest values."""
+    for line in code:
+        warn(line)
+        events.mark(Mark(time.time(), "code changed", MarkKind.NOTE, None, line))
+    if not changes:
+        return
+    lines = [f"  {change}" for change in changes]
+    say("\n".join(["settings that this resume changes:", *lines, *notes_on(changes, config)]))
+    events.write(
+        {"resumed_at_step": step, "changed": {change.key: [change.before, change.after] for change in changes}}
+    )
+
+
+def _say_where(run_dir: Path, start_step: int, journal: Journal) -> None:
+    if start_step or journal.steps():
+        ahead = sum(len(journal.read(step)) for step in journal.steps() if step > start_step)
+        say(
+            f"resuming {run_dir} from step {start_step}; {counted(ahead, 'finished group')} "
+            f"{'waits' if ahead == 1 else 'wait'} in the journal"
+        )
+
+
+def _journaled_failures(directory: Path, *, shown: list[dict[str, str]]) -> list[dict[str, str]]:
+    """The first failure of each kind that only earlier processes of this run met."""
+    known = {(failure["reward"], failure["kind"]) for failure in shown}
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    with Journal(directory) as journal:
+        for group in (group for step in journal.steps() for group in journal.read(step)):
+            for completion, score in zip(group.completions, group.scores, strict=True):
+                for reward, error in score.errors.items():
+                    kind, _, why = error.partition(": ")
+                    if (reward, kind) not in known:
+                        failure = {"prompt": group.prompt.id, "completion": completion.text, "why": why}
+                        found.setdefault((reward, kind), {"reward": reward, "kind": kind, **failure})
+    return list(found.values())
+
+
+def _say_rollout(run_dir: Path, controller: Controller, summary: dict[str, Any]) -> dict[str, Any]:
+    """The result of a command that only generated."""
+    done = {"run": summary["run"], "step": controller.start_step}
+    if controller.bounds.split is Split.EVAL:
+        headline = BY_METRIC[summary["headline"]]
+        last = {key: course["last"] for key, course in summary["eval"].items()}
+        say(
+            f"{headline.words} of step {controller.start_step}: {last[headline.key]:.3f}; {run_dir / 'samples'} has the answers"
+        )
+        return {**done, "headline": headline.metric, "eval": last}
+    counts = {step: len(controller.journal.read(step)) for step in controller.steps_ahead}
+    ready = ", ".join(f"step {step}: {counted(count, 'group')}" for step, count in counts.items())
+    say(
+        f"the journal has {ready}; train on it with --phase update"
+        if ready
+        else f"{trained(controller.start_step)}, so there is nothing to generate; raise trainer.steps to go on"
+    )
+    return {**done, "groups": counts}

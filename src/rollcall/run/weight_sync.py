@@ -1,0 +1,186 @@
+"""New weights on a cluster: who sends, who receives, and when they meet.
+
+The first actor process sends; where vLLM has the only copy in its process, each actor process sends the part that it holds
+(``engine/weights/parts.py``). Every process with a rollout or an inference role but no actor receives. A process with an actor reads the actor's
+parameters, so it only notes the version. The controller tells all of them at once (``WeightSync``); the bytes go from process to process
+(``WorkerWeights``), over the transport that ``rollout.weights`` names. When a process is new, or back after a failure, the senders invite
+all receivers again, and the first update then carries all weights.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollcall.base.errors import MissingPeerError, WorkerTimeoutError
+from rollcall.config import WeightTransport
+from rollcall.engine.weights.line import decline
+from rollcall.engine.weights.parts import Parts, PartsReceiver, Take
+from rollcall.engine.weights.protocol import Invitation, StaleUpdateError, WeightReceiver
+from rollcall.engine.weights.transports import FanOut, open_parts_receiver, open_receiver, open_sender
+from rollcall.plan.placement import HOLDERS, Role
+from rollcall.run.team import Team
+
+DECLINE_S = 2.0
+
+
+class WeightSync:
+    """The controller's side of it."""
+
+    def __init__(self, team: Team) -> None:
+        self._team = team
+        self._invited: (
+            dict[int, str] | None
+        ) = {}  # name of each receiver, by process, unless they must be invited again
+        self._invitations: Mapping[str, list[Invitation]] = {}  # of each receiver, one from each sender
+        self._broken_off: list[Any] = []
+
+    def push(self, version: int, *, without: Collection[int] = ()) -> None:
+        """Return when every process with a policy has this version, except those in ``without``."""
+        group, actors = self._team.group, self._team.members[Role.ACTOR]
+        names = {worker: name for worker, name in self._names().items() if worker not in without}
+        apart = {worker: name for worker, name in names.items() if worker not in actors}
+        if apart != self._invited:
+            self._invite(apart)
+        # All of the actor's processes: each may hold a part of what the first one sends.
+        futures = group.run_some_workers_single_data("send_weights", actors, version)
+        for worker, name in apart.items():
+            arguments = (version, name, self._invitations[name])
+            futures.append(group.run_single_worker_single_data("use_weights", worker, *arguments))
+        try:
+            group.get_all_worker_results(futures)
+        except BaseException:
+            self._invited = None  # those that are left meet again
+            self._broken_off = futures
+            raise
+
+    def settle(self, *, lost: Collection[int], timeout_s: float) -> None:
+        """After a failed push, wait until the actor's processes have given it up; raises if one does not."""
+        deadline, actors = time.monotonic() + timeout_s, self._team.members[Role.ACTOR]
+        for name in [name for worker, name in self._names().items() if worker in lost and name in self._invitations]:
+            # A sender that had connected to the receiver notices its loss, and no longer listens; another may listen only on its own host.
+            for invitation in self._invitations[name]:
+                with suppress(MissingPeerError):
+                    decline(invitation, name=name, timeout_s=DECLINE_S)
+        for worker, future in zip(actors, self._broken_off, strict=False):
+            left_s = max(deadline - time.monotonic(), 0.1)
+            if not self._team.group.wait_for_some([future], timeout_s=left_s):
+                raise WorkerTimeoutError(
+                    f"actor rank {actors.index(worker)} still sends weights, {timeout_s:g} s after a receiver was lost",
+                    role="actor",
+                    ranks=[worker],
+                    node_ranks=[],
+                )
+
+    def invite_again(self) -> None:
+        """Invite all receivers before the next push, because one is a new process."""
+        self._invited = None
+
+    def _invite(self, apart: dict[int, str]) -> None:
+        group, actors = self._team.group, self._team.members[Role.ACTOR]
+        metadata = group.worker_metadata
+        futures = []
+        for actor in actors:
+            node = metadata[actor]["node_rank"]
+            on_node = {name: metadata[worker]["node_rank"] == node for worker, name in apart.items()}
+            futures.append(group.run_single_worker_single_data("invite", actor, on_node, metadata[actor]["address"]))
+        from_each = group.get_all_worker_results(futures)  # empty from those that do not send
+        self._invitations = {name: [one[name] for one in from_each if name in one] for name in apart.values()}
+        self._invited = apart
+
+    def _names(self) -> dict[int, str]:
+        """The processes that hold a policy, with their names in errors."""
+        metadata = self._team.group.worker_metadata
+        names: dict[int, str] = {}
+        for role in HOLDERS:
+            for rank, worker in enumerate(self._team.members.get(role, [])):
+                names.setdefault(worker, f"{role.value} rank {rank} on node {metadata[worker]['node_rank']}")
+        return dict(sorted(names.items()))
+
+
+class WorkerWeights:
+    """A process's side of it: its end of each transport that it takes part in. With ``by_parts``, senders send what they hold, and receivers
+    get tensors one by one."""
+
+    def __init__(self, transport: WeightTransport, *, folder: Path, on_gpu: bool, by_parts: bool = False) -> None:
+        self._transport: WeightTransport = transport
+        self._folder = folder
+        self._on_gpu = on_gpu
+        self._by_parts = by_parts
+        self._sender: FanOut | None = None
+        self._shared: int | None = None  # version of the tensors that learner and engine both read
+        self._receiver: WeightReceiver | None = None
+        self._parts_receiver: PartsReceiver | None = None
+        self._invitations: Sequence[Invitation] = ()
+
+    @property
+    def sends(self) -> bool:
+        return self._sender is not None
+
+    def invite(self, receivers: Mapping[str, bool], host: str, *, name: str) -> Mapping[str, Invitation]:
+        """Become the sender to these receivers, whose value says whether one is on this host; ``name`` is the sender's in messages."""
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
+        if not receivers:
+            return {}
+        self._sender = open_sender(
+            self._transport,
+            receivers=receivers,
+            name=name,
+            host=host,
+            on_gpu=self._on_gpu,
+            folder=self._folder,
+            by_parts=self._by_parts,
+        )
+        return self._sender.invitations
+
+    def send(self, tensors: Iterable[tuple[str, Tensor]] | Parts, *, version: int) -> None:
+        """Send to all that were invited. A process that invited none only helps to gather the tensors."""
+        if self._sender is not None:
+            self._sender.send(tensors if isinstance(tensors, Parts) else dict(tensors), version=version)
+        elif not isinstance(tensors, Parts):
+            for _ in tensors:
+                continue
+
+    def share(self, version: int) -> None:
+        """Nothing moves where learner and engine read the same tensors: an update is only a new version number."""
+        if self._shared is not None and version < self._shared:  # a push for a new process repeats the version
+            raise StaleUpdateError(
+                f"the actor's own process: version {version} is not newer than {self._shared}, which it has"
+            )
+        self._shared = version
+
+    def receive(self, tensors: Mapping[str, Tensor], *, version: int, name: str, invitation: Invitation) -> None:
+        """Receive into these tensors."""
+        if self._receiver is None or [invitation] != self._invitations:
+            if self._receiver is not None:
+                self._receiver.close()
+            self._receiver = open_receiver(invitation, name=name, tensors=tensors)
+            self._invitations = [invitation]
+        self._receiver.receive(version=version)
+
+    def receive_each(
+        self,
+        take: Take,
+        *,
+        wanted: Mapping[str, Sequence[int]],
+        version: int,
+        name: str,
+        invitations: Sequence[Invitation],
+    ) -> None:
+        """Tensors of the ``wanted`` shapes go to ``take`` one by one, put together in host memory from what each sender holds."""
+        if self._parts_receiver is None or invitations != self._invitations:
+            if self._parts_receiver is not None:
+                self._parts_receiver.close()
+            self._parts_receiver = open_parts_receiver(
+                invitations, name=name, wanted=wanted, device=torch.device("cpu")
+            )
+            self._invitations = invitations
+        self._parts_receiver.receive(take, version=version)

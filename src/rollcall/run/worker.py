@@ -1,0 +1,399 @@
+"""One process of a run on a cluster: it holds the roles that its slots were given, and does what the controller asks.
+
+Roles in one process share the policy: engine and learner read the same parameters. A process with a rollout role but no actor has its own
+policy, which gets new weights after every update. If vLLM samples there, only vLLM has the policy, and this process passes it each tensor
+that arrives.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.utils import logging as transformers_logging
+
+from rollcall.base.errors import short_of_memory
+from rollcall.base.types import Completion, Floats, Prompt, Sample
+from rollcall.base.wait import say
+from rollcall.checkpoint.in_parts import num_parts
+from rollcall.checkpoint.training import in_modules
+from rollcall.config import Config
+from rollcall.engine.exchange import Exchanged, exchange
+from rollcall.engine.protocol import Request
+from rollcall.engine.tokenizers import tokenizer_mark
+from rollcall.engine.vllm.engine import VllmEngine
+from rollcall.engine.weights.parts import Parts, SentBlock
+from rollcall.engine.weights.protocol import Invitation
+from rollcall.learner.gang import Gang
+from rollcall.learner.layout import Block, module_shapes
+from rollcall.learner.learner import Body, Reference, TokenScores, score_samples, whole_body
+from rollcall.model.load import outline_causal_lm, resolve_device, resolve_dtype
+from rollcall.model.stop_tokens import stop_token_ids
+from rollcall.model.stored.tensors import Stored
+from rollcall.model.unread import WholeOnly, load_onto, open_unread
+from rollcall.nodes.address import own_address
+from rollcall.nodes.door import listen_at
+from rollcall.nodes.interfaces import interface_of
+from rollcall.nodes.meeting import Place
+from rollcall.plan.placement import Role
+from rollcall.process.groups.reachable import About, be_reachable
+from rollcall.reward.model import load_reward_models
+from rollcall.run.build import (
+    LocalEngine,
+    build_adapter,
+    build_critic,
+    build_engine,
+    build_learner,
+    build_reference,
+    reference_of,
+    set_threads,
+    tokenizer_of,
+)
+from rollcall.run.card import settle
+from rollcall.run.trained import Trained
+from rollcall.run.weight_sync import WorkerWeights
+
+POLICY = (Role.ACTOR, Role.INFERENCE)  # roles that need the policy's weights; an engine may have its own
+# What the controller waits for when it calls a method; {0} is the call's first argument.
+PURPOSES = {
+    "build": "to load its model",
+    "listen": "to listen for the others",
+    "exchange": "to sample completions",
+    "invite": "to invite those that get new weights",
+    "send_weights": "to send weights of version {0}",
+    "use_weights": "to take weights of version {0}",
+    "update": "to update the policy",
+    "update_critic": "to update the critic",
+    "score": "to score samples",
+    "score_reference": "to score samples by the reference",
+    "values": "to value samples",
+    "reward": "to score completions",
+    "export": "to write the model",
+    "base": "to read the identity of its model",
+    "write_whole": "to write a checkpoint",
+    "copy_parts": "to copy its part of a checkpoint",
+    "write_parts": "to begin to write its part of a checkpoint",
+    "parts_written": "to write its part of a checkpoint",
+    "parts_here": "to look for its parts of a checkpoint",
+    "bring_parts": "to bring its parts of a checkpoint",
+    "tidy_parts": "to remove its parts of old checkpoints",
+    "read_checkpoint": "to read a checkpoint",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """Facts that the controller needs about a model that only workers have loaded."""
+
+    max_positions: int
+    stop_token_ids: tuple[int, ...]
+    tokenizer: str  # its mark
+
+
+def _syncing(why: str) -> str:
+    return (
+        f"there is no memory left to send new weights to the engines ({why}); one tensor at a time is copied on its way. Lower "
+        "actor.tokens_per_microbatch or rollout.kv_memory_fraction; with rollout.weights=shared_memory the node's /dev/shm holds a copy"
+    )
+
+
+class RoleWorker(Trained):
+    """A process with some of the run's roles. Those of a role ``in_parts`` each hold part of one model, and run every forward together."""
+
+    def __init__(self, config: Config, model_path: str, *, in_parts: frozenset[Role]) -> None:
+        transformers_logging.disable_progress_bar()  # every process would draw its own
+        super().__init__(tokenizer=tokenizer_of(config, model_path), learner=None, critic=None)
+        self.config = config
+        self.model_path = model_path
+        self._in_parts = in_parts
+        set_threads(config.trainer.num_threads, processes_here=int(os.environ["LOCAL_WORLD_SIZE"]))
+        self.device = resolve_device(config.model.device)
+        self.dtype = resolve_dtype(config.model.dtype, self.device)
+        self.trust = config.model.trust_remote_code
+        self.reference: Reference | None = None
+        self._listener: socket.socket | None = None
+        self.engine: LocalEngine | None = None
+        self._served: int | None = None  # the version that the engine has, once it is whole
+        self._sent_blocks: list[tuple[str, Block]] | None = None
+        # Where vLLM has the only copy, each actor sends what it holds, and tensors are put together in host memory on their way there.
+        # An adapter is small, and goes whole.
+        self._by_parts = not config.rollout.keeps_policy and config.model.lora is None
+        self._weights = WorkerWeights(
+            config.rollout.weights,
+            folder=config.run.dir.resolve() / "weights",
+            on_gpu=self.device.type == "cuda" and not self._by_parts,
+            by_parts=self._by_parts,
+        )
+
+    def listen(self, address: str) -> int:
+        """Open the port where the other ranks of the gang meet this process, its rank 0; returns the port."""
+        self._listener = listen_at(address)
+        return self._listener.getsockname()[1]
+
+    def build(self, ranks: Mapping[Role, int], meeting: Mapping[Role, tuple[Place, int]]) -> Facts:
+        """Load what this process's roles need. ``ranks`` has its rank in each role; ``meeting`` has, for each role whose processes
+        work together, where rank 0 listens and how many they are."""
+        roles = set(ranks)
+        title = " + ".join(f"{role} {rank}" for role, rank in ranks.items())
+        be_reachable(About(title=title, roles=tuple(map(str, ranks)), run=str(self.config.run.dir.resolve())))
+        gang = self._join(ranks, meeting)
+        samples = Role.ROLLOUT in roles and self.config.rollout.keeps_policy
+        unread = None
+        if samples or not roles.isdisjoint(POLICY):
+            # Where a model is in parts, only this process's parts go to the device, unless an engine here reads all.
+            model, unread = self._load(gang, Role.ACTOR, in_roles=roles, whole=samples)
+        else:
+            model = self._outline()
+        # An adapter is whole in every process that has the policy: it is small.
+        has_policy = Role.ROLLOUT in roles or not roles.isdisjoint(POLICY)
+        self.adapter = build_adapter(self.config, model, device=self.device) if has_policy else None
+        if Role.ACTOR in roles:
+            self.learner = build_learner(
+                self.config, model, gang=gang, device=self.device, unread=unread, adapter=self.adapter
+            )
+            if self.learner.body.in_parts and not samples:
+                model.to("meta")
+        if Role.CRITIC in roles:
+            critic, unread = self._load(gang, Role.CRITIC, in_roles=roles)
+            self.critic = build_critic(self.config, critic, gang=gang, device=self.device, unread=unread)
+        if Role.REFERENCE in roles:
+            self.reference = self._build_reference(gang, in_roles=roles)
+        rewards = self.config.reward if Role.REWARD in roles else ()
+        self.reward_models = load_reward_models(rewards, device=self.device, trust_remote_code=self.trust)
+        # Everything that is held for the whole run is loaded by now; the engine gets the memory that is left.
+        learners = [each for each in (self.learner, self.critic) if each is not None]
+        kv_tokens = settle(self.config, model, learners=learners, samples=Role.ROLLOUT in roles)
+        if Role.ROLLOUT in roles:
+            self.engine = build_engine(
+                self.config.rollout,
+                model,
+                self.tokenizer,
+                device=self.device,
+                adapter=self.adapter,
+                kv_tokens=kv_tokens,
+            )
+        # Whether any process of the gang has an engine as well as a part of the model: the engine gets the whole from all of them.
+        self._gathers = (
+            self.learner is not None and self.learner.body.in_parts and any(gang.gather(self.engine is not None))
+        )
+        self.model = model
+        self.stop_token_ids = stop_token_ids(
+            self.tokenizer, model.config, model.generation_config, rollout=self.config.rollout
+        )
+        context = self.config.actor.context_parallel_size if Role.INFERENCE in roles else 1
+        self.body = (
+            self.learner.body if self.learner else whole_body(model, gang=gang, context=context, adapter=self.adapter)
+        )
+        return Facts(
+            max_positions=model.config.max_position_embeddings,
+            stop_token_ids=self.stop_token_ids,
+            tokenizer=tokenizer_mark(self.tokenizer),
+        )
+
+    def _build_reference(self, gang: Gang, *, in_roles: Collection[Role]) -> Reference:
+        in_parts, learner = Role.REFERENCE in self._in_parts, self.learner
+        if learner is not None and learner.adapter is not None and learner.body.in_parts == in_parts:
+            return reference_of(self.config, learner)
+        frozen, unread = self._load(gang, Role.REFERENCE, in_roles=in_roles)
+        return build_reference(self.config, frozen, gang=gang, in_parts=in_parts, device=self.device, unread=unread)
+
+    def _load(
+        self, gang: Gang, role: Role, *, in_roles: Collection[Role], whole: bool = False
+    ) -> tuple[Any, Stored | None]:
+        """The model of ``role``, and where its weights are if it is only an outline: each process of a gang whose model is in parts
+        reads its own. If the files do not allow that, the gang's first process loads the model and gives the others their parts.
+        ``whole``: something here needs all of it."""
+        in_parts = role in self._in_parts and role in in_roles
+        outline = self._outline() if in_parts and not whole else None
+        unread, why = None, None
+        if outline is not None:
+            try:
+                unread = open_unread(self.model_path, outline, fetch=True)
+            except WholeOnly as error:
+                why = str(error)
+        # All members come here, since a role is in parts for all of them or for none.
+        reasons = [reason for reason in gang.gather(why) if reason is not None] if in_parts else []
+        if reasons and gang.rank == 0:
+            say(
+                f"the first {role} process loads the model whole, because its weights cannot be read in parts: {reasons[0]}"
+            )
+        if outline is not None and (not reasons or gang.rank != 0):
+            return outline, None if reasons else unread
+        device = torch.device("cpu") if outline is not None else self.device
+        return load_onto(self.model_path, device=device, dtype=self.dtype, trust_remote_code=self.trust), None
+
+    def _outline(self) -> Any:
+        return outline_causal_lm(self.model_path, dtype=self.dtype, trust_remote_code=self.trust)
+
+    def _join(self, ranks: Mapping[Role, int], meeting: Mapping[Role, tuple[Place, int]]) -> Gang:
+        # Roles in the same processes make one gang.
+        role = next((role for role in meeting if role in ranks), None)
+        if role is None:
+            return Gang.alone()
+        place, size = meeting[role]
+        return Gang.join(
+            place,
+            rank=ranks[role],
+            size=size,
+            device=self.device,
+            listener=self._listener,
+            interface=interface_of(own_address(toward=place.address, node_ip=None, interface=None)),
+        )
+
+    # The engine
+
+    def exchange(
+        self, new: Sequence[Request], cancelled: Sequence[str], ended_sessions: Sequence[str], look_s: float
+    ) -> Exchanged:
+        """Take requests in, and decode for a moment."""
+        assert self.engine is not None
+        return exchange(self.engine, new, cancelled, ended_sessions, look_s=look_s)
+
+    @short_of_memory(_syncing)
+    def use_weights(self, version: int, name: str, invitations: Sequence[Invitation]) -> None:
+        """Receive this version from the actor's processes, which invited this one by that name, and sample from it."""
+        if version != self._served:
+            self._note_change()
+        if self._by_parts:
+            self._weights.receive_each(
+                partial(self._take, version),
+                wanted=module_shapes(self.body.layout(weight) for weight in self.body.named),
+                version=version,
+                name=name,
+                invitations=invitations,
+            )
+        else:
+            (invitation,) = invitations
+            self._weights.receive(self.body.named, version=version, name=name, invitation=invitation)
+        self._serve(version)
+
+    def _note_change(self) -> None:
+        """Parameters that an engine here reads are about to change. The controller asks it for nothing until it has their version."""
+        self._served = None
+        if self.engine is not None:
+            self.engine.settle()
+
+    @torch.no_grad()
+    def _take(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """New weights, one by one: to the policy that is here, or to the engine that has the only one."""
+        if self._hands_on:
+            assert isinstance(self.engine, VllmEngine), "only vLLM keeps its own weights"
+            if version != self._served:
+                self.engine.load_weights(version, tensors)
+            return
+        parameters = dict(self.model.named_parameters())
+        for name, tensor in tensors:
+            parameters[name].copy_(tensor)
+
+    def _serve(self, version: int) -> None:
+        """The parameters are whole. An engine that has this version already keeps its cache."""
+        if self.engine is not None and version != self._served:
+            if not self._hands_on:
+                self.engine.update_weights(version)
+            self._served = version
+
+    @property
+    def _hands_on(self) -> bool:
+        """Whether the engine has the only policy of this process."""
+        return self.engine is not None and self.adapter is None and next(self.model.parameters()).is_meta
+
+    # The policy
+
+    def invite(self, receivers: Mapping[str, bool], host: str) -> Mapping[str, Invitation]:
+        """Send the policy to these receivers from now on, if this process sends; the value says whether one is on this node."""
+        assert self.learner is not None
+        rank, body = self.learner.gang.rank, self.learner.body
+        sends = rank == 0 or (self._by_parts and body.in_parts and rank < num_parts(body))
+        return self._weights.invite(receivers if sends else {}, host, name=f"actor rank {rank}")
+
+    @short_of_memory(_syncing)
+    def send_weights(self, version: int) -> None:
+        """The learner holds this version: send it to the invited receivers and to the engine in this process."""
+        if self._by_parts:
+            # First, since all processes of the gang take part in it: a receiver that is lost ends only the sending below.
+            if self._gathers:
+                self._pass_on(version)
+            if self._weights.sends:
+                self._weights.send(self._own_parts(), version=version)
+        else:
+            self._weights.send(self._whole_policy(), version=version)
+        self._weights.share(version)
+        self._serve(version)
+
+    def _pass_on(self, version: int) -> None:
+        """Give the engines in the learner's processes whole weights, one at a time."""
+        assert self.learner is not None
+        weights = iter(in_modules(self.learner.body).values)
+        try:
+            if self.engine is not None:
+                self._take(version, weights)
+        finally:
+            for _ in weights:  # the others need this process's parts of the rest
+                continue
+
+    def _own_parts(self) -> Parts:
+        """The part of the policy that this process sends."""
+        assert self.learner is not None
+        body = self.learner.body
+        if self._sent_blocks is None:
+            self._sent_blocks = [(name, block) for name in body.named for block in body.layout(name).blocks(own=True)]
+        return Parts(
+            [
+                SentBlock(
+                    name=block.name,
+                    start=block.start,
+                    whole=block.whole,
+                    dtype=body.dtype,
+                    values=block.of(body.named[name]),
+                )
+                for name, block in self._sent_blocks
+            ],
+            device=body.device,
+        )
+
+    def _whole_policy(self) -> Iterator[tuple[str, Tensor]]:
+        """All weights that are trained. An engine in this process gets a copy where the learner holds only parts."""
+        assert self.learner is not None
+        in_parts = self.learner.body.in_parts
+        own = whole_body(self.model, adapter=self.adapter).named if in_parts and self.engine is not None else {}
+        for name, tensor in self.learner.body.whole_tensors():
+            if name in own:
+                own[name].copy_(tensor)
+            yield name, tensor
+
+    def update(self, samples: Sequence[Sample]) -> tuple[dict[str, float], int]:
+        """One step of the gang; its metrics and the tokens trained so far."""
+        assert self.learner is not None
+        self._note_change()
+        return self.learner.update(samples), self.learner.num_tokens_trained
+
+    def score(self, samples: Sequence[Sample]) -> list[TokenScores]:
+        scores = score_samples(self.body, samples, self.config.actor, temperature=self.config.rollout.temperature)
+        return self._once(scores, self.body)
+
+    def _once(self, results: list[Any], body: Body) -> list[Any]:
+        """Where processes run every forward together, each has all results; only the first returns them."""
+        return results if not body.together or body.gang.rank == 0 else []
+
+    # The others
+
+    def score_reference(self, samples: Sequence[Sample]) -> list[TokenScores]:
+        assert self.reference is not None
+        return self._once(self.reference(samples), self.reference.body)
+
+    def values(self, samples: Sequence[Sample]) -> list[Floats]:
+        assert self.critic is not None
+        return self._once(self.critic.values(samples), self.critic.body)
+
+    def update_critic(self, samples: Sequence[Sample]) -> dict[str, float]:
+        assert self.critic is not None
+        return self.critic.update(samples)
+
+    def reward(self, index: int, prompt: Prompt, completions: tuple[Completion, ...]) -> list[float]:
+        return list(self.reward_models[index](prompt, completions))
