@@ -128,6 +128,34 @@ def test_what_a_lost_process_had_finished_is_not_generated_again(processes: list
     never.set()
 
 
+def test_what_is_cancelled_before_it_went_out_never_starts(house: House, processes: list[Process]) -> None:
+    """A process aborts before it submits, so one call must not bring a request and its end."""
+    prompts = random_prompts(3)
+
+    async def work(engine: Engine) -> None:
+        with processes[0]._one:  # two calls to each process are under way, and no other can go out
+            tasks = []
+            for name, prompt in zip("abc", prompts, strict=True):
+                length = dict(max_tokens=240 if name == "c" else 4, stop_token_ids=())
+                asked = group_of(prompt, name=name, count=2, **length)
+                tasks += [asyncio.create_task(engine.generate(request)) for request in asked]
+                await asyncio.sleep(0.01)
+            for task in tasks[4:]:
+                task.cancel()
+            await asyncio.sleep(0.01)
+        await asyncio.gather(*tasks[:4])
+        await engine.pause(drain=True)
+        assert not any(core.num_unfinished for core in house.cores)
+        assert sorted(sum((call for process in processes for call in process.asked), [])) == [
+            "a/0",
+            "a/1",
+            "b/0",
+            "b/1",
+        ]
+
+    in_a_loop(house, work)
+
+
 def test_what_a_busy_process_has_not_begun_goes_to_an_idle_one(house: House, processes: list[Process]) -> None:
     prompts = random_prompts(3)
 
@@ -146,7 +174,9 @@ def test_what_a_busy_process_has_not_begun_goes_to_an_idle_one(house: House, pro
         made = await asyncio.gather(*tasks, return_exceptions=True)
         for request, one in zip(waiting, made[8:], strict=True):
             assert not isinstance(one, BaseException) and is_of(house.model, request, one.completion)
-        while any(core.num_unfinished for core in house.cores):  # what was cancelled is aborted by the next calls
-            await asyncio.sleep(0.001)
+        await engine.pause(drain=True)
+        assert not any(core.num_unfinished for core in house.cores)
+        asked = [each for process in processes for call in process.asked for each in call]
+        assert all(asked.count(request.id) == 1 for request in first), "what is being decoded was taken back"
 
     in_a_loop(house, work)

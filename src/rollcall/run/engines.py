@@ -14,6 +14,7 @@ another thread. The new one gets requests once it has the current weights, from 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -46,8 +47,23 @@ class _Link:
     new: list[Request] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     ended_sessions: list[str] = field(default_factory=list)
-    calls: list[Any] = field(default_factory=list)
+    calls: dict[int, Any] = field(default_factory=dict)  # by number, in the order in which the process takes them
+    last_cancelling: int = -1  # the last call that took cancelled requests along
+    recalled: set[str] = field(default_factory=set)  # the requests that such calls took along
     num_preemptions: int = 0  # the last count from its process
+
+    def give(self, requests: Sequence[Request]) -> None:
+        """A request that was cancelled since the last call is still there."""
+        there = set(self.cancelled)
+        self.new += [request for request in requests if request.id not in there]
+        given = {request.id for request in requests}
+        self.cancelled = [each for each in self.cancelled if each not in given]
+
+    def cancel(self, ids: Collection[str]) -> None:
+        """A request that has not gone out never does: a process aborts before it submits."""
+        waiting = {request.id for request in self.new}
+        self.new = [request for request in self.new if request.id not in ids]
+        self.cancelled += [each for each in ids if each not in waiting]
 
 
 class Engines:
@@ -74,6 +90,7 @@ class Engines:
         self._look_s = min(max(len(self._workers) / LOOKS_PER_S, SHORTEST_LOOK_S), LONGEST_LOOK_S)
         self._router = Router(list(map(self._new_worker, self._workers)), room=room, node_weights=node_weights)
         self._links = {worker: _Link() for worker in self._workers}
+        self._numbers = itertools.count()  # of calls
         self._asked: dict[str, asyncio.Future[Made]] = {}  # by request
         self._replaceable = frozenset(replaceable) if replace is not None else frozenset()
         self._replace = replace
@@ -121,7 +138,7 @@ class Engines:
                 self._forget(request.id)
                 self._router.drop(request.id)
                 if worker is not None:
-                    self._links[worker].cancelled.append(request.id)
+                    self._links[worker].cancel([request.id])
 
     async def pause(self, *, drain: bool) -> None:
         self._open.clear()
@@ -189,9 +206,9 @@ class Engines:
             return
         try:
             for worker, requests in self._router.take_back():
-                self._links[worker].cancelled += requests
+                self._links[worker].cancel(requests)
             for worker, requests in self._router.hand_out(version=self.version):
-                self._links[worker].new += requests
+                self._links[worker].give(requests)
             for worker, link in self._links.items():
                 if self._router.load(worker) or link.cancelled:
                     while len(link.calls) < CALLS:
@@ -202,32 +219,36 @@ class Engines:
             self._collecting = asyncio.get_running_loop().create_task(self._collect())
 
     def _call(self, worker: int, link: _Link) -> None:
+        number = next(self._numbers)
+        if link.cancelled:
+            link.last_cancelling = number
+            link.recalled.update(link.cancelled)
         arguments = (link.new, link.cancelled, link.ended_sessions, self._look_s)
         link.new, link.cancelled, link.ended_sessions = [], [], []
-        link.calls.append(self._team.group.run_single_worker_single_data("exchange", worker, *arguments))
+        link.calls[number] = self._team.group.run_single_worker_single_data("exchange", worker, *arguments)
 
     async def _collect(self) -> None:
         """Take answers until no call is under way."""
         try:
-            while calls := [(worker, call) for worker, link in self._links.items() for call in link.calls]:
-                for worker, call, answer in await in_thread(self._answers, calls):
-                    self._take(worker, call, answer)
+            while calls := [(worker, *call) for worker, link in self._links.items() for call in link.calls.items()]:
+                for worker, number, answer in await in_thread(self._answers, calls):
+                    self._take(worker, number, answer)
                 self._look()
         except Exception as error:  # noqa: BLE001 - raised in everyone who waits
             self._fail(error)
         finally:
             self._collecting = None
 
-    def _answers(self, calls: list[tuple[int, Any]]) -> list[tuple[int, Any, Exchanged | WorkerDiedError]]:
+    def _answers(self, calls: list[tuple[int, int, Any]]) -> list[tuple[int, int, Exchanged | WorkerDiedError]]:
         """Wait a moment, in a thread, for answers, and return those that are there."""
         group = self._team.group
-        done = set(map(id, group.wait_for_some([call for _, call in calls], timeout_s=ANSWERS_S)))
-        ready = [(worker, call) for worker, call in calls if id(call) in done]
+        done = set(map(id, group.wait_for_some([call for _, _, call in calls], timeout_s=ANSWERS_S)))
+        ready = [each for each in calls if id(each[2]) in done]
         try:
-            answers = group.get_all_worker_results([call for _, call in ready]) if ready else []
+            answers = group.get_all_worker_results([call for _, _, call in ready]) if ready else []
         except WorkerDiedError:
-            answers = [self._answer(worker, call) for worker, call in ready]
-        return [(worker, call, answer) for (worker, call), answer in zip(ready, answers, strict=True)]
+            answers = [self._answer(worker, call) for worker, _, call in ready]
+        return [(worker, number, answer) for (worker, number, _), answer in zip(ready, answers, strict=True)]
 
     def _answer(self, worker: int, call: Any) -> Exchanged | WorkerDiedError:
         """The answer of one worker; the loss of a replaceable one is returned, not raised."""
@@ -238,14 +259,14 @@ class Engines:
                 raise
             return error
 
-    def _take(self, worker: int, call: Any, answer: Exchanged | WorkerDiedError) -> None:
+    def _take(self, worker: int, number: int, answer: Exchanged | WorkerDiedError) -> None:
         link = self._links[worker]
-        if not any(other is call for other in link.calls):
+        if number not in link.calls:
             return  # its process was lost in the meantime
         if isinstance(answer, WorkerDiedError):
             self._lose(worker, answer)
             return
-        link.calls = [other for other in link.calls if other is not call]
+        del link.calls[number]
         self._num_preemptions += answer.num_preemptions - link.num_preemptions
         link.num_preemptions = answer.num_preemptions
         for request_id, completion in answer.ended.items():
@@ -253,6 +274,8 @@ class Engines:
                 self._num_tokens += len(completion.token_ids)
                 maker = self._router.finish(request_id)
                 done = self._forget(request_id)
+                if request_id in link.recalled:  # it ended before it was recalled, and was sent there again
+                    link.cancel([request_id])
                 if not done.cancelled():
                     done.set_result(Made(completion=completion, worker=maker))
         for request_id, why in answer.refused.items():
@@ -261,7 +284,10 @@ class Engines:
                 done = self._forget(request_id)
                 if not done.cancelled():
                     done.set_exception(Refused(why))
-        self._router.note_waiting(worker, answer.num_waiting)
+        if number >= link.last_cancelling and not link.cancelled:  # else the count has requests that were recalled
+            self._router.note_waiting(worker, answer.num_waiting)
+        if not link.calls:
+            link.recalled.clear()
 
     def _forget(self, request_id: str) -> asyncio.Future[Made]:
         done = self._asked.pop(request_id)
