@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import sync_playwright  # pyright: ignore[reportMissingImports]  # of the extra `browser`
 
 from rollcall.view.server import PageServer
 from rollcall.view.shown_runs import ShownRuns
