@@ -213,7 +213,7 @@ def test_it_gets_the_variables_that_are_named_with_the_values_of_its_host(
     assert completion.episode and completion.episode.ended is EndReason.DONE, completion.episode
     given = json.loads((tmp_path / "env.json").read_text())
     assert given["MY_SETTING"] == "there" and "MY_SECRET" not in given
-    assert given["TMPDIR"].split("-")[2] == str(hosts.processes[0].pid) and not os.path.exists(given["TMPDIR"])
+    assert given["TMPDIR"].split("-")[3] == str(hosts.processes[0].pid) and not os.path.exists(given["TMPDIR"])
 
 
 def test_the_placement_makes_hosts_that_have_what_the_run_file_declares(
