@@ -55,6 +55,7 @@ WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 SHORT = 12  # among the rows: the place of one that feeds a single token
 QUICK = "fsdp, context 2 x tensor 2, sequence parallel, recomputed"
+WITH_CRITIC = ("context 4", "fsdp 2 x context 2", QUICK)
 
 
 def rows() -> list[Sample]:
@@ -136,6 +137,7 @@ def alone() -> dict[str, Any]:
         pytest.param(world, kind, marks=() if world == QUICK and kind == "grpo" else pytest.mark.slow)
         for world in WORLDS
         for kind in ("grpo", "ppo")
+        if kind == "grpo" or world in WITH_CRITIC
     ],
 )
 def test_ranks_that_divide_sequences_have_the_gradients_and_the_curve_of_one(

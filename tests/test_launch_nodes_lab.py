@@ -141,7 +141,7 @@ TOOLS = {
 }  # fmt: skip
 
 
-@pytest.fixture(params=TOOLS)
+@pytest.fixture
 def tool(request: pytest.FixtureRequest) -> Tool:
     return TOOLS[request.param]
 
@@ -178,6 +178,8 @@ def end(host: Host) -> None:
     assert host.run(["kill", "-TERM", str(one.pid)]).returncode == 0
 
 
+# Both tools start a node in the same way: each test has one of them.
+@pytest.mark.parametrize("tool", ["skypilot"], indirect=True)
 @pytest.mark.usefixtures("skys_ray")
 def test_a_task_trains_stops_with_75_and_trains_on(lab: Lab, tool: Tool, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = lab.shared / tool.name
@@ -197,6 +199,7 @@ def test_a_task_trains_stops_with_75_and_trains_on(lab: Lab, tool: Tool, monkeyp
     assert not [line for line in left if line.startswith("process")], left
 
 
+@pytest.mark.parametrize("tool", ["dstack"], indirect=True)
 @pytest.mark.usefixtures("skys_ray")
 def test_a_task_whose_run_fails_ends_on_every_node(lab: Lab, tool: Tool, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_file(lab, f"{tool.name}-bad")

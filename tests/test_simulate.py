@@ -56,19 +56,13 @@ def simulated_processes() -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize(
-    "placement", [{"actor,rollout": "all"}, {"rollout": "0", "actor": "1"}], ids=["together", "apart"]
-)
-def test_a_run_is_rehearsed_on_a_node_of_this_machine_which_leaves_nothing(
-    tmp_path: Path, placement: dict[str, str]
-) -> None:
-    slots = len(placement)
-    cluster = {"num_nodes": 1, "num_gpus_per_node": slots, "component_placement": placement}
+def test_a_run_is_rehearsed_on_a_node_of_this_machine_which_leaves_nothing(tmp_path: Path) -> None:
+    cluster = {"num_nodes": 1, "num_gpus_per_node": 1, "component_placement": {"actor,rollout": "all"}}
     result = run_simulate(tmp_path, parse_config({"cluster": cluster}))
     assert result.returncode == 0, result.stderr
     verdict = json.loads(result.stdout.splitlines()[-1])
     assert verdict["ok"] and verdict["steps"] == 2 and verdict["why"] is None
-    assert (verdict["num_nodes"], verdict["num_slots"], verdict["num_processes"]) == (1, slots, slots)
+    assert (verdict["num_nodes"], verdict["num_slots"], verdict["num_processes"]) == (1, 1, 1)
     assert simulated_processes() == [] and list(Path("/tmp").glob("rc-sim-*")) == []
 
 
@@ -172,9 +166,8 @@ def test_the_tiny_models_open(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("name", ["cluster_4x8", "cluster_disaggregated"])
-def test_the_examples_of_four_nodes_with_eight_slots_run(tmp_path: Path, name: str) -> None:
-    command = [sys.executable, "-m", "rollcall", "simulate", f"examples/{name}.yaml", "--json"]
+def test_the_example_of_four_nodes_with_eight_slots_runs() -> None:
+    command = [sys.executable, "-m", "rollcall", "simulate", "examples/cluster_disaggregated.yaml", "--json"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False)
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout.splitlines()[-1])["num_slots"] == 32

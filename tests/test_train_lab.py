@@ -21,19 +21,18 @@ ACCURACY = 0.65  # from 0.38; one process has 0.77 after as many steps
 RUN_S = 900.0
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # slots are logical, whatever this machine has
 SHAPES = {"2x2": (2, 2), "4x1": (4, 1)}  # nodes, slots of each
-# A run of minutes each, so a mode has one shape: the one with more traffic between nodes, or both kinds of it.
+# A run of minutes each, so a mode has one shape: the one with more traffic between nodes, or both kinds of it. What a mode
+# shares with another is learnt once: `hybrid` has whole copies in the rollout's processes, tensor ranks are sharded by FSDP.
 RUNS = [
     *(("2x2", mode) for mode in ("disaggregated", "fsdp-and-tensor-parallel", "vllm")),
-    *(("4x1", mode) for mode in ("collocated", "hybrid", "fsdp", "staleness", "ppo")),
+    *(("4x1", mode) for mode in ("hybrid", "staleness", "ppo")),
 ]
 
 COLLOCATED = {"actor,rollout": "all"}
 APART = {"rollout": "0-1", "inference": "2", "actor": "3"}
 MODES: dict[str, dict[str, Any]] = {
-    "collocated": {"placement": COLLOCATED},
     "disaggregated": {"placement": APART, "actor": {"minibatches": 2}},  # a second minibatch asks for log-probs
     "hybrid": {"placement": {"rollout": "all", "actor": "2-3"}},
-    "fsdp": {"placement": COLLOCATED, "actor": {"sharding": "fsdp"}},
     "fsdp-and-tensor-parallel": {
         "placement": COLLOCATED,
         "actor": {"sharding": "fsdp", "tensor_parallel_size": 2, "sequence_parallel": True},
