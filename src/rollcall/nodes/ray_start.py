@@ -52,6 +52,7 @@ TUNED = {
     "RAY_health_check_timeout_ms": "1000",
     "RAY_health_check_failure_threshold": "3",
     "RAY_raylet_start_wait_time_s": "120",
+    "RAY_worker_register_timeout_seconds": "300",  # importing torch from a busy shared folder may take longer than Ray's 60 s
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_metrics_collection": "false",  # they would be served to anyone, on every interface of every node
 }

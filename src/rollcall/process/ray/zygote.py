@@ -37,7 +37,7 @@ GROUP = "ROLLCALL_ZYGOTE_GROUP"  # one zygote for each, on each node
 COMMAND = (
     '"$ROLLCALL_PYTHON" -m rollcall.process.ray.zygote'  # in a line of bash, on a node that `rollcall node` has started
 )
-ANSWER_S = 30.0  # Ray gives up a worker that has not come forward after 60 s
+ANSWER_S = 240.0  # ray_start.TUNED: Ray gives up a worker that has not come forward after 300 s
 IDLE_S = 120.0
 LOOK_S = 1.0
 FORKED = b"f"  # the first byte of the zygote's answer; the second is the worker's exit status
