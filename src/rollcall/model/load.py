@@ -16,8 +16,9 @@ from rollcall.base.errors import ModelFilesError
 from rollcall.model.adapter import Adapter, add_to_weights
 from rollcall.model.base import refuse_other_base, refuse_other_config
 from rollcall.model.decoder import Decoder, UnsupportedModel, fuse_parameters, refuse_unsupported
+from rollcall.model.fetch import fetch_model
 from rollcall.model.files import check_model_dir, model_folder
-from rollcall.model.hub import hub_options
+from rollcall.model.hub import HubError, cached_folder, first_line, hub_options
 from rollcall.model.peft_files import read_base, read_section, read_tensors
 from rollcall.model.stored.dtypes import DTYPES, name_of
 from rollcall.model.stored.files import StoredError
@@ -26,6 +27,9 @@ from rollcall.model.stored.open import open_stored
 from rollcall.model.stored.outline import ROTARY
 from rollcall.model.stored.safetensors import read_header, weight_files
 from rollcall.model.stored.tensors import Stored, refuse_whole_numbers
+
+EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+PIECE_BYTES = 64 << 20  # of a tensor in host memory at once
 
 # transformers (5.x) puts a stand-in for ``tie_weights`` on its class while it loads; of two threads, one would leave it there.
 _one_at_a_time = threading.RLock()
@@ -59,33 +63,124 @@ def has_bfloat16() -> bool:
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def load_causal_lm(path: str, *, device: torch.device, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
-    """AutoModelForCausalLM with its parameters fused; a holder of weights, whose own forward is not used."""
-    from transformers import AutoModelForCausalLM
+class WholeOnly(ModelError):
+    """The weights cannot be read in blocks; the message says why."""
 
+
+def load_causal_lm(path: str, *, device: torch.device, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
+    """AutoModelForCausalLM with its parameters fused; a holder of weights, whose own forward is not used.
+
+    The weights come to the device piece by piece, so that loading takes little host memory however many processes of a node load. Files
+    in other formats, or with names that transformers converts, are left to it."""
     check_model_path(path)
     if (folder := adapter_folder(Path(path).expanduser())) is not None:
         return _load_with_adapter(path, folder, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
-    options: dict[str, Any] = {
-        "dtype": dtype,
-        "output_loading_info": True,
-        "ignore_mismatched_sizes": True,  # refused below, by name
-    }
-    if is_stored(path):
-        loaded: Any = _load_stored(path, options, trust_remote_code=trust_remote_code)
-    else:
-        with loading(f"model.path={path}"):
-            loaded = AutoModelForCausalLM.from_pretrained(
-                path, trust_remote_code=trust_remote_code, **options, **hub_options(path)
-            )
-    model, info = loaded
+    outline = outline_causal_lm(path, dtype=dtype, trust_remote_code=trust_remote_code)
+    try:
+        stored = open_unread(path, outline)
+        refuse_other_head(outline, stored)
+        return fill(outline, stored, device=device, path=path)
+    except WholeOnly:
+        if is_stored(path):
+            raise
+    from transformers import AutoModelForCausalLM
+
+    with loading(f"model.path={path}"):
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path,
+            trust_remote_code=trust_remote_code,
+            dtype=dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, by name
+            **hub_options(path),
+        )
     refuse_loaded(f"model.path={path}", info, leave_out=lambda name: name.endswith(ROTARY))
-    if not is_stored(path):
-        refuse_cast(f"model.path={path}", path, model)
-    model = model.to(device).eval().requires_grad_(False)
-    refuse_diverged(path, non_finite_of(dict(model.named_parameters()), dtype=dtype))
+    refuse_cast(f"model.path={path}", path, model)
+    return _ready(model.to(device), path)
+
+
+def open_unread(path: str, model: Any, *, fetch: bool = False) -> Stored:
+    """The stored weights of ``model``, which is the outline of ``path``: a checkpoint of any kind that ``stored/`` opens, or a model
+    directory with safetensors whose tensors have the names and shapes of the model. Raises WholeOnly for everything else. ``fetch``:
+    download a hub's model first, if it is not in the cache."""
+    folder = Path(path).expanduser() if is_stored(path) else _folder_of(path, fetch=fetch)
+    try:
+        stored = open_stored(folder)
+    except StoredError as error:
+        raise WholeOnly(f"model.path={path}: {error}") from None
+    wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    found = {name: tensor.shape for name, tensor in stored.tensors.items()}
+    try:
+        refuse_other_tensors(
+            f"model.path={path}",
+            missing=wanted.keys() - found.keys(),
+            unexpected=[name for name in found.keys() - wanted.keys() if name != HEAD and not name.endswith(ROTARY)],
+            misshaped={name: (found[name], shape) for name, shape in wanted.items() if found.get(name, shape) != shape},
+        )
+    except ModelError as error:
+        raise WholeOnly(str(error)) from None
+    refuse_whole_numbers(stored.types, wanted, origin=f"model.path={path}")
+    return stored
+
+
+def _folder_of(path: str, *, fetch: bool) -> Path:
+    """The directory with the weights of a local model or of one in the hub's cache."""
+    local = model_folder(path)
+    folder = local or cached_folder(path)
+    if fetch and local is None and not (folder and any(folder.glob("*.safetensors"))):
+        try:
+            folder = fetch_model(path)
+        except HubError as error:
+            raise WholeOnly(str(error)) from None
+    if folder is None or not any(folder.glob("*.safetensors")):
+        raise WholeOnly(f"{folder or path} has no safetensors" + ("" if folder else " in the hub's cache"))
+    return folder
+
+
+@torch.no_grad()
+def fill(outline: Any, stored: Stored, *, device: torch.device, path: str) -> Any:
+    """The outline as a model with the stored weights on ``device``."""
+    model, rotary = outline.to_empty(device=device), outline.model.rotary_emb
+    model.model.rotary_emb = type(rotary)(rotary.config).to(device)  # computed, not stored
+    model.tie_weights()
+    for name, parameter in model.named_parameters():
+        for start, piece in _pieces(stored, name):
+            parameter[start : start + len(piece)].copy_(piece.to(parameter.dtype))
+    return _ready(model, path)
+
+
+def _ready(model: Any, path: str) -> Any:
+    model = model.eval().requires_grad_(False)
+    refuse_diverged(path, non_finite_of(dict(model.named_parameters()), dtype=model.dtype))
     fuse_parameters(model)
     return model
+
+
+def _pieces(stored: Stored, name: str) -> Iterator[tuple[int, Tensor]]:
+    """A tensor in runs of rows, each with the number of its first row."""
+    tensor = stored.tensors[name]
+    rows, *rest = tensor.shape
+    step = max(1, PIECE_BYTES * rows // max(tensor.num_bytes, 1))
+    for start in range(0, rows, step):
+        count = min(step, rows - start)
+        yield start, stored.read(name, start=(start, *[0] * len(rest)), shape=(count, *rest))
+
+
+def refuse_other_head(model: Any, stored: Stored) -> None:
+    """Raises WholeOnly if an output head is stored that is not the embeddings, although the config says so: transformers takes it."""
+    if HEAD not in stored.tensors or HEAD in dict(model.named_parameters()):
+        return
+    pairs = zip(_pieces(stored, EMBEDDINGS), _pieces(stored, HEAD), strict=True)
+    if not all(torch.equal(one, other) for (_, one), (_, other) in pairs):
+        raise WholeOnly(f"{stored.origin} has an output head that is not the embeddings, and config.json ties them")
+
+
+def each_tensor(model: Any, stored: Stored, *, path: str) -> Iterator[tuple[str, Tensor]]:
+    """The stored weights of an outline, one by one, in its type."""
+    for name, parameter in model.named_parameters():
+        tensor = stored.read(name).to(parameter.dtype)
+        refuse_diverged(path, non_finite_of({name: tensor}, dtype=tensor.dtype))
+        yield name, tensor
 
 
 def refuse_cast(what: str, path: str, model: Any) -> None:
@@ -99,14 +194,6 @@ def refuse_cast(what: str, path: str, model: Any) -> None:
         held = torch.load(file, map_location="meta", weights_only=True)
         types |= {name: DTYPES[name_of(one.dtype)] for name, one in held.items() if isinstance(one, Tensor)}
     refuse_whole_numbers(types, dict(model.named_parameters(remove_duplicate=False)), origin=what)
-
-
-def cached_folder(name: str) -> Path | None:
-    """The folder of a model in the hub's cache, if it is there."""
-    from huggingface_hub import try_to_load_from_cache
-
-    config = try_to_load_from_cache(name, "config.json")
-    return Path(config).parent if isinstance(config, str) else None
 
 
 def refuse_diverged(path: str, bad: Sequence[str]) -> None:
@@ -126,7 +213,7 @@ def _load_with_adapter(
     try:
         section, base = read_section(folder, where=where), bases_of(folder, where=where)[0]
         model = load_causal_lm(base, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
-        outer = outline_causal_lm(path, dtype=dtype, trust_remote_code=trust_remote_code, fused=False)
+        outer = outline_causal_lm(path, dtype=dtype, trust_remote_code=trust_remote_code)
         refuse_other_config(outer.config, model.config, base=base, where=where)
         refuse_other_base(folder, model, Decoder.of(model).named_tensors().items(), base=base, where=where)
         outline = Adapter.make(Decoder.of(model), section, seed=0, device=device, base=base)
@@ -164,46 +251,7 @@ def is_stored(path: str) -> bool:
     return local.is_dir() and not is_model_dir(local)
 
 
-def _load_stored(path: str, options: Mapping[str, Any], *, trust_remote_code: bool) -> Any:
-    """``from_pretrained`` for a checkpoint; each tensor is read when its turn comes."""
-    try:
-        stored = open_stored(Path(path).expanduser())
-    except StoredError as error:
-        raise ModelError(f"model.path={path}: {error}") from None
-    outline = outline_causal_lm(path, dtype=options["dtype"], trust_remote_code=trust_remote_code, fused=False)
-    refuse_whole_numbers(stored.types, dict(outline.named_parameters()), origin=f"model.path={path}")
-    with loading(f"model.path={path}"):
-        names: dict[str, Any] = {name: _Unread(stored, name) for name in stored.tensors}
-        loaded = type(outline).from_pretrained(None, config=outline.config, state_dict=names, **options)
-    loaded[0].generation_config = outline.generation_config
-    return loaded
-
-
-class _Unread:
-    """A stored tensor as transformers takes it from a safetensors file: it is read when it is indexed."""
-
-    def __init__(self, stored: Stored, name: str) -> None:
-        self._stored, self._name = stored, name
-
-    def __getitem__(self, _: Any) -> Tensor:
-        return self._stored.read(self._name)
-
-    def get_shape(self) -> list[int]:
-        return list(self._stored.tensors[self._name].shape)
-
-    def get_dtype(self) -> str:
-        return self._stored.tensors[self._name].dtype.in_safetensors or ""
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size(self.get_shape())
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._stored.tensors[self._name].dtype.torch
-
-
-def outline_causal_lm(path: str, *, dtype: torch.dtype, trust_remote_code: bool = False, fused: bool = True) -> Any:
+def outline_causal_lm(path: str, *, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
     """The model of ``load_causal_lm`` without its weights, which are on the meta device."""
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
@@ -216,8 +264,7 @@ def outline_causal_lm(path: str, *, dtype: torch.dtype, trust_remote_code: bool 
     with suppress(OSError):  # most small models have none
         model.generation_config = GenerationConfig.from_pretrained(path, **hub_options(path))
     model = model.eval().requires_grad_(False)
-    if fused:
-        fuse_parameters(model)
+    fuse_parameters(model)
     return model
 
 
@@ -244,7 +291,7 @@ def loading(what: str, *, part: str = "it") -> Iterator[None]:
     except Exception as error:
         if "trust_remote_code" not in str(error):
             whole = "cannot be loaded" if part == "it" else f"has no {part} that transformers can load"
-            raise ModelError(f"{what} {whole}: {_first_line(error)}") from error
+            raise ModelError(f"{what} {whole}: {first_line(error)}") from error
         wanted = ", ".join(own_code(what.partition("=")[2])) or "see its files on the hub"
         raise ModelError(
             f"{what} needs to run code that comes with it ({wanted}); none of it was run. Read that code; if you trust "
@@ -370,7 +417,3 @@ def check_model_path(path: str) -> None:
         check_model_dir(folder)
     except ModelFilesError as error:
         raise ModelError(f"model.path={path}: {error}") from None
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
