@@ -180,8 +180,6 @@ def _header(folder: Path, *, where: str) -> dict[str, Any]:
         return dict(read_header(folder / ADAPTER_WEIGHTS)[0])
     except StoredError as error:
         raise ModelFilesError(f"{where}: {error}") from None
-    except OSError as error:
-        raise ModelFilesError(f"{where}: {ADAPTER_WEIGHTS} cannot be read ({error}); restore the file") from None
 
 
 def read_tensors(folder: Path, like: Mapping[str, Tensor], *, where: str) -> dict[str, Tensor]:
