@@ -439,7 +439,7 @@ def _with_nan(path: Path) -> None:
         (_as(torch.int64), "up_proj.lora_A.weight and 11 more as int64; give an adapter whose numbers are floats"),
         (_with_nan, "not finite in base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight, so the adapter has"),
     ],
-    ids=["pipe", "cut off", "pickle", "integers", "nan"],
+    ids=["cut off", "pickle", "integers", "nan"],
 )
 def test_weights_of_an_adapter_that_cannot_be_used_are_refused(
     tmp_path: Path, damage: Any, words: str, targets: str | None
@@ -642,7 +642,7 @@ def test_an_adapter_on_an_adapter_is_loaded_in_any_precision_and_on_any_device(t
         lambda path: path.write_text(path.read_text().replace('"dtype": "float32"', '"dtype": "uint4"')),
         lambda path: path.write_text("[]"),
     ],
-    ids=["cut off", "pipe", "unknown type", "a list"],
+    ids=["cut off", "unknown type", "a list"],
 )
 def test_a_probe_that_cannot_be_read_is_refused(tmp_path: Path, damage: Any) -> None:
     folder = saved_adapter(tmp_path) / "model"
