@@ -20,6 +20,7 @@ from torch import Tensor
 from rollcall.base.errors import ModelFilesError
 from rollcall.config.yaml import read_small
 from rollcall.model.files import read_model_config
+from rollcall.model.stored.dtypes import name_of
 from rollcall.model.stored.find import PROBE, adapter_folder
 
 PIECE = 1 << 19  # numbers that are looked at together, so that little memory is needed
@@ -46,7 +47,7 @@ def _identities(tensors: Iterable[tuple[str, Tensor]], dtypes: Iterable[torch.dt
         for dtype, sums in found.items():
             sums.append(f"{name} {_identity(tensor.detach(), dtype)}")
     return {
-        _name(dtype): blake2b(" ".join(sorted(sums)).encode(), digest_size=8).hexdigest()
+        name_of(dtype): blake2b(" ".join(sorted(sums)).encode(), digest_size=8).hexdigest()
         for dtype, sums in found.items()
     }
 
@@ -106,7 +107,7 @@ def refuse_other_base(
 ) -> None:
     """``folder`` holds an adapter, ``model`` and its ``tensors`` are what is in ``base`` now. ``where`` names the adapter in messages;
     ``advice`` names an alternative to putting the model back."""
-    saved, own = {} if is_adapter(base) else _noted(folder, where=where), _name(model.dtype)
+    saved, own = {} if is_adapter(base) else _noted(folder, where=where), name_of(model.dtype)
     if own in saved:
         kind = own
     elif saved and model.dtype == torch.float32:
@@ -161,7 +162,3 @@ def is_adapter(base: str) -> bool:
     they have no identity; the model at the end has one, and is compared when it is loaded."""
     path = Path(base).expanduser()
     return path.is_dir() and adapter_folder(path) is not None
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
