@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rollcall.base.errors import ModelFilesError
 from rollcall.model.adapter import Adapter, add_to_weights
-from rollcall.model.base import refuse_other_base, refuse_other_config
+from rollcall.model.base import refuse_other_model
 from rollcall.model.decoder import Decoder, UnsupportedModel, fuse_parameters, refuse_unsupported
 from rollcall.model.fetch import fetch_model
 from rollcall.model.files import check_model_dir, model_folder
@@ -26,7 +26,7 @@ from rollcall.model.stored.find import ADAPTER_CONFIG, adapter_folder, is_model_
 from rollcall.model.stored.open import open_stored
 from rollcall.model.stored.outline import ROTARY
 from rollcall.model.stored.safetensors import read_header, weight_files
-from rollcall.model.stored.tensors import Stored, refuse_whole_numbers
+from rollcall.model.stored.tensors import Stored, first_tensors, other_tensors, refuse_whole_numbers
 
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 PIECE_BYTES = 64 << 20  # of a tensor in host memory at once
@@ -110,12 +110,10 @@ def open_unread(path: str, model: Any, *, fetch: bool = False) -> Stored:
         raise WholeOnly(f"model.path={path}: {error}") from None
     wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     found = {name: tensor.shape for name, tensor in stored.tensors.items()}
+    extra = {name for name in found.keys() - wanted.keys() if name == HEAD or name.endswith(ROTARY)}
     try:
         refuse_other_tensors(
-            f"model.path={path}",
-            missing=wanted.keys() - found.keys(),
-            unexpected=[name for name in found.keys() - wanted.keys() if name != HEAD and not name.endswith(ROTARY)],
-            misshaped={name: (found[name], shape) for name, shape in wanted.items() if found.get(name, shape) != shape},
+            f"model.path={path}", wanted=wanted, found={name: found[name] for name in found.keys() - extra}
         )
     except ModelError as error:
         raise WholeOnly(str(error)) from None
@@ -200,7 +198,7 @@ def refuse_diverged(path: str, bad: Sequence[str]) -> None:
     """``bad`` are the tensors with values that are not finite."""
     if bad:
         raise ModelError(
-            f"model.path={path}: {_tensors(len(bad))} not finite ({_first_few(bad)}), so the model has diverged; give "
+            f"model.path={path}: {first_tensors(bad, 'not finite')}, so the model has diverged; give "
             "another, such as an older checkpoint"
         )
 
@@ -213,9 +211,7 @@ def _load_with_adapter(
     try:
         section, base = read_section(folder, where=where), bases_of(folder, where=where)[0]
         model = load_causal_lm(base, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
-        outer = outline_causal_lm(path, dtype=dtype, trust_remote_code=trust_remote_code)
-        refuse_other_config(outer.config, model.config, base=base, where=where)
-        refuse_other_base(folder, model, Decoder.of(model).named_tensors().items(), base=base, where=where)
+        refuse_other_model(folder, model, Decoder.of(model).named_tensors().items(), base=base, where=where)
         outline = Adapter.make(Decoder.of(model), section, seed=0, device=device, base=base)
         tensors = read_tensors(folder, outline.named_tensors(), where=where)
     except ModelFilesError as error:
@@ -224,8 +220,15 @@ def _load_with_adapter(
         add_to_weights(model, tensors, gain=section.gain)
     except ModelFilesError as error:
         raise ModelError(f"{where}: {error}") from None
-    model.generation_config = outer.generation_config  # the run's own stop tokens
+    _take_generation_config(model, str(folder))  # with the run's own stop tokens
     return model
+
+
+def _take_generation_config(model: Any, path: str) -> None:
+    from transformers import GenerationConfig
+
+    with suppress(OSError):  # most small models have none
+        model.generation_config = GenerationConfig.from_pretrained(path, **hub_options(path))
 
 
 def bases_of(folder: Path, *, where: str) -> list[str]:
@@ -253,7 +256,7 @@ def is_stored(path: str) -> bool:
 
 def outline_causal_lm(path: str, *, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
     """The model of ``load_causal_lm`` without its weights, which are on the meta device."""
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     check_model_path(path)
     path = str(model_folder(path) or path)
@@ -261,8 +264,7 @@ def outline_causal_lm(path: str, *, dtype: torch.dtype, trust_remote_code: bool 
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **hub_options(path))
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-    with suppress(OSError):  # most small models have none
-        model.generation_config = GenerationConfig.from_pretrained(path, **hub_options(path))
+    _take_generation_config(model, path)
     model = model.eval().requires_grad_(False)
     fuse_parameters(model)
     return model
@@ -311,40 +313,22 @@ def own_code(path: str) -> list[str]:
     return sorted(files)
 
 
-def refuse_other_tensors(
-    what: str,
-    *,
-    missing: Iterable[str],
-    unexpected: Iterable[str],
-    misshaped: Mapping[str, tuple[Sequence[int], Sequence[int]]],
-) -> None:
-    """Refuse weights that do not match the model: missing ones would be random, and extra ones would be lost.
-
-    >>> refuse_other_tensors("model.path=m", missing=["norm"], unexpected=[], misshaped={"head": ((7,), (9,))})
-    Traceback (most recent call last):
-    rollcall.model.load.ModelError: model.path=m does not hold the weights of the model: 1 tensor is missing (norm); ...
-    """
-    shapes = [f"{name} is {list(stored)}, not {list(wanted)}" for name, (stored, wanted) in sorted(misshaped.items())]
-    faults = [
-        ("missing", sorted(missing)),
-        ("not part of the model", sorted(unexpected)),
-        ("of another shape", shapes),
-    ]
-    found = [f"{_tensors(len(names))} {fault} ({_first_few(names)})" for fault, names in faults if names]
-    if found:
+def refuse_other_tensors(what: str, *, wanted: Mapping[str, Sequence[int]], found: Mapping[str, Sequence[int]]) -> None:
+    """Refuse weights that do not match the model: missing ones would be random, and extra ones would be lost."""
+    if faults := other_tensors(wanted=wanted, found=found):
         raise ModelError(
-            f"{what} does not hold the weights of the model: {'; '.join(found)}. Give the weights that belong to the model's "
-            "config.json"
+            f"{what} does not hold the weights of the model: {faults}. Give the weights that belong to the model's config.json"
         )
 
 
 def refuse_loaded(what: str, info: Mapping[str, Any], *, leave_out: Callable[[str], bool] = lambda name: False) -> None:
     """``refuse_other_tensors`` for transformers' report of a load; extra tensors that ``leave_out`` names are fine."""
+    unexpected = [name for name in info["unexpected_keys"] if not leave_out(name)]
+    misshaped = info["mismatched_keys"]
     refuse_other_tensors(
         what,
-        missing=info["missing_keys"],
-        unexpected=[name for name in info["unexpected_keys"] if not leave_out(name)],
-        misshaped={name: (stored, wanted) for name, stored, wanted in info["mismatched_keys"]},
+        wanted={**dict.fromkeys(info["missing_keys"], ()), **{name: wanted for name, _, wanted in misshaped}},
+        found={**dict.fromkeys(unexpected, ()), **{name: stored for name, stored, _ in misshaped}},
     )
 
 
@@ -362,14 +346,6 @@ def non_finite_of(tensors: Mapping[str, Tensor], *, dtype: torch.dtype) -> list[
     ends = torch.stack([torch.stack(tensor.aminmax()).to(dtype) for tensor in some.values()])
     good = ends.isfinite().all(dim=1).tolist()
     return [name for name, fine in zip(some, good, strict=True) if not fine]
-
-
-def _tensors(count: int) -> str:
-    return "1 tensor is" if count == 1 else f"{count:,} tensors are"
-
-
-def _first_few(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def load_tokenizer(path: str, *, chat_template: str | None, trust_remote_code: bool = False) -> Any:

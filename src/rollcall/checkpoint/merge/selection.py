@@ -10,7 +10,7 @@ from rollcall.base.errors import ModelFilesError
 from rollcall.model.files import read_model_config
 from rollcall.model.stored.files import StoredError
 from rollcall.model.stored.outline import ROTARY, Outline, known_outline, outline_of
-from rollcall.model.stored.tensors import Stored, refuse_whole_numbers
+from rollcall.model.stored.tensors import Stored, other_tensors, refuse_whole_numbers
 
 BLOCK_BYTES = 16 << 20
 VALUE_HEADS = ("v_head.", "value_head.", "score.", "classifier.")
@@ -62,29 +62,11 @@ def select(stored: Stored, folder: Path) -> Selection:
 def _refuse_others(stored: Stored, outline: Outline, names: Sequence[str], *, folder: Path) -> None:
     wanted = {name: shape for name, shape in outline.shapes.items() if name not in outline.tied}
     # A tied tensor may be stored under either name.
-    there = {outline.tied.get(name, name): stored.tensors[name] for name in names}
-    misshaped = [
-        f"{name} is {list(tensor.shape)}, not {list(wanted[name])}"
-        for name, tensor in there.items()
-        if name in wanted and tensor.shape != wanted[name]
-    ]
-    faults = [
-        _fault("missing", [name for name in wanted if name not in there]),
-        _fault("not part of the model", [name for name in there if name not in wanted]),
-        _fault("of another shape", misshaped),
-    ]
-    if found := [fault for fault in faults if fault]:
+    there = {outline.tied.get(name, name): stored.tensors[name].shape for name in names}
+    if faults := other_tensors(wanted=wanted, found=there):
         raise StoredError(
-            f"{stored.origin} does not hold the model of {folder / 'config.json'}: {'; '.join(found)}. Give the files that belong "
-            "together"
+            f"{stored.origin} does not hold the model of {folder / 'config.json'}: {faults}. Give the files that belong together"
         )
-
-
-def _fault(what: str, names: Sequence[str]) -> str:
-    if not names:
-        return ""
-    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-    return f"{'1 tensor is' if len(names) == 1 else f'{len(names):,} tensors are'} {what} ({shown})"
 
 
 def _refuse_unequal(stored: Stored, name: str, source: str) -> None:
