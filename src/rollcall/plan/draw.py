@@ -34,10 +34,6 @@ class NodeRun:
     last: int
     roles: tuple[tuple[Role, tuple[int, ...], int], ...]  # role, local slots, slots per process
 
-    @property
-    def name(self) -> str:
-        return f"node {self.first}" if self.first == self.last else f"nodes {self.first}-{self.last}"
-
 
 def node_runs(plan: Plan) -> list[NodeRun]:
     widths = {role: len(processes[0].slots) for role, processes in plan.processes.items()}
@@ -125,7 +121,7 @@ def _abbreviated(plan: Plan) -> Table:
         for row, (role, local, width) in enumerate(run.roles):
             lowest, highest = ranks[role][first[local[0]].index], ranks[role][last[local[-1]].index]
             table.add_row(
-                run.name.partition(" ")[2] if row == 0 else "",
+                ranges(range(run.first, run.last + 1)) if row == 0 else "",
                 ranges(range(first[0].index, last[-1].index + 1)) if row == 0 else "",
                 Text(role, style=COLOURS[role]),
                 ranges(local),
