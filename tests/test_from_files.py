@@ -23,6 +23,7 @@ from rollcall.learner.learner import Learner
 from rollcall.model import load as loader
 from rollcall.model.decoder import Decoder, fuse_parameters
 from rollcall.model.load import WholeOnly, load_causal_lm, open_unread, outline_causal_lm
+from rollcall.model.stored import tensors
 from rollcall.model.stored.tensors import Stored
 from rollcall.plan.placement import Role
 from rollcall.run import worker as worker_module
@@ -161,7 +162,7 @@ def test_a_whole_model_comes_to_a_device_piece_by_piece(
     path, cpu = str(save_model(tmp_path, name)), torch.device("cpu")
     expected = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     fuse_parameters(expected)
-    monkeypatch.setattr(loader, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(tensors, "PIECE_BYTES", PIECE)
     meter, outline = Meter(monkeypatch), outline_causal_lm(path, dtype=torch.bfloat16)
     found = loader.fill(outline, open_unread(path, outline), device=cpu, path=path)
     assert meter.most <= 2 * PIECE
@@ -180,7 +181,7 @@ def test_a_whole_model_comes_to_a_gpu_without_being_whole_on_the_host(
 ) -> None:
     path, cuda = str(save_model(tmp_path, name)), torch.device("cuda")
     expected = load_causal_lm(path, device=torch.device("cpu"), dtype=torch.bfloat16)
-    monkeypatch.setattr(loader, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(tensors, "PIECE_BYTES", PIECE)
     meter = Meter(monkeypatch)
     found = load_causal_lm(path, device=cuda, dtype=torch.bfloat16)
     assert 0 < meter.most <= 2 * PIECE

@@ -28,8 +28,7 @@ from rollcall.model.stored.outline import ROTARY
 from rollcall.model.stored.safetensors import read_header, weight_files
 from rollcall.model.stored.tensors import Stored, first_tensors, other_tensors, refuse_whole_numbers
 
-EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-PIECE_BYTES = 64 << 20  # of a tensor in host memory at once
+HEAD = "lm_head.weight"
 
 # transformers (5.x) puts a stand-in for ``tie_weights`` on its class while it loads; of two threads, one would leave it there.
 _one_at_a_time = threading.RLock()
@@ -86,7 +85,7 @@ def load_causal_lm(path: str, *, device: torch.device, dtype: torch.dtype, trust
     from transformers import AutoModelForCausalLM
 
     with loading(f"model.path={path}"):
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             trust_remote_code=trust_remote_code,
             dtype=dtype,
@@ -94,6 +93,7 @@ def load_causal_lm(path: str, *, device: torch.device, dtype: torch.dtype, trust
             ignore_mismatched_sizes=True,  # refused below, by name
             **hub_options(path),
         )
+    model, info = loaded
     refuse_loaded(f"model.path={path}", info, leave_out=lambda name: name.endswith(ROTARY))
     refuse_cast(f"model.path={path}", path, model)
     return _ready(model.to(device), path)
@@ -140,9 +140,10 @@ def fill(outline: Any, stored: Stored, *, device: torch.device, path: str) -> An
     """The outline as a model with the stored weights on ``device``."""
     model, rotary = outline.to_empty(device=device), outline.model.rotary_emb
     model.model.rotary_emb = type(rotary)(rotary.config).to(device)  # computed, not stored
-    model.tie_weights()
+    with _one_at_a_time:
+        model.tie_weights()
     for name, parameter in model.named_parameters():
-        for start, piece in _pieces(stored, name):
+        for start, piece in stored.runs(name):
             parameter[start : start + len(piece)].copy_(piece.to(parameter.dtype))
     return _ready(model, path)
 
@@ -154,22 +155,11 @@ def _ready(model: Any, path: str) -> Any:
     return model
 
 
-def _pieces(stored: Stored, name: str) -> Iterator[tuple[int, Tensor]]:
-    """A tensor in runs of rows, each with the number of its first row."""
-    tensor = stored.tensors[name]
-    rows, *rest = tensor.shape
-    step = max(1, PIECE_BYTES * rows // max(tensor.num_bytes, 1))
-    for start in range(0, rows, step):
-        count = min(step, rows - start)
-        yield start, stored.read(name, start=(start, *[0] * len(rest)), shape=(count, *rest))
-
-
 def refuse_other_head(model: Any, stored: Stored) -> None:
     """Raises WholeOnly if an output head is stored that is not the embeddings, although the config says so: transformers takes it."""
     if HEAD not in stored.tensors or HEAD in dict(model.named_parameters()):
         return
-    pairs = zip(_pieces(stored, EMBEDDINGS), _pieces(stored, HEAD), strict=True)
-    if not all(torch.equal(one, other) for (_, one), (_, other) in pairs):
+    if not stored.are_equal(HEAD, "model.embed_tokens.weight"):
         raise WholeOnly(f"{stored.origin} has an output head that is not the embeddings, and config.json ties them")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
@@ -16,6 +16,8 @@ from rollcall.model.stored.files import StoredError, StoredFile, read_fully
 
 if TYPE_CHECKING:
     import torch
+
+PIECE_BYTES = 64 << 20  # of a tensor in host memory at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +80,27 @@ class Stored:
         for piece in tensor.pieces:
             _read_overlap(piece, block, start=start)
         return block
+
+    def runs(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
+        """A tensor in runs of rows, each with the number of its first row."""
+        tensor = self.tensors[name]
+        rows, *rest = tensor.shape
+        step = max(1, PIECE_BYTES * rows // max(tensor.num_bytes, 1))
+        for start in range(0, rows, step):
+            count = min(step, rows - start)
+            yield start, self.read(name, start=(start, *[0] * len(rest)), shape=(count, *rest))
+
+    def are_equal(self, name: str, other: str) -> bool:
+        """Whether two tensors hold the same bytes; NaN is equal to itself then."""
+        import torch
+
+        first, second = self.tensors[name], self.tensors[other]
+        if first.pieces == second.pieces:
+            return True
+        return (first.shape, first.dtype) == (second.shape, second.dtype) and all(
+            torch.equal(one.view(torch.uint8), two.view(torch.uint8))
+            for (_, one), (_, two) in zip(self.runs(name), self.runs(other), strict=True)
+        )
 
 
 def _read_overlap(piece: Piece, block: torch.Tensor, *, start: tuple[int, ...]) -> None:
