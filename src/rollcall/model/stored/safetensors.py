@@ -43,20 +43,12 @@ def open_model_dir(folder: Path) -> Stored:
             f"{folder} holds an adapter, not the weights of a model; add it to its model with `rollcall merge` and give what that writes"
         )
     paths, named = weight_files(folder)
-    tensors: dict[str, StoredTensor] = {}
-    for path in paths:
-        for name, entry in read_header(path)[0].items():
-            if named is not None and named.get(name) != path.name:
-                continue
-            if name in tensors:
-                raise StoredError(f"{tensors[name].pieces[0].file} and {path} both hold {name}; remove the wrong one")
-            piece = Piece(file=path, offset=entry.offset, start=(0,) * len(entry.shape), shape=entry.shape)
-            tensors[name] = StoredTensor(name=name, dtype=entry.dtype, shape=entry.shape, pieces=(piece,))
-    if missing := [name for name in named or () if name not in tensors]:
-        file = folder / (named or {})[missing[0]]
-        raise StoredError(f"{file} does not hold {missing[0]}, although {folder / INDEX} says so; restore the file")
     files = [StoredFile(path=path, size=path.stat().st_size) for path in paths]
-    return stored_of(tensors.values(), files=files, origin=str(folder), folder=folder, kind="model directory")
+    stored = open_parts(files, origin=str(folder), folder=folder, kind="model directory", named=named)
+    if missing := next((name for name in named or () if name not in stored.tensors), None):
+        file = folder / (named or {})[missing]
+        raise StoredError(f"{file} does not hold {missing}, although {folder / INDEX} says so; restore the file")
+    return stored
 
 
 def check_weights(folder: Path) -> None:
@@ -68,13 +60,22 @@ def check_weights(folder: Path) -> None:
 
 
 def open_parts(
-    files: Sequence[StoredFile], *, origin: str, folder: Path | None = None, facts: Mapping[str, Any] | None = None
+    files: Sequence[StoredFile],
+    *,
+    origin: str,
+    folder: Path | None = None,
+    kind: str = "sharded checkpoint",
+    facts: Mapping[str, Any] | None = None,
+    named: Mapping[str, str] | None = None,
 ) -> Stored:
-    """The tensors whose blocks are in ``files``; a file without the key ``parts`` holds whole tensors."""
+    """The tensors whose blocks are in ``files``; a file without the key ``parts`` holds whole tensors. ``named``: the file that each
+    tensor is taken from, if an index says so."""
     kinds: dict[str, tuple[DType, tuple[int, ...], StoredFile]] = {}
     pieces: dict[str, list[Piece]] = {}
     for file in files:
         for name, whole, dtype, piece in _blocks(file):
+            if named is not None and named.get(name) != file.path.name:
+                continue
             first = kinds.setdefault(name, (dtype, whole, file))
             if first[:2] != (dtype, whole):
                 raise StoredError(
@@ -86,7 +87,7 @@ def open_parts(
         StoredTensor(name=name, dtype=dtype, shape=shape, pieces=tuple(pieces[name]))
         for name, (dtype, shape, _) in kinds.items()
     )
-    return stored_of(tensors, files=files, origin=origin, folder=folder, kind="sharded checkpoint", facts=facts)
+    return stored_of(tensors, files=files, origin=origin, folder=folder, kind=kind, facts=facts)
 
 
 def _blocks(file: StoredFile) -> Iterable[tuple[str, tuple[int, ...], DType, Piece]]:
