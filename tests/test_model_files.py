@@ -50,9 +50,9 @@ def a_dir(folder: Path, *, weights: int = 1 << 20, text: str | None = None, **ch
         ({"eos_token_id": [1, 1_000_000_000]}, "eos_token_id=1000000000 is not one of the 100 tokens of vocab_size"),
         ({"eos_token_id": -1}, "eos_token_id=-1 is not one of"),
         ({"vocab_size": 10_000_000}, "describes a model of more than 640,032,768 weights, .* have 1,048,576 bytes"),
-        ({"text": "{"}, "is not JSON"),
+        ({"text": "{"}, "cannot be read: Expecting"),
         ({"text": "[]"}, "it holds a list, not a map"),
-        ({"text": "[" * 100_000}, "its lists and maps are nested too deeply"),
+        ({"text": "[" * 100_000}, "cannot be read: maximum recursion depth"),
         ({"text": '{"a": ' * 60 + "1" + "}" * 60}, "more than 50 deep"),
     ],
 )

@@ -48,7 +48,13 @@ def render_chats(
 
     options: dict[str, Any] = {"tools": list(tools) or None, "add_generation_prompt": add_generation_prompt}
     if type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
-        return [_by_itself(tokenizer, place, chat, options) for place, chat in enumerate(conversations)]
+        texts: list[str] = []
+        for chat in conversations:
+            try:
+                texts.append(tokenizer.apply_chat_template(list(chat), tokenize=False, **options))
+            except Exception as error:  # noqa: BLE001 - a tokenizer's own code may raise anything
+                raise TemplateError(str(error), place=len(texts)) from None
+        return texts
     variables = {"documents": None, **options, **tokenizer.special_tokens_map}
     try:
         template = tokenizer.get_chat_template(tools=options["tools"])
@@ -57,14 +63,6 @@ def render_chats(
     request = pickle.dumps((template, variables, [list(chat) for chat in conversations]))
     # All completions of a group open with the same text.
     return list((_texts_again if len(conversations) == 1 else _texts)(request))
-
-
-def _by_itself(tokenizer: Any, place: int, chat: Sequence[dict[str, Any]], options: dict[str, Any]) -> str:
-    """Render with a tokenizer that has its own code for it."""
-    try:
-        return tokenizer.apply_chat_template(list(chat), tokenize=False, **options)
-    except Exception as error:  # noqa: BLE001 - it may raise anything
-        raise TemplateError(str(error), place=place) from None
 
 
 def _texts(request: bytes) -> list[str]:

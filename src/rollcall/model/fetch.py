@@ -34,23 +34,18 @@ def fetch_model(path: str, *, key: str = "model.path") -> Path:
     if local.exists() or path.startswith(("/", "./", "../", "~")) or path.count("/") > 1:
         raise HubError(f"{key}={path} is not a directory on this machine; give a model directory or a hub name")
     if hub_options(path, key=key):
-        folder = _cached(path, key=key)
+        folder = cached_folder(path)
+        assert folder is not None, "hub_options has seen it there"
+        if not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
+            raise HubError(
+                f"{key}={path}: the hub cannot be asked, and its cache has no weights of this model in {folder}; check the network, or "
+                "name a mirror in HF_ENDPOINT"
+            )
         say(f"{key}={path}: the hub cannot be asked; the cache has it in {folder}")
         return folder
     say(f"fetching {path}")
     folder = _download(path, key=key)
     say(f"{path} is in {folder}")
-    return folder
-
-
-def _cached(name: str, *, key: str) -> Path:
-    folder = cached_folder(name)
-    assert folder is not None, "hub_options has seen it there"
-    if not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
-        raise HubError(
-            f"{key}={name}: the hub cannot be asked, and its cache has no weights of this model in {folder}; check the network, or "
-            "name a mirror in HF_ENDPOINT"
-        )
     return folder
 
 

@@ -65,13 +65,7 @@ def read_model_config(path: Path) -> dict[str, Any]:
     """The fields of a config.json, every size among them one that a model can have."""
     try:
         fields = json.loads(read_small(path, most=MAX_CONFIG_BYTES))
-    except RecursionError:
-        raise ModelFilesError(
-            f"{path} is not a model's config.json: its lists and maps are nested too deeply"
-        ) from None
-    except json.JSONDecodeError as error:
-        raise ModelFilesError(f"{path} is not JSON: {error}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelFilesError(f"{path} cannot be read: {error}") from None
     if not isinstance(fields, dict):
         raise ModelFilesError(f"{path} is not a model's config.json: it holds a {type(fields).__name__}, not a map")
