@@ -217,7 +217,7 @@ def _load_with_adapter(
 def _take_generation_config(model: Any, path: str) -> None:
     from transformers import GenerationConfig
 
-    with suppress(OSError):  # most small models have none
+    with loading(f"model.path={path}"), suppress(OSError):  # most small models have none
         model.generation_config = GenerationConfig.from_pretrained(path, **hub_options(path))
 
 
