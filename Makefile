@@ -69,7 +69,7 @@ bench: $(DEV)  ## the CPU benchmarks; with PEER=1 against peers (scripts/setup_p
 	$(BIN)/python -m benchmarks.rollout $(if $(filter none,$(PEER)),--peer none)
 
 docs: $(DEV)  ## write docs/configuration.md and docs/metrics.md again
-	$(BIN)/python -m rollcall.config.docs
+	$(BIN)/python scripts/write_configuration.py
 	$(BIN)/python -m rollcall.observe.metrics
 
 install: $(CORE)  ## only install

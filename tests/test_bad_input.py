@@ -92,7 +92,7 @@ def test_a_row_without_the_answer_that_a_reward_takes_is_refused_before_the_mode
     (tmp_path / "takes_answer.py").write_text("def score(completion, answer): return float(completion == answer)\n")
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "other.jsonl").write_text('{"prompt": "a=", "answer": "a"}\n{"prompt": "b=", "solution": "b"}\n')
-    monkeypatch.setattr("rollcall.run.local.load_onto", lambda *_, **__: pytest.fail("the model was read"))
+    monkeypatch.setattr("rollcall.run.local.load_causal_lm", lambda *_, **__: pytest.fail("the model was read"))
     rewards = [{"type": "function", "path": "takes_answer:score"}]
     config = make_run(tmp_path, f"{key}={tmp_path}/other.jsonl", reward=rewards)
     wanted = (

@@ -30,9 +30,9 @@ def a_tokenizer(template: str) -> Any:
 @pytest.fixture
 def short_limit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(chat_template, "LIMIT_S", 0.3)
-    chat_template._renderer.close()
+    chat_template.close()
     yield
-    chat_template._renderer.close()
+    chat_template.close()
 
 
 @pytest.mark.parametrize(
@@ -99,21 +99,18 @@ def test_the_conversation_that_a_template_refuses_is_named_by_its_place() -> Non
 
 def test_the_process_has_none_of_the_secrets_and_a_fork_starts_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    chat_template._renderer.close()
+    chat_template.close()
     tokenizer = a_tokenizer("{{ messages | length }}")
     assert render_chats(tokenizer, [CHAT, CHAT]) == ["2", "2"]
-    process = chat_template._renderer._process
+    process = chat_template._worker
     assert process is not None and "HF_TOKEN" not in (environment_of(process.pid) or {"HF_TOKEN": ""})
     child = os.fork()
     if child == 0:
         status = 1
         try:
-            own = (
-                render_chats(tokenizer, [CHAT[:1], []]) == ["1", "0"]
-                and chat_template._renderer._process is not process
-            )
+            own = render_chats(tokenizer, [CHAT[:1], []]) == ["1", "0"] and chat_template._worker is not process
             status = 0 if own else 2
-            chat_template._renderer.close()
+            chat_template.close()
         finally:
             os._exit(status)
     assert os.waitpid(child, 0)[1] == 0

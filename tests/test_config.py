@@ -256,11 +256,10 @@ def test_a_home_directory_in_a_file_is_the_users() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: &a [*a]", "line 1: an alias is inside the value that it refers to"),
-        ("a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 30)), "more than 100,000 values, counting each alias"),
-        ("a: " + "[" * 5000, "line 1: lists and maps are nested more than 40 deep"),
-        ("a: " + "{b: " * 5000, "line 1: lists and maps are nested more than 40 deep"),
-        ("- " * 5000, "line 1: lists and maps are nested more than 40 deep"),
+        ("a: &a [*a]", "nested more than 40 deep, or one contains itself"),
+        ("a: " + "[" * 5000, "nested more than 40 deep, or one contains itself"),
+        ("a: " + "{b: " * 5000, "nested more than 40 deep, or one contains itself"),
+        ("- " * 5000, "nested more than 40 deep, or one contains itself"),
         ("run: {seed: !!bool maybe}", "line 1: 'maybe' is not a YAML bool"),
         ("run:\n  seed: !!timestamp x", "line 2: 'x' is not a YAML timestamp"),
         ("run: {seed: !!int ''}", "line 1: '' is not a YAML int"),

@@ -12,11 +12,10 @@ import typer
 
 from rollcall.cli.main import app
 from rollcall.config import Config
-from rollcall.config import docs as docs_config
-from rollcall.config.docs import type_name
 from rollcall.config.errors import section_classes
 from rollcall.config.launch import SlurmSection
 from rollcall.observe import metrics
+from scripts import write_configuration
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -37,7 +36,9 @@ THERE_IS_NO = re.compile(r"\bthere (is|are) no\b", re.IGNORECASE)
 
 
 def test_the_configuration_page_is_up_to_date() -> None:
-    assert (DOCS / "configuration.md").read_text() == docs_config.render_docs(), "run python -m rollcall.config.docs"
+    assert (DOCS / "configuration.md").read_text() == write_configuration.render_docs(), (
+        "run python scripts/write_configuration.py"
+    )
 
 
 def test_the_metrics_page_is_up_to_date() -> None:
@@ -45,7 +46,7 @@ def test_the_metrics_page_is_up_to_date() -> None:
 
 
 def test_every_key_of_every_section_is_on_the_page_with_a_meaning() -> None:
-    page = docs_config.render_docs()
+    page = write_configuration.render_docs()
     for name, info in Config.model_fields.items():
         assert f"\n## {name}\n" in page
         for section in section_classes(info.annotation):
@@ -168,7 +169,7 @@ def test_the_readme_explains_its_words_before_it_uses_them() -> None:
 
 @pytest.mark.parametrize("page", ["from-trl.md", "from-verl.md"])
 def test_a_page_for_users_of_another_system_names_keys_that_exist(page: str) -> None:
-    known = docs_config.render_docs()
+    known = write_configuration.render_docs()
     sections = "|".join(Config.model_fields)
     for row in re.findall(r"^\| [^|]+ \| ([^|]+) \|", (DOCS / page).read_text(), re.MULTILINE):
         for section, key in re.findall(rf"`({sections})\.(?:\d\.)?([a-z_.]+)", row):
@@ -191,7 +192,7 @@ def test_every_documented_metric_is_written_and_every_metric_in_the_code_is_docu
         assert is_one, f"{name} is in the code and not documented"
 
 
-@pytest.mark.parametrize("module", [docs_config, metrics])
+@pytest.mark.parametrize("module", [write_configuration, metrics])
 def test_the_generators_write_into_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: object) -> None:
     (tmp_path / "docs").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -201,15 +202,15 @@ def test_the_generators_write_into_docs(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_types_read_as_yaml_users_say_them() -> None:
-    assert type_name(int | None) == "integer or `null`"
-    assert type_name(list[str]) == "list of text"
-    assert type_name(tuple[float, float] | None) == "[number, number] or `null`"
-    assert type_name(Literal["a", "b"]) == "`a`, `b`"
-    assert type_name(dict[str, str | int]) == "map of text to text or integer"
+    assert write_configuration.type_name(int | None) == "integer or `null`"
+    assert write_configuration.type_name(list[str]) == "list of text"
+    assert write_configuration.type_name(tuple[float, float] | None) == "[number, number] or `null`"
+    assert write_configuration.type_name(Literal["a", "b"]) == "`a`, `b`"
+    assert write_configuration.type_name(dict[str, str | int]) == "map of text to text or integer"
 
 
 def test_the_page_of_keys_explains_the_keys_of_inner_sections() -> None:
-    page = docs_config.render_docs()
+    page = write_configuration.render_docs()
     table = page.split("### launch.slurm\n")[1].split("\n### ")[0]
     for key in SlurmSection.model_fields:
         assert f"| `{key}` |" in table

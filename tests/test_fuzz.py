@@ -27,7 +27,6 @@ from rollcall.base.journal import Journal
 from rollcall.checkpoint.store import CheckpointStore
 from rollcall.config import DataSection, load_config
 from rollcall.loop.data.load import load_prompts
-from rollcall.model import chat_template
 from rollcall.model.load import load_causal_lm, load_tokenizer
 from rollcall.observe.sinks import read_rows
 from rollcall.run.evaluation import plan_evaluation
@@ -223,7 +222,6 @@ def check(name: str, count: int, *, folder: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("ROLLCALL_STATE_DIR", str(folder / "state"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     monkeypatch.setattr("rollcall.model.chat_template.LIMIT_S", 0.3)
-    monkeypatch.setattr("rollcall.model.chat_template._renderer", chat_template._Renderer())
     monkeypatch.setattr("rollcall.base.lease.WATCH_S", 0.1)
     monkeypatch.setattr("rollcall.base.lease.LOOK_S", 0.02)
     found = failures(cases(whole, trains=trains)[name], name=name, count=count, folder=folder)

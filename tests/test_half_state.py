@@ -110,7 +110,10 @@ def test_a_part_without_rows_has_state_of_the_same_kind() -> None:
     ("changes", "words"),
     [
         ({"optimizer": {"state": "bfloat16", "name": "torch.optim.SGD"}}, "is for torch.optim.AdamW"),
-        ({"optimizer": {"state": "bfloat16", "kwargs": {"amsgrad": True}}}, "kwargs.amsgrad does not go with"),
+        (
+            {"optimizer": {"state": "bfloat16", "kwargs": {"amsgrad": True}}},
+            "does not go with optimizer.kwargs.amsgrad",
+        ),
         ({"optimizer": {"state": "bfloat16"}, "master_weights": False}, "state is bfloat16 already"),
         ({"optimizer": {"state": "bfloat16"}, "cpu_offload": True, "sharding": "fsdp"}, "in host memory"),
     ],

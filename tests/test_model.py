@@ -14,8 +14,15 @@ from safetensors.torch import load_file, save_file
 from tiny import save_model
 
 from rollcall.checkpoint.merge.merge import merge
-from rollcall.model.load import ModelError, load_causal_lm, load_tokenizer, loading, non_finite_of, outline_causal_lm
-from rollcall.model.unread import open_unread
+from rollcall.model.load import (
+    ModelError,
+    load_causal_lm,
+    load_tokenizer,
+    loading,
+    non_finite_of,
+    open_unread,
+    outline_causal_lm,
+)
 
 CPU = torch.device("cpu")
 

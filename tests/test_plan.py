@@ -135,7 +135,7 @@ def test_a_model_in_the_hub_cache_needs_no_download(tmp_path: Path, monkeypatch:
     [
         ('{"model_type": "mamba"}', "is a model of type mamba, whose memory cannot be estimated"),
         ('{"model_type": "llama"}', "does not hold a model's sizes: KeyError 'hidden_size'"),
-        ("{", "is not JSON"),
+        ("{", "cannot be read: Expecting"),
         ("[]", "is not a model's config.json"),
     ],
 )

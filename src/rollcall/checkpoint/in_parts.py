@@ -138,21 +138,13 @@ class PartsOf(Mapping[str, Tensor]):
 
 def refuse_others(body: Body, stored: Stored) -> None:
     """Refuse stored weights that do not have the names and shapes of the model's."""
-    wanted = {name: body.layout(name) for name in body.named}
-    tensors = {part: (layout, rows) for name, layout in wanted.items()
-               for part, rows in zip(module_names(name), layout.rows, strict=True)}  # fmt: skip
+    layouts = {name: body.layout(name) for name in body.named}
+    wanted = {part: (rows, *layout.shape[1:]) for name, layout in layouts.items()
+              for part, rows in zip(module_names(name), layout.rows, strict=True)}  # fmt: skip
     found = {name: tensor.shape for name, tensor in stored.tensors.items() if "/" not in name}  # moments have one
-    refuse_other_tensors(
-        f"checkpoint {stored.origin}",
-        missing=[name for name in tensors if name not in found],
-        # An output head that is tied to the embeddings and stored too holds the same numbers.
-        unexpected=[name for name in found if name not in tensors and name != "lm_head.weight"],
-        misshaped={
-            name: (found[name], (rows, *layout.shape[1:]))
-            for name, (layout, rows) in tensors.items()
-            if name in found and found[name] != (rows, *layout.shape[1:])
-        },
-    )
+    if "lm_head.weight" not in wanted:  # tied to the embeddings; if it is stored too, it holds the same numbers
+        found.pop("lm_head.weight", None)
+    refuse_other_tensors(f"checkpoint {stored.origin}", wanted=wanted, found=found)
 
 
 def load_weights(body: Body, stored: Stored) -> None:

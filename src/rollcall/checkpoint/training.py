@@ -214,14 +214,7 @@ def read_critic(critic: Critic, directory: Path) -> None:
     path = directory / "critic.safetensors"
     weights = _OneByOne(open_parts([StoredFile(path=path, size=path.stat().st_size)], origin=str(path)))
     wanted, found = critic.body.shapes, {name: torch.Size(one.shape) for name, one in weights.stored.tensors.items()}
-    refuse_other_tensors(
-        f"checkpoint {path}",
-        missing=wanted.keys() - found.keys(),
-        unexpected=found.keys() - wanted.keys(),
-        misshaped={
-            name: (shape, wanted[name]) for name, shape in found.items() if name in wanted and shape != wanted[name]
-        },
-    )
+    refuse_other_tensors(f"checkpoint {path}", wanted=wanted, found=found)
     critic.body.load(weights)
     _read_state(critic, directory / "critic.pt", weights=weights)
 

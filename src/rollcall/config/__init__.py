@@ -15,22 +15,17 @@ from rollcall.config.algorithms import (
 )
 from rollcall.config.base import Section
 from rollcall.config.environments import (
-    AgentEnvironment,
     ClassEnvironment,
     EnvironmentBase,
     EnvironmentSection,
     StepEnvironment,
 )
-from rollcall.config.launch import FinishSection, UploadSection
+from rollcall.config.launch import FinishSection
 from rollcall.config.rewards import (
     CountdownReward,
-    EnvironmentReward,
     ExactReward,
     FunctionReward,
-    HttpReward,
-    JudgeReward,
     MathReward,
-    ModelReward,
     NumberReward,
     ReasoningGymReward,
     RegexReward,
@@ -39,7 +34,6 @@ from rollcall.config.rewards import (
 from rollcall.config.run import Config, default_run, dump_config, load_config, load_saved_run, parse_config, public_dump
 from rollcall.config.sections import (
     SLOT_SYNTAX,
-    CheckpointSection,
     ClusterSection,
     DataSection,
     EvalSection,

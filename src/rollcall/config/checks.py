@@ -228,24 +228,17 @@ def _check_state(section: Any) -> None:
     choice = section.optimizer
     if choice.state == "float32":
         return
-    if choice.name != "torch.optim.AdamW":
-        raise ValueError(
-            f"optimizer.state={choice.state} is for torch.optim.AdamW, and optimizer.name is {choice.name}; leave one of them out"
-        )
-    if choice.kwargs:
-        raise ValueError(
-            f"optimizer.kwargs.{next(iter(choice.kwargs))} does not go with optimizer.state={choice.state}; leave one of them out"
-        )
-    if not section.master_weights:
-        raise ValueError(
-            f"optimizer.state={choice.state} goes with float32 weights, and master_weights=false keeps none for a bfloat16 model, whose "
-            "state is bfloat16 already; leave one of them out"
-        )
-    if section.cpu_offload:
-        raise ValueError(
-            f"optimizer.state={choice.state} saves memory of the card, and cpu_offload=true keeps the state in host memory; leave one "
-            "of them out"
-        )
+    problems = {
+        f"is for torch.optim.AdamW, and optimizer.name is {choice.name}": choice.name != "torch.optim.AdamW",
+        f"does not go with optimizer.kwargs.{next(iter(choice.kwargs), '')}": choice.kwargs,
+        "goes with float32 weights, and master_weights=false keeps none for a bfloat16 model, whose state is bfloat16 already": (
+            not section.master_weights
+        ),
+        "saves memory of the card, and cpu_offload=true keeps the state in host memory": section.cpu_offload,
+    }
+    for problem, is_there in problems.items():
+        if is_there:
+            raise ValueError(f"optimizer.state={choice.state} {problem}; leave one of them out")
 
 
 def _check_kwargs(kwargs: dict[str, Any]) -> None:

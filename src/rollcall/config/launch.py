@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, JsonValue
 
@@ -200,8 +200,6 @@ def describe_targets() -> dict[str, str]:
     >>> describe_targets()["ssh"]
     'machines that ssh reaches'
     """
-    fields = LaunchSection.model_fields.items()
-    kinds = {name: [kind for kind in get_args(info.annotation) if isinstance(kind, type)] for name, info in fields}
-    targets = {name: info for name, info in fields if any(issubclass(kind, TargetSection) for kind in kinds[name])}
-    texts = {name: str(info.description).removesuffix(".") for name, info in targets.items()}
-    return {name: text[0].lower() + text[1:] for name, text in texts.items()}
+    fields = LaunchSection.model_fields
+    texts = {name: str(fields[name].description) for name in ("ssh", "slurm", "skypilot", "dstack", "kuberay")}
+    return {name: text[0].lower() + text[1:].removesuffix(".") for name, text in texts.items()}

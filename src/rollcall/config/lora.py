@@ -26,31 +26,20 @@ def _targets(given: Any) -> Any:
         if all(name in TARGETS for name in names):
             raise ValueError(f"{shown(given)} is a text; write a list: [{', '.join(names)}]")
     unknown = [name for name in given if name not in TARGETS] if isinstance(given, list | tuple) else [given]
+    some = f"{ALL_LINEAR}, or a list of some of {', '.join(TARGETS)}"
     if unknown:
-        raise ValueError(
-            f"{', '.join(map(shown, unknown))} cannot have an adapter; write {ALL_LINEAR}, or a list of some of {', '.join(TARGETS)}"
-        )
-    return given
-
-
-def _check_targets(targets: Any) -> Any:
-    if targets == ALL_LINEAR:
-        return targets
-    if not targets:
-        raise ValueError(
-            f"targets is empty, so there is nothing to train; write {ALL_LINEAR}, or some of {', '.join(TARGETS)}"
-        )
-    if twice := next((name for name in targets if targets.count(name) > 1), None):
+        raise ValueError(f"{', '.join(map(shown, unknown))} cannot have an adapter; write {some}")
+    if not given:
+        raise ValueError(f"targets is empty, so there is nothing to train; write {some}")
+    if twice := next((name for name in given if given.count(name) > 1), None):
         raise ValueError(f"targets names {twice} twice; name it once")
-    return targets
+    return given
 
 
 class LoraSection(Section):
     rank: int = field(16, "Rank of each adapter: rows of its A, columns of its B.", ge=1, le=4096)
     alpha: float = field(32.0, "What an adapter adds is multiplied by `alpha / rank`.", gt=0, le=1e6)
-    targets: Annotated[
-        Literal["all_linear"] | list[Target], BeforeValidator(_targets), AfterValidator(_check_targets)
-    ] = field(
+    targets: Annotated[Literal["all_linear"] | list[Target], BeforeValidator(_targets)] = field(
         "all_linear",
         "Which modules get an adapter, such as `[q_proj, v_proj]`. `all_linear`: all products of every layer, without the output head.",
     )

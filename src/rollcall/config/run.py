@@ -173,12 +173,11 @@ def load_config(
     *,
     defaults: dict[str, Any] | None = None,
     changes: Mapping[str, Any] | None = None,
-    values: dict[str, Any] | None = None,
 ) -> Config:
     """Run file (or its sections, or the embedded default) plus ``a.b=value`` overrides, validated.
 
-    ``defaults``, ``changes`` and ``values`` map dotted keys to values, not to text. Overrides win over ``defaults`` and lose to the
-    others. ``changes`` come from Python code, and a map there adds to the section.
+    ``defaults`` and ``changes`` map dotted keys to values, not to text. Overrides win over ``defaults`` and lose to ``changes``. A map
+    in ``changes`` adds to the section.
     """
     refuse_deep([path, changes])
     if path is None:
@@ -192,8 +191,6 @@ def load_config(
         apply_override(raw, override, root=Config)
     for key, value in (changes or {}).items():
         add_key(raw, key, value, root=Config)
-    for key, value in (values or {}).items():
-        set_key(raw, key, value)
     try:
         config = parse_config(raw)
         check_ruin(config)

@@ -247,7 +247,7 @@ class RolloutSection(Section):
     @property
     def keeps_policy(self) -> bool:
         """Whether a rollout process outside the actor's holds the whole policy: the native engine samples from it. vLLM holds its own;
-        only with `delta`, `file` and `shared_memory`, which write into tensors that stay, is there another copy beside it."""
+        only with `delta`, `file` and `shared_memory`, which write into tensors that stay, is there a second copy."""
         return self.engine == "native" or self.weights not in ("auto", "broadcast")
 
 

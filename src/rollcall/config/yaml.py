@@ -1,7 +1,6 @@
-"""Reads YAML that people wrote or a crash damaged: bounded in size, depth and aliases, and with each key once.
+"""Reads YAML that people wrote or a crash damaged: bounded in size and depth, and with each key once.
 
-Every refusal is a ``ConfigError`` that names the file and the line. Nothing that the text holds makes reading it slow: aliases
-count as what they stand for, so a small file cannot grow into a large one.
+Every refusal is a ``ConfigError`` that names the file and, where one line is wrong, the line.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from rollcall.config.errors import MOST_SHOWN
 
 MAX_BYTES = 1 << 20  # of a file; a run file has a few thousand
 MAX_DEPTH = 40  # of lists and maps in each other; a run file has 4
-MAX_VALUES = 100_000  # with every alias written out
+_TOO_DEEP = f"lists and maps are nested more than {MAX_DEPTH} deep, or one contains itself; a run file has 4"
 _OPEN_ALREADY = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")  # as a shell passes `<(command)`: somebody writes there
 
 
@@ -57,7 +56,7 @@ def read_small(path: Path | str, *, most: int = 1 << 28) -> bytes:
 
 
 def refuse_deep(value: Any) -> None:
-    """Apply the same bound to values from Python code, which may even contain themselves."""
+    """Refuse lists and maps that are nested too deeply, as those that contain themselves are. Values from Python code may be."""
     level = {id(value): value}
     for _ in range(MAX_DEPTH):
         inner = (
@@ -68,11 +67,20 @@ def refuse_deep(value: Any) -> None:
         level = {id(each): each for values in inner for each in values}
         if not level:
             return
-    raise ConfigError(f"lists and maps are nested more than {MAX_DEPTH} deep, or one contains itself; a run file has 4")
+    raise ConfigError(_TOO_DEEP)
 
 
 def parse_yaml(text: str) -> Any:
     """ConfigError or YAMLError, and nothing else, where the text is wrong."""
+    try:
+        found = _load(text)
+    except RecursionError:
+        raise ConfigError(_TOO_DEEP) from None
+    refuse_deep(found)
+    return found
+
+
+def _load(text: str) -> Any:
     if yaml.__with_libyaml__:
         try:
             return _Loader(text, parser=yaml.CSafeLoader(text)).get_single_data()
@@ -82,42 +90,13 @@ def parse_yaml(text: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's own loader recurses without a bound, writes out every alias, takes the last of two equal keys without a word,
-    reads 010 as eight and 1:30 as ninety, and lets the errors of its constructors through as they are."""
+    """YAML's own loader takes the last of two equal keys without a word, reads 010 as eight and 1:30 as ninety, and lets the errors
+    of its constructors through as they are."""
 
     def __init__(self, text: str, parser: Any = None) -> None:
         super().__init__("" if parser else text)
         if parser:
             self.get_event, self.peek_event, self.check_event = parser.get_event, parser.peek_event, parser.check_event
-        self._depth = 0
-        self._num_values: dict[int, int] = {}  # of a finished node, by its id: the node itself and all below it
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        line = self.peek_event().start_mark.line + 1
-        alias = self.check_event(yaml.AliasEvent)
-        self._depth += 1
-        if self._depth > MAX_DEPTH:
-            raise ConfigError(f"line {line}: lists and maps are nested more than {MAX_DEPTH} deep")
-        node: Any = super().compose_node(parent, index)
-        self._depth -= 1
-        if alias and id(node) not in self._num_values:
-            raise ConfigError(f"line {line}: an alias is inside the value that it refers to")
-        if not alias:
-            self._count(node, line)
-        return node
-
-    def _count(self, node: Any, line: int) -> None:
-        below: list[Any] = []
-        if isinstance(node, yaml.SequenceNode):
-            below = node.value
-        elif isinstance(node, yaml.MappingNode):
-            below = [each for pair in node.value for each in pair]
-        total = 1 + sum(self._num_values[id(each)] for each in below)
-        if total > MAX_VALUES:
-            raise ConfigError(
-                f"line {line}: more than {MAX_VALUES:,} values, counting each alias as the value that it refers to"
-            )
-        self._num_values[id(node)] = total
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)

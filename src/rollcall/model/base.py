@@ -20,6 +20,7 @@ from torch import Tensor
 from rollcall.base.errors import ModelFilesError
 from rollcall.config.yaml import read_small
 from rollcall.model.files import read_model_config
+from rollcall.model.stored.dtypes import name_of
 from rollcall.model.stored.find import PROBE, adapter_folder
 
 PIECE = 1 << 19  # numbers that are looked at together, so that little memory is needed
@@ -46,7 +47,7 @@ def _identities(tensors: Iterable[tuple[str, Tensor]], dtypes: Iterable[torch.dt
         for dtype, sums in found.items():
             sums.append(f"{name} {_identity(tensor.detach(), dtype)}")
     return {
-        _name(dtype): blake2b(" ".join(sorted(sums)).encode(), digest_size=8).hexdigest()
+        name_of(dtype): blake2b(" ".join(sorted(sums)).encode(), digest_size=8).hexdigest()
         for dtype, sums in found.items()
     }
 
@@ -87,26 +88,25 @@ def _factors() -> Tensor:
 def refuse_other_model(
     folder: Path, model: Any, tensors: Iterable[tuple[str, Tensor]], *, base: str, where: str, advice: str = ""
 ) -> None:
-    """Refuse another config and other weights, for a folder that may also hold the config of the adapter's model."""
+    """Refuse another config and other weights than those of the model that the adapter in ``folder`` was trained on. ``model`` and its
+    ``tensors`` are what is in ``base`` now. ``where`` names the adapter in messages; ``advice`` names an alternative to putting the
+    model back."""
     path = folder / "config.json"
     if path.is_file():  # peft writes none
         read_model_config(path)
         try:
-            before = type(model.config).from_json_file(path)
+            before = used_of(type(model.config).from_json_file(path))
         except Exception as error:  # transformers has many
             raise ModelFilesError(
                 f"{path} is not a model's config.json ({type(error).__name__}: {error}); restore the file"
             ) from None
-        refuse_other_config(before, model.config, base=base, where=where, advice=advice)
-    refuse_other_base(folder, model, tensors, base=base, where=where, advice=advice)
-
-
-def refuse_other_base(
-    folder: Path, model: Any, tensors: Iterable[tuple[str, Tensor]], *, base: str, where: str, advice: str = ""
-) -> None:
-    """``folder`` holds an adapter, ``model`` and its ``tensors`` are what is in ``base`` now. ``where`` names the adapter in messages;
-    ``advice`` names an alternative to putting the model back."""
-    saved, own = {} if is_adapter(base) else _noted(folder, where=where), _name(model.dtype)
+        now = used_of(model.config)
+        if other := [f"{key}: {one} -> {now[key]}" for key, one in before.items() if one != now[key]]:
+            raise ModelFilesError(
+                f"{where} holds an adapter of a model with another config.json than that in {base} ({'; '.join(other)}): put the model back there "
+                f"as it was{advice}"
+            )
+    saved, own = {} if is_adapter(base) else _noted(folder, where=where), name_of(model.dtype)
     if own in saved:
         kind = own
     elif saved and model.dtype == torch.float32:
@@ -117,16 +117,6 @@ def refuse_other_base(
         raise ModelFilesError(
             f"{where} holds an adapter of other weights than those in {base}: they have changed since it was saved, or it is of another model; "
             f"put the model back there as it was{advice}"
-        )
-
-
-def refuse_other_config(before: Any, now: Any, *, base: str, where: str, advice: str = "") -> None:
-    """Compare the config of the model that the adapter was trained on with the one in ``base`` now."""
-    is_now = used_of(now)
-    if other := [f"{key}: {one} -> {is_now[key]}" for key, one in used_of(before).items() if one != is_now[key]]:
-        raise ModelFilesError(
-            f"{where} holds an adapter of a model with another config.json than that in {base} ({'; '.join(other)}): put the model back there "
-            f"as it was{advice}"
         )
 
 
@@ -161,7 +151,3 @@ def is_adapter(base: str) -> bool:
     they have no identity; the model at the end has one, and is compared when it is loaded."""
     path = Path(base).expanduser()
     return path.is_dir() and adapter_folder(path) is not None
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -2,28 +2,29 @@
 
 A template comes with a model from a hub, so it is a program by a stranger. Jinja's sandbox keeps it from files and from Python's
 insides, but not from endless loops and huge texts, and Python cannot interrupt one long multiplication. The kernel can: it ends the
-process, and the next request starts another. The process imports Jinja and nothing of Rollcall (this module as a script).
+process, and the next request starts another.
 """
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import pickle
 import signal
-import struct
-import subprocess
 import sys
 import threading
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import IO, Any
+from typing import TYPE_CHECKING, Any
+
+from rollcall.nodes.framing import Body
+
+if TYPE_CHECKING:
+    from rollcall.process.worker import Worker
 
 LIMIT_S = 10.0  # of CPU time for one request; a thousand ordinary chats take a tenth of a second
 MAX_MEMORY = 1 << 31
 MAX_CHARACTERS = 1 << 26  # of all texts of a request
-_LENGTH = struct.Struct("<Q")
 _KEPT = ("LD_LIBRARY_PATH", "TZ")  # of the environment; other variables may hold secrets
 
 
@@ -47,7 +48,13 @@ def render_chats(
 
     options: dict[str, Any] = {"tools": list(tools) or None, "add_generation_prompt": add_generation_prompt}
     if type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
-        return [_by_itself(tokenizer, place, chat, options) for place, chat in enumerate(conversations)]
+        texts: list[str] = []
+        for chat in conversations:
+            try:
+                texts.append(tokenizer.apply_chat_template(list(chat), tokenize=False, **options))
+            except Exception as error:  # noqa: BLE001 - a tokenizer's own code may raise anything
+                raise TemplateError(str(error), place=len(texts)) from None
+        return texts
     variables = {"documents": None, **options, **tokenizer.special_tokens_map}
     try:
         template = tokenizer.get_chat_template(tools=options["tools"])
@@ -58,131 +65,88 @@ def render_chats(
     return list((_texts_again if len(conversations) == 1 else _texts)(request))
 
 
-def _by_itself(tokenizer: Any, place: int, chat: Sequence[dict[str, Any]], options: dict[str, Any]) -> str:
-    """Render with a tokenizer that has its own code for it."""
-    try:
-        return tokenizer.apply_chat_template(list(chat), tokenize=False, **options)
-    except Exception as error:  # noqa: BLE001 - it may raise anything
-        raise TemplateError(str(error), place=place) from None
-
-
 def _texts(request: bytes) -> list[str]:
-    answer = json.loads(_renderer.ask(request))
+    answer = _ask(request)
     if isinstance(answer, list):
         return answer
     raise TemplateError(answer["why"], place=answer["place"])
 
 
 _texts_again = lru_cache(maxsize=256)(_texts)
+_worker: Worker | None = None  # from the first request on
+_lock = threading.Lock()
 
 
-class _Renderer:
-    """The process, from the first request until this process ends."""
+def _ask(request: bytes) -> Any:
+    global _worker
+    from rollcall.process.here import spawn  # the process itself has to start fast
+    from rollcall.process.worker import Lost
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def ask(self, request: bytes) -> bytes:
-        with self._lock:
-            self._process = process = self._process or _start()
-            try:
-                assert process.stdin is not None and process.stdout is not None
-                unsent = memoryview(_LENGTH.pack(len(request)) + request)
-                while unsent:
-                    unsent = unsent[process.stdin.write(unsent) :]
-                return _read(process.stdout)
-            except (EOFError, BrokenPipeError):
-                status = process.wait()
-                self.close()
-                late = status == -signal.SIGPROF
-                raise TemplateError(
-                    f"it takes more than {LIMIT_S:g} s" if late else f"its process ended with status {status}"
-                ) from None
-            except BaseException:  # Ctrl-C: the answer would be taken for the next one
-                self.close()
-                raise
-
-    def close(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.communicate()
+    with _lock:
+        if _worker is None:
+            kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
+            _worker = spawn(
+                "rollcall.model.chat_template:Renderer",
+                name="the process of chat templates",
+                env=kept | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                answers={"render": json.loads},
+            )
+        try:
+            return _worker.ask("render", request, LIMIT_S, deadline_s=30 * LIMIT_S)
+        except Lost as lost:
+            _worker = None
+            late = lost.is_late or lost.status == -signal.SIGPROF
+            raise TemplateError(f"it takes more than {LIMIT_S:g} s" if late else lost.why) from None
 
 
-def _start() -> subprocess.Popen[bytes]:
-    environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
-    return subprocess.Popen(
-        [sys.executable, "-P", __file__, str(LIMIT_S)],
-        bufsize=0,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env=environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        start_new_session=True,  # Ctrl-C is for this process
-    )
-
-
-def _read(source: IO[bytes]) -> bytes:
-    """One message; EOFError: the other process has ended."""
-    (size,) = _LENGTH.unpack(_exactly(source, _LENGTH.size))
-    return _exactly(source, size)
-
-
-def _exactly(source: IO[bytes], size: int) -> bytes:
-    found = bytearray()
-    while len(found) < size:
-        if not (data := source.read(min(size - len(found), 1 << 20))):
-            raise EOFError
-        found += data
-    return bytes(found)
+def close() -> None:
+    """End the process; the next request starts another."""
+    global _worker
+    if _worker is not None:
+        _worker.close()
+    _worker = None
 
 
 def _forget() -> None:
-    """Drop the renderer in a forked process: it is the parent's."""
-    global _renderer
-    if _renderer._process is not None:
-        _renderer._process.returncode = 0  # this process does not wait for it
-    _renderer = _Renderer()
+    """Drop the worker in a forked process: it is the parent's."""
+    global _worker, _lock
+    _worker, _lock = None, threading.Lock()
 
 
-_renderer = _Renderer()
 os.register_at_fork(after_in_child=_forget)
-atexit.register(lambda: _renderer.close())
 
 
-# In the process
+class Renderer:
+    """The work of the process."""
 
+    says = Body(lambda value: json.dumps(value).encode(), json.loads)  # halves of surrogate pairs too
 
-def _serve(source: IO[bytes], sink: IO[bytes], *, limit_s: float) -> None:
-    import resource
+    def __init__(self) -> None:
+        import resource
 
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
-    compiled = lru_cache(maxsize=8)(environment().from_string)
-    while True:
-        try:
-            template, variables, conversations = pickle.loads(_read(source))
-        except EOFError:
-            return
-        signal.setitimer(signal.ITIMER_PROF, limit_s)  # SIGPROF ends this process, in C code too
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
+        self._compiled = lru_cache(maxsize=8)(environment().from_string)
+
+    def render(self, request: bytes, limit_s: float) -> list[str] | dict[str, Any]:
+        """The texts, or why there are none and at which conversation."""
+        template, variables, conversations = pickle.loads(request)
         texts: list[str] = []
+        signal.setitimer(signal.ITIMER_PROF, limit_s)  # SIGPROF ends this process, in C code too
         try:
             room = MAX_CHARACTERS
             for messages in conversations:
-                text = compiled(template).render(messages=messages, **variables)
+                text = self._compiled(template).render(messages=messages, **variables)
                 room -= len(text)
                 if room < 0:
                     raise ValueError(f"it writes more than {MAX_CHARACTERS:,} characters")
                 texts.append(text)
-            answer: Any = texts
         except Exception as error:  # noqa: BLE001 - templates are programs and raise what they like
             memory = f"it takes more than {MAX_MEMORY >> 30} GiB of memory" if isinstance(error, MemoryError) else ""
-            answer = {"why": memory or str(error)[:1000] or type(error).__name__, "place": len(texts)}
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        data = json.dumps(answer).encode()
-        sink.write(_LENGTH.pack(len(data)) + data)
-        sink.flush()
+            return {"why": memory or str(error)[:1000] or type(error).__name__, "place": len(texts)}
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+        return texts
 
 
 def environment() -> Any:
@@ -222,7 +186,3 @@ def environment() -> Any:
     made.globals["raise_exception"] = raise_exception
     made.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)
     return made
-
-
-if __name__ == "__main__":
-    _serve(sys.stdin.buffer, sys.stdout.buffer, limit_s=float(sys.argv[1]))

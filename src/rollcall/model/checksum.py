@@ -11,10 +11,10 @@ False
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ _MASK = (1 << 64) - 1
 def checksum(spans: Sequence[Tensor]) -> int:
     """The checksum of flat uint8 tensors on one device, one after the other."""
     if all(span.device.type == "cpu" for span in spans):
-        return _fold(_in_two([_Piece(part) for span in spans for part in _cut(span)]))
+        return _fold(_each(_sum, [part for span in spans for part in _cut(span)]))
     total = 0
     for span in spans:
         total = _fold_on_device(total, span)
@@ -43,14 +43,14 @@ def copy_summed(targets: Sequence[Tensor], sources: Sequence[Tensor], *, total_o
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source)
         return checksum(total_of)
-    summed, there, here = ([part for span in spans for part in _cut(span)] for spans in (total_of, targets, sources))
-    return _fold(_in_two([_Piece(*three) for three in zip(summed, there, here, strict=True)]))
 
+    def copy(pieces: tuple[np.ndarray, ...]) -> int:
+        summed, target, source = pieces
+        np.copyto(target, source)
+        return _sum(summed)
 
-class _Piece(NamedTuple):
-    summed: np.ndarray
-    target: np.ndarray | None = None  # if it is copied
-    source: np.ndarray | None = None
+    cuts = ([part for span in spans for part in _cut(span)] for spans in (total_of, targets, sources))
+    return _fold(_each(copy, list(zip(*cuts, strict=True))))
 
 
 def _cut(span: Tensor) -> list[np.ndarray]:
@@ -58,23 +58,14 @@ def _cut(span: Tensor) -> list[np.ndarray]:
     return [data[start : start + PIECE_BYTES] for start in range(0, len(data), PIECE_BYTES)]
 
 
-def _in_two(pieces: list[_Piece]) -> list[int]:
+def _each(sum_of: Callable[[Any], int], pieces: list[Any]) -> list[int]:
     """The sum of each; where there are several, half of them are another thread's."""
     half = len(pieces) // 2
     helper = _helper()
     if half < ALONE_BELOW or helper is None:
-        return _run(pieces)
-    later = helper.submit(_run, pieces[half:])
-    return _run(pieces[:half]) + later.result()
-
-
-def _run(pieces: list[_Piece]) -> list[int]:
-    sums = []
-    for piece in pieces:
-        if piece.target is not None and piece.source is not None:
-            np.copyto(piece.target, piece.source)
-        sums.append(_sum(piece.summed))
-    return sums
+        return [sum_of(piece) for piece in pieces]
+    later = helper.submit(lambda: [sum_of(piece) for piece in pieces[half:]])
+    return [sum_of(piece) for piece in pieces[:half]] + later.result()
 
 
 @cache

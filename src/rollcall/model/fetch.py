@@ -1,22 +1,21 @@
 """Download a model from the hub into the cache of this machine, before a run needs it.
 
 The hub's client limits the wait for a piece, not for the whole, and cannot be stopped. So it works in a separate
-process (this module as a script), which is ended when no new byte arrives.
+process, which is ended when no new byte arrives.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+import math
 from pathlib import Path
 from typing import Any
 
 from rollcall.base.wait import Wait, say
 from rollcall.model.files import resolve_model
-from rollcall.model.hub import HubError, hub_options
+from rollcall.model.hub import HubError, cached_folder, first_line, hub_options
+from rollcall.process.here import spawn
+from rollcall.process.worker import Lost
 
-ANSWER_S = 30.0  # for the list of files
 STANDSTILL_S = 180.0  # without a new byte
 LOOK_EVERY_S = 2.0
 # Copies of the weights in other formats. Where there are safetensors, transformers reads nothing else.
@@ -35,7 +34,13 @@ def fetch_model(path: str, *, key: str = "model.path") -> Path:
     if local.exists() or path.startswith(("/", "./", "../", "~")) or path.count("/") > 1:
         raise HubError(f"{key}={path} is not a directory on this machine; give a model directory or a hub name")
     if hub_options(path, key=key):
-        folder = _cached(path, key=key)
+        folder = cached_folder(path)
+        assert folder is not None, "hub_options has seen it there"
+        if not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
+            raise HubError(
+                f"{key}={path}: the hub cannot be asked, and its cache has no weights of this model in {folder}; check the network, or "
+                "name a mirror in HF_ENDPOINT"
+            )
         say(f"{key}={path}: the hub cannot be asked; the cache has it in {folder}")
         return folder
     say(f"fetching {path}")
@@ -44,37 +49,32 @@ def fetch_model(path: str, *, key: str = "model.path") -> Path:
     return folder
 
 
-def _cached(name: str, *, key: str) -> Path:
-    from huggingface_hub import try_to_load_from_cache
-
-    config = try_to_load_from_cache(name, "config.json")
-    assert isinstance(config, str), "hub_options has seen it there"
-    folder = Path(config).parent
-    if not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
-        raise HubError(
-            f"{key}={name}: the hub cannot be asked, and its cache has no weights of this model in {folder}; check the network, or "
-            "name a mirror in HF_ENDPOINT"
-        )
-    return folder
-
-
 def _download(name: str, *, key: str) -> Path:
-    worker = subprocess.Popen(
-        [sys.executable, "-m", "rollcall.model.fetch", name],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    from huggingface_hub import constants
+
+    cache = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+    size, still = -1, Wait(STANDSTILL_S)
+
+    def look(_: float) -> None:
+        nonlocal size, still
+        if (now := _bytes_in(cache)) != size:
+            size, still = now, Wait(STANDSTILL_S)
+        elif still.is_over:
+            raise HubError(
+                f"{key}={name}: the download has stood still for {STANDSTILL_S:g} s at {size / 2**20:.0f} MiB; check the "
+                "network and run the command again, it continues where it stopped"
+            )
+
+    worker = spawn(
+        "rollcall.model.fetch:Downloader", name=f"the download of {name}", output=2
+    )  # with its progress bars
     try:
-        _wait_while_it_grows(worker, name, key=key)
-        out, _ = worker.communicate()
+        call = worker.begin("fetch", name, deadline_s=math.inf)
+        answer: dict[str, str] = call.wait(meanwhile=look, every_s=LOOK_EVERY_S)
+    except Lost as lost:
+        answer = {"error": lost.why}
     finally:
-        worker.kill()
-        worker.wait()
-    try:
-        answer: dict[str, str] = json.loads(out.strip().splitlines()[-1])
-    except (ValueError, IndexError):
-        answer = {"error": f"the download ended with status {worker.returncode}"}
+        worker.close()
     if "folder" in answer:
         return Path(answer["folder"])
     if "refused" in answer:
@@ -82,24 +82,6 @@ def _download(name: str, *, key: str) -> Path:
     raise HubError(
         f"{key}={name} could not be fetched ({answer['error']}); run the command again, it continues where it stopped"
     )
-
-
-def _wait_while_it_grows(worker: subprocess.Popen[str], name: str, *, key: str) -> None:
-    from huggingface_hub import constants
-
-    cache = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
-    size, still = -1, Wait(STANDSTILL_S)
-    while worker.poll() is None:
-        try:
-            worker.wait(LOOK_EVERY_S)
-        except subprocess.TimeoutExpired:
-            if (now := _bytes_in(cache)) != size:
-                size, still = now, Wait(STANDSTILL_S)
-            elif still.is_over:
-                raise HubError(
-                    f"{key}={name}: the download has stood still for {STANDSTILL_S:g} s at {size / 2**20:.0f} MiB; check the "
-                    "network and run the command again, it continues where it stopped"
-                ) from None
 
 
 def _bytes_in(folder: Path) -> int:
@@ -112,30 +94,24 @@ def _bytes_in(folder: Path) -> int:
     return total
 
 
-def main(name: str) -> None:
-    """Download; the last line on stdout is JSON: the folder, or why not."""
-    print(json.dumps(_answer(name)), flush=True)
+class Downloader:
+    """The work of the process."""
 
+    def fetch(self, name: str) -> dict[str, str]:
+        """The folder, or why there is none."""
+        from huggingface_hub import HfApi, snapshot_download
+        from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
-def _answer(name: str) -> dict[str, str]:
-    from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
-
-    try:
-        files = [each.rfilename for each in HfApi().model_info(name, timeout=ANSWER_S).siblings or []]
-        has_safetensors = any(file.endswith(".safetensors") for file in files)
-        options: dict[str, Any] = {"ignore_patterns": OTHER_WEIGHTS} if has_safetensors else {}
-        return {"folder": str(snapshot_download(name, **options))}
-    except GatedRepoError:
-        return {"refused": "needs its owner's consent; ask for it on the hub, and set HF_TOKEN"}
-    except RepositoryNotFoundError:
-        return {
-            "refused": "does not exist on the hub, or is private; check the name, and set HF_TOKEN for a private model"
-        }
-    except Exception as error:  # noqa: BLE001 - the client raises its HTTP library's errors and the system's
-        lines = str(error).strip().splitlines()
-        return {"error": f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__}
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
+        try:
+            files = [each.rfilename for each in HfApi().model_info(name, timeout=30).siblings or []]
+            has_safetensors = any(file.endswith(".safetensors") for file in files)
+            options: dict[str, Any] = {"ignore_patterns": OTHER_WEIGHTS} if has_safetensors else {}
+            return {"folder": str(snapshot_download(name, **options))}
+        except GatedRepoError:
+            return {"refused": "needs its owner's consent; ask for it on the hub, and set HF_TOKEN"}
+        except RepositoryNotFoundError:
+            return {
+                "refused": "does not exist on the hub, or is private; check the name, and set HF_TOKEN for a private model"
+            }
+        except Exception as error:  # noqa: BLE001 - the client raises its HTTP library's errors and the system's
+            return {"error": first_line(error)}

@@ -18,12 +18,34 @@ class HubError(ValueError):
     """A hub name cannot be loaded; the message says why and what to do."""
 
 
+def cached_folder(name: str) -> Path | None:
+    """The folder of a model in the hub's cache; None if it is not there, or ``name`` is not the name of a model."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        config = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:
+        return None
+    return Path(config).parent if isinstance(config, str) else None
+
+
+def first_line(error: Exception) -> str:
+    """An error of transformers or of the hub's client, whose messages may be long.
+
+    >>> first_line(ValueError("no such file\\nlook elsewhere"))
+    'ValueError: no such file'
+    """
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
 @lru_cache(maxsize=64)
 def hub_options(path: str, *, key: str = "model.path") -> dict[str, Any]:
     """The other arguments of ``from_pretrained`` for this path. Asks the hub once for each name in the life of this process."""
     if Path(path).exists() or path.count("/") > 1:
         return {}
-    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub import constants
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
@@ -37,7 +59,7 @@ def hub_options(path: str, *, key: str = "model.path") -> dict[str, Any]:
         why = f"{constants.ENDPOINT} cannot be reached ({fault})"
     else:
         return {}
-    if isinstance(try_to_load_from_cache(path, "config.json"), str):
+    if cached_folder(path) is not None:
         return {"local_files_only": True}
     raise HubError(
         f"{key}={path} is not a directory here and not in the hub's cache ({constants.HF_HUB_CACHE}), and {why}; give a model "
@@ -60,8 +82,7 @@ def hub_fault(repository: str, *, file: str = "config.json", kind: str = "model"
             status = getattr(error.response, "status_code", 0)
             found[0] = f"status {status}" if status >= 500 else None
         except Exception as error:  # noqa: BLE001 - the client raises its HTTP library's errors and the system's
-            lines = str(error).strip().splitlines()
-            found[0] = f"{type(error).__name__}: {lines[0][:120]}" if lines else type(error).__name__
+            found[0] = first_line(error)
 
     # Looking up a host name has no time limit.
     thread = threading.Thread(target=ask, name="hub", daemon=True)

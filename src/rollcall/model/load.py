@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,11 @@ from torch import Tensor
 
 from rollcall.base.errors import ModelFilesError
 from rollcall.model.adapter import Adapter, add_to_weights
-from rollcall.model.base import refuse_other_base, refuse_other_config
+from rollcall.model.base import refuse_other_model
 from rollcall.model.decoder import Decoder, UnsupportedModel, fuse_parameters, refuse_unsupported
+from rollcall.model.fetch import fetch_model
 from rollcall.model.files import check_model_dir, model_folder
-from rollcall.model.hub import hub_options
+from rollcall.model.hub import HubError, cached_folder, first_line, hub_options
 from rollcall.model.peft_files import read_base, read_section, read_tensors
 from rollcall.model.stored.dtypes import DTYPES, name_of
 from rollcall.model.stored.files import StoredError
@@ -25,7 +26,9 @@ from rollcall.model.stored.find import ADAPTER_CONFIG, adapter_folder, is_model_
 from rollcall.model.stored.open import open_stored
 from rollcall.model.stored.outline import ROTARY
 from rollcall.model.stored.safetensors import read_header, weight_files
-from rollcall.model.stored.tensors import Stored, refuse_whole_numbers
+from rollcall.model.stored.tensors import Stored, first_tensors, other_tensors, refuse_whole_numbers
+
+HEAD = "lm_head.weight"
 
 # transformers (5.x) puts a stand-in for ``tie_weights`` on its class while it loads; of two threads, one would leave it there.
 _one_at_a_time = threading.RLock()
@@ -59,33 +62,113 @@ def has_bfloat16() -> bool:
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def load_causal_lm(path: str, *, device: torch.device, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
-    """AutoModelForCausalLM with its parameters fused; a holder of weights, whose own forward is not used."""
-    from transformers import AutoModelForCausalLM
+class WholeOnly(ModelError):
+    """The weights cannot be read in blocks; the message says why."""
 
+
+def load_causal_lm(path: str, *, device: torch.device, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
+    """AutoModelForCausalLM with its parameters fused; a holder of weights, whose own forward is not used.
+
+    The weights come to the device piece by piece, so that loading takes little host memory however many processes of a node load. Files
+    in other formats, or with names that transformers converts, are left to it."""
     check_model_path(path)
     if (folder := adapter_folder(Path(path).expanduser())) is not None:
         return _load_with_adapter(path, folder, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
-    options: dict[str, Any] = {
-        "dtype": dtype,
-        "output_loading_info": True,
-        "ignore_mismatched_sizes": True,  # refused below, by name
-    }
-    if is_stored(path):
-        loaded: Any = _load_stored(path, options, trust_remote_code=trust_remote_code)
-    else:
-        with loading(f"model.path={path}"):
-            loaded = AutoModelForCausalLM.from_pretrained(
-                path, trust_remote_code=trust_remote_code, **options, **hub_options(path)
-            )
+    outline = outline_causal_lm(path, dtype=dtype, trust_remote_code=trust_remote_code)
+    try:
+        stored = open_unread(path, outline)
+        refuse_other_head(outline, stored)
+        return fill(outline, stored, device=device, path=path)
+    except WholeOnly:
+        if is_stored(path):
+            raise
+    from transformers import AutoModelForCausalLM
+
+    with loading(f"model.path={path}"):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            trust_remote_code=trust_remote_code,
+            dtype=dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, by name
+            **hub_options(path),
+        )
     model, info = loaded
     refuse_loaded(f"model.path={path}", info, leave_out=lambda name: name.endswith(ROTARY))
-    if not is_stored(path):
-        refuse_cast(f"model.path={path}", path, model)
-    model = model.to(device).eval().requires_grad_(False)
-    refuse_diverged(path, non_finite_of(dict(model.named_parameters()), dtype=dtype))
+    refuse_cast(f"model.path={path}", path, model)
+    return _ready(model.to(device), path)
+
+
+def open_unread(path: str, model: Any, *, fetch: bool = False) -> Stored:
+    """The stored weights of ``model``, which is the outline of ``path``: a checkpoint of any kind that ``stored/`` opens, or a model
+    directory with safetensors whose tensors have the names and shapes of the model. Raises WholeOnly for everything else. ``fetch``:
+    download a hub's model first, if it is not in the cache."""
+    folder = Path(path).expanduser() if is_stored(path) else _folder_of(path, fetch=fetch)
+    try:
+        stored = open_stored(folder)
+    except StoredError as error:
+        raise WholeOnly(f"model.path={path}: {error}") from None
+    wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    found = {name: tensor.shape for name, tensor in stored.tensors.items()}
+    extra = {name for name in found.keys() - wanted.keys() if name == HEAD or name.endswith(ROTARY)}
+    try:
+        refuse_other_tensors(
+            f"model.path={path}", wanted=wanted, found={name: found[name] for name in found.keys() - extra}
+        )
+    except ModelError as error:
+        raise WholeOnly(str(error)) from None
+    refuse_whole_numbers(stored.types, wanted, origin=f"model.path={path}")
+    return stored
+
+
+def _folder_of(path: str, *, fetch: bool) -> Path:
+    """The directory with the weights of a local model or of one in the hub's cache."""
+    local = model_folder(path)
+    folder = local or cached_folder(path)
+    if fetch and local is None and not (folder and any(folder.glob("*.safetensors"))):
+        try:
+            folder = fetch_model(path)
+        except HubError as error:
+            raise WholeOnly(str(error)) from None
+    if folder is None or not any(folder.glob("*.safetensors")):
+        raise WholeOnly(f"{folder or path} has no safetensors" + ("" if folder else " in the hub's cache"))
+    return folder
+
+
+@torch.no_grad()
+def fill(outline: Any, stored: Stored, *, device: torch.device, path: str) -> Any:
+    """The outline as a model with the stored weights on ``device``."""
+    model, rotary = outline.to_empty(device=device), outline.model.rotary_emb
+    model.model.rotary_emb = type(rotary)(rotary.config).to(device)  # computed, not stored
+    with _one_at_a_time:
+        model.tie_weights()
+    for name, parameter in model.named_parameters():
+        for start, piece in stored.runs(name):
+            parameter[start : start + len(piece)].copy_(piece.to(parameter.dtype))
+    return _ready(model, path)
+
+
+def _ready(model: Any, path: str) -> Any:
+    model = model.eval().requires_grad_(False)
+    refuse_diverged(path, non_finite_of(dict(model.named_parameters()), dtype=model.dtype))
     fuse_parameters(model)
     return model
+
+
+def refuse_other_head(model: Any, stored: Stored) -> None:
+    """Raises WholeOnly if an output head is stored that is not the embeddings, although the config says so: transformers takes it."""
+    if HEAD not in stored.tensors or HEAD in dict(model.named_parameters()):
+        return
+    if not stored.are_equal(HEAD, "model.embed_tokens.weight"):
+        raise WholeOnly(f"{stored.origin} has an output head that is not the embeddings, and config.json ties them")
+
+
+def each_tensor(model: Any, stored: Stored, *, path: str) -> Iterator[tuple[str, Tensor]]:
+    """The stored weights of an outline, one by one, in its type."""
+    for name, parameter in model.named_parameters():
+        tensor = stored.read(name).to(parameter.dtype)
+        refuse_diverged(path, non_finite_of({name: tensor}, dtype=tensor.dtype))
+        yield name, tensor
 
 
 def refuse_cast(what: str, path: str, model: Any) -> None:
@@ -101,19 +184,11 @@ def refuse_cast(what: str, path: str, model: Any) -> None:
     refuse_whole_numbers(types, dict(model.named_parameters(remove_duplicate=False)), origin=what)
 
 
-def cached_folder(name: str) -> Path | None:
-    """The folder of a model in the hub's cache, if it is there."""
-    from huggingface_hub import try_to_load_from_cache
-
-    config = try_to_load_from_cache(name, "config.json")
-    return Path(config).parent if isinstance(config, str) else None
-
-
 def refuse_diverged(path: str, bad: Sequence[str]) -> None:
     """``bad`` are the tensors with values that are not finite."""
     if bad:
         raise ModelError(
-            f"model.path={path}: {_tensors(len(bad))} not finite ({_first_few(bad)}), so the model has diverged; give "
+            f"model.path={path}: {first_tensors(bad, 'not finite')}, so the model has diverged; give "
             "another, such as an older checkpoint"
         )
 
@@ -126,9 +201,7 @@ def _load_with_adapter(
     try:
         section, base = read_section(folder, where=where), bases_of(folder, where=where)[0]
         model = load_causal_lm(base, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
-        outer = outline_causal_lm(path, dtype=dtype, trust_remote_code=trust_remote_code, fused=False)
-        refuse_other_config(outer.config, model.config, base=base, where=where)
-        refuse_other_base(folder, model, Decoder.of(model).named_tensors().items(), base=base, where=where)
+        refuse_other_model(folder, model, Decoder.of(model).named_tensors().items(), base=base, where=where)
         outline = Adapter.make(Decoder.of(model), section, seed=0, device=device, base=base)
         tensors = read_tensors(folder, outline.named_tensors(), where=where)
     except ModelFilesError as error:
@@ -137,8 +210,15 @@ def _load_with_adapter(
         add_to_weights(model, tensors, gain=section.gain)
     except ModelFilesError as error:
         raise ModelError(f"{where}: {error}") from None
-    model.generation_config = outer.generation_config  # the run's own stop tokens
+    _take_generation_config(model, str(folder))  # with the run's own stop tokens
     return model
+
+
+def _take_generation_config(model: Any, path: str) -> None:
+    from transformers import GenerationConfig
+
+    with loading(f"model.path={path}"), suppress(OSError):  # most small models have none
+        model.generation_config = GenerationConfig.from_pretrained(path, **hub_options(path))
 
 
 def bases_of(folder: Path, *, where: str) -> list[str]:
@@ -164,48 +244,9 @@ def is_stored(path: str) -> bool:
     return local.is_dir() and not is_model_dir(local)
 
 
-def _load_stored(path: str, options: Mapping[str, Any], *, trust_remote_code: bool) -> Any:
-    """``from_pretrained`` for a checkpoint; each tensor is read when its turn comes."""
-    try:
-        stored = open_stored(Path(path).expanduser())
-    except StoredError as error:
-        raise ModelError(f"model.path={path}: {error}") from None
-    outline = outline_causal_lm(path, dtype=options["dtype"], trust_remote_code=trust_remote_code, fused=False)
-    refuse_whole_numbers(stored.types, dict(outline.named_parameters()), origin=f"model.path={path}")
-    with loading(f"model.path={path}"):
-        names: dict[str, Any] = {name: _Unread(stored, name) for name in stored.tensors}
-        loaded = type(outline).from_pretrained(None, config=outline.config, state_dict=names, **options)
-    loaded[0].generation_config = outline.generation_config
-    return loaded
-
-
-class _Unread:
-    """A stored tensor as transformers takes it from a safetensors file: it is read when it is indexed."""
-
-    def __init__(self, stored: Stored, name: str) -> None:
-        self._stored, self._name = stored, name
-
-    def __getitem__(self, _: Any) -> Tensor:
-        return self._stored.read(self._name)
-
-    def get_shape(self) -> list[int]:
-        return list(self._stored.tensors[self._name].shape)
-
-    def get_dtype(self) -> str:
-        return self._stored.tensors[self._name].dtype.in_safetensors or ""
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size(self.get_shape())
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._stored.tensors[self._name].dtype.torch
-
-
-def outline_causal_lm(path: str, *, dtype: torch.dtype, trust_remote_code: bool = False, fused: bool = True) -> Any:
+def outline_causal_lm(path: str, *, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
     """The model of ``load_causal_lm`` without its weights, which are on the meta device."""
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     check_model_path(path)
     path = str(model_folder(path) or path)
@@ -213,11 +254,9 @@ def outline_causal_lm(path: str, *, dtype: torch.dtype, trust_remote_code: bool 
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **hub_options(path))
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-    with suppress(OSError):  # most small models have none
-        model.generation_config = GenerationConfig.from_pretrained(path, **hub_options(path))
+    _take_generation_config(model, path)
     model = model.eval().requires_grad_(False)
-    if fused:
-        fuse_parameters(model)
+    fuse_parameters(model)
     return model
 
 
@@ -244,7 +283,7 @@ def loading(what: str, *, part: str = "it") -> Iterator[None]:
     except Exception as error:
         if "trust_remote_code" not in str(error):
             whole = "cannot be loaded" if part == "it" else f"has no {part} that transformers can load"
-            raise ModelError(f"{what} {whole}: {_first_line(error)}") from error
+            raise ModelError(f"{what} {whole}: {first_line(error)}") from error
         wanted = ", ".join(own_code(what.partition("=")[2])) or "see its files on the hub"
         raise ModelError(
             f"{what} needs to run code that comes with it ({wanted}); none of it was run. Read that code; if you trust "
@@ -264,40 +303,22 @@ def own_code(path: str) -> list[str]:
     return sorted(files)
 
 
-def refuse_other_tensors(
-    what: str,
-    *,
-    missing: Iterable[str],
-    unexpected: Iterable[str],
-    misshaped: Mapping[str, tuple[Sequence[int], Sequence[int]]],
-) -> None:
-    """Refuse weights that do not match the model: missing ones would be random, and extra ones would be lost.
-
-    >>> refuse_other_tensors("model.path=m", missing=["norm"], unexpected=[], misshaped={"head": ((7,), (9,))})
-    Traceback (most recent call last):
-    rollcall.model.load.ModelError: model.path=m does not hold the weights of the model: 1 tensor is missing (norm); ...
-    """
-    shapes = [f"{name} is {list(stored)}, not {list(wanted)}" for name, (stored, wanted) in sorted(misshaped.items())]
-    faults = [
-        ("missing", sorted(missing)),
-        ("not part of the model", sorted(unexpected)),
-        ("of another shape", shapes),
-    ]
-    found = [f"{_tensors(len(names))} {fault} ({_first_few(names)})" for fault, names in faults if names]
-    if found:
+def refuse_other_tensors(what: str, *, wanted: Mapping[str, Sequence[int]], found: Mapping[str, Sequence[int]]) -> None:
+    """Refuse weights that do not match the model: missing ones would be random, and extra ones would be lost."""
+    if faults := other_tensors(wanted=wanted, found=found):
         raise ModelError(
-            f"{what} does not hold the weights of the model: {'; '.join(found)}. Give the weights that belong to the model's "
-            "config.json"
+            f"{what} does not hold the weights of the model: {faults}. Give the weights that belong to the model's config.json"
         )
 
 
 def refuse_loaded(what: str, info: Mapping[str, Any], *, leave_out: Callable[[str], bool] = lambda name: False) -> None:
     """``refuse_other_tensors`` for transformers' report of a load; extra tensors that ``leave_out`` names are fine."""
+    unexpected = [name for name in info["unexpected_keys"] if not leave_out(name)]
+    misshaped = info["mismatched_keys"]
     refuse_other_tensors(
         what,
-        missing=info["missing_keys"],
-        unexpected=[name for name in info["unexpected_keys"] if not leave_out(name)],
-        misshaped={name: (stored, wanted) for name, stored, wanted in info["mismatched_keys"]},
+        wanted={**dict.fromkeys(info["missing_keys"], ()), **{name: wanted for name, _, wanted in misshaped}},
+        found={**dict.fromkeys(unexpected, ()), **{name: stored for name, stored, _ in misshaped}},
     )
 
 
@@ -315,14 +336,6 @@ def non_finite_of(tensors: Mapping[str, Tensor], *, dtype: torch.dtype) -> list[
     ends = torch.stack([torch.stack(tensor.aminmax()).to(dtype) for tensor in some.values()])
     good = ends.isfinite().all(dim=1).tolist()
     return [name for name, fine in zip(some, good, strict=True) if not fine]
-
-
-def _tensors(count: int) -> str:
-    return "1 tensor is" if count == 1 else f"{count:,} tensors are"
-
-
-def _first_few(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def load_tokenizer(path: str, *, chat_template: str | None, trust_remote_code: bool = False) -> Any:
@@ -370,7 +383,3 @@ def check_model_path(path: str) -> None:
         check_model_dir(folder)
     except ModelFilesError as error:
         raise ModelError(f"model.path={path}: {error}") from None
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
@@ -28,54 +27,25 @@ from rollcall.model.stored.safetensors import read_header
 PICKLED = "adapter_model.bin"
 PREFIX = "base_model.model."
 MAX_CONFIG_BYTES = 1 << 20
-# Keys of PEFT that change what an adapter computes, with the values that are understood here.
-PLAIN: dict[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",),
-    "bias": ("none", None),
-    "use_rslora": (False, None),
-    "use_dora": (False, None),
-    "use_qalora": (False, None),
-    "lora_bias": (False, None),
-    "fan_in_fan_out": (False, None),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "modules_to_save": (None, []),
-    "layers_to_transform": (None,),
-    "layer_replication": (None,),
-    "trainable_token_indices": (None,),
-    "alora_invocation_tokens": (None,),
-    "target_parameters": (None, []),
-    # Other ways to begin (pissa, olora, ...) change the model's weights too, each time that PEFT opens the adapter.
-    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal", "mica"),
-    "use_bdlora": (None, False),
-    "arrow_config": (None,),
-    "kasa_config": (None,),
-    "monteclora_config": (None,),
-}
+# Keys of PEFT that change what an adapter computes, and are not computed here.
+OTHER_KINDS = (
+    "use_rslora", "use_dora", "use_qalora", "use_bdlora", "lora_bias", "fan_in_fan_out", "rank_pattern", "alpha_pattern",
+    "modules_to_save", "layers_to_transform", "layer_replication", "trainable_token_indices", "alora_invocation_tokens",
+    "target_parameters", "arrow_config", "kasa_config", "monteclora_config",
+)  # fmt: skip
+# Other ways to begin (pissa, olora, ...) change the model's weights too, each time that PEFT opens the adapter.
+PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 
 
-def peft_config(section: LoraSection, *, base: str) -> dict[str, Any]:
-    """The content of ``adapter_config.json``; ``base`` is where the model is."""
-    alpha = section.alpha
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": section.rank,
-        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
-        "lora_dropout": section.dropout,
-        "target_modules": list(section.modules),
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "init_lora_weights": True,
-        "use_rslora": False,
-        "use_dora": False,
-        "modules_to_save": None,
-        "layers_to_transform": None,
-        "rank_pattern": {},
-        "alpha_pattern": {},
-    }
+def _other_kind(fields: Mapping[str, Any]) -> str | None:
+    """The key that makes an adapter one of another kind."""
+    if fields.get("peft_type", "LORA") != "LORA":
+        return "peft_type"
+    if fields.get("bias", "none") not in ("none", None):
+        return "bias"
+    if fields.get("init_lora_weights") not in PLAIN_STARTS:
+        return "init_lora_weights"
+    return next((key for key in OTHER_KINDS if fields.get(key)), None)
 
 
 def write_adapter(folder: Path, tensors: Mapping[str, Tensor], section: LoraSection, *, base: str) -> None:
@@ -84,7 +54,17 @@ def write_adapter(folder: Path, tensors: Mapping[str, Tensor], section: LoraSect
     (folder / ADAPTER_WEIGHTS).write_bytes(
         save(stored, metadata={"format": "pt"})
     )  # its own writer would leave it unreadable to others
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(peft_config(section, base=base), indent=2))
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": section.rank,
+        "lora_alpha": int(section.alpha) if section.alpha == int(section.alpha) else section.alpha,
+        "lora_dropout": section.dropout,
+        "target_modules": list(section.modules),
+        "inference_mode": True,
+    }  # all else is as PEFT has it by default
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2))
 
 
 def read_adapter(folder: Path, section: LoraSection, like: Mapping[str, Tensor], *, where: str) -> dict[str, Tensor]:
@@ -112,23 +92,14 @@ def read_section(folder: Path, *, where: str) -> LoraSection:
         )
     try:
         fields = json.loads(read_small(folder / ADAPTER_CONFIG, most=MAX_CONFIG_BYTES))
-        strange = next(
-            ((key, fields[key]) for key, fine in PLAIN.items() if key in fields and fields[key] not in fine), None
-        )
-        if strange is not None:
+        if (key := _other_kind(fields)) is not None:
             raise ModelFilesError(
-                f"{where}: {ADAPTER_CONFIG} has {strange[0]}={json.dumps(strange[1])[:80]}, which is not supported; give a plain LoRA adapter of "
+                f"{where}: {ADAPTER_CONFIG} has {key}={json.dumps(fields[key])[:80]}, which is not supported; give a plain LoRA adapter of "
                 "linear layers"
             )
         targets = _targets(folder, fields.get("target_modules"), where=where)
-        return LoraSection.model_validate(
-            {
-                "rank": fields["r"],
-                "alpha": fields["lora_alpha"],
-                "targets": targets,
-                "dropout": fields.get("lora_dropout") or 0.0,
-            }
-        )
+        given = dict(rank=fields["r"], alpha=fields["lora_alpha"], dropout=fields.get("lora_dropout") or 0.0)
+        return LoraSection.model_validate({**given, "targets": targets})
     except ModelFilesError:
         raise
     except ValidationError as error:
@@ -180,20 +151,16 @@ def _header(folder: Path, *, where: str) -> dict[str, Any]:
         return dict(read_header(folder / ADAPTER_WEIGHTS)[0])
     except StoredError as error:
         raise ModelFilesError(f"{where}: {error}") from None
-    except OSError as error:
-        raise ModelFilesError(f"{where}: {ADAPTER_WEIGHTS} cannot be read ({error}); restore the file") from None
 
 
 def read_tensors(folder: Path, like: Mapping[str, Tensor], *, where: str) -> dict[str, Tensor]:
     header = _header(folder, where=where)
     wanted = {PREFIX + module_names(name)[0]: name for name in like}
+    misshaped = [name for name in wanted.keys() & header.keys() if header[name].shape != like[wanted[name]].shape]
     for fault, names in (
-        ("lacks", sorted(wanted.keys() - header.keys())),
-        ("has, besides those of the model,", sorted(header.keys() - wanted.keys())),
-        (
-            "has in another shape",
-            sorted(name for name in wanted.keys() & header.keys() if header[name].shape != like[wanted[name]].shape),
-        ),
+        ("lacks", wanted.keys() - header.keys()),
+        ("has, besides those of the model,", header.keys() - wanted.keys()),
+        ("has in another shape", misshaped),
     ):
         if names:
             raise ModelFilesError(
@@ -203,16 +170,14 @@ def read_tensors(folder: Path, like: Mapping[str, Tensor], *, where: str) -> dic
         raise ModelFilesError(
             f"{where} has {_first_of(strange)} as {header[strange[0]].dtype.name}; give an adapter whose numbers are floats"
         )
-    try:
-        stored = load_file(folder / ADAPTER_WEIGHTS)
-    except (OSError, SafetensorError) as error:
-        raise ModelFilesError(f"{where}: {ADAPTER_WEIGHTS} cannot be read ({error}); restore the file") from None
-    if bad := sorted(name for name in wanted if not stored[name].float().isfinite().all()):
+    stored = load_file(folder / ADAPTER_WEIGHTS)
+    if bad := [name for name in wanted if not stored[name].float().isfinite().all()]:
         raise ModelFilesError(
             f"{where} has values that are not finite in {_first_of(bad)}, so the adapter has diverged; give another, such as an older checkpoint"
         )
     return {own: stored[name] for name, own in wanted.items()}
 
 
-def _first_of(names: Sequence[str]) -> str:
-    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+def _first_of(names: Iterable[str]) -> str:
+    first, *more = sorted(names)
+    return first + (f" and {len(more)} more" if more else "")

@@ -28,7 +28,12 @@ def stop_token_ids(
     given = set(_ids(generation_config))
     found |= given & special if getattr(generation_config, "_from_model_config", None) else given
     if rollout is not None:
-        _refuse_unknown(rollout.stop_token_ids, vocab_size=model_config.vocab_size)
+        vocab_size = model_config.vocab_size
+        if unknown := [id for id in rollout.stop_token_ids if not 0 <= id < vocab_size]:
+            raise ConfigError(
+                f"rollout.stop_token_ids has {unknown[0]}, and the model's {vocab_size} tokens are 0 to {vocab_size - 1}; "
+                "give ids of its tokenizer"
+            )
         found.update(rollout.stop_token_ids)
         found.update(stop for text in rollout.stop if (stop := special_id(tokenizer, text)) is not None)
     own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -74,11 +79,3 @@ def special_ids(tokenizer: Any) -> set[int]:
 def _ids(config: Any) -> list[int]:
     eos = getattr(config, "eos_token_id", None)
     return [] if eos is None else list(eos) if isinstance(eos, Iterable) else [eos]
-
-
-def _refuse_unknown(ids: Sequence[int], *, vocab_size: int) -> None:
-    if unknown := [id for id in ids if not 0 <= id < vocab_size]:
-        raise ConfigError(
-            f"rollout.stop_token_ids has {unknown[0]}, and the model's {vocab_size} tokens are 0 to {vocab_size - 1}; "
-            "give ids of its tokenizer"
-        )

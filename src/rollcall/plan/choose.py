@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from rollcall.config import OptimizerSection, RolloutSection
+from rollcall.config import OptimizerSection
 from rollcall.plan.activations import Recompute
 
 MOST_TOKENS = 32768  # larger micro-batches are a few percent faster at most, and take memory from KV
@@ -91,9 +91,3 @@ def choose(
     if fits < longest:  # KV has to do with less
         fits = passes(recompute).tokens_in(room - kv.least)
     return Choice(tokens=max(longest, min(MOST_TOKENS, fits)), recompute=recompute)
-
-
-def kv_need(rollout: RolloutSection, *, per_token: int, longest: int) -> KvNeed:
-    """``longest``: tokens of prompt and completion."""
-    blocks = -(-longest // KV_BLOCK) * KV_BLOCK
-    return KvNeed(least=blocks * per_token, most=rollout.max_running * blocks * per_token)

@@ -13,8 +13,8 @@ from rich.text import Text
 from rollcall.base.screen import Screen
 from rollcall.base.words import counted, ranges
 from rollcall.plan.judge import RunPlan, describe_model, gib
-from rollcall.plan.memory import GIB, PARTS, RoleMemory, SlotMemory
-from rollcall.plan.placement import Mesh, Plan, Role
+from rollcall.plan.memory import GIB, PARTS, SlotMemory
+from rollcall.plan.placement import Plan, Role
 
 MAX_GRID_NODES, MAX_GRID_SLOTS = 8, 16  # a larger cluster is drawn as runs of like nodes
 PLAIN_WIDTH = 120
@@ -33,10 +33,6 @@ class NodeRun:
     first: int
     last: int
     roles: tuple[tuple[Role, tuple[int, ...], int], ...]  # role, local slots, slots per process
-
-    @property
-    def name(self) -> str:
-        return f"node {self.first}" if self.first == self.last else f"nodes {self.first}-{self.last}"
 
 
 def node_runs(plan: Plan) -> list[NodeRun]:
@@ -69,11 +65,8 @@ def draw_text(run: RunPlan) -> RenderableType:
         parts.append(_memory(run))
     parts += [Text(f"note: {note}", style="dim") for note in run.notes]
     wrong = [Text(f"cannot work: {problem}", style="bold red") for problem in run.problems]
-    return Group(*parts, *(wrong or [Text(verdict(run), style="bold green")]))
-
-
-def verdict(run: RunPlan) -> str:
-    return "this placement can work" + ("" if run.memory else ", if it fits into memory")
+    verdict = "this placement can work" + ("" if run.memory else ", if it fits into memory")
+    return Group(*parts, *(wrong or [Text(verdict, style="bold green")]))
 
 
 def heading(run: RunPlan) -> str:
@@ -125,7 +118,7 @@ def _abbreviated(plan: Plan) -> Table:
         for row, (role, local, width) in enumerate(run.roles):
             lowest, highest = ranks[role][first[local[0]].index], ranks[role][last[local[-1]].index]
             table.add_row(
-                run.name.partition(" ")[2] if row == 0 else "",
+                ranges(range(run.first, run.last + 1)) if row == 0 else "",
                 ranges(range(first[0].index, last[-1].index + 1)) if row == 0 else "",
                 Text(role, style=COLOURS[role]),
                 ranges(local),
@@ -137,8 +130,10 @@ def _abbreviated(plan: Plan) -> Table:
 
 
 def _meshes(plan: Plan) -> Table:
-    axes = "data x context x tensor" if uses_context(plan) else "data x tensor"
-    table = _table("role", "slots", "processes", f"mesh ({axes})", "shares its processes with")
+    axes = (
+        ("data", "context", "tensor") if any(mesh.context > 1 for mesh in plan.meshes.values()) else ("data", "tensor")
+    )
+    table = _table("role", "slots", "processes", f"mesh ({' x '.join(axes)})", "shares its processes with")
     for role in plan.roles:
         mesh = plan.meshes.get(role)
         others = [other for other in plan.roles for group in plan.groups if {role, other} <= set(group.roles)]
@@ -146,20 +141,10 @@ def _meshes(plan: Plan) -> Table:
             Text(role, style=COLOURS[role]),
             ranges(plan.role_slots(role)),
             str(plan.world_size(role)),
-            mesh_text(plan, mesh) if mesh else "none, one process on each node",
+            " x ".join(str(getattr(mesh, axis)) for axis in axes) if mesh else "none, one process on each node",
             ", ".join(dict.fromkeys(other for other in others if other is not role)) or "none",
         )
     return table
-
-
-def uses_context(plan: Plan) -> bool:
-    return any(mesh.context > 1 for mesh in plan.meshes.values())
-
-
-def mesh_text(plan: Plan, mesh: Mesh) -> str:
-    """Its axes; the context's where a role of the plan has one."""
-    axes = (mesh.data, mesh.context, mesh.tensor) if uses_context(plan) else (mesh.data, mesh.tensor)
-    return " x ".join(map(str, axes))
 
 
 def _memory(run: RunPlan) -> Table:
@@ -167,19 +152,15 @@ def _memory(run: RunPlan) -> Table:
     table = _table("slots", "role", *columns, "together", title="memory per slot, GiB")
     for entry in run.memory:
         for row, role in enumerate(entry.roles):
+            values = [getattr(role, part) / GIB for part in PARTS]
             table.add_row(
                 entry.slots if row == 0 else "",
                 Text(role.role, style=COLOURS[role.role]),
-                *_cells(role),
+                *(f"{value:.1f}" if value >= 0.05 else "<0.1" if value else "·" for value in values),
                 _needs(entry, run.card) if row == 0 else Text(_sum(entry), style="dim") if row == 1 else "",
                 end_section=row == len(entry.roles) - 1,
             )
     return table
-
-
-def _cells(role: RoleMemory) -> list[str]:
-    values = [getattr(role, part) / GIB for part in PARTS]
-    return [f"{value:.1f}" if value >= 0.05 else "<0.1" if value else "·" for value in values]
 
 
 def _needs(entry: SlotMemory, card: int | None) -> Text:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rollcall.base.errors import PlacementError
 from rollcall.config import ClusterSection, NodeSection
-from rollcall.plan.placement import Plan, PlannedProcess, Role
+from rollcall.plan.placement import Plan, Role
 
 
 def shrink(section: ClusterSection, plan: Plan, *, kept: Sequence[int]) -> ClusterSection:
@@ -26,7 +26,8 @@ def shrink(section: ClusterSection, plan: Plan, *, kept: Sequence[int]) -> Clust
         if role is Role.ENVIRONMENT:
             placement[role.value] = ",".join(str(number[slot]) for process in left for slot in process.slots)
         else:
-            placement[role.value] = ",".join(_part(process, rank, number) for rank, process in enumerate(left))
+            spans = [(number[process.slots[0]], number[process.slots[-1]]) for process in left]
+            placement[role.value] = ",".join(f"{first}-{last}:{rank}" for rank, (first, last) in enumerate(spans))
     weights = None if section.node_weights is None else [section.node_weights[rank] for rank in kept]
     return section.model_copy(
         update={
@@ -38,8 +39,3 @@ def shrink(section: ClusterSection, plan: Plan, *, kept: Sequence[int]) -> Clust
             "node_env": {new: section.node_env[rank] for new, rank in enumerate(kept) if rank in section.node_env},
         }
     )
-
-
-def _part(process: PlannedProcess, rank: int, number: dict[int, int]) -> str:
-    slots = [number[slot] for slot in process.slots]
-    return f"{slots[0]}-{slots[-1]}:{rank}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rollcall.config import Config, RolloutSection
 from rollcall.plan.activations import WIDE, DecoderSizes
-from rollcall.plan.choose import KvNeed, kv_need
+from rollcall.plan.choose import KV_BLOCK, KvNeed
 
 FILL_TOKENS = 32768  # the native engine computes the KV of prompts in packs of this size
 KV_FRACTION = 0.3  # of a card, where `rollout.kv_memory_fraction` is auto and nothing better is known
@@ -47,15 +47,18 @@ class EngineNeeds:
     def open_kv(self) -> KvNeed:
         # A conversation may grow until the model has no more positions.
         longest = self.longest if self.config.environment is None else self.positions
-        return kv_need(self.config.rollout, per_token=self.kv_per_token, longest=longest)
+        return self._kv_need(longest)
 
     def fixed_kv(self, card: int) -> int:
         """Bytes that the run file sets, on a card of ``card`` bytes."""
         rollout = self.config.rollout
         if rollout.kv_tokens is not None:
             return rollout.kv_tokens * self.kv_per_token
-        most = kv_need(rollout, per_token=self.kv_per_token, longest=self.positions).most
-        return min(int(card * kv_fraction(rollout)), most)
+        return min(int(card * kv_fraction(rollout)), self._kv_need(self.positions).most)
+
+    def _kv_need(self, longest: int) -> KvNeed:
+        least = -(-longest // KV_BLOCK) * KV_BLOCK * self.kv_per_token
+        return KvNeed(least=least, most=self.config.rollout.max_running * least)
 
     @property
     def filling(self) -> int:

@@ -26,7 +26,7 @@ from rollcall.plan.memory import (
     read_sizes,
     slot_memory,
 )
-from rollcall.plan.mesh import indivisible_heads, split_problems
+from rollcall.plan.mesh import indivisible_heads, split_of
 from rollcall.plan.placement import HOLDERS, SCORERS, TRAINED, Plan, PlannedProcess, Role, plan_for, roles_together
 from rollcall.plan.room import on_kv, on_microbatch
 
@@ -153,8 +153,13 @@ def workable_plan(config: Config, cluster: ClusterSection) -> Plan:
 def role_problems(config: Config, cluster: ClusterSection | None, plan: Plan) -> list[str]:
     """Reasons why a role cannot use its processes and slots. ``cluster`` is None for a run in one process."""
     trained = [role for role in TRAINED if role in plan.processes]
-    nodes = {role.value: [process.node_rank for process in plan.processes[role]] for role in trained}
-    problems = split_problems({"actor": config.actor, "critic": config.critic}, nodes)
+    problems: list[str] = []
+    for role in trained:
+        nodes = [process.node_rank for process in plan.processes[role]]
+        try:
+            split_of(config.critic if role is Role.CRITIC else config.actor, rank=0, nodes=nodes, name=role)
+        except ValueError as error:
+            problems.append(str(error))
     on_gpus = cluster is not None and cluster.accelerator == "gpu"
     for role in plan.meshes:
         width = len(plan.processes[role][0].slots)

@@ -22,6 +22,7 @@ from rollcall.config import Config, OptimizerSection
 from rollcall.config.lora import LoraSection
 from rollcall.config.sections import DEFAULT_TOKENS
 from rollcall.model.files import MODEL_DIR, model_folder, read_model_config
+from rollcall.model.hub import cached_folder
 from rollcall.plan.activations import COMPILE_FROM, LOGITS_AT_ONCE, DecoderSizes, Passes, Recompute
 from rollcall.plan.choose import NO_KV, SAFE, Choice, choose
 from rollcall.plan.engine import EngineNeeds, kv_is_open
@@ -153,10 +154,13 @@ class SlotMemory:
 
 def read_sizes(path: str, *, model_config: Path | None = None) -> ModelSizes:
     """Sizes of ``model.path``: an embedded model, a directory or checkpoint, a hub name in the local cache, or the given config.json."""
-    place = model_config or Path(MODEL_DIR if path == "builtin:arithmetic" else path).expanduser()
-    folder = place if model_config is not None else model_folder(str(place)) or place
-    file = folder / "config.json" if place.is_dir() else model_config or _in_hub_cache(path)
-    if file is None:
+    place = Path(MODEL_DIR if path == "builtin:arithmetic" else path).expanduser()
+    folder = (model_folder(str(place)) or place) if place.is_dir() else cached_folder(path)
+    if model_config is not None:
+        file = model_config / "config.json" if model_config.is_dir() else model_config
+    elif folder is not None:
+        file = folder / "config.json"
+    else:
         raise SizesUnknown(
             f"model.path={path} is not on this machine, so its sizes are not known; download it, or give its "
             "config.json with --model-config FILE"
@@ -165,19 +169,6 @@ def read_sizes(path: str, *, model_config: Path | None = None) -> ModelSizes:
         return ModelSizes.of(read_model_config(file), where=str(file))
     except ModelFilesError as error:
         raise SizesUnknown(str(error)) from None
-
-
-def _in_hub_cache(name: str) -> Path | None:
-    if name.count("/") > 1 or name.startswith(("/", ".", "~", "builtin:")):
-        return None
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        found = try_to_load_from_cache(name, "config.json")
-    except HFValidationError:
-        return None
-    return Path(found) if isinstance(found, str) else None
 
 
 def slot_memory(

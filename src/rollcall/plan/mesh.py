@@ -3,14 +3,14 @@
 Ranks count along three axes, the last the fastest: ``replicate`` (copies of the state), ``shard`` (FSDP: ranks that hold
 a part of each weight), ``tensor`` (ranks that hold other heads and columns). Ranks of one tensor group work on the same tokens.
 A lane is a tensor group: there are replicate x shard of them. ``context`` neighbouring lanes divide the tokens of the same rows.
-How weights are divided does not depend on it: it only says that a gang has lanes / context data ranks with rows of their own.
+How weights are divided does not depend on it: it only says that a gang has lanes / context data ranks, each with different rows.
 A whole copy on every rank, as ``sharding: replicate`` has it, needs no ``ModelSplit``.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from rollcall.config import OptimizerSection
@@ -124,14 +124,3 @@ def _lanes_of_a_node(nodes: Sequence[Hashable], *, tensor: int, name: str) -> in
             f"processes of {name} (tensor_parallel_size {tensor}); set {name}.sharding_group_size, or use sharding=fsdp"
         )
     return counts[0] // tensor
-
-
-def split_problems(sections: Mapping[str, OptimizerSection], nodes: Mapping[str, Sequence[Hashable]]) -> list[str]:
-    """Why these learners cannot be divided over their processes, each of which runs on one of ``nodes``."""
-    problems: list[str] = []
-    for name in nodes:
-        try:
-            split_of(sections[name], rank=0, nodes=nodes[name], name=name)
-        except ValueError as error:
-            problems.append(str(error))
-    return problems

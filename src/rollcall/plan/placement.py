@@ -263,7 +263,7 @@ def _read(cluster: ClusterSection, nodes: Nodes) -> _Spans:
         if Role.ENVIRONMENT in roles and ":" in str(value):
             raise PlacementError(
                 f"{WHERE}: {key}: {value} names process ranks, and environment has one process on each node of its slots; give it a "
-                "key of its own and only slots, such as environment: all"
+                "separate key and only slots, such as environment: all"
             )
         for role in roles:
             if role in placed:
@@ -354,7 +354,7 @@ def _share(spans: _Spans, nodes: Nodes) -> dict[tuple[int, ...], PlannedProcess]
                     raise PlacementError(
                         f"{WHERE}: on slot {slot}, {first} process {its_rank} has {_slots_are(theirs)} and {role} process {rank} "
                         f"has {_slots_are(slots)}; roles that share a slot share its process, so give both the same slots per "
-                        f"process ({len(theirs)} against {len(slots)}), or slots of their own"
+                        f"process ({len(theirs)} against {len(slots)}), or separate slots"
                     )
             ranks_at.setdefault(slots, {})[role] = rank
     return {

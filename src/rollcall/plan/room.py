@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from rollcall.base.words import counted, size
 from rollcall.config import Config
 from rollcall.config.sections import OptimizerChoice
@@ -44,14 +42,9 @@ def on_microbatch(
 
 
 def _more_room(config: Config) -> str:
-    return f"To make room: {', '.join(_ways(config))}"
-
-
-def _ways(config: Config) -> Iterator[str]:
+    actor, ways = config.actor, ["lower rollout.max_response_tokens or data.max_prompt_tokens"]
     if config.model.lora is None:
-        actor = config.actor
+        ways.insert(0, "train an adapter (model.lora.rank=16)")
         if actor.optimizer == OptimizerChoice() and actor.master_weights and not actor.cpu_offload:
-            yield "set actor.optimizer.state=bfloat16"
-        yield "train an adapter (model.lora.rank=16)"
-    yield "lower rollout.max_response_tokens or data.max_prompt_tokens"
-    yield "or use more cards (cluster.component_placement, actor.sharding=fsdp)"
+            ways.insert(0, "set actor.optimizer.state=bfloat16")
+    return f"To make room: {', '.join(ways)}, or use more cards (cluster.component_placement, actor.sharding=fsdp)"

@@ -35,11 +35,21 @@ from rollcall.loop.samples import ScoreSamples
 from rollcall.model.adapter import Adapter, add_to_weights
 from rollcall.model.decoder import Decoder, has_compiler
 from rollcall.model.files import resolve_model
-from rollcall.model.load import check_architecture, load_tokenizer, outline_causal_lm, resolve_device, resolve_dtype
+from rollcall.model.load import (
+    WholeOnly,
+    check_architecture,
+    each_tensor,
+    load_causal_lm,
+    load_tokenizer,
+    open_unread,
+    outline_causal_lm,
+    refuse_other_head,
+    resolve_device,
+    resolve_dtype,
+)
 from rollcall.model.stop_tokens import check_stop_strings, stop_token_ids
 from rollcall.model.stored.find import is_model_dir
 from rollcall.model.stored.tensors import Stored
-from rollcall.model.unread import WholeOnly, each_tensor, load_onto, open_unread, refuse_other_head
 from rollcall.plan.activations import COMPILE_FROM
 from rollcall.plan.engine import kv_fraction
 from rollcall.reward.scorer import ModelRewardFunction, Scorer, columns_needed
@@ -271,7 +281,7 @@ def load_sampler(
     dtype, trust = resolve_dtype(section.dtype, device), section.trust_remote_code
 
     def load(device: torch.device) -> Any:
-        model = load_onto(path, device=device, dtype=dtype, trust_remote_code=trust)
+        model = load_causal_lm(path, device=device, dtype=dtype, trust_remote_code=trust)
         if lora is not None:
             decoder = Decoder.of(model)
             adapter = Adapter.make(decoder, lora, seed=0, device=device, base=path)

@@ -120,7 +120,7 @@ def plan_evaluation(
         "eval.samples_per_prompt": samples,
         "eval.temperature": temperature,
     }
-    values = {key: value for key, value in given.items() if value is not None}
+    values = {**(changes or {}), **{key: value for key, value in given.items() if value is not None}}
     # A model directory, or a checkpoint with a config, of ours or of others.
     if target.is_dir() and not (target / RUN_FILE).exists() and model_folder(str(target)) is not None:
         if data is None:
@@ -130,13 +130,13 @@ def plan_evaluation(
         file, defaults = None, _model_dir_values(target, data=data)
     else:
         file, defaults = run_file_of(target, what="a run file, or the directory of a run or of a model")
-    load = partial(load_config, file, overrides, defaults=defaults, changes=changes)
+    load = partial(load_config, file, overrides, defaults=defaults)
     if samples is not None and temperature is None:
         # Several greedy completions would all be the same one: without a temperature they are sampled as the run samples.
-        run = load(values=values | {"eval.samples_per_prompt": 1})
+        run = load(changes=values | {"eval.samples_per_prompt": 1})
         if samples > 1 and run.eval.temperature == 0:
             values["eval.temperature"] = run.rollout.temperature
-    config = load(values=values)
+    config = load(changes=values)
     is_given = file is not None and sets_model(overrides, changes or {})
     if file is None:
         path, origin = config.model.path, "model directory"

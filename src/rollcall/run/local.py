@@ -13,9 +13,8 @@ from rollcall.engine.native.engine import NativeEngine
 from rollcall.engine.ticker import Ticker
 from rollcall.learner.gang import Gang
 from rollcall.loop.workers import Workers
-from rollcall.model.load import resolve_device, resolve_dtype
+from rollcall.model.load import load_causal_lm, resolve_device, resolve_dtype
 from rollcall.model.stop_tokens import stop_token_ids
-from rollcall.model.unread import load_onto
 from rollcall.reward.model import load_reward_models
 from rollcall.run.build import (
     NUM_REWARD_WORKERS,
@@ -44,7 +43,7 @@ def build_workers(config: Config, *, is_bare: bool = False) -> Workers:
     inputs = load_inputs(config)
     tokenizer, trust = inputs.tokenizer, config.model.trust_remote_code
     say(f"loading the model {config.model.path}")
-    load = partial(load_onto, inputs.model_path, device=device, dtype=dtype, trust_remote_code=trust)
+    load = partial(load_causal_lm, inputs.model_path, device=device, dtype=dtype, trust_remote_code=trust)
     model = load()
     stops = stop_token_ids(tokenizer, model.config, model.generation_config, rollout=config.rollout)
     adapter = build_adapter(config, model, device=device)

@@ -55,17 +55,17 @@ class ServePlan:
 
 def plan_serving(target: str, *, overrides: list[str], engine: str | None = None) -> ServePlan:
     """Plan to serve the newest model of a run directory or run file, or the model with that path or name."""
-    values = {"rollout.engine": engine} if engine else {}
+    changes = {"rollout.engine": engine} if engine else {}
     path = Path(target)
     if (path / RUN_FILE).is_file() or (path.is_file() and path.suffix in (".yaml", ".yml")):
         file, defaults = run_file_of(path)
-        config = load_config(file, overrides, defaults=defaults, values=values)
+        config = load_config(file, overrides, defaults=defaults, changes=changes)
         is_given = sets_model(overrides, {})
         model, origin = newest_model_of(config, is_given=is_given)
         lora = adapter_beside(config, path=model, is_given=is_given)
         return ServePlan(config=config, model_path=model, origin=origin, name=config.run.name, lora=lora)
     name = path.name if path.exists() else target
-    config = load_config(None, overrides, defaults={"run.name": name, "model.path": target}, values=values)
+    config = load_config(None, overrides, defaults={"run.name": name, "model.path": target}, changes=changes)
     lora = adapter_beside(config, path=config.model.path, is_given=False)
     return ServePlan(config=config, model_path=config.model.path, origin="given", name=name, lora=lora)
 

@@ -33,10 +33,9 @@ from rollcall.engine.weights.protocol import Invitation
 from rollcall.learner.gang import Gang
 from rollcall.learner.layout import Block, module_shapes
 from rollcall.learner.learner import Body, Reference, TokenScores, score_samples, whole_body
-from rollcall.model.load import outline_causal_lm, resolve_device, resolve_dtype
+from rollcall.model.load import WholeOnly, load_causal_lm, open_unread, outline_causal_lm, resolve_device, resolve_dtype
 from rollcall.model.stop_tokens import stop_token_ids
 from rollcall.model.stored.tensors import Stored
-from rollcall.model.unread import WholeOnly, load_onto, open_unread
 from rollcall.nodes.address import own_address
 from rollcall.nodes.door import listen_at
 from rollcall.nodes.interfaces import interface_of
@@ -226,7 +225,7 @@ class RoleWorker(Trained):
         if outline is not None and (not reasons or gang.rank != 0):
             return outline, None if reasons else unread
         device = torch.device("cpu") if outline is not None else self.device
-        return load_onto(self.model_path, device=device, dtype=self.dtype, trust_remote_code=self.trust), None
+        return load_causal_lm(self.model_path, device=device, dtype=self.dtype, trust_remote_code=self.trust), None
 
     def _outline(self) -> Any:
         return outline_causal_lm(self.model_path, dtype=self.dtype, trust_remote_code=self.trust)

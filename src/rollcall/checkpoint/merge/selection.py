@@ -10,9 +10,8 @@ from rollcall.base.errors import ModelFilesError
 from rollcall.model.files import read_model_config
 from rollcall.model.stored.files import StoredError
 from rollcall.model.stored.outline import ROTARY, Outline, known_outline, outline_of
-from rollcall.model.stored.tensors import Stored, refuse_whole_numbers
+from rollcall.model.stored.tensors import Stored, other_tensors, refuse_whole_numbers
 
-BLOCK_BYTES = 16 << 20
 VALUE_HEADS = ("v_head.", "value_head.", "score.", "classifier.")
 ADAPTERS = (".lora_A.", ".lora_B.", ".lora_embedding_A.", ".lora_embedding_B.", ".modules_to_save.")
 
@@ -48,7 +47,11 @@ def select(stored: Stored, folder: Path) -> Selection:
         name: source for name, source in outline.tied.items() if name in stored.tensors and source in stored.tensors
     }
     for name, source in copies.items():
-        _refuse_unequal(stored, name, source)
+        if not stored.are_equal(name, source):
+            raise StoredError(
+                f"{stored.origin}: config.json ties {name} to {source}, and the two are stored with different numbers; correct "
+                "tie_word_embeddings in config.json, or give the files that belong together"
+            )
     names = tuple(name for name in stored.tensors if name not in {*copies, *heads, *rotary})
     _refuse_others(stored, outline, names, folder=folder)
     if "quantization_config" not in fields:
@@ -62,46 +65,8 @@ def select(stored: Stored, folder: Path) -> Selection:
 def _refuse_others(stored: Stored, outline: Outline, names: Sequence[str], *, folder: Path) -> None:
     wanted = {name: shape for name, shape in outline.shapes.items() if name not in outline.tied}
     # A tied tensor may be stored under either name.
-    there = {outline.tied.get(name, name): stored.tensors[name] for name in names}
-    misshaped = [
-        f"{name} is {list(tensor.shape)}, not {list(wanted[name])}"
-        for name, tensor in there.items()
-        if name in wanted and tensor.shape != wanted[name]
-    ]
-    faults = [
-        _fault("missing", [name for name in wanted if name not in there]),
-        _fault("not part of the model", [name for name in there if name not in wanted]),
-        _fault("of another shape", misshaped),
-    ]
-    if found := [fault for fault in faults if fault]:
+    there = {outline.tied.get(name, name): stored.tensors[name].shape for name in names}
+    if faults := other_tensors(wanted=wanted, found=there):
         raise StoredError(
-            f"{stored.origin} does not hold the model of {folder / 'config.json'}: {'; '.join(found)}. Give the files that belong "
-            "together"
-        )
-
-
-def _fault(what: str, names: Sequence[str]) -> str:
-    if not names:
-        return ""
-    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-    return f"{'1 tensor is' if len(names) == 1 else f'{len(names):,} tensors are'} {what} ({shown})"
-
-
-def _refuse_unequal(stored: Stored, name: str, source: str) -> None:
-    """Two tensors that the model ties must hold the same bytes (NaN is equal to itself then); compared block by block."""
-    one, other = stored.tensors[name], stored.tensors[source]
-    if one.pieces == other.pieces:
-        return
-    import torch
-
-    same = (one.shape, one.dtype) == (other.shape, other.dtype)
-    rows = max(BLOCK_BYTES // max(one.num_bytes // max(one.shape[0], 1), 1), 1)
-    for first in range(0, one.shape[0] if same else 0, rows):
-        start, shape = (first, *(0 for _ in one.shape[1:])), (min(rows, one.shape[0] - first), *one.shape[1:])
-        left, right = (stored.read(key, start=start, shape=shape).flatten() for key in (name, source))
-        same = same and bytes(left.view(torch.uint8).numpy()) == bytes(right.view(torch.uint8).numpy())
-    if not same:
-        raise StoredError(
-            f"{stored.origin}: config.json ties {name} to {source}, and the two are stored with different numbers; correct "
-            "tie_word_embeddings in config.json, or give the files that belong together"
+            f"{stored.origin} does not hold the model of {folder / 'config.json'}: {faults}. Give the files that belong together"
         )

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 
 class StoredError(ValueError):
@@ -68,15 +67,3 @@ def read_fully(fd: int, data: memoryview, offset: int, *, file: object) -> None:
         if not (num := os.preadv(fd, [data], offset)):
             raise StoredError(f"{file} ends at byte {offset:,}, inside a tensor: it was cut off; restore the file")
         data, offset = data[num:], offset + num
-
-
-def open_regular(path: Path) -> BinaryIO:
-    """Opens a file to read. Refuses a pipe, which might block forever, and a device."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    except FileNotFoundError:
-        raise StoredError(f"{path} does not exist; restore the file") from None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise StoredError(f"{path} is not a regular file; restore the file")
-    return os.fdopen(descriptor, "rb")

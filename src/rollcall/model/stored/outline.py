@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.config.yaml import read_small
+from rollcall.model.hub import first_line
 from rollcall.model.stored.files import StoredError
 
 ROTARY = ".rotary_emb.inv_freq"  # a buffer that a model computes, and that some writers store with it
@@ -47,9 +48,8 @@ def outline_of(folder: Path) -> Outline | None:
             state = model.state_dict()
             written = revert_weight_conversion(model, state)
     except Exception as error:  # noqa: BLE001 - transformers raises all kinds
-        lines = str(error).strip().splitlines()
         raise StoredError(
-            f"{folder / 'config.json'} does not describe a model that transformers can build ({lines[0] if lines else type(error).__name__}); restore the file"
+            f"{folder / 'config.json'} does not describe a model that transformers can build ({first_line(error)}); restore the file"
         ) from None
     shapes, apart = ({name: tuple(one.shape) for name, one in tensors.items()} for tensors in (state, written))
     tied = {name: source for name, source in getattr(model, "all_tied_weights_keys", {}).items() if source in shapes}

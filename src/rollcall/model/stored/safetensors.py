@@ -7,7 +7,6 @@ begins in it, and the tensor's whole shape.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,9 +14,11 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from safetensors import safe_open
+
 from rollcall.config.yaml import read_small
 from rollcall.model.stored.dtypes import DTYPES, OF_SAFETENSORS, DType, name_of
-from rollcall.model.stored.files import StoredError, StoredFile, open_regular, plain_damage
+from rollcall.model.stored.files import StoredError, StoredFile, plain_damage
 from rollcall.model.stored.find import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from rollcall.model.stored.tensors import Piece, Stored, StoredTensor, stored_of
 
@@ -37,28 +38,17 @@ class _Entry:
 
 def open_model_dir(folder: Path) -> Stored:
     """A model directory as transformers writes it: one file, or several with an index."""
-    adapter = folder / ADAPTER_CONFIG
-    if adapter.exists() and not adapter.is_file():
-        raise StoredError(f"{adapter} is a pipe, a device or a folder, and must be a file; restore it, or remove it")
-    if adapter.exists():
+    if (folder / ADAPTER_CONFIG).exists():
         raise StoredError(
             f"{folder} holds an adapter, not the weights of a model; add it to its model with `rollcall merge` and give what that writes"
         )
     paths, named = weight_files(folder)
-    tensors: dict[str, StoredTensor] = {}
-    for path in paths:
-        for name, entry in read_header(path)[0].items():
-            if named is not None and named.get(name) != path.name:
-                continue
-            if name in tensors:
-                raise StoredError(f"{tensors[name].pieces[0].file} and {path} both hold {name}; remove the wrong one")
-            piece = Piece(file=path, offset=entry.offset, start=(0,) * len(entry.shape), shape=entry.shape)
-            tensors[name] = StoredTensor(name=name, dtype=entry.dtype, shape=entry.shape, pieces=(piece,))
-    if missing := [name for name in named or () if name not in tensors]:
-        file = folder / (named or {})[missing[0]]
-        raise StoredError(f"{file} does not hold {missing[0]}, although {folder / INDEX} says so; restore the file")
     files = [StoredFile(path=path, size=path.stat().st_size) for path in paths]
-    return stored_of(tensors.values(), files=files, origin=str(folder), folder=folder, kind="model directory")
+    stored = open_parts(files, origin=str(folder), folder=folder, kind="model directory", named=named)
+    if missing := next((name for name in named or () if name not in stored.tensors), None):
+        file = folder / (named or {})[missing]
+        raise StoredError(f"{file} does not hold {missing}, although {folder / INDEX} says so; restore the file")
+    return stored
 
 
 def check_weights(folder: Path) -> None:
@@ -70,13 +60,22 @@ def check_weights(folder: Path) -> None:
 
 
 def open_parts(
-    files: Sequence[StoredFile], *, origin: str, folder: Path | None = None, facts: Mapping[str, Any] | None = None
+    files: Sequence[StoredFile],
+    *,
+    origin: str,
+    folder: Path | None = None,
+    kind: str = "sharded checkpoint",
+    facts: Mapping[str, Any] | None = None,
+    named: Mapping[str, str] | None = None,
 ) -> Stored:
-    """The tensors whose blocks are in ``files``; a file without the key ``parts`` holds whole tensors."""
+    """The tensors whose blocks are in ``files``; a file without the key ``parts`` holds whole tensors. ``named``: the file that each
+    tensor is taken from, if an index says so."""
     kinds: dict[str, tuple[DType, tuple[int, ...], StoredFile]] = {}
     pieces: dict[str, list[Piece]] = {}
     for file in files:
         for name, whole, dtype, piece in _blocks(file):
+            if named is not None and named.get(name) != file.path.name:
+                continue
             first = kinds.setdefault(name, (dtype, whole, file))
             if first[:2] != (dtype, whole):
                 raise StoredError(
@@ -88,7 +87,7 @@ def open_parts(
         StoredTensor(name=name, dtype=dtype, shape=shape, pieces=tuple(pieces[name]))
         for name, (dtype, shape, _) in kinds.items()
     )
-    return stored_of(tensors, files=files, origin=origin, folder=folder, kind="sharded checkpoint", facts=facts)
+    return stored_of(tensors, files=files, origin=origin, folder=folder, kind=kind, facts=facts)
 
 
 def _blocks(file: StoredFile) -> Iterable[tuple[str, tuple[int, ...], DType, Piece]]:
@@ -106,32 +105,18 @@ def _blocks(file: StoredFile) -> Iterable[tuple[str, tuple[int, ...], DType, Pie
 
 
 def read_header(path: Path) -> tuple[dict[str, _Entry], dict[str, str]]:
-    """The tensors of a file and its metadata; everything about them is checked but the bytes themselves."""
-    with plain_damage(f"{path} is not a whole safetensors file"), open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        length = int.from_bytes(file.read(8), "little")
-        if not 2 <= length <= min(100_000_000, size - 8):  # the first is the format's own limit
-            raise ValueError(f"a header of {length:,} bytes in a file of {size:,}")
-        header = json.loads(file.read(length))
-        metadata = header.pop("__metadata__", None) or {}
-        entries: dict[str, _Entry] = {}
-        ranges: list[tuple[int, int]] = []
-        for name, about in header.items():
-            dtype, shape = OF_SAFETENSORS[about["dtype"]], tuple(int(n) for n in about["shape"])
-            begin, end = (int(n) for n in about["data_offsets"])
-            if min(shape, default=0) < 0 or begin < 0 or end - begin != prod(shape) * dtype.itemsize:
-                raise ValueError(f"{name} has {end - begin} bytes, which is not a {about['dtype']} of {list(shape)}")
-            entries[name] = _Entry(dtype=dtype, shape=shape, offset=8 + length + begin)
-            ranges.append((begin, end))
-        ranges.sort()
-        if any(one[1] != other[0] for one, other in zip([(0, 0), *ranges], ranges, strict=False)):
-            raise ValueError("its tensors share bytes, or leave some out")
-    end = 8 + length + (ranges[-1][1] if ranges else 0)
-    if end > size:
-        raise StoredError(
-            f"{path} has {size:,} bytes, and its tensors end at byte {end:,}: the file was cut off; restore it"
-        )
-    return entries, metadata
+    """The tensors of a file and its metadata. A file that is not whole is refused."""
+    entries: dict[str, _Entry] = {}
+    with plain_damage(f"{path} is not a whole safetensors file"):
+        with path.open("rb") as file:
+            offset = 8 + int.from_bytes(file.read(8), "little")
+        with safe_open(path, framework="np") as header:
+            for name in header.offset_keys():  # without gaps: the format allows none
+                about = header.get_slice(name)
+                dtype, shape = OF_SAFETENSORS[about.get_dtype()], tuple(about.get_shape())
+                entries[name] = _Entry(dtype=dtype, shape=shape, offset=offset)
+                offset += prod(shape) * dtype.itemsize
+            return entries, header.metadata() or {}
 
 
 def write_header(

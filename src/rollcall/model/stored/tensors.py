@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
@@ -16,6 +16,8 @@ from rollcall.model.stored.files import StoredError, StoredFile, read_fully
 
 if TYPE_CHECKING:
     import torch
+
+PIECE_BYTES = 64 << 20  # of a tensor in host memory at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +80,27 @@ class Stored:
         for piece in tensor.pieces:
             _read_overlap(piece, block, start=start)
         return block
+
+    def runs(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
+        """A tensor in runs of rows, each with the number of its first row."""
+        tensor = self.tensors[name]
+        rows, *rest = tensor.shape
+        step = max(1, PIECE_BYTES * rows // max(tensor.num_bytes, 1))
+        for start in range(0, rows, step):
+            count = min(step, rows - start)
+            yield start, self.read(name, start=(start, *[0] * len(rest)), shape=(count, *rest))
+
+    def are_equal(self, name: str, other: str) -> bool:
+        """Whether two tensors hold the same bytes; NaN is equal to itself then."""
+        import torch
+
+        first, second = self.tensors[name], self.tensors[other]
+        if first.pieces == second.pieces:
+            return True
+        return (first.shape, first.dtype) == (second.shape, second.dtype) and all(
+            torch.equal(one.view(torch.uint8), two.view(torch.uint8))
+            for (_, one), (_, two) in zip(self.runs(name), self.runs(other), strict=True)
+        )
 
 
 def _read_overlap(piece: Piece, block: torch.Tensor, *, start: tuple[int, ...]) -> None:
@@ -153,6 +176,34 @@ def _overlapping(pieces: Iterable[Piece]) -> tuple[Piece, Piece] | None:
         if all(p < q + m and q < p + n for p, n, q, m in zip(a.start, a.shape, b.start, b.shape, strict=True)):
             return a, b
     return None
+
+
+def other_tensors(*, wanted: Mapping[str, Sequence[int]], found: Mapping[str, Sequence[int]]) -> str:
+    """How the tensors that were found differ from a model's, by names and shapes; empty if they do not.
+
+    >>> other_tensors(wanted={"norm": (7,), "head": (7,)}, found={"head": (9,)})
+    '1 tensor is missing (norm); 1 tensor is of another shape (head is [9], not [7])'
+    """
+    misshaped = [
+        f"{name} is {list(found[name])}, not {list(shape)}"
+        for name, shape in wanted.items()
+        if name in found and tuple(found[name]) != tuple(shape)
+    ]
+    faults = (
+        (wanted.keys() - found.keys(), "missing"),
+        (found.keys() - wanted.keys(), "not part of the model"),
+        (misshaped, "of another shape"),
+    )
+    return "; ".join(first_tensors(names, fault) for names, fault in faults if names)
+
+
+def first_tensors(names: Collection[str], fault: str) -> str:
+    """
+    >>> first_tensors(["d", "a", "c", "b"], "missing")
+    '4 tensors are missing (a, b, c, ...)'
+    """
+    shown = ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")
+    return f"{'1 tensor is' if len(names) == 1 else f'{len(names):,} tensors are'} {fault} ({shown})"
 
 
 def refuse_whole_numbers(types: Mapping[str, DType], names: Iterable[str], *, origin: str) -> None:

@@ -9,6 +9,7 @@ file from any version of torch can be read. ``torch.load(mmap=True, weights_only
 from __future__ import annotations
 
 import io
+import mmap
 import os
 import pickle
 import struct
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.model.stored.dtypes import DTYPES, DType
-from rollcall.model.stored.files import CheckedRange, StoredError, open_regular, plain_damage, read_fully
+from rollcall.model.stored.files import CheckedRange, StoredError, plain_damage, read_fully
 from rollcall.model.stored.tensors import Piece
 
 MOST_PICKLE_BYTES = 1 << 29
@@ -187,67 +188,47 @@ def open_torch_file(path: Path, *, offset: int = 0, length: int | None = None) -
     """A file of ``torch.save``, or one that lies in a range of a larger file, and the content of its pickle."""
     what = str(path) if length is None else f"{path} (bytes {offset:,} to {offset + length:,})"
     with (
-        open_regular(path) as file,
         plain_damage(
             f"{what} is not a whole file of torch.save in its zip format",
             advice="it was cut off, or is of another kind; restore the file",
         ),
+        path.open("rb") as file,
     ):
         size = os.fstat(file.fileno()).st_size
         if offset < 0 or offset + (length or 0) > size:
             raise StoredError(f"{path} has {size:,} bytes, too few: it was cut off; restore the file")
-        part = _Range(file.fileno(), begin=offset, size=size if length is None else length)
-        records = {info.filename: _record(part, info) for info in zipfile.ZipFile(part).infolist()}
-        root = next((name.removesuffix("data.pkl") for name in records if name.endswith("/data.pkl")), None)
-        if root is None:
-            raise StoredError(f"{what} is not a file of torch.save: it has no data.pkl; restore the file")
-        if f"{root}byteorder" in records and _content(part, records[f"{root}byteorder"], what=what) != b"little":
-            raise StoredError(f"{what} was written on a big-endian machine; save it again on another")
-        data = _content(part, records[f"{root}data.pkl"], what=what)
+        # An archive may have other bytes before it, and ends where the mapping ends.
+        end = size if length is None else offset + length
+        with mmap.mmap(file.fileno(), end, access=mmap.ACCESS_READ) as data:
+            records = {info.filename: _record(data, info) for info in zipfile.ZipFile(data).infolist()}  # type: ignore[arg-type]
+            root = next((name.removesuffix("data.pkl") for name in records if name.endswith("/data.pkl")), None)
+            if root is None:
+                raise StoredError(f"{what} is not a file of torch.save: it has no data.pkl; restore the file")
+            if f"{root}byteorder" in records and _content(data, records[f"{root}byteorder"], what=what) != b"little":
+                raise StoredError(f"{what} was written on a big-endian machine; save it again on another")
+            content = _content(data, records[f"{root}data.pkl"], what=what)
     prefix = f"{root}data/"
     own = {name.removeprefix(prefix): record for name, record in records.items() if name.startswith(prefix)}
-    return TorchFile(path=path, what=what, records=own), unpickle(data, what=what)
+    return TorchFile(path=path, what=what, records=own), unpickle(content, what=what)
 
 
-class _Range(io.RawIOBase):
-    """A range of a file as a file, for zipfile."""
-
-    def __init__(self, fd: int, *, begin: int, size: int) -> None:
-        self.fd, self.begin, self.size, self._at = fd, begin, size, 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
-        self._at = position + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.size}[whence]
-        if self._at < 0:
-            raise ValueError("a position before the file")
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        data = os.pread(self.fd, max(min(len(buffer), self.size - self._at), 0), self.begin + self._at)
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)
-
-
-def _record(part: _Range, info: zipfile.ZipInfo) -> CheckedRange:
+def _record(data: mmap.mmap, info: zipfile.ZipInfo) -> CheckedRange:
     """Where the bytes of a record are: after its own header, and only that says how long it is."""
     if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
         raise ValueError(f"its record {info.filename} is compressed, which torch.save never does")
-    signature, name_size, extra_size = struct.unpack("<4s22xHH", os.pread(part.fd, 30, part.begin + info.header_offset))
+    signature, name_size, extra_size = struct.unpack_from("<4s22xHH", data, info.header_offset)
     begin = info.header_offset + 30 + name_size + extra_size
-    if signature != b"PK\x03\x04" or begin + info.file_size > part.size:
+    if signature != b"PK\x03\x04" or begin + info.file_size > len(data):
         raise ValueError(f"its record {info.filename} does not lie in the file")
-    return CheckedRange(offset=part.begin + begin, size=info.file_size, crc32=info.CRC)
+    return CheckedRange(offset=begin, size=info.file_size, crc32=info.CRC)
 
 
-def _content(part: _Range, record: CheckedRange, *, what: str) -> bytes:
+def _content(data: mmap.mmap, record: CheckedRange, *, what: str) -> bytes:
     if record.size > MOST_PICKLE_BYTES:
         raise StoredError(f"{what}: a pickle of {record.size:,} bytes is not one of tensors; restore the file")
-    data = os.pread(part.fd, record.size, record.offset)
-    if record.crc32 and zlib.crc32(data) != record.crc32:
+    content = data[record.offset : record.offset + record.size]
+    if record.crc32 and zlib.crc32(content) != record.crc32:
         raise StoredError(
             f"{what}: its list of tensors is not as it was written (its checksum differs); restore the file"
         )
-    return data
+    return content

@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md from the run file's pydantic models: ``python -m rollcall.config.docs``."""
+"""Writes docs/configuration.md from the run file's pydantic models: ``python scripts/write_configuration.py``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rollcall.config.errors import section_classes
 
 _INTRO = """# Configuration
 
-<!-- Written by `python -m rollcall.config.docs`; edit the fields in `src/rollcall/config/`. -->
+<!-- Written by `python scripts/write_configuration.py`; edit the fields in `src/rollcall/config/`. -->
 
 A run file is YAML with the sections below. A key that you leave out has the default shown. An unknown key is an error that
 names the nearest one. On the command line, set a key as `section.key=value`, an item of a list by its index:
