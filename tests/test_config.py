@@ -364,7 +364,7 @@ def test_a_later_override_wins() -> None:
         ("=3", "override '=3' is not key=value"),
         ("reward.7.weight=1", "override 'reward.7.weight=1': 7 is not an index into a list of 1"),
         ("reward.x=1", "override 'reward.x=1': x is not an index into a list of 1"),
-        ("actor.lr.x=1", "override 'actor.lr.x=1': lr is a value, not a section"),
+        ("actor.lr.x=1", "override 'actor.lr.x=1': lr is 0.0002 in the run file, not a section with keys"),
         ("rollout.max_tokens=9", "rollout.max_tokens is not a field; did you mean rollout.max_response_tokens?"),
         ("actor.lr=", "actor.lr=None: input should be a valid number"),
     ],

@@ -38,7 +38,7 @@ def set_key(raw: dict[str, Any], key: str, value: Any) -> None:
             node[parent] = {}
         node = node[_place(node, parent)]
         if not isinstance(node, dict | list):
-            raise ConfigError(f"{parent} is a value, not a section")
+            raise ConfigError(f"{parent} is {shown(node)} in the run file, not a section with keys")
     node[_place(node, last)] = value
 
 
