@@ -95,7 +95,10 @@ def dashboard() -> Iterator[Any]:
 def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dashboard: Any) -> Path:
     monkeypatch.setenv("ROLLCALL_LAUNCHES", str(tmp_path / "launches"))
     monkeypatch.setattr(remote_shell, "LET_GO_S", 20.0)
-    for module in ("launch.ssh.target", "launch.jobs.submit"):  # compressing all of Rollcall is most of the work of a launch
+    for module in (
+        "launch.ssh.target",
+        "launch.jobs.submit",
+    ):  # compressing all of Rollcall is most of the work of a launch
         monkeypatch.setattr(f"rollcall.{module}.build_package", lambda *args, **options: b"code")
     found = make_hosts(
         tmp_path / "fake", ["a", "b", "c", "d"], version=__version__, dashboard=dashboard.server_address[1]

@@ -62,25 +62,13 @@ class NodeFacts:
     packages: Mapping[str, str | None]
     torch_cuda: str | None
     torch_hip: str | None
-    driver: str | None
     disks: tuple[Disk, ...]
     memory_total: int
     memory_available: int
     shm_total: int
     gpus: tuple[Gpu, ...]
     gpu_error: str | None
-    interface: str | None
     missing_paths: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedFolder:
-    """The result of writing on every node and reading on the others."""
-
-    path: str
-    unwritable: Mapping[int, str]  # rank to why
-    unseen: Mapping[int, Mapping[int, str]]  # reader's rank to writer's rank to why
-    seen_after_s: float  # slowest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,9 +153,9 @@ def judge_versions(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
         for node in nodes:
             version = node.packages[name]
             if version is None or version != usual:
-                what = f"{name} is not installed" if version is None else f"{name} {version}, the others have {usual}"
+                what = "is not installed" if version is None else f"{version}, the others have {usual}"
                 wanted = f"{name}=={usual}" if usual else name
-                yield find(node, f"{what}; run `{node.executable} -m pip install '{wanted}'` there")
+                yield find(node, f"{name} {what}; run `{node.executable} -m pip install '{wanted}'` there")
     usual = _majority(nodes, build)
     for node in nodes:
         if build(node) != usual:
@@ -244,15 +232,6 @@ def judge_gpus(node: NodeFacts) -> Iterator[Finding]:
             yield find(node, held, severity="warns")  # perhaps by a run of yours that is about to end
 
 
-def judge_clocks(nodes: Sequence[NodeFacts], *, skews: Mapping[int, tuple[float, float]]) -> Iterator[Finding]:
-    """``skews``: rank to (seconds ahead of this node, half of the round trip it was measured over)."""
-    for node in nodes:
-        ahead, doubt = skews.get(node.rank, (0.0, 0.0))
-        if abs(ahead) - doubt > 1.0:
-            what = f"its clock is {abs(ahead):.1f} s {'ahead' if ahead > 0 else 'behind'}; run `sudo timedatectl set-ntp true`"
-            yield find(node, what, severity="warns")
-
-
 def judge_reach(
     nodes: Sequence[NodeFacts], *, failed: Mapping[int, Sequence[tuple[int, int, str]]]
 ) -> Iterator[Finding]:
@@ -284,17 +263,23 @@ def firewall_rule(nodes: Sequence[NodeFacts], *, head_port: int) -> str:
     return "nft '" + "; ".join(rules) + "'"
 
 
-def judge_shared(nodes: Sequence[NodeFacts], shared: SharedFolder) -> Iterator[Finding]:
-    by_rank = {node.rank: node for node in nodes}
-    for rank, why_not in shared.unwritable.items():
-        what = f"cannot write to the shared folder {shared.path}: {why_not}; `findmnt -T {shared.path}` there shows how it is mounted"
-        yield find(by_rank[rank], what)
-    for rank, writers in shared.unseen.items():
-        yield find(
-            by_rank[rank],
-            f"does not see in {shared.path} what rank {ranges(sorted(writers))} wrote there: {next(iter(writers.values()))}; mount "
-            "the same file system there, or choose another run.dir",
-        )
+def judge_shared(
+    nodes: Sequence[NodeFacts], folder: str, *, wrote: Mapping[int, str | None], unseen: Mapping[int, Mapping[int, str]]
+) -> Iterator[Finding]:
+    """``wrote``: rank to why it could not write there, if so; ``unseen``: reader's rank to writer's rank to why."""
+    for node in nodes:
+        why_not, writers = wrote.get(node.rank), unseen.get(node.rank)
+        if why_not:
+            yield find(
+                node,
+                f"cannot write to the shared folder {folder}: {why_not}; `findmnt -T {folder}` there shows how it is mounted",
+            )
+        elif writers:
+            yield find(
+                node,
+                f"does not see in {folder} what rank {ranges(sorted(writers))} wrote there: {next(iter(writers.values()))}; mount "
+                "the same file system there, or choose another run.dir",
+            )
 
 
 def judge_bandwidth(*, backend: str, bytes_per_s: float) -> Iterator[Finding]:

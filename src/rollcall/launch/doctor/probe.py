@@ -26,7 +26,7 @@ from typing import Any
 
 from rollcall.nodes.interfaces import interface_of
 
-GPU_FIELDS = ("index", "name", "driver_version", "memory.total", "memory.used", "ecc.errors.uncorrected.volatile.total")
+GPU_FIELDS = ("index", "name", "memory.total", "memory.used", "ecc.errors.uncorrected.volatile.total")
 
 
 class Probe:
@@ -36,12 +36,9 @@ class Probe:
         self._listeners: list[socket.socket] = []
         self._meeting: Any = None
 
-    def clock(self) -> float:
-        return time.time()
-
     def facts(self, ask: dict[str, Any]) -> dict[str, Any]:
-        """``ask``: packages (names), disks (purpose to path), paths (that must exist), address (this node's)."""
-        gpus, driver, complaint = read_gpus()
+        """``ask``: packages (names), disks (purpose to path) and paths that must exist."""
+        gpus, complaint = read_gpus()
         with open("/proc/meminfo") as file:  # psutil may not be here
             memory = {name: int(amount.split()[0]) << 10 for name, amount in (line.split(":") for line in file)}
         shm = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
@@ -51,14 +48,12 @@ class Probe:
             "executable": sys.executable,
             "packages": {name: installed(name) for name in ask["packages"]},
             **torch_build(),
-            "driver": driver,
             "disks": [disk(purpose, path) for purpose, path in ask["disks"].items()],
             "memory_total": memory["MemTotal"],
             "memory_available": memory["MemAvailable"],
             "shm_total": shm.f_frsize * shm.f_blocks if shm else 0,
             "gpus": gpus,
             "gpu_error": complaint,
-            "interface": interface_of(ask["address"]),
             "missing_paths": [path for path in ask["paths"] if not os.path.exists(path)],
         }
 
@@ -99,15 +94,12 @@ class Probe:
             return _why(error)
         return None
 
-    def see(self, folder: str, names: list[str], timeout_s: float) -> dict[str, Any]:
-        """The time until all files are seen with their text; ``missing``: those that are not in time, and why."""
-        began = time.monotonic()
-        while True:
-            missing = {name: why for name in names if (why := _unseen(folder, name))}
-            seconds = time.monotonic() - began
-            if not missing or seconds > timeout_s:
-                return {"seconds": seconds, "missing": missing}
+    def see(self, folder: str, names: list[str], timeout_s: float) -> dict[str, str]:
+        """The files that are not seen with their text in time, and why."""
+        ends = time.monotonic() + timeout_s
+        while (missing := {name: why for name in names if (why := _unseen(folder, name))}) and time.monotonic() < ends:
             time.sleep(0.02)
+        return missing
 
     def remove(self, folder: str, name: str) -> None:
         with suppress(OSError):  # never written, or the folder is read-only here; the findings say so
@@ -186,8 +178,7 @@ def _unseen(folder: str, name: str) -> str | None:
 
 
 def _why(error: OSError) -> str:
-    code = errno.errorcode.get(error.errno or 0)
-    return f"{error.strerror or error}" + (f" ({code})" if code else "")
+    return f"{error.strerror} ({errno.errorcode.get(error.errno or 0, error.errno)})"
 
 
 def installed(name: str) -> str | None:
@@ -216,29 +207,27 @@ def disk(purpose: str, path: str) -> dict[str, Any]:
     return {"purpose": purpose, "path": path, "free": usage.free, "total": usage.total}
 
 
-def read_gpus() -> tuple[list[dict[str, Any]], str | None, str | None]:
-    """The cards, their driver, and a complaint if nvidia-smi is there and does not answer."""
+def read_gpus() -> tuple[list[dict[str, Any]], str | None]:
+    """The cards, and a complaint if nvidia-smi is there and does not answer."""
     program = shutil.which("nvidia-smi")
     if program is None:
-        return [], None, None
+        return [], None
     command = [program, f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=20.0, check=True
-        )  # on a sick card it may never return
+    try:  # on a sick card it may never return
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20.0, check=True)
     except (subprocess.SubprocessError, OSError) as error:
         lines = (getattr(error, "stdout", "") or getattr(error, "stderr", "") or str(error)).strip().splitlines()
-        return [], None, f"nvidia-smi fails: {lines[-1] if lines else error}"
-    rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
-    return [parse_gpu(row) for row in rows], rows[0][2] if rows else None, None
+        return [], f"nvidia-smi fails: {lines[-1] if lines else error}"
+    return [parse_gpu(line.split(",")) for line in done.stdout.splitlines() if line.strip()], None
 
 
 def parse_gpu(row: list[str]) -> dict[str, Any]:
     """A row of GPU_FIELDS; what a card does not report reads "[N/A]"."""
-    total, used, errors = (int(text) if text.isdigit() else 0 for text in row[3:6])
+    index, name, *numbers = (cell.strip() for cell in row)
+    total, used, errors = (int(text) if text.isdigit() else 0 for text in numbers)
     return {
-        "index": int(row[0]),
-        "name": row[1],
+        "index": int(index),
+        "name": name,
         "memory_total": total << 20,
         "memory_used": used << 20,
         "ecc_errors": errors,
