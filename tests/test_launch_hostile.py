@@ -153,15 +153,6 @@ def test_a_record_that_cannot_be_read_is_named_and_the_others_are_listed(
         all_records()  # whether its hosts are in use is not known
 
 
-def test_a_folder_that_cannot_be_written_is_named(launches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: object, **options: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("rollcall.launch.record.write_atomic", full)
-    with pytest.raises(LaunchError, match=f"{launches} cannot be written: No space left on device; make room there"):
-        new_record("one", target="ssh", run_dir="r").save()
-
-
 def test_only_its_owner_reads_a_launch(launches: Path) -> None:
     with held("one"):
         token = launch_token(launches / "one")

@@ -216,7 +216,6 @@ def _follow(jobs: Jobs, job_id: str, *, out: Any) -> Job:
         out.flush()
 
     try:
-        jobs.wait_started(job_id)
         return jobs.follow(job_id, write=write)
     except KeyboardInterrupt:
         say(

@@ -120,7 +120,7 @@ def default_name(run: str) -> str:
 def shown(rendered: Rendered, folder: Path) -> str:
     """For a person: each file with its path, then the commands in their order."""
     parts = [f"# file {folder / file.name}\n{file.text.rstrip()}\n" for file in rendered.files]
-    commands = [f"# {each.what}{f' (on {each.host})' if each.host else ''}\n{each}" for each in rendered.commands]
+    commands = [f"# {each.what}\n{each}" for each in rendered.commands]
     notes = [f"# note: {note}" for note in rendered.notes]
     problems = [f"# problem: {problem}" for problem in rendered.problems]
     return "\n".join([*parts, *commands, *notes, *problems])

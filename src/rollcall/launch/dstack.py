@@ -23,7 +23,6 @@ class Dstack(ToolTarget):
     title = "dstack"
     program = "dstack"
     install = "install it with `pip install dstack`"
-    checked = "dstack checks the task when it starts it"
     look = "dstack ps"
     image_key = "launch.dstack.image"
     place_words = "dstack's project"

@@ -32,7 +32,6 @@ class Kuberay(ToolTarget):
     title = "Kubernetes"
     program = "kubectl"
     install = "install Kubernetes' command line"
-    checked = "Kubernetes accepts the manifest"
     look = "kubectl get rayjobs"
     image_key = "launch.kuberay.image"
     place_words = "kubectl's context"
@@ -49,11 +48,10 @@ class Kuberay(ToolTarget):
             notes=() if section.claims or section.ray_cluster else (note,),
         )
 
-    def validate(self, rendered: Rendered, folder: Path) -> str:
-        checked = super().validate(rendered, folder)
+    def validate(self, rendered: Rendered, folder: Path) -> None:
+        super().validate(rendered, folder)
         words = (*rendered.commands[0].words, "--dry-run=server")
         ask(Command(words=words, what="let Kubernetes check the manifest"))
-        return checked
 
     def tool_name(self, name: str) -> str:
         return kube_name(name)

@@ -25,7 +25,6 @@ from rollcall.launch.record import (
     launches,
     new_record,
     reason,
-    writing,
 )
 from rollcall.launch.rendered import VARIABLE, Rendered
 from rollcall.launch.skypilot import Skypilot
@@ -165,9 +164,8 @@ def start(target: Target, request: LaunchRequest, rendered: Rendered) -> LaunchR
             say(f"{request.name!r} {was}: looking for what runs")
         record = record.having(run_dir=str(request.config.run.dir)).save()
         try:
-            with writing():
-                rendered.write(record.folder)
-            say(target.validate(rendered, record.folder))
+            rendered.write(record.folder)
+            target.validate(rendered, record.folder)
             return target.start(request, rendered, record).having(state="started").save()
         except BaseException:
             left = find_record(record.name)

@@ -32,7 +32,6 @@ class Command:
 
     words: tuple[str, ...]
     what: str  # it does, in a few words: "submit the batch script"
-    host: str | None = None  # where it runs; None: on this machine
     stdin: str | None = None  # the rendered file that it reads
 
     def __str__(self) -> str:

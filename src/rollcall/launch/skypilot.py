@@ -27,7 +27,6 @@ class Skypilot(ToolTarget):
     title = "SkyPilot"
     program = "sky"
     install = "install it with `pip install skypilot` (with the extras of your clouds)"
-    checked = "SkyPilot checks the task when it starts it"
     look = "sky status` and `sky jobs queue"
     image_key = "launch.skypilot.resources.image_id"
 

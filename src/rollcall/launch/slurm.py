@@ -51,7 +51,6 @@ class Slurm(ToolTarget):
     title = "Slurm"
     program = "sbatch"
     install = "it comes with Slurm's client tools"
-    checked = "sbatch takes the job"
     look = "squeue"
     place_words = "the Slurm cluster"
     place_advice = "run this on a machine of {}"
@@ -73,14 +72,13 @@ class Slurm(ToolTarget):
         command = Command(words=words, what=what)
         return Rendered(files=(request.run_file, node, job), commands=(command,), notes=_notes(request, section))
 
-    def validate(self, rendered: Rendered, folder: Path) -> str:
-        checked = super().validate(rendered, folder)
+    def validate(self, rendered: Rendered, folder: Path) -> None:
+        super().validate(rendered, folder)
         words = rendered.commands[0].words
-        if words[0] != "sbatch":
+        if words[0] == "sbatch":
+            _ask("sbatch", "--test-only", *words[2:], what="have sbatch check the job")
+        else:
             need_tool("srun", install=self.install)
-            return "srun checks the options when it starts the nodes"
-        _ask("sbatch", "--test-only", *words[2:], what="have sbatch check the job")
-        return checked
 
     def tool_name(self, name: str) -> str:
         return f"rollcall-{name}"

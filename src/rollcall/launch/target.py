@@ -85,8 +85,8 @@ class Target(Protocol):
         """Pure: the same request gives the same text, and nothing is read or started."""
 
     @abstractmethod
-    def validate(self, rendered: Rendered, folder: Path) -> str:
-        """Let the target's own tool read the files in ``folder``; returns a line for the user."""
+    def validate(self, rendered: Rendered, folder: Path) -> None:
+        """Let the target's own tool read the files in ``folder``."""
 
     @abstractmethod
     def in_use(self, record: LaunchRecord, names: Sequence[str]) -> Sequence[str]:
@@ -131,7 +131,6 @@ class ToolTarget(Target):
     title: ClassVar[str]  # of the tool, for messages
     program: ClassVar[str]
     install: ClassVar[str]
-    checked: ClassVar[str]  # a line for the user, after ``validate``
     look: ClassVar[str]  # the command that shows the user what there is
     image_key: ClassVar[str] = ""  # where the section names the image
     place_words: ClassVar[str] = ""  # "kubectl's context": the cluster or project that the tool talks to
@@ -177,9 +176,8 @@ class ToolTarget(Target):
         if request.cluster.num_nodes > 1:  # one node finds a relative path in its own folder
             resolve_paths(request.config, folder=request.cwd, shared=None)
 
-    def validate(self, rendered: Rendered, folder: Path) -> str:
+    def validate(self, rendered: Rendered, folder: Path) -> None:
         need_tool(self.program, install=self.install)
-        return self.checked
 
     def in_use(self, record: LaunchRecord, names: Sequence[str]) -> Sequence[str]:
         self.require_started(record)

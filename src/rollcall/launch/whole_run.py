@@ -139,7 +139,6 @@ def _run(cluster: str, config: Config, *, timeout_s: float) -> int:
     running = [job for job in _known(jobs) if job.run_dir == str(config.run.dir) and not job.is_over]
     job = running[0] if running else jobs.submit(config, folder=Path.cwd(), environ=os.environ)
     say(f"{'following' if running else 'submitted'} {job.id}")
-    jobs.wait_started(job.id)
     return jobs.follow(job.id).exit_status
 
 

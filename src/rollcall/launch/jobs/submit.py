@@ -44,6 +44,7 @@ PREFIX = "rollcall-"
 LATEST = "latest"
 SAVE_S = 300  # for a job to save, after trainer.stop_grace_s; then Ray kills it
 STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"  # read by Ray where the driver runs; its own 3 s are too few for a checkpoint
+START_S = 180.0  # for the head to unpack the code and to start the driver
 LOST_S = 120.0  # while following: how long the head may be silent
 # `rollcall node` says which interpreter it is; a head started in another way has its own first on its path.
 # Ray starts it by a shell. The driver takes the shell's place, so that a signal for the driver does not end a shell above it.
@@ -156,21 +157,21 @@ class Jobs:
         self._learn_secrets(job_id)
         return redact(self._client.call("get_job_logs", job_id))
 
-    def wait_started(self, job_id: str, *, timeout_s: float = 180.0) -> Job:
-        wait = Wait(timeout_s, first_s=5.0, every_s=5.0)
+    def _wait_started(self, job_id: str) -> None:
+        wait = Wait(START_S, first_s=5.0, every_s=5.0)
         while (job := self.job(job_id)).status == "PENDING":
             if not wait.again(f"waiting for the head node to start the driver: {job.message}", after_s=0.3):
                 raise ClusterError(
-                    f"job {job_id} has not started within {timeout_s:.0f} s. Ray says: {job.message}\nIt waits for the head "
+                    f"job {job_id} has not started within {START_S:.0f} s. Ray says: {job.message}\nIt waits for the head "
                     "node to unpack the code and to start its driver; it stays queued: see `rollcall status`, or `rollcall "
                     f"job stop {job_id}`"
                 )
-        return job
 
     def follow(self, job_id: str, *, write: Callable[[str], None] = to_stdout) -> Job:
-        """Write the job's log as it grows, until the job is over; returns the job as it ended."""
+        """Write the job's log from its start on, until the job is over; returns the job as it ended."""
         from rollcall.process.ray.job_client import Unreachable
 
+        self._wait_started(job_id)
         self._learn_secrets(job_id)
         redactor = Redactor()
         num_seen, heard, is_lost = 0, time.monotonic(), False

@@ -18,7 +18,7 @@ import re
 import shlex
 import urllib.parse
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
 
 from rollcall.base.errors import ClusterError
 from rollcall.base.stop import INTERRUPTED
@@ -100,9 +100,8 @@ class Ssh(Target):
             notes=tuple(notes),
         )
 
-    def validate(self, rendered: Rendered, folder: Any) -> str:
+    def validate(self, rendered: Rendered, folder: Path) -> None:
         need_tool("ssh", install="install OpenSSH's client (Debian: openssh-client)")
-        return "the hosts are asked next; nothing is started before all of them can be used"
 
     def in_use(self, record: LaunchRecord, names: Sequence[str]) -> Sequence[str]:
         """Nodes stay after a run, and the next run may be another."""
@@ -138,7 +137,6 @@ class Ssh(Target):
         with jobs_of(record) as (jobs, found):
             job = _submitted(record, found)
             try:
-                jobs.wait_started(job.id)
                 job = jobs.follow(job.id)
             except KeyboardInterrupt:
                 say(f"\n{job.id} continues; follow it with `rollcall launch logs {record.name} --follow`")
