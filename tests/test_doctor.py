@@ -45,7 +45,7 @@ def make_node(rank: int, **changes: Any) -> NodeFacts:
     """A node with nothing wrong."""
     healthy = NodeFacts(
         rank=rank, host=f"node{rank}", address=f"10.0.0.{rank + 1}", slots=8, accelerator="cpu", is_head=rank == 0,
-        python="3.11.7", executable="/env/bin/python", packages=VERSIONS, torch_cuda=None, torch_hip=None,
+        python="3.11.7", executable="/env/bin/python", packages=VERSIONS, torch_build="the CPU",
         disks=(Disk(purpose="Ray's temporary folder", path="/tmp/ray", free=100 * GIB, total=200 * GIB),),
         memory_total=64 * GIB, memory_available=60 * GIB, shm_total=32 * GIB, gpus=(), gpu_error=None, missing_paths=(),
     )  # fmt: skip
@@ -53,7 +53,7 @@ def make_node(rank: int, **changes: Any) -> NodeFacts:
 
 
 def make_gpu(index: int = 0, **changes: Any) -> Gpu:
-    card = Gpu(index=index, name="H200", memory_total=140 * GIB, memory_used=0, ecc_errors=0)
+    card = Gpu(index=index, name="H200", memory_total=140 * GIB, memory_used=0)
     return replace(card, **changes)
 
 
@@ -94,7 +94,7 @@ def test_healthy_nodes_have_no_findings() -> None:
          "/env/bin/python -m pip install 'transformers==5.19.0'"),
         ({"packages": {**VERSIONS, "torch": None}}, "torch is not installed", "'torch==2.13.0'"),
         ({"python": "3.12.1"}, "Python 3.12.1, the others have 3.11", "/env/bin/python again with Python 3.11"),
-        ({"torch_cuda": "13.0"}, "torch is built for CUDA 13.0, elsewhere for the CPU", "reinstall it"),
+        ({"torch_build": "CUDA 13.0"}, "torch is built for CUDA 13.0, elsewhere for the CPU", "reinstall it"),
         ({"disks": (Disk(purpose="run.dir", path="/x", free=GIB // 2, total=GIB),)}, "0.5 GiB free", "free some"),
         ({"memory_available": 2 * GIB}, "only 2.0 of 64.0 GiB of memory are available", "ps aux"),
         ({"missing_paths": ("/models/x",)}, "/models/x does not exist here", "rsync -a /models/x/ node2"),
@@ -110,7 +110,6 @@ def test_the_odd_node_out_is_named_with_a_command_that_mends_it(changes: dict[st
 @pytest.mark.parametrize(
     ("card", "severity", "what"),
     [
-        ({"ecc_errors": 3}, "breaks", "GPU 1 (H200) has 3 uncorrected memory errors"),
         ({"memory_used": 20 * GIB}, "warns", "GPU 1 (H200) has 20.0 GiB in use"),
     ],
 )
@@ -234,14 +233,15 @@ def test_a_probe_says_what_this_machine_has(tmp_path: Path) -> None:
 def test_torchs_build_is_read_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    assert doctor_facts.torch_build() == {"torch_cuda": torch.version.cuda, "torch_hip": torch.version.hip}
+    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
+    assert doctor_facts.torch_build() == ("the CPU" if built == "ROCm None" else built)
 
 
 def test_a_row_of_nvidia_smi_is_read() -> None:
-    row = ["3", " NVIDIA H200", "143771", "512", "2"]
+    row = ["3", " NVIDIA H200", "143771", "512"]
     gpu = doctor_facts.parse_gpu(row)
-    assert (gpu["index"], gpu["memory_used"], gpu["ecc_errors"]) == (3, 512 << 20, 2)
-    assert doctor_facts.parse_gpu([*row[:4], "[N/A]"])["ecc_errors"] == 0
+    assert (gpu["index"], gpu["name"], gpu["memory_used"]) == (3, "NVIDIA H200", 512 << 20)
+    assert doctor_facts.parse_gpu([*row[:3], "[N/A]"])["memory_used"] == 0
 
 
 def fake_smi(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +252,7 @@ def fake_smi(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_cards_come_from_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_smi(tmp_path, 'echo "0, NVIDIA H200, 143771, 0, 0"', monkeypatch)
+    fake_smi(tmp_path, 'echo "0, NVIDIA H200, 143771, 0"', monkeypatch)
     (gpu,), complaint = doctor_facts.read_gpus()
     assert complaint is None and gpu["memory_total"] == 143771 << 20
 

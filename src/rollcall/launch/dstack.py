@@ -65,11 +65,11 @@ class Dstack(ToolTarget):
         return ("dstack", *(("attach", "--logs") if follow else ("logs",)), self.tool_name(record.name))
 
     def end(self, record: LaunchRecord, ids: Sequence[str]) -> None:
-        run(Command(words=("dstack", "stop", "--yes", self.tool_name(record.name)), what="end the task"))
+        run("dstack", "stop", "--yes", self.tool_name(record.name), what="end the task")
 
 
 def _listed() -> dict[str, Any]:
-    return ask_json(Command(words=("dstack", "ps", "--json"), what="list dstack's runs")) or {}
+    return ask_json("dstack", "ps", "--json", what="list dstack's runs") or {}
 
 
 def dstack_name(name: str) -> str:

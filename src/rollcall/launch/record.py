@@ -8,6 +8,7 @@ has to be a folder that the nodes see.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -85,6 +86,15 @@ def check_name(name: str) -> str:
             "letter or digit"
         )
     return name
+
+
+def default_name(run: str) -> str:
+    """The run's name, as far as a name of a cluster can have it.
+
+    >>> default_name("my first run!")
+    'my-first-run'
+    """
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", run)[:32].strip("-_") or "run"
 
 
 def own_folder(name: str) -> Path:

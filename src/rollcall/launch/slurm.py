@@ -60,8 +60,8 @@ class Slurm(ToolTarget):
 
     def render(self, request: LaunchRequest) -> Rendered:
         section = request.section(SlurmSection)
-        node = RenderedFile(name=NODE, text=_node(request, section), executable=True)
-        job = RenderedFile(name=JOB, text=_job(request, section), executable=True)
+        node = RenderedFile(name=NODE, text=_node(request, section))
+        job = RenderedFile(name=JOB, text=_job(request, section))
         script = str(request.folder / JOB)
         if section.attach is None:
             words, what = ("sbatch", "--parsable", *_options(request, section), script), "submit the batch job"
@@ -152,15 +152,8 @@ class Slurm(ToolTarget):
             return visible(found[0].state)
         if (ended := _ended(record)) is not None:
             return f"it {status_words(ended)}"
-        words = (
-            "sacct",
-            "--noheader",
-            "--parsable2",
-            "--allocations",
-            f"--jobs={record.id}",
-            "--format=State,ExitCode",
-        )
-        account = _ask(*words, what="ask for its account", fine="").strip() if record.id else ""
+        words = ("sacct", "--noheader", "--parsable2", "--allocations", "--format=State,ExitCode")
+        account = _ask(*words, f"--jobs={record.id}", what="ask for its account", fine="").strip() if record.id else ""
         state = visible(account).replace("|", ", exit code ")
         return f"job {record.id} is {state}" if state else "it is not in Slurm's queue"
 
@@ -217,7 +210,7 @@ def _env() -> dict[str, str]:
 
 
 def _ask(*words: str, what: str, fine: str | None = None) -> str:
-    return ask(Command(words=words, what=what), fine=fine, env=_env())
+    return ask(*words, what=what, fine=fine, env=_env())
 
 
 def _rows(*options: str, what: str) -> list[list[str]]:

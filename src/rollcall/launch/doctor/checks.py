@@ -44,7 +44,6 @@ class Gpu:
     name: str
     memory_total: int
     memory_used: int
-    ecc_errors: int  # uncorrected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +59,7 @@ class NodeFacts:
     python: str
     executable: str
     packages: Mapping[str, str | None]
-    torch_cuda: str | None
-    torch_hip: str | None
+    torch_build: str  # such as "CUDA 13.0" or "the CPU"
     disks: tuple[Disk, ...]
     memory_total: int
     memory_available: int
@@ -100,15 +98,10 @@ def judge_roster(roster: Roster, cluster: Cluster) -> Iterator[Finding]:
     for rank in roster.missing:
         what = f"rank {rank} of {roster.num_nodes} has not joined, or has died; there run `{cluster.join_command(rank)} ...`"
         yield Finding(node=rank, host=None, severity="breaks", what=what)
-
-
-def judge_token(roster: Roster) -> Iterator[Finding]:
     if not roster.has_token and not all(ipaddress.ip_address(node.address).is_loopback for node in roster.alive):
-        what = (
-            f"{roster.title} has no token, so anyone who reaches its ports can run code there; start its nodes with "
-            "RAY_AUTH_MODE=token and the same RAY_AUTH_TOKEN"
-        )
-        yield find(None, what, severity="warns")
+        what = f"{roster.title} has no token, so anyone who reaches its ports can run code there"
+        fix = "start its nodes with RAY_AUTH_MODE=token and the same RAY_AUTH_TOKEN"
+        yield find(None, f"{what}; {fix}", severity="warns")
 
 
 def judge_slots(config: Config, roster: Roster, cluster: Cluster) -> Iterator[Finding]:
@@ -156,11 +149,11 @@ def judge_versions(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
                 what = "is not installed" if version is None else f"{version}, the others have {usual}"
                 wanted = f"{name}=={usual}" if usual else name
                 yield find(node, f"{name} {what}; run `{node.executable} -m pip install '{wanted}'` there")
-    usual = _majority(nodes, build)
+    usual = _majority(nodes, lambda node: node.torch_build)
     for node in nodes:
-        if build(node) != usual:
-            what = f"torch is built for {build(node)}, elsewhere for {usual}; reinstall it from the index the other nodes used"
-            yield find(node, what)
+        if node.torch_build != usual:
+            what = f"torch is built for {node.torch_build}, elsewhere for {usual}"
+            yield find(node, f"{what}; reinstall it from the index the other nodes used")
 
 
 def _majority(nodes: Sequence[NodeFacts], value: Callable[[NodeFacts], T]) -> T:
@@ -170,15 +163,11 @@ def _majority(nodes: Sequence[NodeFacts], value: Callable[[NodeFacts], T]) -> T:
     return max(counts, key=lambda found: (counts[found], found in of_head))
 
 
-def build(node: NodeFacts) -> str:
-    return f"CUDA {node.torch_cuda}" if node.torch_cuda else f"ROCm {node.torch_hip}" if node.torch_hip else "the CPU"
-
-
 def judge_torch(node: NodeFacts) -> Iterator[Finding]:
     """On one machine, where there is no other node to compare it with."""
     if node.packages["torch"] is None:
         yield find(node, f"torch is not installed; run `{node.executable} -m pip install torch`")
-    elif node.gpus and build(node) == "the CPU":
+    elif node.gpus and node.torch_build == "the CPU":
         what = f"{node.gpus[0].name} is there, and torch {node.packages['torch']} is a build for CPUs"
         yield find(node, f"{what}; reinstall it from an index with CUDA builds")
 
@@ -224,9 +213,6 @@ def judge_gpus(node: NodeFacts) -> Iterator[Finding]:
         yield find(node, f"{what}; run `rollcall node` again")
     for gpu in node.gpus:
         card = f"GPU {gpu.index} ({gpu.name})"
-        if gpu.ecc_errors:
-            what = f"{card} has {gpu.ecc_errors} uncorrected memory errors"
-            yield find(node, f"{what}; run `sudo nvidia-smi --gpu-reset -i {gpu.index}`")
         if gpu.memory_used > GIB:
             held = f"{card} has {gpu.memory_used / GIB:.1f} GiB in use; `nvidia-smi -i {gpu.index}` shows by whom"
             yield find(node, held, severity="warns")  # perhaps by a run of yours that is about to end

@@ -143,7 +143,7 @@ class _Examination:
         self.probes = {rank: Pinned(info.node_id, probing.Probe, by_value=code) for rank, info in self.infos.items()}
 
     def run(self, *, quick: bool) -> Diagnosis:
-        self.findings += [*checks.judge_roster(self.roster, self.cluster), *checks.judge_token(self.roster)]
+        self.findings += checks.judge_roster(self.roster, self.cluster)
         nodes = self._facts()
         self.findings += checks.judge_nodes(nodes, checkpoint_bytes=checkpoint_bytes(self.config))
         if self.config is not None:
@@ -217,7 +217,7 @@ class _Examination:
         return None if unseen else folder
 
     def _bandwidth(self, nodes: Sequence[NodeFacts]) -> tuple[str, float | None]:
-        backend = "nccl" if all(node.gpus and node.torch_cuda for node in nodes) else "gloo"
+        backend = "nccl" if all(node.gpus and node.torch_build.startswith("CUDA") for node in nodes) else "gloo"
         say(f"measuring an all-reduce between {len(nodes)} nodes")
         places = {rank: place for place, rank in enumerate(sorted(self.probes))}
         first, secret = min(places), new_secret()

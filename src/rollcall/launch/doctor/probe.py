@@ -26,7 +26,7 @@ from typing import Any
 
 from rollcall.nodes.interfaces import interface_of
 
-GPU_FIELDS = ("index", "name", "memory.total", "memory.used", "ecc.errors.uncorrected.volatile.total")
+GPU_FIELDS = ("index", "name", "memory.total", "memory.used")
 
 
 class Probe:
@@ -47,7 +47,7 @@ class Probe:
             "python": platform.python_version(),
             "executable": sys.executable,
             "packages": {name: installed(name) for name in ask["packages"]},
-            **torch_build(),
+            "torch_build": torch_build(),
             "disks": [disk(purpose, path) for purpose, path in ask["disks"].items()],
             "memory_total": memory["MemTotal"],
             "memory_available": memory["MemAvailable"],
@@ -188,14 +188,16 @@ def installed(name: str) -> str | None:
         return None
 
 
-def torch_build() -> dict[str, str | None]:
-    """The CUDA or ROCm that torch was built for, from its version file: importing it takes seconds, and fails where it is broken."""
+def torch_build() -> str:
+    """What torch was built for, from its version file: importing it takes seconds, and fails where it is broken."""
     spec, text = importlib.util.find_spec("torch"), ""
     if spec is not None and spec.origin is not None:
         with suppress(OSError), open(os.path.join(os.path.dirname(spec.origin), "version.py")) as file:
             text = file.read()
-    found = {name: re.search(rf"^{name}\b[^=]*= *['\"]([^'\"]+)['\"]", text, re.MULTILINE) for name in ("cuda", "hip")}
-    return {f"torch_{name}": match.group(1) if match else None for name, match in found.items()}
+    for name, title in (("cuda", "CUDA"), ("hip", "ROCm")):
+        if found := re.search(rf"^{name}\b[^=]*= *['\"]([^'\"]+)['\"]", text, re.MULTILINE):
+            return f"{title} {found[1]}"
+    return "the CPU"
 
 
 def disk(purpose: str, path: str) -> dict[str, Any]:
@@ -224,11 +226,5 @@ def read_gpus() -> tuple[list[dict[str, Any]], str | None]:
 def parse_gpu(row: list[str]) -> dict[str, Any]:
     """A row of GPU_FIELDS; what a card does not report reads "[N/A]"."""
     index, name, *numbers = (cell.strip() for cell in row)
-    total, used, errors = (int(text) if text.isdigit() else 0 for text in numbers)
-    return {
-        "index": int(index),
-        "name": name,
-        "memory_total": total << 20,
-        "memory_used": used << 20,
-        "ecc_errors": errors,
-    }
+    total, used = (int(text) << 20 if text.isdigit() else 0 for text in numbers)
+    return {"index": int(index), "name": name, "memory_total": total, "memory_used": used}

@@ -5,22 +5,16 @@ from __future__ import annotations
 from rich.text import Text
 
 from rollcall.base.words import counted
-from rollcall.launch.doctor.checks import NodeFacts, build
+from rollcall.launch.doctor.checks import NodeFacts
 from rollcall.launch.doctor.examine import Diagnosis
 from rollcall.plan.draw import make_console
 from rollcall.plan.memory import GIB
 
-MAX_NODES = 16  # of more, only those with findings are shown
-
 
 def show(diagnosis: Diagnosis) -> None:
     console = make_console()
-    named = {finding.node for finding in diagnosis.findings}
-    shown = [node for node in diagnosis.nodes if len(diagnosis.nodes) <= MAX_NODES or node.rank in named]
-    for node in shown:
+    for node in diagnosis.nodes:
         console.print(Text(f"{_where(diagnosis, node.rank, node.host)}: {_facts(node)}"), soft_wrap=True)
-    if len(shown) < len(diagnosis.nodes):
-        console.print(f"and {len(diagnosis.nodes) - len(shown)} more without a finding")
     for text in _measured(diagnosis):
         console.print(Text(text), soft_wrap=True)  # a command is copied from it whole
     for finding in diagnosis.findings:
@@ -41,7 +35,7 @@ def _facts(node: NodeFacts) -> str:
     return ", ".join(
         [
             f"Python {node.python}",
-            f"torch {node.packages['torch']} for {build(node)}",
+            f"torch {node.packages['torch']} for {node.torch_build}",
             f"{len(node.gpus)} x {node.gpus[0].name}" if node.gpus else "no GPU",
             f"{node.memory_available / GIB:.1f} of {node.memory_total / GIB:.1f} GiB of memory available",
             f"{disk.free / GIB:.1f} GiB free in {disk.path}",

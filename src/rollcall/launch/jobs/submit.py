@@ -12,14 +12,13 @@ import os
 import re
 import secrets
 import socket
-import sys
 import time
 import urllib.parse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rollcall.base.errors import ClusterError
 from rollcall.base.lease import read_holder
@@ -84,11 +83,6 @@ class Job:
     def as_json(self) -> dict[str, Any]:
         ended = self.ended.isoformat() if self.ended else None
         return {**asdict(self), "message": redact(self.message), "started": self.started.isoformat(), "ended": ended}
-
-
-def to_stdout(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
 
 
 class Jobs:
@@ -167,8 +161,8 @@ class Jobs:
                     f"job stop {job_id}`"
                 )
 
-    def follow(self, job_id: str, *, write: Callable[[str], None] = to_stdout) -> Job:
-        """Write the job's log from its start on, until the job is over; returns the job as it ended."""
+    def follow(self, job_id: str, *, out: TextIO | None = None) -> Job:
+        """Print the job's log on ``out`` (stdout) as it grows, until the job is over; returns the job as it ended."""
         from rollcall.process.ray.job_client import Unreachable
 
         self._wait_started(job_id)
@@ -179,7 +173,7 @@ class Jobs:
         def take(text: str) -> None:
             nonlocal num_seen, heard
             num_seen, heard = num_seen + len(text), time.monotonic()
-            write(redactor.feed(text))
+            print(redactor.feed(text), end="", file=out, flush=True)
 
         while True:
             lost = self._client.tail(job_id, skip=num_seen, take=take)
@@ -187,7 +181,7 @@ class Jobs:
                 job = self.job(job_id)
                 if job.is_over:
                     take(self._client.call("get_job_logs", job_id)[num_seen:])
-                    write(redactor.end())
+                    print(redactor.end(), end="", file=out, flush=True)
                     return job
                 heard = time.monotonic()
             except Unreachable as error:

@@ -29,7 +29,7 @@ from rollcall.config.launch import SshSection
 from rollcall.launch.container import container_of
 from rollcall.launch.jobs.package import build_package
 from rollcall.launch.jobs.paths import resolve_paths
-from rollcall.launch.jobs.submit import Job, new_id, to_stdout
+from rollcall.launch.jobs.submit import Job, new_id
 from rollcall.launch.record import LaunchError, LaunchRecord, forget, get_record, launch_token
 from rollcall.launch.rendered import Command, Rendered, RenderedFile, exports, shell_path
 from rollcall.launch.ssh.machines import Site
@@ -158,7 +158,7 @@ class Ssh(Target):
 
     def logs(self, record: LaunchRecord) -> None:
         with jobs_of(record) as (jobs, found):
-            to_stdout(jobs.logs(_submitted(record, found).id))
+            print(jobs.logs(_submitted(record, found).id), end="")
 
     def stop(self, record: LaunchRecord) -> None:
         if record.id and DASHBOARD in record.facts:
