@@ -92,14 +92,8 @@ def _launch(
 
 
 def _facts(record: LaunchRecord) -> dict[str, str]:
-    return {
-        "name": record.name,
-        "target": record.target,
-        "state": record.state,
-        "run_dir": record.run_dir,
-        "started": record.started.isoformat(),
-        "folder": str(record.folder),
-    }
+    known = record.model_dump(mode="json", include={"name", "target", "state", "run_dir", "started"})
+    return {**known, "folder": str(record.folder)}
 
 
 def _when(record: LaunchRecord) -> str:
