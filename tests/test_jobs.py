@@ -432,9 +432,7 @@ def test_the_code_and_the_job_reach_the_head(head: Any, tmp_path: Path) -> None:
     assert sent["runtime_env"]["env_vars"][module.STOP_WAIT] and job.status == "RUNNING"
 
 
-def test_a_job_that_does_not_start_is_named_with_what_it_waits_for(
-    head: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_does_not_start_is_named_with_what_it_waits_for(head: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "START_S", 1.0)
     head.rows = {"rollcall-a": row("rollcall-a", status="PENDING")}
     with pytest.raises(ClusterError, match=r"rollcall-a has not started within 1 s\. Ray says: Ray's word"):

@@ -26,6 +26,8 @@ from rollcall.checkpoint.run_dir import RUN_FILE, is_run
 from rollcall.config import load_config
 from rollcall.nodes.cluster import Cluster, find_cluster, wished_cluster
 from rollcall.observe.live import read_live
+from rollcall.process.debug.attach import is_there
+from rollcall.process.debug.board import Waiting, read_board
 from rollcall.process.groups.reachable import (
     END_S,
     START_S,
@@ -55,13 +57,21 @@ class Answers:
 
 def find_target(text: str | None, *, cluster: str | None = None) -> ProcessTarget:
     """``text``: a run directory or the name of a cluster; ``cluster``: of ``--cluster``."""
-    if text is None:
-        return ProcessTarget(run=None, cluster=find_cluster(cluster) if cluster else wished_cluster())
-    if not Path(text).is_dir():
-        if "/" in text:
-            raise ValueError(f"{text} is not a directory; give the run.dir of a run, or the name of a cluster")
+    run_dir = run_dir_of(text)
+    if run_dir is not None:
+        return _of_run(run_dir, cluster=cluster)
+    if text is not None:
         return ProcessTarget(run=None, cluster=find_cluster(text))
-    return _of_run(Path(text), cluster=cluster)
+    return ProcessTarget(run=None, cluster=find_cluster(cluster) if cluster else wished_cluster())
+
+
+def run_dir_of(text: str | None) -> Path | None:
+    """The run directory that a person means; None if it is the name of a cluster, or nothing."""
+    if text is None or ("/" not in text and not Path(text).is_dir()):
+        return None
+    if not Path(text).is_dir():
+        raise ValueError(f"{text} is not a directory; give the run.dir of a run, or the name of a cluster")
+    return Path(text)
 
 
 def _of_run(run_dir: Path, *, cluster: str | None) -> ProcessTarget:
@@ -122,7 +132,31 @@ def read_stacks(target: ProcessTarget, *, native: bool, timeout_s: float) -> Rep
     return Report(hosts=answers.hosts, failed=answers.failed)
 
 
-# Torch's profiler runs in a thread of the process, py-spy looks at it from outside
+# Which of them wait in the debugger
+
+
+def find_waiting(text: str | None) -> list[Waiting]:
+    """``text``: a run directory, or the name of a cluster; None is this node's."""
+    if (run_dir := run_dir_of(text)) is not None:
+        found = read_board(run_dir)
+    else:
+        from rollcall.process.ray.connect import connect, disconnect
+        from rollcall.process.ray.waiting import read_waiting
+
+        cluster = wished_cluster(text)
+        if cluster is None:
+            raise ClusterError(
+                "this machine is not a node of a cluster, so name a run by its directory: `rollcall debug RUN_DIR`"
+            )
+        connect(cluster, log_to_driver=False)
+        try:
+            found = read_waiting()
+        finally:
+            disconnect()
+    return [one for one in found if is_there(one)]
+
+
+# Profiles: torch's profiler runs in a thread of the process, py-spy looks at it from outside
 
 
 class Format(StrEnum):

@@ -179,7 +179,7 @@ class _Work:
         return self._step("upload", f"{self.model} to {where}", work)
 
     def _step(self, name: str, words: str, work: Callable[[], str | None]) -> FinishStep:
-        """Does it; ``work`` may return better words."""
+        """Does the step, unless this is a dry run. ``work`` may return what is said of it instead of ``words``."""
         self.begun = True
         if self.dry_run:
             return FinishStep(name=name, state="would be done", words=words)
