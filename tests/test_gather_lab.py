@@ -121,7 +121,7 @@ def test_over_ssh_a_slow_host_and_one_without_a_link_for_a_while(lab: Lab) -> No
         arrives(checkpoint, 2, command)
         hosts[2].cut()
         give_up = time.monotonic() + WAIT_S
-        while "going on in" not in command.output:
+        while "continuing in" not in command.output:
             assert command.poll() is None and time.monotonic() < give_up, command.output
             time.sleep(0.1)
         hosts[2].heal()

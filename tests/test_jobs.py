@@ -157,7 +157,7 @@ def test_too_much_is_refused_with_the_biggest_files_named(tmp_path: Path, monkey
     for size in (1, 2, 3):
         (tmp_path / f"my_pack/table{size}.txt").write_bytes(b"x" * size * 2**20)
     monkeypatch.setattr(package_module, "MAX_BYTES", 5 * 2**20)
-    with pytest.raises(ClusterError, match=r"at most 5\.0 MiB travel") as refused:
+    with pytest.raises(ClusterError, match=r"at most 5.24 MB travel") as refused:
         contents(config(reward=[{"type": "function", "path": "my_pack:score"}], model={"path": "/models/x"}), tmp_path)
     named = [line.split()[-1] for line in str(refused.value).splitlines() if line.startswith("  ")]
     assert named[:3] == [str(tmp_path / f"my_pack/table{size}.txt") for size in (3, 2, 1)]
@@ -432,10 +432,11 @@ def test_the_code_and_the_job_reach_the_head(head: Any, tmp_path: Path) -> None:
     assert sent["runtime_env"]["env_vars"][module.STOP_WAIT] and job.status == "RUNNING"
 
 
-def test_a_job_that_does_not_start_is_named_with_what_it_waits_for(head: Any) -> None:
+def test_a_job_that_does_not_start_is_named_with_what_it_waits_for(head: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "START_S", 1.0)
     head.rows = {"rollcall-a": row("rollcall-a", status="PENDING")}
     with pytest.raises(ClusterError, match=r"rollcall-a has not started within 1 s\. Ray says: Ray's word"):
-        jobs_of(head).wait_started("rollcall-a", timeout_s=1)
+        jobs_of(head).follow("rollcall-a")
 
 
 def test_without_an_id_a_job_that_runs_goes_before_a_newer_one_that_is_over(head: Any) -> None:
@@ -491,10 +492,10 @@ def test_following_goes_on_where_it_was_when_the_connection_breaks(monkeypatch: 
 
     monkeypatch.setattr(HttpClient, "tail", tail)
     set_sleep(monkeypatch, module, lambda _: None)
-    written: list[str] = []
+    written = io.StringIO()
     with speaking(told.append):
-        job = jobs_of(head).follow("rollcall-a", write=written.append)
-    assert (job.status, "".join(written)) == ("SUCCEEDED", head.logs)
+        job = jobs_of(head).follow("rollcall-a", out=written)
+    assert (job.status, written.getvalue()) == ("SUCCEEDED", head.logs)
     assert skips == [0, 6] and "the cable was pulled" in told[0]
 
 
@@ -511,7 +512,7 @@ def test_a_connection_that_stays_lost_is_told_once(monkeypatch: pytest.MonkeyPat
     set_sleep(monkeypatch, module, lambda _: None)
     told: list[str] = []
     with speaking(told.append):
-        jobs_of(head).follow("rollcall-a", write=lambda text: None)
+        jobs_of(head).follow("rollcall-a", out=io.StringIO())
     assert len(told) == 1
 
 

@@ -81,11 +81,11 @@ def test_rendered_files_are_private_and_yaml_is_read_back(tmp_path: Path) -> Non
     value = {"run": "line one\n  two\n", "list": [1, "yes", "0x1"], "empty": ""}
     assert yaml.safe_load(yaml_text(value)) == value
     rendered = Rendered(
-        files=(RenderedFile(name="go.sh", text="exit 0\n", executable=True),),
+        files=(RenderedFile(name="go.sh", text="exit 0\n"),),
         commands=(Command(words=("sh", "a b"), what="start"),),
     )
     rendered.write(tmp_path / "folder")
-    assert (tmp_path / "folder/go.sh").stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "folder/go.sh").stat().st_mode & 0o777 == 0o600
     assert str(rendered.commands[0]) == "sh 'a b'"
 
 

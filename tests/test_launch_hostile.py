@@ -28,7 +28,7 @@ from rollcall.launch.record import (
     new_record,
     own_folder,
 )
-from rollcall.launch.rendered import Command, Rendered
+from rollcall.launch.rendered import Rendered
 from rollcall.launch.slurm import Slurm
 from rollcall.launch.ssh.machines import choose_hosts
 from rollcall.launch.ssh.shell import Login, Outcome, run_on_all
@@ -153,15 +153,6 @@ def test_a_record_that_cannot_be_read_is_named_and_the_others_are_listed(
         all_records()  # whether its hosts are in use is not known
 
 
-def test_a_folder_that_cannot_be_written_is_named(launches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: object, **options: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("rollcall.launch.record.write_atomic", full)
-    with pytest.raises(LaunchError, match=f"{launches} cannot be written: No space left on device; make room there"):
-        new_record("one", target="ssh", run_dir="r").save()
-
-
 def test_only_its_owner_reads_a_launch(launches: Path) -> None:
     with held("one"):
         token = launch_token(launches / "one")
@@ -178,29 +169,30 @@ def test_ending_what_was_never_launched_leaves_nothing(launches: Path) -> None:
 # What tools print
 
 
-def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, text: str, name: str = "tool") -> Command:
+def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, text: str, name: str = "tool") -> tuple[str, str]:
     program = tmp_path / "bin" / name
     program.parent.mkdir(exist_ok=True)
     program.write_text(f"#!/bin/bash\n{text}\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", own_path(program.parent))
-    return Command(words=(name, "list"), what="list the things")
+    return (name, "list")
 
 
 def test_a_tool_that_hangs_or_leaves_something_behind_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(LaunchError, match="has not ended after 0 s"):
-        ask(tool(tmp_path, monkeypatch, text="exec sleep 30"), timeout_s=0.3)
+        ask(*tool(tmp_path, monkeypatch, text="exec sleep 30"), what="list", timeout_s=0.3)
     left = "sleep 30 & echo $! > left; echo answer"
     monkeypatch.chdir(tmp_path)
-    assert ask(tool(tmp_path, monkeypatch, text=left), timeout_s=20) == "answer\n"
+    assert ask(*tool(tmp_path, monkeypatch, text=left), what="list", timeout_s=20) == "answer\n"
     os.kill(int((tmp_path / "left").read_text()), 9)
 
 
 def test_what_a_tool_prints_does_not_control_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LaunchError, match="no such thing") as caught:
-        ask(tool(tmp_path, monkeypatch, text=r"printf 'no such thing \033[2J\033]0;mine\007\n' >&2; exit 1"))
+        said = tool(tmp_path, monkeypatch, text=r"printf 'no such thing \033[2J\033]0;mine\007\n' >&2; exit 1")
+        ask(*said, what="list")
     assert str(caught.value).replace("\n", "").isprintable()
 
 

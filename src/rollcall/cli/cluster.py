@@ -129,9 +129,7 @@ def node(
     )
     with heed():  # a signal while it starts leaves nothing behind, and ends it with the status of a run that can go on
         if whole is not None:
-            request = whole.complete(request)
-            whole.check(request)
-            whole.prepare()
+            request = whole.get_ready(request)
         with tied_to_stdin() if tied else nullcontext():
             record, was_running = start_node(request)
         _introduce(record, was_running=was_running)

@@ -14,7 +14,6 @@ from rollcall.base.words import counted
 from rollcall.cli import FAILED, Json, Overrides, RunFile, answer, calm_libraries, read_run
 
 if TYPE_CHECKING:
-    from rollcall.plan.judge import RunPlan
     from rollcall.run.simulate import Verdict
 
 
@@ -89,15 +88,11 @@ def plan(
             print(json.dumps({"ok": False, "problems": [str(error)]}))
             raise typer.Exit(FAILED) from None
         raise
-    answer(run, _show_plan, as_json=as_json)
-    if run.problems:
-        raise typer.Exit(FAILED)
-
-
-def _show_plan(run: RunPlan) -> None:
     from rollcall.plan.draw import draw_text, make_console
 
-    make_console().print(draw_text(run))
+    answer(run, lambda _: make_console().print(draw_text(run)), as_json=as_json)
+    if run.problems:
+        raise typer.Exit(FAILED)
 
 
 def simulate(file: RunFile = None, overrides: Overrides = None, as_json: Json = False) -> None:

@@ -22,7 +22,7 @@ def doctor(
 ) -> None:
     """Say what would break a run, before it starts.
 
-    On a cluster: versions, clocks, disks, memory, shared folder, ports, GPUs and bandwidth of its nodes. Without one: torch,
+    On a cluster: versions, disks, memory, shared folder, ports, GPUs and bandwidth of its nodes. Without one: torch,
     GPU, memory and disk of this machine, and with a run file its model, data and rewards.
 
     Each finding is a sentence: the node, the problem and the command that fixes it. Exits with status 1 if

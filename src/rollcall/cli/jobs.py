@@ -61,13 +61,14 @@ def submit(
       rollcall submit run.yaml --page    the log has the page's address; `rollcall tunnel` brings it here
       RAY_ADDRESS=head:6379 rollcall submit run.yaml    to a Ray that someone else started
     """
+    from rollcall.launch.jobs.submit import reach
     from rollcall.plan.judge import workable_plan
 
     config = read_run(file, [*(overrides or []), *(["trainer.page=true"] if page else [])])
     if config.cluster is not None:
         workable_plan(config, config.cluster)  # what cannot work is refused here, not in a log over there
     wished = config.cluster.ray_address if config.cluster is not None else None
-    jobs = _reach(cluster, address, rendezvous, ray_address=wished)
+    jobs = reach(cluster, address=address, rendezvous=rendezvous, ray_address=wished)
     job = jobs.submit(config, folder=Path.cwd(), environ=os.environ)
     say(f"submitted {job.id} to {jobs.where}")
     if no_wait:
@@ -95,7 +96,7 @@ def job_list(
       rollcall job list
       rollcall job list --json
     """
-    jobs = _reach(cluster, address, rendezvous).jobs()
+    jobs = _jobs(cluster, address, rendezvous).jobs()
     rows = [("ID", "RUN", "STATUS", "SUBMITTED", "TOOK", "BY")]
     rows += [(job.id, job.run, job.status, _when(job), _took(job), job.submitter) for job in jobs]
     answer({"jobs": [job.as_json() for job in jobs]}, lambda _: print_table(rows), as_json=as_json)
@@ -115,7 +116,7 @@ def job_status(
       rollcall job status
       rollcall job status rollcall-gsm8k-1115-093000-1f2e --json
     """
-    answer(_reach(cluster, address, rendezvous).find(job_id), _show, as_json=as_json)
+    answer(_jobs(cluster, address, rendezvous).find(job_id), _show, as_json=as_json)
 
 
 def job_logs(
@@ -132,7 +133,7 @@ def job_logs(
       rollcall job logs
       rollcall job logs --follow latest
     """
-    jobs = _reach(cluster, address, rendezvous)
+    jobs = _jobs(cluster, address, rendezvous)
     job = jobs.find(job_id)
     if follow:
         _end_as(_follow(jobs, job.id, out=sys.stdout))
@@ -154,7 +155,7 @@ def job_stop(
       rollcall job stop
       rollcall job stop rollcall-gsm8k-1115-093000-1f2e
     """
-    jobs = _reach(cluster, address, rendezvous)
+    jobs = _jobs(cluster, address, rendezvous)
     stopped = jobs.stop(jobs.find(job_id).id)
     answer(stopped, lambda job: print(f"{job.id} is {job.status}"), as_json=as_json)
 
@@ -200,24 +201,16 @@ for _name, _command in (("list", job_list), ("status", job_status), ("logs", job
     job.command(_name)(reported(_command))
 
 
-def _reach(
-    cluster: str | None, address: str | None, rendezvous: Path | None, *, ray_address: str | None = None
-) -> Jobs:
+def _jobs(cluster: str | None, address: str | None, rendezvous: Path | None) -> Jobs:
     from rollcall.launch.jobs.submit import reach
 
-    return reach(cluster, address=address, rendezvous=rendezvous, ray_address=ray_address)
+    return reach(cluster, address=address, rendezvous=rendezvous)
 
 
 def _follow(jobs: Jobs, job_id: str, *, out: Any) -> Job:
-    """Wait for the job and show its log. Ctrl-C ends the watching, not the job."""
-
-    def write(text: str) -> None:
-        out.write(text)
-        out.flush()
-
+    """Show the job's log until its end. Ctrl-C ends the watching, not the job."""
     try:
-        jobs.wait_started(job_id)
-        return jobs.follow(job_id, write=write)
+        return jobs.follow(job_id, out=out)
     except KeyboardInterrupt:
         say(
             f"\n{job_id} still runs on the cluster; follow it with `rollcall job logs --follow {job_id}`, stop it with "

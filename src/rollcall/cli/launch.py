@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -36,8 +35,7 @@ class _Targets(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] not in self.commands:
-            verbs = [name for name in self.commands if name not in TARGETS]
-            ctx.fail(f"{args[0]!r} is not a target; use one of {', '.join(TARGETS)} (or {', '.join(verbs)}).")
+            ctx.fail(f"{args[0]!r} is not a target; use one of {', '.join(TARGETS)}.")
         return super().resolve_command(ctx, args)
 
 
@@ -67,7 +65,7 @@ def _launch(
     as_json: Json = False,
 ) -> None:
     from rollcall.launch.launch import get_target, make_request, start
-    from rollcall.launch.record import check_name
+    from rollcall.launch.record import check_name, default_name
 
     if wait and as_json and not dry_run:
         raise typer.BadParameter("--wait prints the run's log on stdout, and --json one object; give one of them")
@@ -94,33 +92,18 @@ def _launch(
 
 
 def _facts(record: LaunchRecord) -> dict[str, str]:
-    return {
-        "name": record.name,
-        "target": record.target,
-        "state": record.state,
-        "run_dir": record.run_dir,
-        "started": record.started.isoformat(),
-        "folder": str(record.folder),
-    }
+    known = record.model_dump(mode="json", include={"name", "target", "state", "run_dir", "started"})
+    return {**known, "folder": str(record.folder)}
 
 
 def _when(record: LaunchRecord) -> str:
     return record.started.astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
-def default_name(run: str) -> str:
-    """The run's name, as far as a name of a cluster can have it.
-
-    >>> default_name("my first run!")
-    'my-first-run'
-    """
-    return re.sub(r"[^A-Za-z0-9_-]+", "-", run)[:32].strip("-_") or "run"
-
-
 def shown(rendered: Rendered, folder: Path) -> str:
     """For a person: each file with its path, then the commands in their order."""
     parts = [f"# file {folder / file.name}\n{file.text.rstrip()}\n" for file in rendered.files]
-    commands = [f"# {each.what}{f' (on {each.host})' if each.host else ''}\n{each}" for each in rendered.commands]
+    commands = [f"# {each.what}\n{each}" for each in rendered.commands]
     notes = [f"# note: {note}" for note in rendered.notes]
     problems = [f"# problem: {problem}" for problem in rendered.problems]
     return "\n".join([*parts, *commands, *notes, *problems])
@@ -161,27 +144,14 @@ def list_launches(as_json: Json = False) -> None:
     Example:
       rollcall launch list
     """
+    from rollcall.launch.launch import state_of
     from rollcall.launch.record import all_records
 
     records = all_records(strict=False)
     with ThreadPoolExecutor(len(records) or 1) as pool:
-        now = list(zip(records, pool.map(_now, records), strict=True))
+        now = list(zip(records, pool.map(state_of, records), strict=True))
     launches = [{**_facts(each), "told": told} for each, told in now]
     answer({"launches": launches}, lambda _: _show(now), as_json=as_json)
-
-
-def _now(record: LaunchRecord) -> str:
-    """The state that the target's tool reports, or why it does not."""
-    from rollcall.base.errors import ClusterError
-    from rollcall.launch.launch import get_target
-    from rollcall.launch.record import LaunchError
-
-    if record.state != "started":
-        return record.state
-    try:
-        return visible(get_target(record.target).status(record))
-    except (LaunchError, ClusterError) as error:
-        return f"not known: {visible(str(error)).splitlines()[0]}"
 
 
 def _show(now: list[tuple[LaunchRecord, str]]) -> None:

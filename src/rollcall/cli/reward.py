@@ -76,12 +76,8 @@ def _table(trial: Trial) -> Table:
         shown = f"{scored.completion}: {text}" if scored.text else scored.completion
         error = "; ".join(f"{name} {why}" for name, why in scored.errors.items())
         numbers = (*parts, f"{scored.score:.3f}", f"{scored.seconds:.3f}")
-        table.add_row(scored.row, _printable(shown), *numbers, _printable(error[:200]))
+        table.add_row(scored.row, visible(shown), *numbers, visible(error[:200]))
     return table
-
-
-def _printable(text: str) -> str:
-    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 reward = typer.Typer(

@@ -146,7 +146,9 @@ def debug(
     """
     if where is not None and where.isdecimal() and number is None and not Path(where).is_dir():
         where, number = None, int(where)
-    waiting = _waiting(where)
+    from rollcall.launch.processes import find_waiting
+
+    waiting = find_waiting(where)
     if number is None and not go_on:
         found = {"waiting": [one.as_json() for one in waiting]}
         answer(found, lambda _: _show_waiting(waiting, where=where), as_json=as_json)
@@ -156,36 +158,6 @@ def debug(
         _attach(one, where=where, typed=["continue"] if go_on else [])
     if not chosen:
         say("nothing waits")
-
-
-def _waiting(where: str | None) -> list[Waiting]:
-    from rollcall.process.debug.attach import is_there
-    from rollcall.process.debug.board import read_board
-
-    if where is not None and ("/" in where or Path(where).is_dir()):
-        if not Path(where).is_dir():
-            raise ValueError(f"{where} is not a directory; give the run.dir of a run, or the name of a cluster")
-        found = read_board(Path(where))
-    else:
-        found = _of_cluster(where)
-    return [one for one in found if is_there(one)]
-
-
-def _of_cluster(name: str | None) -> list[Waiting]:
-    from rollcall.nodes.cluster import wished_cluster
-    from rollcall.process.ray.connect import connect, disconnect
-    from rollcall.process.ray.waiting import read_waiting
-
-    cluster = wished_cluster(name)
-    if cluster is None:
-        raise ClusterError(
-            "this machine is not a node of a cluster, so name a run by its directory: `rollcall debug RUN_DIR`"
-        )
-    connect(cluster, log_to_driver=False)
-    try:
-        return read_waiting()
-    finally:
-        disconnect()
 
 
 def _chosen(waiting: list[Waiting], number: int, *, where: str | None) -> Waiting:

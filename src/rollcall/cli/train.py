@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -16,9 +16,6 @@ from rollcall.base.stop import ended_by, heed, heeded_signals
 from rollcall.base.wait import say
 from rollcall.cli import Json, Overrides, calm_libraries, split_arguments
 from rollcall.loop.phases import Bounds, Phase, Split
-
-if TYPE_CHECKING:
-    from rollcall.config import Config
 
 
 def _split(text: str) -> Split:
@@ -131,6 +128,7 @@ def train(
       rollcall train run.yaml --worker 2 --num-nodes 3 --rank-weights 2,1,1 --log-path /share/x
     """
     from rollcall.config.checks import say_unused
+    from rollcall.config.one_process import in_one_process
     from rollcall.nodes.cluster import wished_cluster
     from rollcall.nodes.declared import environment
     from rollcall.process.debug.here import POST_MORTEM
@@ -155,7 +153,7 @@ def train(
     if local_debug:
         if master or worker is not None:
             raise typer.BadParameter("--local-debug is one process; leave it out with --master and --worker R")
-        config = _for_local_debug(config, keeps_dir=any(change.startswith("run.dir=") for change in changes))
+        config = in_one_process(config, keeps_dir=any(change.startswith("run.dir=") for change in changes))
     own = {"--phase": phase, "--split": split, "--rank-weights": rank_weights, "--eval-interval": eval_interval}
     run = _on_a_folder(master=master, worker=worker, num_nodes=num_nodes, log_path=log_path, fresh=fresh, own=own)
     if master:
@@ -187,17 +185,6 @@ def train(
         raise typer.Exit(status) from None
     if as_json and result is not None:
         print(json.dumps(result, default=str))
-
-
-def _for_local_debug(config: Config, *, keeps_dir: bool) -> Config:
-    """In one process, and in another directory: the real run's checkpoints and journal stay as they are."""
-    from rollcall.config.one_process import in_one_process
-
-    config = in_one_process(config)
-    if keeps_dir:
-        return config
-    own = config.run.dir.with_name(f"{config.run.dir.name}-local-debug")
-    return config.model_copy(update={"run": config.run.model_copy(update={"dir": own})})
 
 
 def _on_a_folder(

@@ -15,11 +15,15 @@ _WHOLE = {
 }
 
 
-def in_one_process(config: Config) -> Config:
+def in_one_process(config: Config, *, keeps_dir: bool = True) -> Config:
     """The same run without its cluster: nothing is divided over processes or compiled, and the native engine samples. Episodes run one at
-    a time, so that a breakpoint stops in one. Model, data, rewards, algorithm and sizes stay."""
-    environment = config.environment
+    a time, so that a breakpoint stops in one. Model, data, rewards, algorithm and sizes stay. In another directory, unless ``keeps_dir``:
+    the real run's checkpoints and journal stay as they are."""
+    environment, run_dir = config.environment, config.run.dir
+    if not keeps_dir:
+        run_dir = run_dir.with_name(f"{run_dir.name}-local-debug")
     sections = {
+        "run": config.run.model_copy(update={"dir": run_dir}),
         "cluster": None,
         "launch": None,
         "actor": config.actor.model_copy(update=_WHOLE),

@@ -23,7 +23,6 @@ class Dstack(ToolTarget):
     title = "dstack"
     program = "dstack"
     install = "install it with `pip install dstack`"
-    checked = "dstack checks the task when it starts it"
     look = "dstack ps"
     image_key = "launch.dstack.image"
     place_words = "dstack's project"
@@ -66,11 +65,11 @@ class Dstack(ToolTarget):
         return ("dstack", *(("attach", "--logs") if follow else ("logs",)), self.tool_name(record.name))
 
     def end(self, record: LaunchRecord, ids: Sequence[str]) -> None:
-        run(Command(words=("dstack", "stop", "--yes", self.tool_name(record.name)), what="end the task"))
+        run("dstack", "stop", "--yes", self.tool_name(record.name), what="end the task")
 
 
 def _listed() -> dict[str, Any]:
-    return ask_json(Command(words=("dstack", "ps", "--json"), what="list dstack's runs")) or {}
+    return ask_json("dstack", "ps", "--json", what="list dstack's runs") or {}
 
 
 def dstack_name(name: str) -> str:

@@ -32,7 +32,6 @@ class Kuberay(ToolTarget):
     title = "Kubernetes"
     program = "kubectl"
     install = "install Kubernetes' command line"
-    checked = "Kubernetes accepts the manifest"
     look = "kubectl get rayjobs"
     image_key = "launch.kuberay.image"
     place_words = "kubectl's context"
@@ -49,11 +48,9 @@ class Kuberay(ToolTarget):
             notes=() if section.claims or section.ray_cluster else (note,),
         )
 
-    def validate(self, rendered: Rendered, folder: Path) -> str:
-        checked = super().validate(rendered, folder)
-        words = (*rendered.commands[0].words, "--dry-run=server")
-        ask(Command(words=words, what="let Kubernetes check the manifest"))
-        return checked
+    def validate(self, rendered: Rendered, folder: Path) -> None:
+        super().validate(rendered, folder)
+        ask(*rendered.commands[0].words, "--dry-run=server", what="let Kubernetes check the manifest")
 
     def tool_name(self, name: str) -> str:
         return kube_name(name)
@@ -63,13 +60,12 @@ class Kuberay(ToolTarget):
 
     def place(self) -> str:
         """Empty: kubectl runs in a pod of its cluster."""
-        words = ("kubectl", "config", "current-context")
-        return ask(Command(words=words, what="ask kubectl for its context"), fine="").strip()
+        return ask("kubectl", "config", "current-context", what="ask kubectl for its context", fine="").strip()
 
     def begin(self, request: LaunchRequest, rendered: Rendered, record: LaunchRecord) -> str:
         if self.seen(record):  # it has ended, and a RayJob runs once
             self.end(record, ())
-        run(rendered.commands[0])
+        run(*rendered.commands[0].words, what=rendered.commands[0].what)
         return ""
 
     def find(self, record: LaunchRecord) -> list[Seen]:
@@ -82,8 +78,8 @@ class Kuberay(ToolTarget):
         return [Seen(id=id, state=state, is_busy=words[0] not in ENDED, stays=True)]
 
     def end(self, record: LaunchRecord, ids: Sequence[str]) -> None:
-        words = (*self._kubectl(record), "delete", "rayjob", self.tool_name(record.name), "--ignore-not-found")
-        run(Command(words=words, what="delete the RayJob"))
+        words = ("delete", "rayjob", self.tool_name(record.name), "--ignore-not-found")
+        run(*self._kubectl(record), *words, what="delete the RayJob")
 
     def log_command(self, record: LaunchRecord, *, follow: bool) -> tuple[str, ...]:
         # KubeRay's submitter has the RayJob's name, and prints the log of the run.
@@ -127,7 +123,7 @@ class Kuberay(ToolTarget):
 
     def _rayjob(self, record: LaunchRecord) -> Any:
         words = ("get", "rayjob", self.tool_name(record.name), "--ignore-not-found", "-o", "json")
-        return ask_json(Command(words=(*self._kubectl(record), *words), what="ask for the RayJob"))
+        return ask_json(*self._kubectl(record), *words, what="ask for the RayJob")
 
     def _kubectl(self, record: LaunchRecord) -> tuple[str, ...]:
         return ("kubectl", "--namespace", record.facts["kind"])

@@ -11,6 +11,7 @@ from typing import Any
 from rollcall.base.errors import ClusterError
 from rollcall.base.redact import hides, secrets_of_run, shell_hides
 from rollcall.base.wait import say
+from rollcall.base.words import visible
 from rollcall.config import Config
 from rollcall.launch.dstack import Dstack
 from rollcall.launch.kuberay import Kuberay
@@ -25,7 +26,6 @@ from rollcall.launch.record import (
     launches,
     new_record,
     reason,
-    writing,
 )
 from rollcall.launch.rendered import VARIABLE, Rendered
 from rollcall.launch.skypilot import Skypilot
@@ -165,9 +165,8 @@ def start(target: Target, request: LaunchRequest, rendered: Rendered) -> LaunchR
             say(f"{request.name!r} {was}: looking for what runs")
         record = record.having(run_dir=str(request.config.run.dir)).save()
         try:
-            with writing():
-                rendered.write(record.folder)
-            say(target.validate(rendered, record.folder))
+            rendered.write(record.folder)
+            target.validate(rendered, record.folder)
             return target.start(request, rendered, record).having(state="started").save()
         except BaseException:
             left = find_record(record.name)
@@ -193,6 +192,16 @@ def _refuse(record: LaunchRecord, *, target: Target, rendered: Rendered) -> None
             f"changed, or Rollcall has. `rollcall launch logs {record.name} --follow` shows the one that runs; to change it, end it "
             f"first with `rollcall launch down {record.name}`, or give another --name"
         )
+
+
+def state_of(record: LaunchRecord) -> str:
+    """The state that the target's tool reports, or why it does not."""
+    if record.state != "started":
+        return record.state
+    try:
+        return visible(get_target(record.target).status(record))
+    except (LaunchError, ClusterError) as error:
+        return f"not known: {visible(str(error)).splitlines()[0]}"
 
 
 def stop(name: str) -> None:

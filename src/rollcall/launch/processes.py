@@ -24,13 +24,13 @@ from rollcall.base.lease import read_holder
 from rollcall.base.wait import Wait, say
 from rollcall.checkpoint.run_dir import RUN_FILE, is_run
 from rollcall.config import load_config
-from rollcall.loop.tasks import start
 from rollcall.nodes.cluster import Cluster, find_cluster, wished_cluster
 from rollcall.observe.live import read_live
+from rollcall.process.debug.attach import is_there
+from rollcall.process.debug.board import Waiting, read_board
 from rollcall.process.groups.reachable import (
     END_S,
     START_S,
-    About,
     ProfileError,
     profile_process,
     py_spy,
@@ -57,13 +57,21 @@ class Answers:
 
 def find_target(text: str | None, *, cluster: str | None = None) -> ProcessTarget:
     """``text``: a run directory or the name of a cluster; ``cluster``: of ``--cluster``."""
-    if text is None:
-        return ProcessTarget(run=None, cluster=find_cluster(cluster) if cluster else wished_cluster())
-    if not Path(text).is_dir():
-        if "/" in text:
-            raise ValueError(f"{text} is not a directory; give the run.dir of a run, or the name of a cluster")
+    run_dir = run_dir_of(text)
+    if run_dir is not None:
+        return _of_run(run_dir, cluster=cluster)
+    if text is not None:
         return ProcessTarget(run=None, cluster=find_cluster(text))
-    return _of_run(Path(text), cluster=cluster)
+    return ProcessTarget(run=None, cluster=find_cluster(cluster) if cluster else wished_cluster())
+
+
+def run_dir_of(text: str | None) -> Path | None:
+    """The run directory that a person means; None if it is the name of a cluster, or nothing."""
+    if text is None or ("/" not in text and not Path(text).is_dir()):
+        return None
+    if not Path(text).is_dir():
+        raise ValueError(f"{text} is not a directory; give the run.dir of a run, or the name of a cluster")
+    return Path(text)
 
 
 def _of_run(run_dir: Path, *, cluster: str | None) -> ProcessTarget:
@@ -85,21 +93,10 @@ def _of_run(run_dir: Path, *, cluster: str | None) -> ProcessTarget:
     return ProcessTarget(run=run, cluster=None)
 
 
-def _ask_here(function: Callable[[], Any], *, timeout_s: float, to: str) -> Answers:
-    """In a thread that ends with this process, so Ctrl-C ends the command at once."""
-    wait, answer = Wait(timeout_s), start(function)
-    while not answer.done() and not wait.is_over:
-        wait.tell(f"waiting for {HERE} to {to}")
-        wait.sleep(0.05)
-    if not answer.done():
-        return Answers(hosts={}, failed={HERE: f"no answer after {timeout_s:.0f} s"})
-    return Answers(hosts={HERE: answer.result()}, failed={})
-
-
 def ask_hosts(target: ProcessTarget, function: Callable[[], Any], *, timeout_s: float, to: str) -> Answers:
     """Call it on every host, all at once, in its own process on a cluster. ``to``: what they are asked to do."""
     if target.cluster is None:
-        return _ask_here(function, timeout_s=timeout_s, to=to)
+        return Answers(hosts={HERE: function()}, failed={})
     from rollcall.process.ray.connect import connect, disconnect
     from rollcall.process.ray.each_node import answers_of, run_on
     from rollcall.process.ray.members import ranked_nodes
@@ -119,9 +116,6 @@ def ask_hosts(target: ProcessTarget, function: Callable[[], Any], *, timeout_s: 
     )
 
 
-# What they do now
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report(Answers):
     """The stacks of each host's processes."""
@@ -138,7 +132,31 @@ def read_stacks(target: ProcessTarget, *, native: bool, timeout_s: float) -> Rep
     return Report(hosts=answers.hosts, failed=answers.failed)
 
 
-# Where their time goes: torch's profiler runs in a thread of the process, py-spy looks at it from outside
+# Which of them wait in the debugger
+
+
+def find_waiting(text: str | None) -> list[Waiting]:
+    """``text``: a run directory, or the name of a cluster; None is this node's."""
+    if (run_dir := run_dir_of(text)) is not None:
+        found = read_board(run_dir)
+    else:
+        from rollcall.process.ray.connect import connect, disconnect
+        from rollcall.process.ray.waiting import read_waiting
+
+        cluster = wished_cluster(text)
+        if cluster is None:
+            raise ClusterError(
+                "this machine is not a node of a cluster, so name a run by its directory: `rollcall debug RUN_DIR`"
+            )
+        connect(cluster, log_to_driver=False)
+        try:
+            found = read_waiting()
+        finally:
+            disconnect()
+    return [one for one in found if is_there(one)]
+
+
+# Profiles: torch's profiler runs in a thread of the process, py-spy looks at it from outside
 
 
 class Format(StrEnum):
@@ -148,16 +166,6 @@ class Format(StrEnum):
 
 
 _ENDINGS = {Format.TORCH: "trace.json.gz", Format.SPEEDSCOPE: "speedscope.json", Format.FLAMEGRAPH: "svg"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Profiled:
-    """A process on its host."""
-
-    title: str
-    pid: int
-    data: bytes
-    error: str  # empty: ``data`` is its profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,19 +182,17 @@ def profile_role(target: ProcessTarget, *, role: str, seconds: float, kind: Form
     work = partial(profile_here, run=target.run, role=role, seconds=seconds, kind=kind)
     timeout_s = seconds + START_S + END_S
     answers = ask_hosts(target, work, timeout_s=timeout_s, to=f"profile its processes of role {role}")
-    failed = dict(answers.failed)
-    files: list[Path] = []
-    others: set[str] = set()
+    failed, files, others = dict(answers.failed), list[Path](), set[str]()
     for host, (found, roles) in answers.hosts.items():
         others |= set(roles)
-        for one in found:
-            if one.error:
-                failed[f"{one.title} (process {one.pid}) on {host}"] = one.error
+        for pid, (title, data, error) in found.items():
+            if error:
+                failed[f"{title} (process {pid}) on {host}"] = error
                 continue
-            name = re.sub("[^a-z0-9]+", "-", f"{one.title} {host.partition(' (')[0]} {one.pid}".lower()).strip("-")
+            name = re.sub("[^a-z0-9]+", "-", f"{title} {host.partition(' (')[0]} {pid}".lower()).strip("-")
             out.mkdir(parents=True, exist_ok=True)
             path = out / f"{name}.{_ENDINGS[kind]}"
-            write_atomic(path, one.data, durable=False)
+            write_atomic(path, data, durable=False)
             files.append(path)
     if not files and not failed:
         there = ", ".join(sorted(others))
@@ -198,29 +204,30 @@ def profile_role(target: ProcessTarget, *, role: str, seconds: float, kind: Form
     return Result(files=files, failed=failed)
 
 
-def profile_here(*, run: str | None, role: str, seconds: float, kind: Format) -> tuple[list[Profiled], list[str]]:
-    """The processes of the role on this host, and all roles that are here."""
+def profile_here(
+    *, run: str | None, role: str, seconds: float, kind: Format
+) -> tuple[dict[int, tuple[str, bytes, str]], list[str]]:
+    """Title, profile and error of each process of the role on this host, and all roles that are here."""
     known = reachable_here(run=run)
     chosen = {pid: about for pid, about in known.items() if role in about.roles}
+
+    def profiled(pid: int) -> tuple[str, bytes, str]:
+        try:
+            is_torch = kind is Format.TORCH
+            data = profile_process(pid, seconds=seconds) if is_torch else _sample(pid, seconds=seconds, kind=kind)
+            return chosen[pid].title, data, ""
+        except (ProfileError, OSError) as error:
+            return chosen[pid].title, b"", str(error)
+
     with ThreadPoolExecutor(max_workers=max(len(chosen), 1)) as pool:
-        found = pool.map(lambda item: _profiled(*item, seconds=seconds, kind=kind), chosen.items())
-        return list(found), sorted({role for about in known.values() for role in about.roles})
-
-
-def _profiled(pid: int, about: About, *, seconds: float, kind: Format) -> Profiled:
-    try:
-        is_torch = kind is Format.TORCH
-        made = profile_process(pid, seconds=seconds) if is_torch else _sample(pid, seconds=seconds, kind=kind)
-        return Profiled(title=about.title, pid=pid, data=made, error="")
-    except (ProfileError, OSError) as error:
-        return Profiled(title=about.title, pid=pid, data=b"", error=str(error))
+        found = dict(zip(chosen, pool.map(profiled, chosen), strict=True))
+    return found, sorted({role for about in known.values() for role in about.roles})
 
 
 def _sample(pid: int, *, seconds: float, kind: Format) -> bytes:
     with tempfile.TemporaryDirectory(prefix="rollcall-profile-") as folder:
         path = Path(folder) / "profile"
-        duration = str(max(round(seconds), 1))
-        command = [py_spy(), "record", "--pid", str(pid), "--duration", duration, "--format", kind.value]
+        command = [py_spy(), "record", "--pid", str(pid), "--duration", str(max(round(seconds), 1)), "--format", kind]
         command += ["--output", str(path), "--nonblocking", "--threads"]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=seconds + END_S, errors="replace")

@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 from rollcall.base.errors import ClusterError
@@ -42,50 +41,39 @@ def look_first(cluster: Cluster, config: Config) -> None:
 
 def make_ready(config: Config, section: ClusterSection) -> None:
     cluster = find_cluster(ray_address=section.ray_address)
-    nodes = _wait_for_nodes(cluster, num_slots=section.num_slots)
+    wait = Wait(JOIN_S, first_s=0.0)
+    cluster.wait_until_known(wait)
+    # More slots are fine: the cluster may be for others too.
+    while (found := list_nodes(cluster)).num_slots < section.num_slots:
+        if not wait.again(state := describe(found, num_slots=section.num_slots), after_s=2.0):
+            raise ClusterError(f"after {wait.waited_s:.0f} s {state}")
     if config.prepare.each_node or config.prepare.fetch_model:
-        _prepare(cluster, nodes, config)
+        _prepare(cluster, [node for node in found.alive if node.slots], config)
     look_first(cluster, config)
 
 
-def _wait_for_nodes(cluster: Cluster, *, num_slots: int) -> list[NodeInfo]:
-    """Returns the nodes with slots, once there are enough of them. More are fine: the cluster may be for others too."""
-    wait = Wait(JOIN_S, first_s=0.0)
-    cluster.wait_until_known(wait)
-    while (found := list_nodes(cluster)).num_slots < num_slots:
-        if not wait.again(state := describe(found, num_slots=num_slots), after_s=2.0):
-            raise ClusterError(f"after {wait.waited_s:.0f} s {state}")
-    return [node for node in found.alive if node.slots]
-
-
 def _prepare(cluster: Cluster, nodes: list[NodeInfo], config: Config) -> None:
+    run_file = dump_config(config)
+
+    def prepare() -> str:
+        """The last lines of what went wrong, if anything did."""
+        words = [sys.executable, "-m", "rollcall", "prepare", "/dev/stdin"]
+        ended = subprocess.run(words, input=run_file.encode(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        last = ended.stdout.decode(errors="replace").strip().splitlines()[-15:]
+        return "\n".join(last) or f"status {ended.returncode}" if ended.returncode else ""
+
     connect(cluster, log_to_driver=False)
     try:
-        prepare = _preparer(dump_config(config))
         calls = {rank: run_on(node.node_id, prepare, env={}) for rank, node in enumerate(nodes)}
         wait = Wait(config.prepare.timeout_s + 86_400.0)  # a download without a new byte gives up by itself
         answers, failures = answers_of(calls, wait=wait, to="prepare itself")
     finally:
         disconnect()
-    for rank, why in [*answers.items(), *failures.items()]:
-        if why:
-            say(f"{nodes[rank].host} ({nodes[rank].address}) could not prepare itself:\n{why}")
-    if failures or any(answers.values()):
+    wrong = {rank: why for rank, why in [*answers.items(), *failures.items()] if why}
+    for rank, why in wrong.items():
+        say(f"{nodes[rank].host} ({nodes[rank].address}) could not prepare itself:\n{why}")
+    if wrong:
         raise ClusterError("the run was not started: a node could not be prepared (above)")
-
-
-def _preparer(run_file: str) -> Callable[[], str]:
-    def prepare() -> str:
-        """The last lines of what went wrong, if anything did."""
-        with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
-            file.write(run_file)
-            file.flush()
-            words = [sys.executable, "-m", "rollcall", "prepare", file.name]
-            ended = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
-        last = f"{ended.stdout}\n{ended.stderr}".strip().splitlines()[-15:]
-        return "\n".join(last) or f"status {ended.returncode}" if ended.returncode else ""
-
-    return prepare
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ has to be a folder that the nodes see.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -65,24 +66,12 @@ class LaunchRecord(BaseModel):
         return self.having(facts={**self.facts, **facts})
 
     def save(self) -> LaunchRecord:
-        with writing():
-            write_atomic(own_folder(self.name) / RECORD, self.model_dump_json(indent=1), private=True)
+        write_atomic(own_folder(self.name) / RECORD, self.model_dump_json(indent=1), private=True)
         return self
 
 
 def launches() -> Path:
     return Path(os.environ.get(FOLDER) or "~/.rollcall/launches").expanduser().absolute()
-
-
-@contextmanager
-def writing() -> Iterator[None]:
-    """Turns a full disk, or another user's folder, into one sentence with its path."""
-    try:
-        yield
-    except OSError as error:
-        raise LaunchError(
-            f"{launches()} cannot be written: {reason(error)}; make room there, or set {FOLDER} to another folder"
-        ) from None
 
 
 def new_record(name: str, *, target: str, run_dir: str) -> LaunchRecord:
@@ -99,11 +88,19 @@ def check_name(name: str) -> str:
     return name
 
 
+def default_name(run: str) -> str:
+    """The run's name, as far as a name of a cluster can have it.
+
+    >>> default_name("my first run!")
+    'my-first-run'
+    """
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", run)[:32].strip("-_") or "run"
+
+
 def own_folder(name: str) -> Path:
     """Makes the launch's folder if needed. Only its owner can read it: a run file may hold what others should not see."""
     folder = launches() / check_name(name)
-    with writing():
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     return folder
 
 

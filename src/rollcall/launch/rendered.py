@@ -23,7 +23,6 @@ RUN_FILE_VARIABLE = "ROLLCALL_RUN_FILE_BASE64"  # of a job that gets its run fil
 class RenderedFile:
     name: str  # inside the launch's folder
     text: str
-    executable: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +31,6 @@ class Command:
 
     words: tuple[str, ...]
     what: str  # it does, in a few words: "submit the batch script"
-    host: str | None = None  # where it runs; None: on this machine
     stdin: str | None = None  # the rendered file that it reads
 
     def __str__(self) -> str:
@@ -55,8 +53,6 @@ class Rendered:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         for file in self.files:
             write_atomic(folder / file.name, file.text, durable=False, private=True)
-            if file.executable:
-                (folder / file.name).chmod(0o700)
 
     def changed_in(self, folder: Path) -> list[str]:
         """The files that the folder already has with another text."""

@@ -27,7 +27,6 @@ class Skypilot(ToolTarget):
     title = "SkyPilot"
     program = "sky"
     install = "install it with `pip install skypilot` (with the extras of your clouds)"
-    checked = "SkyPilot checks the task when it starts it"
     look = "sky status` and `sky jobs queue"
     image_key = "launch.skypilot.resources.image_id"
 
@@ -67,8 +66,7 @@ class Skypilot(ToolTarget):
         if record.facts["kind"] == JOB:
             words = ("sky", "jobs", "queue", "--all", "--output", "json")
             # While SkyPilot has no controller for them, it fails with these words.
-            none = "No in-progress managed jobs"
-            jobs = ask_json(Command(words=words, what="list the managed jobs"), fine=none) or []
+            jobs = ask_json(*words, what="list the managed jobs", fine="No in-progress managed jobs") or []
             jobs = sorted((job for job in jobs if job["job_name"] == name), key=lambda job: job["job_id"], reverse=True)
             return [
                 Seen(
@@ -78,8 +76,7 @@ class Skypilot(ToolTarget):
                 )
                 for job in jobs
             ]
-        words = ("sky", "status", name, "--output", "json")
-        clusters = ask_json(Command(words=words, what="ask SkyPilot for the cluster")) or []
+        clusters = ask_json("sky", "status", name, "--output", "json", what="ask SkyPilot for the cluster") or []
         return [_cluster(each) for each in clusters if each["name"] == name]
 
     def log_command(self, record: LaunchRecord, *, follow: bool) -> tuple[str, ...]:
@@ -91,17 +88,17 @@ class Skypilot(ToolTarget):
         is_job = record.facts["kind"] == JOB
         verb = ("sky", "jobs", "cancel", "--yes") if is_job else ("sky", "down", "--yes")
         # SkyPilot keeps machines until what the run wrote is in its bucket; older ones cannot.
-        options = ask(Command(words=(*verb, "--help"), what="ask SkyPilot for its options"), fine="")
+        options = ask(*verb, "--help", what="ask SkyPilot for its options", fine="")
         graceful = ("--graceful",) if "--graceful " in options else ()
-        run(Command(words=(*verb, *graceful, *(ids if is_job else [self.tool_name(record.name)])), what="end the task"))
+        run(*verb, *graceful, *(ids if is_job else [self.tool_name(record.name)]), what="end the task")
 
 
 def _cluster(found: dict[str, Any]) -> Seen:
     """A cluster with its newest task, if it is up. `sky launch` would put a second task behind one that runs."""
     tasks = []
     if found["status"] == "UP":
-        words = ("sky", "queue", found["name"], "--output", "json")
-        tasks = (ask_json(Command(words=words, what="list the cluster's jobs")) or {}).get(found["name"], [])
+        queue = ask_json("sky", "queue", found["name"], "--output", "json", what="list the cluster's jobs") or {}
+        tasks = queue.get(found["name"], [])
     newest = max(tasks, key=lambda task: task["job_id"], default=None)
     return Seen(
         id=found.get("cluster_hash", ""),  # new with every cluster

@@ -51,7 +51,6 @@ class Slurm(ToolTarget):
     title = "Slurm"
     program = "sbatch"
     install = "it comes with Slurm's client tools"
-    checked = "sbatch takes the job"
     look = "squeue"
     place_words = "the Slurm cluster"
     place_advice = "run this on a machine of {}"
@@ -61,8 +60,8 @@ class Slurm(ToolTarget):
 
     def render(self, request: LaunchRequest) -> Rendered:
         section = request.section(SlurmSection)
-        node = RenderedFile(name=NODE, text=_node(request, section), executable=True)
-        job = RenderedFile(name=JOB, text=_job(request, section), executable=True)
+        node = RenderedFile(name=NODE, text=_node(request, section))
+        job = RenderedFile(name=JOB, text=_job(request, section))
         script = str(request.folder / JOB)
         if section.attach is None:
             words, what = ("sbatch", "--parsable", *_options(request, section), script), "submit the batch job"
@@ -73,14 +72,13 @@ class Slurm(ToolTarget):
         command = Command(words=words, what=what)
         return Rendered(files=(request.run_file, node, job), commands=(command,), notes=_notes(request, section))
 
-    def validate(self, rendered: Rendered, folder: Path) -> str:
-        checked = super().validate(rendered, folder)
+    def validate(self, rendered: Rendered, folder: Path) -> None:
+        super().validate(rendered, folder)
         words = rendered.commands[0].words
-        if words[0] != "sbatch":
+        if words[0] == "sbatch":
+            _ask("sbatch", "--test-only", *words[2:], what="have sbatch check the job")
+        else:
             need_tool("srun", install=self.install)
-            return "srun checks the options when it starts the nodes"
-        _ask("sbatch", "--test-only", *words[2:], what="have sbatch check the job")
-        return checked
 
     def tool_name(self, name: str) -> str:
         return f"rollcall-{name}"
@@ -154,15 +152,8 @@ class Slurm(ToolTarget):
             return visible(found[0].state)
         if (ended := _ended(record)) is not None:
             return f"it {status_words(ended)}"
-        words = (
-            "sacct",
-            "--noheader",
-            "--parsable2",
-            "--allocations",
-            f"--jobs={record.id}",
-            "--format=State,ExitCode",
-        )
-        account = _ask(*words, what="ask for its account", fine="").strip() if record.id else ""
+        words = ("sacct", "--noheader", "--parsable2", "--allocations", "--format=State,ExitCode")
+        account = _ask(*words, f"--jobs={record.id}", what="ask for its account", fine="").strip() if record.id else ""
         state = visible(account).replace("|", ", exit code ")
         return f"job {record.id} is {state}" if state else "it is not in Slurm's queue"
 
@@ -219,7 +210,7 @@ def _env() -> dict[str, str]:
 
 
 def _ask(*words: str, what: str, fine: str | None = None) -> str:
-    return ask(Command(words=words, what=what), fine=fine, env=_env())
+    return ask(*words, what=what, fine=fine, env=_env())
 
 
 def _rows(*options: str, what: str) -> list[list[str]]:

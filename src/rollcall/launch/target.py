@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -29,7 +30,7 @@ from rollcall.config.run import dump_given
 from rollcall.config.sections import ClusterSection
 from rollcall.launch.jobs.paths import resolve_paths
 from rollcall.launch.record import ElsewhereError, LaunchError, LaunchRecord, launch_token
-from rollcall.launch.rendered import Command, Rendered, RenderedFile
+from rollcall.launch.rendered import Rendered, RenderedFile
 from rollcall.nodes.node_shell import TOKEN
 
 RUN_FILE = "run.yaml"
@@ -85,8 +86,8 @@ class Target(Protocol):
         """Pure: the same request gives the same text, and nothing is read or started."""
 
     @abstractmethod
-    def validate(self, rendered: Rendered, folder: Path) -> str:
-        """Let the target's own tool read the files in ``folder``; returns a line for the user."""
+    def validate(self, rendered: Rendered, folder: Path) -> None:
+        """Let the target's own tool read the files in ``folder``."""
 
     @abstractmethod
     def in_use(self, record: LaunchRecord, names: Sequence[str]) -> Sequence[str]:
@@ -131,7 +132,6 @@ class ToolTarget(Target):
     title: ClassVar[str]  # of the tool, for messages
     program: ClassVar[str]
     install: ClassVar[str]
-    checked: ClassVar[str]  # a line for the user, after ``validate``
     look: ClassVar[str]  # the command that shows the user what there is
     image_key: ClassVar[str] = ""  # where the section names the image
     place_words: ClassVar[str] = ""  # "kubectl's context": the cluster or project that the tool talks to
@@ -162,7 +162,8 @@ class ToolTarget(Target):
 
     def begin(self, request: LaunchRequest, rendered: Rendered, record: LaunchRecord) -> str:
         """Start it; returns its id, or "" if the tool does not print it."""
-        run(rendered.commands[0], env={TOKEN: launch_token(request.folder)}, cwd=request.cwd)
+        command, token = rendered.commands[0], launch_token(request.folder)
+        run(*command.words, what=command.what, env={TOKEN: token}, cwd=request.cwd)
         return ""
 
     def check(self, request: LaunchRequest) -> None:
@@ -177,9 +178,8 @@ class ToolTarget(Target):
         if request.cluster.num_nodes > 1:  # one node finds a relative path in its own folder
             resolve_paths(request.config, folder=request.cwd, shared=None)
 
-    def validate(self, rendered: Rendered, folder: Path) -> str:
+    def validate(self, rendered: Rendered, folder: Path) -> None:
         need_tool(self.program, install=self.install)
-        return self.checked
 
     def in_use(self, record: LaunchRecord, names: Sequence[str]) -> Sequence[str]:
         self.require_started(record)
@@ -215,11 +215,11 @@ class ToolTarget(Target):
 
     def logs(self, record: LaunchRecord) -> None:
         self.require_started(record)
-        watch(Command(words=self.log_command(record, follow=False), what="print the log"))
+        watch(*self.log_command(record, follow=False), what="print the log")
 
     def follow(self, record: LaunchRecord) -> int:
         self.require_started(record)
-        return watch(Command(words=self.log_command(record, follow=True), what="follow the log"))
+        return watch(*self.log_command(record, follow=True), what="follow the log")
 
     def stop(self, record: LaunchRecord) -> None:
         if record.id is None:
@@ -290,56 +290,62 @@ def need_tool(name: str, *, install: str) -> None:
 
 
 def ask(
-    command: Command, *, fine: str | None = None, env: Mapping[str, str] | None = None, timeout_s: float = 300.0
+    *words: str,
+    what: str,
+    fine: str | None = None,
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = 300.0,
 ) -> str:
     """Returns what the tool prints on stdout. ``fine`` has the words of a failure that means an empty answer; "" allows any failure. `sky`
     starts a server for its first question, which takes a while."""
     # Files, because a server that the tool leaves behind would hold a pipe open.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        status = _run(command, stdout=out, stderr=err, env=env, timeout_s=timeout_s)
+        status = _run(words, what, stdout=out, stderr=err, env=env, timeout_s=timeout_s)
         texts = []
         for file in (out, err):
             file.seek(0)
             texts.append(file.read().decode(errors="replace"))
     if status and (fine is None or fine not in "\n".join(texts)):
         raise LaunchError(
-            f"cannot {command.what}: `{command}` ended with status {status}:\n{_last(chr(10).join(texts))}".rstrip()
+            f"cannot {what}: `{shlex.join(words)}` ended with status {status}:\n{_last(chr(10).join(texts))}".rstrip()
         )
     return "" if status else texts[0]
 
 
-def ask_json(command: Command, *, fine: str | None = None) -> Any:
+def ask_json(*words: str, what: str, fine: str | None = None) -> Any:
     """Parses the JSON that the tool prints after lines for people, if it prints anything."""
-    text = ask(command, fine=fine)
+    text = ask(*words, what=what, fine=fine)
     begins = re.search(r"^[\[{]", text, re.MULTILINE)
     if begins is None and not text.strip():
         return None
     try:
         return json.JSONDecoder().raw_decode(text, begins.start() if begins else 0)[0]
     except ValueError:
-        raise LaunchError(f"cannot {command.what}: `{command}` printed no JSON:\n{_last(text)}") from None
+        raise LaunchError(f"cannot {what}: `{shlex.join(words)}` printed no JSON:\n{_last(text)}") from None
 
 
-def run(command: Command, *, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> None:
+def run(*words: str, what: str, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> None:
     """Its output goes to the user as it comes, on stderr (2): stdout has what a command of Rollcall answers."""
-    status = _run(command, stdout=2, env={**os.environ, **(env or {})}, cwd=cwd, timeout_s=3600.0)  # clouds are slow
+    status = _run(
+        words, what, stdout=2, env={**os.environ, **(env or {})}, cwd=cwd, timeout_s=3600.0
+    )  # clouds are slow
     if status:
-        raise LaunchError(f"cannot {command.what}: `{command}` ended with status {status}")
+        raise LaunchError(f"cannot {what}: `{shlex.join(words)}` ended with status {status}")
 
 
-def watch(command: Command) -> int:
+def watch(*words: str, what: str) -> int:
     """Lets a tool print a log on stdout, for as long as it takes; returns its status."""
-    return _run(command, timeout_s=None)
+    return _run(words, what, timeout_s=None)
 
 
-def _run(command: Command, *, timeout_s: float | None, **how: Any) -> int:
+def _run(words: Sequence[str], what: str, *, timeout_s: float | None, **how: Any) -> int:
     try:
         # A tool that asks gets no answer, instead of waiting for one.
-        return subprocess.run(command.words, timeout=timeout_s, stdin=subprocess.DEVNULL, **how).returncode
+        return subprocess.run(words, timeout=timeout_s, stdin=subprocess.DEVNULL, **how).returncode
     except FileNotFoundError:
-        raise LaunchError(f"cannot {command.what}: `{command.words[0]}` is not on this machine's PATH") from None
+        raise LaunchError(f"cannot {what}: `{words[0]}` is not on this machine's PATH") from None
     except subprocess.TimeoutExpired:
-        raise LaunchError(f"cannot {command.what}: `{command}` has not ended after {timeout_s:.0f} s") from None
+        raise LaunchError(f"cannot {what}: `{shlex.join(words)}` has not ended after {timeout_s:.0f} s") from None
 
 
 def _last(printed: str) -> str:

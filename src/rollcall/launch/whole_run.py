@@ -66,8 +66,14 @@ class WholeRun:
         logical = self._cluster.slots_per_node[request.rank] if self._cluster.accelerator == "cpu" else None
         return replace(request, num_nodes=self.num_nodes, slots=request.slots or logical)
 
+    def get_ready(self, request: NodeRequest) -> NodeRequest:
+        """Completes the request and prepares this node; refuses what would end its start, before an hour goes into a download."""
+        request = self.complete(request)
+        self.check(request)
+        prepare_node(self._config, once=False)
+        return request
+
     def check(self, request: NodeRequest) -> None:
-        """Refuses what would end this node's start, before an hour goes into a download."""
         require_meeting(request)
         offered, _ = find_slots(request.slots)
         needed = self._cluster.slots_per_node[request.rank]
@@ -76,9 +82,6 @@ class WholeRun:
                 f"this node offers {counted(offered, 'slot')}, and the run file has {needed} on node {request.rank}; make them the same "
                 "(cluster.num_gpus_per_node or cluster.nodes, and --slots)"
             )
-
-    def prepare(self) -> None:
-        prepare_node(self._config, once=False)
 
     def stay(self, record: NodeRecord, *, timeout_s: float, save_s: float) -> int:
         """Hold the node until the run is over; returns the run's exit status."""
@@ -139,7 +142,6 @@ def _run(cluster: str, config: Config, *, timeout_s: float) -> int:
     running = [job for job in _known(jobs) if job.run_dir == str(config.run.dir) and not job.is_over]
     job = running[0] if running else jobs.submit(config, folder=Path.cwd(), environ=os.environ)
     say(f"{'following' if running else 'submitted'} {job.id}")
-    jobs.wait_started(job.id)
     return jobs.follow(job.id).exit_status
 
 

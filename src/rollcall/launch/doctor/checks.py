@@ -44,7 +44,6 @@ class Gpu:
     name: str
     memory_total: int
     memory_used: int
-    ecc_errors: int  # uncorrected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,27 +59,14 @@ class NodeFacts:
     python: str
     executable: str
     packages: Mapping[str, str | None]
-    torch_cuda: str | None
-    torch_hip: str | None
-    driver: str | None
+    torch_build: str  # such as "CUDA 13.0" or "the CPU"
     disks: tuple[Disk, ...]
     memory_total: int
     memory_available: int
     shm_total: int
     gpus: tuple[Gpu, ...]
     gpu_error: str | None
-    interface: str | None
     missing_paths: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedFolder:
-    """The result of writing on every node and reading on the others."""
-
-    path: str
-    unwritable: Mapping[int, str]  # rank to why
-    unseen: Mapping[int, Mapping[int, str]]  # reader's rank to writer's rank to why
-    seen_after_s: float  # slowest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,15 +98,10 @@ def judge_roster(roster: Roster, cluster: Cluster) -> Iterator[Finding]:
     for rank in roster.missing:
         what = f"rank {rank} of {roster.num_nodes} has not joined, or has died; there run `{cluster.join_command(rank)} ...`"
         yield Finding(node=rank, host=None, severity="breaks", what=what)
-
-
-def judge_token(roster: Roster) -> Iterator[Finding]:
     if not roster.has_token and not all(ipaddress.ip_address(node.address).is_loopback for node in roster.alive):
-        what = (
-            f"{roster.title} has no token, so anyone who reaches its ports can run code there; start its nodes with "
-            "RAY_AUTH_MODE=token and the same RAY_AUTH_TOKEN"
-        )
-        yield find(None, what, severity="warns")
+        what = f"{roster.title} has no token, so anyone who reaches its ports can run code there"
+        fix = "start its nodes with RAY_AUTH_MODE=token and the same RAY_AUTH_TOKEN"
+        yield find(None, f"{what}; {fix}", severity="warns")
 
 
 def judge_slots(config: Config, roster: Roster, cluster: Cluster) -> Iterator[Finding]:
@@ -165,14 +146,14 @@ def judge_versions(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
         for node in nodes:
             version = node.packages[name]
             if version is None or version != usual:
-                what = f"{name} is not installed" if version is None else f"{name} {version}, the others have {usual}"
+                what = "is not installed" if version is None else f"{version}, the others have {usual}"
                 wanted = f"{name}=={usual}" if usual else name
-                yield find(node, f"{what}; run `{node.executable} -m pip install '{wanted}'` there")
-    usual = _majority(nodes, build)
+                yield find(node, f"{name} {what}; run `{node.executable} -m pip install '{wanted}'` there")
+    usual = _majority(nodes, lambda node: node.torch_build)
     for node in nodes:
-        if build(node) != usual:
-            what = f"torch is built for {build(node)}, elsewhere for {usual}; reinstall it from the index the other nodes used"
-            yield find(node, what)
+        if node.torch_build != usual:
+            what = f"torch is built for {node.torch_build}, elsewhere for {usual}"
+            yield find(node, f"{what}; reinstall it from the index the other nodes used")
 
 
 def _majority(nodes: Sequence[NodeFacts], value: Callable[[NodeFacts], T]) -> T:
@@ -182,15 +163,11 @@ def _majority(nodes: Sequence[NodeFacts], value: Callable[[NodeFacts], T]) -> T:
     return max(counts, key=lambda found: (counts[found], found in of_head))
 
 
-def build(node: NodeFacts) -> str:
-    return f"CUDA {node.torch_cuda}" if node.torch_cuda else f"ROCm {node.torch_hip}" if node.torch_hip else "the CPU"
-
-
 def judge_torch(node: NodeFacts) -> Iterator[Finding]:
     """On one machine, where there is no other node to compare it with."""
     if node.packages["torch"] is None:
         yield find(node, f"torch is not installed; run `{node.executable} -m pip install torch`")
-    elif node.gpus and build(node) == "the CPU":
+    elif node.gpus and node.torch_build == "the CPU":
         what = f"{node.gpus[0].name} is there, and torch {node.packages['torch']} is a build for CPUs"
         yield find(node, f"{what}; reinstall it from an index with CUDA builds")
 
@@ -236,21 +213,9 @@ def judge_gpus(node: NodeFacts) -> Iterator[Finding]:
         yield find(node, f"{what}; run `rollcall node` again")
     for gpu in node.gpus:
         card = f"GPU {gpu.index} ({gpu.name})"
-        if gpu.ecc_errors:
-            what = f"{card} has {gpu.ecc_errors} uncorrected memory errors"
-            yield find(node, f"{what}; run `sudo nvidia-smi --gpu-reset -i {gpu.index}`")
         if gpu.memory_used > GIB:
             held = f"{card} has {gpu.memory_used / GIB:.1f} GiB in use; `nvidia-smi -i {gpu.index}` shows by whom"
             yield find(node, held, severity="warns")  # perhaps by a run of yours that is about to end
-
-
-def judge_clocks(nodes: Sequence[NodeFacts], *, skews: Mapping[int, tuple[float, float]]) -> Iterator[Finding]:
-    """``skews``: rank to (seconds ahead of this node, half of the round trip it was measured over)."""
-    for node in nodes:
-        ahead, doubt = skews.get(node.rank, (0.0, 0.0))
-        if abs(ahead) - doubt > 1.0:
-            what = f"its clock is {abs(ahead):.1f} s {'ahead' if ahead > 0 else 'behind'}; run `sudo timedatectl set-ntp true`"
-            yield find(node, what, severity="warns")
 
 
 def judge_reach(
@@ -284,17 +249,23 @@ def firewall_rule(nodes: Sequence[NodeFacts], *, head_port: int) -> str:
     return "nft '" + "; ".join(rules) + "'"
 
 
-def judge_shared(nodes: Sequence[NodeFacts], shared: SharedFolder) -> Iterator[Finding]:
-    by_rank = {node.rank: node for node in nodes}
-    for rank, why_not in shared.unwritable.items():
-        what = f"cannot write to the shared folder {shared.path}: {why_not}; `findmnt -T {shared.path}` there shows how it is mounted"
-        yield find(by_rank[rank], what)
-    for rank, writers in shared.unseen.items():
-        yield find(
-            by_rank[rank],
-            f"does not see in {shared.path} what rank {ranges(sorted(writers))} wrote there: {next(iter(writers.values()))}; mount "
-            "the same file system there, or choose another run.dir",
-        )
+def judge_shared(
+    nodes: Sequence[NodeFacts], folder: str, *, wrote: Mapping[int, str | None], unseen: Mapping[int, Mapping[int, str]]
+) -> Iterator[Finding]:
+    """``wrote``: rank to why it could not write there, if so; ``unseen``: reader's rank to writer's rank to why."""
+    for node in nodes:
+        why_not, writers = wrote.get(node.rank), unseen.get(node.rank)
+        if why_not:
+            yield find(
+                node,
+                f"cannot write to the shared folder {folder}: {why_not}; `findmnt -T {folder}` there shows how it is mounted",
+            )
+        elif writers:
+            yield find(
+                node,
+                f"does not see in {folder} what rank {ranges(sorted(writers))} wrote there: {next(iter(writers.values()))}; mount "
+                "the same file system there, or choose another run.dir",
+            )
 
 
 def judge_bandwidth(*, backend: str, bytes_per_s: float) -> Iterator[Finding]:

@@ -7,7 +7,6 @@ of ``checks`` judge what is wrong.
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -22,7 +21,7 @@ from rollcall.base.words import counted
 from rollcall.config import Config
 from rollcall.launch.doctor import checks
 from rollcall.launch.doctor import probe as probing
-from rollcall.launch.doctor.checks import Finding, NodeFacts, SharedFolder, find
+from rollcall.launch.doctor.checks import Finding, NodeFacts, find
 from rollcall.nodes import interfaces
 from rollcall.nodes.address import is_loopback, split_address
 from rollcall.nodes.check import Roster, list_nodes
@@ -31,7 +30,7 @@ from rollcall.nodes.door import new_secret
 from rollcall.nodes.head import NodeInfo
 from rollcall.plan.memory import element_size, read_sizes
 from rollcall.process.ray.connect import connect, disconnect
-from rollcall.process.ray.each_node import NoAnswerError, Pinned, answer_of, answers_of
+from rollcall.process.ray.each_node import Pinned, answers_of
 from rollcall.reward.confine import available
 
 STAGE_S = 90.0  # for a probe to start and say what it knows, or to try the others
@@ -45,8 +44,7 @@ class Diagnosis:
     cluster: str | None  # None for this machine without a cluster
     nodes: tuple[NodeFacts, ...]
     findings: tuple[Finding, ...]
-    skews: Mapping[int, tuple[float, float]] = field(default_factory=dict)  # rank: seconds ahead of here, and the doubt
-    shared: SharedFolder | None = None
+    shared: str | None = None  # a folder in which every node sees what the others write
     backend: str | None = None  # of the all-reduce
     bytes_per_s: float | None = None
     firewall: str | None = None  # a rule that lets in only the nodes, where no TLS does it
@@ -66,7 +64,7 @@ class Diagnosis:
 def examine_machine(config: Config | None) -> Diagnosis:
     """Examine this machine for a run in one process; with a run file also its model, data and rewards."""
     folder = "." if config is None else str(config.run.dir.absolute())
-    ask = {"packages": checks.MUST_AGREE, "disks": {"run.dir": folder}, "paths": [], "address": "127.0.0.1"}
+    ask = {"packages": checks.MUST_AGREE, "disks": {"run.dir": folder}, "paths": []}
     facts = probing.Probe().facts(ask)
     seat = {"rank": 0, "address": "127.0.0.1", "slots": 1, "is_head": True}
     seat["accelerator"] = "gpu" if facts["gpus"] else "cpu"
@@ -145,13 +143,12 @@ class _Examination:
         self.probes = {rank: Pinned(info.node_id, probing.Probe, by_value=code) for rank, info in self.infos.items()}
 
     def run(self, *, quick: bool) -> Diagnosis:
-        self.findings += [*checks.judge_roster(self.roster, self.cluster), *checks.judge_token(self.roster)]
+        self.findings += checks.judge_roster(self.roster, self.cluster)
         nodes = self._facts()
         self.findings += checks.judge_nodes(nodes, checkpoint_bytes=checkpoint_bytes(self.config))
         if self.config is not None:
             self.findings += checks.judge_slots(self.config, self.roster, self.cluster)
             self.findings += checks.judge_plan(self.config, nodes)
-        skews = self._clocks(nodes)
         self._reach(nodes)
         shared = self._shared_folder(nodes)
         backend, bytes_per_s = (None, None) if quick or len(nodes) < 2 else self._bandwidth(nodes)
@@ -162,7 +159,6 @@ class _Examination:
             cluster=self.roster.cluster,
             nodes=tuple(nodes),
             findings=tuple(sorted(self.findings, key=lambda one: (one.severity, one.node is None, one.node or 0))),
-            skews=skews,
             shared=shared,
             backend=backend,
             bytes_per_s=bytes_per_s,
@@ -178,29 +174,12 @@ class _Examination:
                 "packages": checks.MUST_AGREE,
                 "disks": {**folder, "Ray's temporary folder": self.infos[rank].temp_dir},
                 "paths": [str(model.absolute())] if model is not None and model.is_dir() else [],
-                "address": self.infos[rank].address,
             }
 
         answers = self._ask_all("say what it has", "facts", lambda rank: [ask(rank)])
         self.probes = {rank: probe for rank, probe in self.probes.items() if rank in answers}
         known = TypeAdapter(NodeFacts)
         return [known.validate_python({**asdict(self.infos[rank]), **answers[rank]}) for rank in self.probes]
-
-    def _clocks(self, nodes: Sequence[NodeFacts]) -> dict[int, tuple[float, float]]:
-        """Each clock compared with this node's, in the middle of the fastest of a few round trips."""
-        skews: dict[int, tuple[float, float]] = {}
-        for rank, probe in self.probes.items():
-            for _ in range(5):
-                sent = time.time()
-                try:
-                    theirs = answer_of(probe.call("clock"), timeout_s=REACH_S)
-                except NoAnswerError:  # a slow or dead node shows in the stages that need it
-                    break
-                doubt = (time.time() - sent) / 2
-                if rank not in skews or doubt < skews[rank][1]:
-                    skews[rank] = (theirs - (sent + doubt), doubt)
-        self.findings += checks.judge_clocks(nodes, skews=skews)
-        return skews
 
     def _reach(self, nodes: Sequence[NodeFacts]) -> None:
         listening = self._ask_all("listen on a port", "listen", lambda rank: [self.infos[rank].address])
@@ -213,7 +192,8 @@ class _Examination:
         failed = self._ask_all("connect to the others", "reach", arguments, timeout_s=timeout_s)
         self.findings += checks.judge_reach(nodes, failed=failed)
 
-    def _shared_folder(self, nodes: Sequence[NodeFacts]) -> SharedFolder | None:
+    def _shared_folder(self, nodes: Sequence[NodeFacts]) -> str | None:
+        """The folder, if every node sees what the others write there."""
         folder = self.cluster.rendezvous
         if self.config is not None:
             folder = str(next(parent for parent in self.config.run.dir.absolute().parents if parent.exists()))
@@ -230,18 +210,14 @@ class _Examination:
             seen = self._ask_all(what, "see", lambda rank: [folder, written, 10.0])
         finally:
             self._ask_all("clean up", "remove", lambda rank: [folder, names[rank]])
-        missing = {rank: {ranks[name]: why for name, why in each["missing"].items()} for rank, each in seen.items()}
-        shared = SharedFolder(
-            path=folder,
-            unwritable={rank: why for rank, why in wrote.items() if why},
-            unseen={rank: names for rank, names in missing.items() if names and wrote.get(rank) is None},
-            seen_after_s=max((each["seconds"] for each in seen.values() if not each["missing"]), default=0.0),
-        )
-        self.findings += checks.judge_shared(nodes, shared)
-        return shared
+        unseen = {
+            rank: {ranks[name]: why for name, why in missing.items()} for rank, missing in seen.items() if missing
+        }
+        self.findings += checks.judge_shared(nodes, folder, wrote=wrote, unseen=unseen)
+        return None if unseen else folder
 
     def _bandwidth(self, nodes: Sequence[NodeFacts]) -> tuple[str, float | None]:
-        backend = "nccl" if all(node.gpus and node.torch_cuda for node in nodes) else "gloo"
+        backend = "nccl" if all(node.gpus and node.torch_build.startswith("CUDA") for node in nodes) else "gloo"
         say(f"measuring an all-reduce between {len(nodes)} nodes")
         places = {rank: place for place, rank in enumerate(sorted(self.probes))}
         first, secret = min(places), new_secret()

@@ -26,7 +26,7 @@ from typing import Any
 
 from rollcall.nodes.interfaces import interface_of
 
-GPU_FIELDS = ("index", "name", "driver_version", "memory.total", "memory.used", "ecc.errors.uncorrected.volatile.total")
+GPU_FIELDS = ("index", "name", "memory.total", "memory.used")
 
 
 class Probe:
@@ -36,12 +36,9 @@ class Probe:
         self._listeners: list[socket.socket] = []
         self._meeting: Any = None
 
-    def clock(self) -> float:
-        return time.time()
-
     def facts(self, ask: dict[str, Any]) -> dict[str, Any]:
-        """``ask``: packages (names), disks (purpose to path), paths (that must exist), address (this node's)."""
-        gpus, driver, complaint = read_gpus()
+        """``ask``: packages (names), disks (purpose to path) and paths that must exist."""
+        gpus, complaint = read_gpus()
         with open("/proc/meminfo") as file:  # psutil may not be here
             memory = {name: int(amount.split()[0]) << 10 for name, amount in (line.split(":") for line in file)}
         shm = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
@@ -50,15 +47,13 @@ class Probe:
             "python": platform.python_version(),
             "executable": sys.executable,
             "packages": {name: installed(name) for name in ask["packages"]},
-            **torch_build(),
-            "driver": driver,
+            "torch_build": torch_build(),
             "disks": [disk(purpose, path) for purpose, path in ask["disks"].items()],
             "memory_total": memory["MemTotal"],
             "memory_available": memory["MemAvailable"],
             "shm_total": shm.f_frsize * shm.f_blocks if shm else 0,
             "gpus": gpus,
             "gpu_error": complaint,
-            "interface": interface_of(ask["address"]),
             "missing_paths": [path for path in ask["paths"] if not os.path.exists(path)],
         }
 
@@ -99,15 +94,12 @@ class Probe:
             return _why(error)
         return None
 
-    def see(self, folder: str, names: list[str], timeout_s: float) -> dict[str, Any]:
-        """The time until all files are seen with their text; ``missing``: those that are not in time, and why."""
-        began = time.monotonic()
-        while True:
-            missing = {name: why for name in names if (why := _unseen(folder, name))}
-            seconds = time.monotonic() - began
-            if not missing or seconds > timeout_s:
-                return {"seconds": seconds, "missing": missing}
+    def see(self, folder: str, names: list[str], timeout_s: float) -> dict[str, str]:
+        """The files that are not seen with their text in time, and why."""
+        ends = time.monotonic() + timeout_s
+        while (missing := {name: why for name in names if (why := _unseen(folder, name))}) and time.monotonic() < ends:
             time.sleep(0.02)
+        return missing
 
     def remove(self, folder: str, name: str) -> None:
         with suppress(OSError):  # never written, or the folder is read-only here; the findings say so
@@ -186,8 +178,7 @@ def _unseen(folder: str, name: str) -> str | None:
 
 
 def _why(error: OSError) -> str:
-    code = errno.errorcode.get(error.errno or 0)
-    return f"{error.strerror or error}" + (f" ({code})" if code else "")
+    return f"{error.strerror} ({errno.errorcode.get(error.errno or 0, error.errno)})"
 
 
 def installed(name: str) -> str | None:
@@ -197,14 +188,16 @@ def installed(name: str) -> str | None:
         return None
 
 
-def torch_build() -> dict[str, str | None]:
-    """The CUDA or ROCm that torch was built for, from its version file: importing it takes seconds, and fails where it is broken."""
+def torch_build() -> str:
+    """What torch was built for, from its version file: importing it takes seconds, and fails where it is broken."""
     spec, text = importlib.util.find_spec("torch"), ""
     if spec is not None and spec.origin is not None:
         with suppress(OSError), open(os.path.join(os.path.dirname(spec.origin), "version.py")) as file:
             text = file.read()
-    found = {name: re.search(rf"^{name}\b[^=]*= *['\"]([^'\"]+)['\"]", text, re.MULTILINE) for name in ("cuda", "hip")}
-    return {f"torch_{name}": match.group(1) if match else None for name, match in found.items()}
+    for name, title in (("cuda", "CUDA"), ("hip", "ROCm")):
+        if found := re.search(rf"^{name}\b[^=]*= *['\"]([^'\"]+)['\"]", text, re.MULTILINE):
+            return f"{title} {found[1]}"
+    return "the CPU"
 
 
 def disk(purpose: str, path: str) -> dict[str, Any]:
@@ -216,30 +209,22 @@ def disk(purpose: str, path: str) -> dict[str, Any]:
     return {"purpose": purpose, "path": path, "free": usage.free, "total": usage.total}
 
 
-def read_gpus() -> tuple[list[dict[str, Any]], str | None, str | None]:
-    """The cards, their driver, and a complaint if nvidia-smi is there and does not answer."""
+def read_gpus() -> tuple[list[dict[str, Any]], str | None]:
+    """The cards, and a complaint if nvidia-smi is there and does not answer."""
     program = shutil.which("nvidia-smi")
     if program is None:
-        return [], None, None
+        return [], None
     command = [program, f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=20.0, check=True
-        )  # on a sick card it may never return
+    try:  # on a sick card it may never return
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20.0, check=True)
     except (subprocess.SubprocessError, OSError) as error:
         lines = (getattr(error, "stdout", "") or getattr(error, "stderr", "") or str(error)).strip().splitlines()
-        return [], None, f"nvidia-smi fails: {lines[-1] if lines else error}"
-    rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
-    return [parse_gpu(row) for row in rows], rows[0][2] if rows else None, None
+        return [], f"nvidia-smi fails: {lines[-1] if lines else error}"
+    return [parse_gpu(line.split(",")) for line in done.stdout.splitlines() if line.strip()], None
 
 
 def parse_gpu(row: list[str]) -> dict[str, Any]:
     """A row of GPU_FIELDS; what a card does not report reads "[N/A]"."""
-    total, used, errors = (int(text) if text.isdigit() else 0 for text in row[3:6])
-    return {
-        "index": int(row[0]),
-        "name": row[1],
-        "memory_total": total << 20,
-        "memory_used": used << 20,
-        "ecc_errors": errors,
-    }
+    index, name, *numbers = (cell.strip() for cell in row)
+    total, used = (int(text) << 20 if text.isdigit() else 0 for text in numbers)
+    return {"index": int(index), "name": name, "memory_total": total, "memory_used": used}

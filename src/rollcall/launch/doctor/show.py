@@ -5,22 +5,16 @@ from __future__ import annotations
 from rich.text import Text
 
 from rollcall.base.words import counted
-from rollcall.launch.doctor.checks import NodeFacts, build
+from rollcall.launch.doctor.checks import NodeFacts
 from rollcall.launch.doctor.examine import Diagnosis
 from rollcall.plan.draw import make_console
 from rollcall.plan.memory import GIB
 
-MAX_NODES = 16  # of more, only those with findings are shown
-
 
 def show(diagnosis: Diagnosis) -> None:
     console = make_console()
-    named = {finding.node for finding in diagnosis.findings}
-    shown = [node for node in diagnosis.nodes if len(diagnosis.nodes) <= MAX_NODES or node.rank in named]
-    for node in shown:
-        console.print(Text(f"{_where(diagnosis, node.rank, node.host)}: {_facts(diagnosis, node)}"), soft_wrap=True)
-    if len(shown) < len(diagnosis.nodes):
-        console.print(f"and {len(diagnosis.nodes) - len(shown)} more without a finding")
+    for node in diagnosis.nodes:
+        console.print(Text(f"{_where(diagnosis, node.rank, node.host)}: {_facts(node)}"), soft_wrap=True)
     for text in _measured(diagnosis):
         console.print(Text(text), soft_wrap=True)  # a command is copied from it whole
     for finding in diagnosis.findings:
@@ -36,29 +30,23 @@ def _where(diagnosis: Diagnosis, rank: int | None, host: str | None) -> str:
     return "cluster" if rank is None else f"rank {rank} {host or ''}".rstrip()
 
 
-def _facts(diagnosis: Diagnosis, node: NodeFacts) -> str:
-    driver = f", driver {node.driver}" if node.driver else ""
-    cards = f"{len(node.gpus)} x {node.gpus[0].name}{driver}" if node.gpus else "no GPU"
+def _facts(node: NodeFacts) -> str:
     disk = min(node.disks, key=lambda disk: disk.free)
-    facts = [
-        f"Python {node.python}",
-        f"torch {node.packages['torch']} for {build(node)}",
-        cards,
-        f"{node.memory_available / GIB:.1f} of {node.memory_total / GIB:.1f} GiB of memory available",
-        f"{disk.free / GIB:.1f} GiB free in {disk.path}",
-    ]
-    if node.rank in diagnosis.skews:
-        ahead, doubt = diagnosis.skews[node.rank]
-        facts.append(f"clock {1000 * ahead:+.0f} ± {1000 * doubt:.0f} ms, interface {node.interface or '?'}")
-    return ", ".join(facts)
+    return ", ".join(
+        [
+            f"Python {node.python}",
+            f"torch {node.packages['torch']} for {node.torch_build}",
+            f"{len(node.gpus)} x {node.gpus[0].name}" if node.gpus else "no GPU",
+            f"{node.memory_available / GIB:.1f} of {node.memory_total / GIB:.1f} GiB of memory available",
+            f"{disk.free / GIB:.1f} GiB free in {disk.path}",
+        ]
+    )
 
 
 def _measured(diagnosis: Diagnosis) -> list[str]:
     lines = []
-    if diagnosis.shared is not None and not diagnosis.shared.unseen:  # else a finding tells
-        lines.append(
-            f"shared folder {diagnosis.shared.path}: seen everywhere after {diagnosis.shared.seen_after_s:.2f} s"
-        )
+    if diagnosis.shared is not None:
+        lines.append(f"shared folder {diagnosis.shared}: what each node writes is seen everywhere")
     if diagnosis.bytes_per_s is not None:
         lines.append(f"all-reduce between nodes ({diagnosis.backend}): {diagnosis.bytes_per_s / 1e9:.2f} GB/s")
     if diagnosis.firewall is not None:

@@ -11,18 +11,19 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from rollcall.base.atomic import write_atomic
-from rollcall.base.words import counted
+from rollcall.base.words import counted, size
 from rollcall.checkpoint.merge.merge import DTYPES, merge
 from rollcall.checkpoint.run_dir import run_file_of
 from rollcall.checkpoint.store import describe_files
 from rollcall.checkpoint.verify import mark_of, verify, why_not_verified
 from rollcall.config import FinishSection, load_config
 from rollcall.launch.finish.gather import gather, is_here, parts_elsewhere
-from rollcall.launch.finish.nodes_of import Node, find_nodes
+from rollcall.launch.finish.nodes_of import find_nodes
 from rollcall.launch.finish.upload import Uploaded, upload
 from rollcall.model.stored.manifest import checkpoints_of, is_checkpoint, newest_checkpoint
 from rollcall.model.stored.tensors import StoredError
@@ -120,15 +121,13 @@ class _Work:
         if not missing:
             return FinishStep(name="gather", state="was done", words=f"all weights are in {self.checkpoint}")
         nodes = ", ".join(sorted({f"{part.node} ({part.host})" for part in missing}))
-        size = sum(part.size for part in missing)
+        words = f"{counted(len(missing), 'part')} ({size(sum(part.size for part in missing))}) from node {nodes}"
 
         def work() -> None:
-            def find() -> list[Node]:
-                return find_nodes(self.run_dir, hosts=self.hosts)
-
+            find = partial(find_nodes, self.run_dir, hosts=self.hosts)
             gather(self.checkpoint, find, kinds=("weights",), progress=self.progress)
 
-        return self._step("gather", f"{counted(len(missing), 'part')} ({size / 1e9:.2f} GB) from node {nodes}", work)
+        return self._step("gather", words, work)
 
     def merge(self) -> FinishStep:
         wanted = {
@@ -159,10 +158,8 @@ class _Work:
         dtype = None if wanted is None else wanted.name
         if not self.begun and not why_not_verified(self.model):
             return FinishStep(name="verify", state="was done", words=f"{self.model} is as it was verified")
-        if self.dry_run:
-            return self._step("verify", f"{self.model} against the log-probs of the trained model", lambda: None)
-        self.begun = True
-        return FinishStep(name="verify", state="done", words=verify(self.model, dtype=dtype).words)
+        words = f"{self.model} against the log-probs of the trained model"
+        return self._step("verify", words, lambda: verify(self.model, dtype=dtype).words)
 
     def upload(self) -> FinishStep:
         section = self.section.upload
@@ -181,12 +178,12 @@ class _Work:
 
         return self._step("upload", f"{self.model} to {where}", work)
 
-    def _step(self, name: str, words: str, work: Callable[[], object]) -> FinishStep:
+    def _step(self, name: str, words: str, work: Callable[[], str | None]) -> FinishStep:
+        """Does the step, unless this is a dry run. ``work`` may return what is said of it instead of ``words``."""
         self.begun = True
         if self.dry_run:
             return FinishStep(name=name, state="would be done", words=words)
-        work()
-        return FinishStep(name=name, state="done", words=words)
+        return FinishStep(name=name, state="done", words=work() or words)
 
     def _files(self) -> str | None:
         """The files of the verified model, in one checksum."""

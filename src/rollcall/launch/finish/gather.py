@@ -86,32 +86,21 @@ def is_here(checkpoint: Path, part: NodePart) -> bool:
 
 def _part(manifest: Manifest, name: str, facts: dict[str, Any]) -> NodePart:
     """Everything in a manifest is data: names that are not those of parts are refused."""
-    source = manifest.path / "manifest.json"
+    source, folder = manifest.path / "manifest.json", manifest.path.parent
     if not PART.fullmatch(name):
         raise GatherError(f"{source} places {name!r} on a node, which is not the name of a part; nothing was gathered")
     try:
-        names, _ = names_of_run(manifest.path.parent)
+        names, _ = names_of_run(folder)
     except OSError as error:
         raise GatherError(
-            f"{manifest.path.parent / FOLDER_NAME} cannot be read ({error.strerror}), so the run's folder on the nodes is not known; "
-            "restore it from where the run was saved"
+            f"{folder / FOLDER_NAME} cannot be read ({error.strerror}), so the run's folder on the nodes is not known; restore it from "
+            "where the run was saved"
         ) from error
     except CheckpointError as error:
         raise GatherError(str(error)) from error
-    try:
-        run = next((one for one in names if one in Path(facts["place"]).parts), names[0])
-        return NodePart(
-            name=name,
-            place=str(facts["place"]),
-            run=run,
-            size=int(facts["size"]),
-            blake2b=str(facts["blake2b"]),
-            node=str(facts.get("node", "?")),
-            host=str(facts.get("host", "?")),
-            kind=str(facts.get("kind", "")),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise GatherError(f"{source} does not describe {name} ({type(error).__name__}: {error})") from error
+    run = next((one for one in names if one in Path(facts["place"]).parts), names[0])
+    keys = ("place", "size", "blake2b", "node", "host", "kind")
+    return NodePart(name=name, run=run, **{key: facts[key] for key in keys})
 
 
 def gather(
@@ -204,8 +193,8 @@ def _refuse_absent(missing: Sequence[NodePart], holders: dict[str, Node], faults
 
 
 def _refuse_too_large(checkpoint: Path, missing: Sequence[NodePart]) -> None:
-    begun = sum(path.stat().st_size for path in (checkpoint / FOLDER).rglob("part-*") if path.is_file())
-    needed, free = sum(part.size for part in missing) - begun, free_bytes(checkpoint)
+    needed = sum(part.size - _size(checkpoint / FOLDER / part.name) for part in missing)
+    free = free_bytes(checkpoint)
     if free is not None and needed > free:
         raise GatherError(
             f"{counted(len(missing), 'part')} need {size(needed)} in {checkpoint}, and its disk has {size(free)} free; "
@@ -251,16 +240,17 @@ class _Work:
         return faults
 
     def _fetch(self, node: Node, part: NodePart) -> None:
-        begun = self._checkpoint / FOLDER / part.name
+        begun, target = self._checkpoint / FOLDER / part.name, self._checkpoint / part.name
         with plain_disk_errors(begun):
             begun.parent.mkdir(parents=True, exist_ok=True)
+            target.parent.mkdir(parents=True, exist_ok=True)
         continued = False
         for wait_s in (*WAITS_S, None):
             offset, digest = _begun(begun, part)
             continued = continued or offset > 0
             self._advance(offset, received=0)
             try:
-                here = self._receive(node, part, begun, digest, offset=offset)
+                self._receive(node, part, begun, digest, offset=offset)
             except NodeError as error:
                 if wait_s is None:
                     raise
@@ -269,36 +259,28 @@ class _Work:
                 if self._stop.wait(wait_s):
                     raise _Stopped from None
                 continue
-            if here == part.size and digest.hexdigest() == part.blake2b:
-                return self._keep(begun, part)
+            if digest.hexdigest() == part.blake2b:
+                with plain_disk_errors(target):
+                    os.replace(begun, target)
+                    fsync(target.parent)
+                return
+            self._advance(-_size(begun), received=0)
             begun.unlink()
-            self._advance(-here, received=0)
             if not continued:  # else what was there before may be at fault
                 break
             continued = False
         raise GatherError("it is not as it was written: its size or checksum differs")
 
-    def _receive(self, node: Node, part: NodePart, begun: Path, digest: Any, *, offset: int) -> int:
+    def _receive(self, node: Node, part: NodePart, begun: Path, digest: Any, *, offset: int) -> None:
         with plain_disk_errors(begun), begun.open("ab") as file:
             for data in node.chunks(part.asked, offset=offset):
                 if self._stop.is_set():
                     raise _Stopped
-                if offset + len(data) > part.size:
-                    raise NodeError(f"{node.where} sends more than {part.size:,} bytes")
                 file.write(data)
                 digest.update(data)
-                offset += len(data)
                 self._advance(len(data), received=len(data))
             file.flush()
             os.fsync(file.fileno())
-        return offset
-
-    def _keep(self, begun: Path, part: NodePart) -> None:
-        target = self._checkpoint / part.name
-        with plain_disk_errors(target):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            os.replace(begun, target)
-            fsync(target.parent)
 
     def _advance(self, num_bytes: int, *, received: int) -> None:
         with self._lock:

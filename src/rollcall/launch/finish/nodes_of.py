@@ -8,7 +8,7 @@ import select
 import shlex
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -20,7 +20,7 @@ from rollcall.launch.finish import node_files
 from rollcall.launch.finish.node_files import CHUNK_BYTES, NodeFiles
 from rollcall.launch.record import all_records
 from rollcall.launch.ssh.machines import SITE, Site, checked_hosts
-from rollcall.launch.ssh.shell import NO_FORWARDS, Login, start_ssh
+from rollcall.launch.ssh.shell import NO_FORWARDS, Login, end_ssh, start_ssh
 from rollcall.process.ray.connect import connect
 from rollcall.process.ray.each_node import NoAnswerError, Pinned, answer_of
 from rollcall.process.ray.members import ranked_nodes
@@ -118,46 +118,39 @@ class SshNode:
         self._ask("remove", parts)
 
     def _ask(self, do: str, parts: Sequence[Asked]) -> list[str]:
-        with self._start() as process:
-            try:
-                out, err = process.communicate(self._script(do=do, parts=list(parts)), timeout=ANSWER_S)
-            except subprocess.TimeoutExpired:
-                raise NodeError(f"{self.host}: no answer in {ANSWER_S:g} s") from None
-            finally:
-                process.kill()
-        if process.returncode:
-            raise NodeError(self._why(process.returncode, err))
+        with self._started() as process:
+            out = self._rest(process, self._script(do=do, parts=list(parts)))
         try:
             return [str(name) for name in json.loads(out)]
         except (ValueError, TypeError):
+            printed = visible(out.decode(errors="replace").strip()[:100])
             raise NodeError(
-                f"{self.host}: its shell prints {visible(out.decode(errors='replace').strip()[:100])!r} before it runs a command; "
-                "see its .bashrc"
+                f"{self.host}: its shell prints {printed!r} before it runs a command; see its .bashrc"
             ) from None
 
     def chunks(self, part: Asked, *, offset: int) -> Iterator[bytes]:
         left = part["size"] - offset
-        with self._start() as process:
-            assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-            try:
-                with suppress(BrokenPipeError), process.stdin as stdin:  # ssh may have ended, and has printed why
-                    stdin.write(self._script(do="read", part=dict(part), offset=offset))
-                while left:
-                    if not select.select([process.stdout], [], [], ANSWER_S)[0]:
-                        raise NodeError(f"{self.host}: nothing came for {ANSWER_S:g} s")
-                    if not (data := os.read(process.stdout.fileno(), min(left, CHUNK_BYTES))):
-                        with suppress(subprocess.TimeoutExpired):
-                            process.wait(10.0)
-                        has_more = select.select([process.stderr], [], [], 1.0)[0]
-                        err = os.read(process.stderr.fileno(), 1 << 16) if has_more else b""
-                        raise NodeError(self._why(process.returncode, err))
-                    left -= len(data)
-                    yield data
-            finally:
-                process.kill()
+        with self._started() as process:
+            assert process.stdin is not None and process.stdout is not None
+            with suppress(BrokenPipeError):  # ssh may have ended, and has printed why
+                os.write(process.stdin.fileno(), self._script(do="read", part=dict(part), offset=offset))
+            while left:
+                if not select.select([process.stdout], [], [], ANSWER_S)[0]:
+                    raise NodeError(f"{self.host}: nothing came for {ANSWER_S:g} s")
+                if not (data := os.read(process.stdout.fileno(), min(left, CHUNK_BYTES))):
+                    self._rest(process)
+                    raise NodeError(f"{self.host}: the part ends early there")
+                left -= len(data)
+                yield data
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        return start_ssh(self.login.words(self.host, *NO_FORWARDS))
+    @contextmanager
+    def _started(self) -> Iterator[subprocess.Popen[bytes]]:
+        process = start_ssh(self.login.words(self.host, *NO_FORWARDS))
+        try:
+            yield process
+        finally:
+            end_ssh(process)
+            process.communicate()
 
     def _script(self, **question: Any) -> bytes:
         entry = f"exec {shlex.join(self.inside)}\n" if self.inside else ""
@@ -165,12 +158,18 @@ class SshNode:
         # What follows the line in stdin is the question: bash reads no further than it has to.
         return f"{entry}exec python3 -c {shlex.quote(code)}\n{json.dumps(question)}\n".encode()
 
-    def _why(self, status: int | None, err: bytes) -> str:
-        """The reason for no answer, from what was printed on stderr."""
-        lines = visible(err.decode(errors="replace")).strip().splitlines()
-        if status == 1 and lines:  # what the question raised there
-            return f"{self.host}: {lines[-1]}"
-        return f"{self.host}: ssh ended early with status {status}{f': {lines[-1]}' if lines else ''}"
+    def _rest(self, process: subprocess.Popen[bytes], script: bytes | None = None) -> bytes:
+        """What it prints until its end. Raises if it fails, with what it prints on stderr."""
+        try:
+            out, err = process.communicate(script, timeout=ANSWER_S)
+        except subprocess.TimeoutExpired:
+            raise NodeError(f"{self.host}: no answer in {ANSWER_S:g} s") from None
+        lines = visible(err.decode(errors="replace")).strip().splitlines()[-1:]
+        if process.returncode == 1 and lines:  # what the question raised there
+            raise NodeError(f"{self.host}: {lines[0]}")
+        if process.returncode:
+            raise NodeError(": ".join([f"{self.host}: ssh ended early with status {process.returncode}", *lines]))
+        return out
 
 
 def find_nodes(run_dir: Path, *, hosts: Sequence[str]) -> list[Node]:

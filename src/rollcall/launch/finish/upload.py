@@ -11,7 +11,6 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +24,15 @@ from rollcall.model.stored.find import PROBE
 
 WAITS_S = (2.0, 5.0, 15.0, 30.0, 60.0)  # between two tries
 _PASSES = frozenset({408, 409, 412, 425, 429, 500, 502, 503, 504})  # 409, 412: another commit at the same moment
+_NO_ROOM = "the account has no room for it: free some, or choose another owner"
+_ADVICE = {
+    401: "the token is wrong or has expired: set HF_TOKEN, or log in with `hf auth login`",
+    402: _NO_ROOM,
+    403: "the token needs the right to write there (see the hub's settings, Access Tokens), and the account needs room for it",
+    404: "see whether the owner's name is right and HF_ENDPOINT names the hub that is meant",
+    413: _NO_ROOM,
+    507: _NO_ROOM,
+}
 _STATUS = re.compile(r"HTTP status (?:client|server) error \((\d{3})")
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 T = TypeVar("T")
@@ -64,15 +72,15 @@ def upload(model_dir: Path, repo: str, *, private: bool = False, revision: str |
     if branch != "main":
         _patiently(f"making branch {branch}", lambda: api.create_branch(repo, branch=branch, exist_ok=True))
     say(f"uploading {len(names)} files to {repo} ({branch})")
-    commit = _patiently(f"uploading to {repo}", lambda: _commit(api, model_dir, names, repo=repo, branch=branch))
+    commit = _patiently(f"uploading to {repo}", lambda: _commit(api, model_dir, names, repo, branch))
     held = _patiently(f"asking what {repo} holds", lambda: api.get_paths_info(repo, names, revision=commit.oid))
-    sizes = {info.path: info.size for info in held}
+    sizes = {info.path: f"{info.size:,} bytes" for info in held}
     for name in names:
-        if sizes.get(name) != (model_dir / name).stat().st_size:
-            was = "nothing" if name not in sizes else f"{sizes[name]:,} bytes"
+        here = f"{(model_dir / name).stat().st_size:,} bytes"
+        if sizes.get(name) != here:
             raise UploadError(
-                f"{repo} has {was} for {name}, which has {(model_dir / name).stat().st_size:,} bytes here; upload it again, "
-                "and see whether the repository's .gitignore names it"
+                f"{repo} has {sizes.get(name, 'nothing')} for {name}, which has {here} here; upload it again, and see whether the "
+                "repository's .gitignore names it"
             )
     return Uploaded(
         repo=repo, revision=branch, commit=str(commit.oid), url=str(commit.commit_url), num_files=len(names)
@@ -129,18 +137,13 @@ def _client(repo: str) -> Any:
     return HfApi()
 
 
-def _commit(api: Any, model_dir: Path, names: list[str], *, repo: str, branch: str) -> Any:
+def _commit(api: Any, model_dir: Path, names: list[str], repo: str, branch: str) -> Any:
     """All files in one commit, which also removes weights that an earlier model left there."""
-    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
-
-    there = api.list_repo_files(repo, revision=branch)
-    old = [name for name in there if name not in names and any(fnmatch(name, pattern) for pattern in _WEIGHTS)]
-    return api.create_commit(
-        repo,
-        operations=[
-            *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=model_dir / name) for name in names),
-            *(CommitOperationDelete(path_in_repo=name) for name in old),
-        ],
+    return api.upload_folder(
+        repo_id=repo,
+        folder_path=model_dir,
+        allow_patterns=names,
+        delete_patterns=list(_WEIGHTS),
         commit_message="Upload a model trained with Rollcall",
         revision=branch,
     )
@@ -154,10 +157,10 @@ def _patiently(what: str, call: Callable[[], T]) -> T:
         except Exception as error:  # noqa: BLE001 - the client raises its own errors and those of two HTTP libraries
             status = _status(error)
             passes = status in _PASSES if status is not None else _is_of_the_network(error)
+            reason = _reason(error, status)
             if not passes or wait_s is None:
-                reason = _reason(error)
                 raise UploadError(f"{what} failed: {reason}{_advice(status, reason)}") from error
-            say(f"{what}: {_reason(error)}; trying again in {wait_s:.0f} s")
+            say(f"{what}: {reason}; trying again in {wait_s:.0f} s")
         time.sleep(wait_s)
     raise AssertionError("unreachable")
 
@@ -188,30 +191,17 @@ def _is_of_the_network(error: BaseException) -> bool:
     )
 
 
-def _reason(error: BaseException) -> str:
+def _reason(error: BaseException, status: int | None) -> str:
     """The message of the hub or the network, in one line."""
-    whole = next((text for each in _chain(error) if (text := getattr(each, "server_message", None))), None)
-    texts = (str(each).strip() for each in _chain(error))
-    first = whole or next((text for text in texts if text), type(error).__name__)
-    status = _status(error)
-    shown = " ".join(redact(visible(first)).split())[:300]
+    texts = [getattr(each, "server_message", None) for each in _chain(error)]
+    texts += [str(each).strip() for each in _chain(error)]
+    shown = " ".join(redact(visible(next(filter(None, texts), type(error).__name__))).split())[:300]
     return f"status {status}: {shown}" if status is not None and str(status) not in shown else shown
 
 
 def _advice(status: int | None, reason: str) -> str:
     if status == 404 and "xet" in reason:
         return "; this hub has no Xet storage: set HF_HUB_DISABLE_XET=1, and the files go there without it"
-    if status == 401:
-        return "; the token is wrong or has expired: set HF_TOKEN, or log in with `hf auth login`"
-    if status == 403:
-        return "; the token needs the right to write there (see the hub's settings, Access Tokens), and the account needs room for it"
-    if status in (402, 413, 507):
-        return "; the account has no room for it: free some, or choose another owner"
-    if status == 404:
-        return "; see whether the owner's name is right and HF_ENDPOINT names the hub that is meant"
-    again = ". Run the same command again: what has arrived is not sent twice"
-    if status is None:
-        from huggingface_hub import constants
-
-        return f"; see whether this machine reaches {constants.ENDPOINT} (HF_ENDPOINT names another hub){again}"
-    return again
+    if status in _ADVICE:
+        return f"; {_ADVICE[status]}"
+    return ". Run the same command again when the hub answers (HF_ENDPOINT names another): what has arrived is not sent twice"

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rollcall.base.errors import ClusterError
+from rollcall.base.words import size
 from rollcall.config import Config
 from rollcall.config.environments import named_code
 from rollcall.model.files import resolve_model
@@ -25,24 +26,28 @@ RUN_FILE = "run.yaml"
 MAX_BYTES = 32 * 2**20  # unpacked; code is a hundredth of this
 
 _SKIPPED_FOLDERS = ("__pycache__", "node_modules", "site-packages")
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".npy", ".npz", ".pkl", ".h5")
-_DATA = (
-    ".parquet",
-    ".arrow",
-    ".jsonl",
-    ".csv",
-    ".tsv",
-    ".db",
-    ".sqlite",
-    ".log",
-    ".png",
-    ".jpg",
-    ".jpeg",
-    ".mp4",
-    ".pdf",
+# Weights, data, archives and what Python compiles.
+_NOT_CODE = frozenset(
+    (
+        *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".npy", ".npz", ".pkl", ".h5", ".pyc"),
+        *(
+            ".parquet",
+            ".arrow",
+            ".jsonl",
+            ".csv",
+            ".tsv",
+            ".db",
+            ".sqlite",
+            ".log",
+            ".png",
+            ".jpg",
+            ".jpeg",
+            ".mp4",
+            ".pdf",
+        ),
+        *(".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".whl"),
+    )
 )
-_ARCHIVES = (".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".whl")
-_NOT_CODE = frozenset((*_WEIGHTS, *_DATA, *_ARCHIVES, ".pyc"))
 
 
 def build_package(config: Config, *, run_file: str, folder: Path) -> bytes:
@@ -56,22 +61,24 @@ def build_package(config: Config, *, run_file: str, folder: Path) -> bytes:
     environment = None if getattr(config.environment, "python", None) else config.environment
     for key, path in named_code(config.reward, environment).items():
         files.update(_module_files(path.partition(":")[0], folder=folder, asked=f"{key}={path}"))
-    _check_size(files, run_file=run_file.encode())
+    sizes = {path: path.stat().st_size for path in files.values()}
+    total = sum(sizes.values()) + len(run_file)
+    if total > MAX_BYTES:
+        biggest = sorted(sizes, key=lambda path: sizes[path], reverse=True)[:5]
+        named = "\n".join(f"  {size(sizes[path]):>10}  {path}" for path in biggest)
+        raise ClusterError(
+            f"the code of this run is {size(total)}, at most {size(MAX_BYTES)} travel with a job; the biggest files:\n{named}\n"
+            "keep data and weights in a folder that all nodes see, outside the modules that the run file names"
+        )
     contents = {RUN_FILE: run_file.encode()} | {name: path.read_bytes() for name, path in files.items()}
-    return _archive(contents)
-
-
-def _check_size(files: dict[str, Path], *, run_file: bytes) -> None:
-    sizes = {name: path.stat().st_size for name, path in files.items()} | {RUN_FILE: len(run_file)}
-    total = sum(sizes.values())
-    if total <= MAX_BYTES:
-        return
-    biggest = sorted(sizes, key=lambda name: sizes[name], reverse=True)[:5]
-    named = "\n".join(f"  {_mib(sizes[name]):>10}  {files.get(name, name)}" for name in biggest)
-    raise ClusterError(
-        f"the code of this run is {_mib(total)}, at most {_mib(MAX_BYTES)} travel with a job; the biggest files:\n{named}\n"
-        "keep data and weights in a folder that all nodes see, outside the modules that the run file names"
-    )
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in sorted(contents):
+            entry = zipfile.ZipInfo(name, date_time=(1980, 1, 1, 0, 0, 0))  # the same content, the same bytes
+            entry.external_attr = 0o644 << 16
+            entry.compress_type = zipfile.ZIP_DEFLATED
+            archive.writestr(entry, contents[name])
+    return buffer.getvalue()
 
 
 def _code_files(root: Path) -> Iterator[Path]:
@@ -127,18 +134,3 @@ def _imported(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names.add(node.module.partition(".")[0])
     return names
-
-
-def _archive(contents: dict[str, bytes]) -> bytes:
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name in sorted(contents):
-            entry = zipfile.ZipInfo(name, date_time=(1980, 1, 1, 0, 0, 0))  # the same content, the same bytes
-            entry.external_attr = 0o644 << 16
-            entry.compress_type = zipfile.ZIP_DEFLATED
-            archive.writestr(entry, contents[name])
-    return buffer.getvalue()
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:.1f} MiB"

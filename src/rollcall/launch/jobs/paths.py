@@ -8,10 +8,11 @@ and a run directory inside Ray's own folders would be lost with the cluster.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from rollcall.base.errors import ClusterError
 from rollcall.config import Config, parse_config
@@ -70,10 +71,7 @@ def _is_relative(text: str, key: str, folder: Path) -> bool:
 
 
 def mount_of(path: Path) -> Path:
-    """The mount point that a path lies under."""
+    """The mount point that a path lies under; a folder that is bound from the same file system is one too."""
     path = path.resolve()
-    # By the kernel's list: ``ismount`` does not know a folder that is bound from the same file system.
-    table = Path("/proc/self/mountinfo")
-    lines = table.read_text().splitlines() if table.exists() else []
-    points = {Path(line.split()[4].replace("\\040", " ")) for line in lines}
-    return next(place for place in (path, *path.parents) if place in points or os.path.ismount(place))
+    points = {Path(each.mountpoint) for each in psutil.disk_partitions(all=True)}
+    return next(place for place in (path, *path.parents) if place in points or place == place.parent)

@@ -12,14 +12,13 @@ import os
 import re
 import secrets
 import socket
-import sys
 import time
 import urllib.parse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rollcall.base.errors import ClusterError
 from rollcall.base.lease import read_holder
@@ -44,6 +43,7 @@ PREFIX = "rollcall-"
 LATEST = "latest"
 SAVE_S = 300  # for a job to save, after trainer.stop_grace_s; then Ray kills it
 STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"  # read by Ray where the driver runs; its own 3 s are too few for a checkpoint
+START_S = 180.0  # for the head to unpack the code and to start the driver
 LOST_S = 120.0  # while following: how long the head may be silent
 # `rollcall node` says which interpreter it is; a head started in another way has its own first on its path.
 # Ray starts it by a shell. The driver takes the shell's place, so that a signal for the driver does not end a shell above it.
@@ -83,11 +83,6 @@ class Job:
     def as_json(self) -> dict[str, Any]:
         ended = self.ended.isoformat() if self.ended else None
         return {**asdict(self), "message": redact(self.message), "started": self.started.isoformat(), "ended": ended}
-
-
-def to_stdout(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
 
 
 class Jobs:
@@ -156,21 +151,21 @@ class Jobs:
         self._learn_secrets(job_id)
         return redact(self._client.call("get_job_logs", job_id))
 
-    def wait_started(self, job_id: str, *, timeout_s: float = 180.0) -> Job:
-        wait = Wait(timeout_s, first_s=5.0, every_s=5.0)
+    def _wait_started(self, job_id: str) -> None:
+        wait = Wait(START_S, first_s=5.0, every_s=5.0)
         while (job := self.job(job_id)).status == "PENDING":
             if not wait.again(f"waiting for the head node to start the driver: {job.message}", after_s=0.3):
                 raise ClusterError(
-                    f"job {job_id} has not started within {timeout_s:.0f} s. Ray says: {job.message}\nIt waits for the head "
+                    f"job {job_id} has not started within {START_S:.0f} s. Ray says: {job.message}\nIt waits for the head "
                     "node to unpack the code and to start its driver; it stays queued: see `rollcall status`, or `rollcall "
                     f"job stop {job_id}`"
                 )
-        return job
 
-    def follow(self, job_id: str, *, write: Callable[[str], None] = to_stdout) -> Job:
-        """Write the job's log as it grows, until the job is over; returns the job as it ended."""
+    def follow(self, job_id: str, *, out: TextIO | None = None) -> Job:
+        """Print the job's log on ``out`` (stdout) as it grows, until the job is over; returns the job as it ended."""
         from rollcall.process.ray.job_client import Unreachable
 
+        self._wait_started(job_id)
         self._learn_secrets(job_id)
         redactor = Redactor()
         num_seen, heard, is_lost = 0, time.monotonic(), False
@@ -178,7 +173,7 @@ class Jobs:
         def take(text: str) -> None:
             nonlocal num_seen, heard
             num_seen, heard = num_seen + len(text), time.monotonic()
-            write(redactor.feed(text))
+            print(redactor.feed(text), end="", file=out, flush=True)
 
         while True:
             lost = self._client.tail(job_id, skip=num_seen, take=take)
@@ -186,7 +181,7 @@ class Jobs:
                 job = self.job(job_id)
                 if job.is_over:
                     take(self._client.call("get_job_logs", job_id)[num_seen:])
-                    write(redactor.end())
+                    print(redactor.end(), end="", file=out, flush=True)
                     return job
                 heard = time.monotonic()
             except Unreachable as error:

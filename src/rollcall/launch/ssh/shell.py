@@ -8,16 +8,19 @@ host keys are known; it only must not ask questions.
 
 from __future__ import annotations
 
-import asyncio
+import os
 import random
 import re
+import signal
 import subprocess
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from rollcall.base.redact import redact
 from rollcall.base.wait import say
@@ -62,7 +65,7 @@ class Outcome:
     status: int | None  # None: it was still running when its time was over
     lines: tuple[str, ...]  # the end of its output
     was_reached: bool
-    was_let_go: bool = False  # another host failed, or Ctrl-C ended all
+    was_let_go: bool  # another host failed, or Ctrl-C ended all
 
     @property
     def is_good(self) -> bool:
@@ -102,113 +105,87 @@ def run_on_all(
 
     ``together``: when one fails, the others are let go. Ctrl-C lets all of them go and waits for them.
     """
-
-    async def all_hosts() -> list[Outcome]:
-        tasks = [
-            asyncio.create_task(_on_host(login, host, script, timeout_s=timeout_s, tell=tell))
-            for host, script in scripts.items()
-        ]
+    sessions = [
+        _Session(login.words(host, *NO_FORWARDS), host, script, timeout_s=timeout_s, tell=tell)
+        for host, script in scripts.items()
+    ]
+    with ThreadPoolExecutor(len(sessions)) as pool:
+        running = [pool.submit(session.run) for session in sessions]
         try:
-            for ended in asyncio.as_completed(tasks):
-                if not (await ended).is_good and together:
+            for ended in as_completed(running):
+                if not ended.result().is_good and together:
                     break
         finally:
-            for task in tasks:
-                if not task.cancelling():  # a signal may have ended the loop, which cancels all
-                    task.cancel()
-            outcomes = await asyncio.gather(*tasks)
-        return outcomes
-
-    return asyncio.run(all_hosts())
+            for session in sessions:
+                session.let_go()
+        return [each.result() for each in running]
 
 
-async def _on_host(login: Login, host: str, script: str, *, timeout_s: float | None, tell: Tell | None) -> Outcome:
-    words = login.words(host, *NO_FORWARDS)
-    for tries_left in reversed(range(5)):
-        outcome = await _connect(words, host, script, timeout_s=timeout_s, tell=tell)
-        # sshd, of a jump host too, hangs up before the login when many connect at once (MaxStartups).
-        if outcome.was_let_go or outcome.was_reached or not any(map(_DROPPED.match, outcome.lines)) or not tries_left:
-            break
-        try:
-            await asyncio.sleep(random.uniform(0.1, DROPPED_S))
-        except asyncio.CancelledError:
-            return replace(outcome, was_let_go=True)
-    return outcome
+class _Session:
+    """A script on a host, run by one thread; another may let it go."""
 
+    def __init__(
+        self, words: Sequence[str], host: str, script: str, *, timeout_s: float | None, tell: Tell | None
+    ) -> None:
+        self._words, self._host, self._timeout_s, self._tell = words, host, timeout_s, tell
+        self._script = f"echo {CONNECTED}\n{script}".encode()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._let_go = threading.Event()
 
-async def _connect(
-    words: Sequence[str], host: str, script: str, *, timeout_s: float | None, tell: Tell | None
-) -> Outcome:
-    """Cancelled, it lets go: it closes the script's stdin, which ends a command that is tied to it."""
-    connection, pipe = _Connection(host, tell), subprocess.PIPE
-    try:
-        # Its own session: Ctrl-C in the terminal is for the launcher, which then ends this in its own way.
-        transport, _ = await asyncio.get_running_loop().subprocess_exec(
-            lambda: connection, *words, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, start_new_session=True
+    def run(self) -> Outcome:
+        for _ in range(4):
+            outcome = self._connect()
+            # sshd, of a jump host too, hangs up before the login when many connect at once (MaxStartups).
+            if outcome.was_reached or not any(map(_DROPPED.match, outcome.lines)):
+                return outcome
+            if self._let_go.wait(random.uniform(0.1, DROPPED_S)):
+                return replace(outcome, was_let_go=True)
+        return self._connect()
+
+    def let_go(self) -> None:
+        """Ends the script's stdin, which ends a command that is tied to it."""
+        self._let_go.set()
+        process = self._process
+        if process is not None and process.stdin is not None and process.poll() is None:
+            process.stdin.close()
+            self._end_after(LET_GO_S, process)
+
+    def _connect(self) -> Outcome:
+        lines: deque[str] = deque(maxlen=1000)
+        was_reached = False
+        with start_ssh(self._words, stderr=subprocess.STDOUT) as process:
+            assert process.stdin is not None and process.stdout is not None
+            self._process = process
+            limit = None if self._timeout_s is None else self._end_after(self._timeout_s, process)
+            with suppress(BrokenPipeError, ValueError):  # ssh has ended; it was let go
+                os.write(process.stdin.fileno(), self._script)
+            if self._let_go.is_set():
+                process.stdin.close()
+            for raw in process.stdout:
+                line = visible(raw.decode(errors="replace").rstrip().rpartition("\r")[2])
+                if line == CONNECTED:
+                    was_reached = True
+                elif line:
+                    lines.append(line)
+                    if self._tell is not None:
+                        self._tell(self._host, line)
+            was_let_go = self._let_go.is_set()
+            status = process.wait()
+            if limit is not None:
+                limit.cancel()
+        return Outcome(
+            host=self._host,
+            status=None if status == -signal.SIGKILL else status,
+            lines=tuple(lines),
+            was_reached=was_reached,
+            was_let_go=was_let_go,
         )
-    except FileNotFoundError:
-        raise no_ssh() from None
-    stdin: Any = transport.get_pipe_transport(0)
-    stdin.write(f"echo {CONNECTED}\n{script}".encode())
-    was_let_go = False
-    try:
-        await asyncio.wait(connection.ends, timeout=timeout_s)
-    except asyncio.CancelledError:
-        was_let_go = True
-        stdin.close()
-        await asyncio.wait(connection.ends, timeout=LET_GO_S)
-    status = transport.get_returncode() if all(end.done() for end in connection.ends) else None
-    if status is None:
-        with suppress(ProcessLookupError):
-            transport.kill()
-        await asyncio.wait({connection.exited}, timeout=1.0)
-    transport.close()
-    return Outcome(
-        host=host,
-        status=status,
-        lines=tuple(connection.lines),
-        was_reached=connection.was_reached,
-        was_let_go=was_let_go,
-    )
 
-
-class _Connection(asyncio.SubprocessProtocol):
-    """The output of one `ssh`, line by line."""
-
-    def __init__(self, host: str, tell: Tell | None) -> None:
-        loop = asyncio.get_running_loop()
-        # What it leaves behind may hold stdin, so ``connection_lost`` may never come.
-        self._printed, self.exited = self.ends = (loop.create_future(), loop.create_future())
-        self.lines: deque[str] = deque(maxlen=1000)
-        self.was_reached = False
-        self._host, self._tell, self._rest = host, tell, b""
-
-    def pipe_data_received(self, fd: int, data: bytes) -> None:
-        *whole, rest = (self._rest + data).split(b"\n")
-        self._rest = rest[-(1 << 20) :]  # a progress bar may never end its line
-        for raw in whole:
-            self._take(raw)
-
-    def process_exited(self) -> None:
-        self.exited.set_result(None)
-
-    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
-        if fd == 1:
-            self._take(self._rest)
-            self._printed.set_result(None)
-
-    def _take(self, raw: bytes) -> None:
-        line = visible(raw.decode(errors="replace").rstrip().rpartition("\r")[2])
-        if line == CONNECTED:
-            self.was_reached = True
-        elif line:
-            self.lines.append(line)
-            if self._tell is not None:
-                self._tell(self._host, line)
-
-
-def no_ssh() -> LaunchError:
-    return LaunchError("`ssh` is not on this machine's PATH; install OpenSSH's client (Debian: openssh-client)")
+    def _end_after(self, seconds: float, process: subprocess.Popen[bytes]) -> threading.Timer:
+        timer = threading.Timer(seconds, end_ssh, [process])
+        timer.daemon = True
+        timer.start()
+        return timer
 
 
 def start_ssh(words: Sequence[str], *, stderr: int | IO[bytes] = subprocess.PIPE) -> subprocess.Popen[bytes]:
@@ -217,7 +194,15 @@ def start_ssh(words: Sequence[str], *, stderr: int | IO[bytes] = subprocess.PIPE
     try:
         return subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=stderr, start_new_session=True)
     except FileNotFoundError:
-        raise no_ssh() from None
+        raise LaunchError(
+            "`ssh` is not on this machine's PATH; install OpenSSH's client (Debian: openssh-client)"
+        ) from None
+
+
+def end_ssh(process: subprocess.Popen[bytes]) -> None:
+    """With the commands of its configuration, such as a ProxyCommand."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def prefixed(hosts: Sequence[str], *, write: Callable[[str], None] = say) -> Tell:

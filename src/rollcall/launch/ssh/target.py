@@ -16,8 +16,9 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
-from typing import Any
+import urllib.parse
+from collections.abc import Sequence
+from pathlib import Path
 
 from rollcall.base.errors import ClusterError
 from rollcall.base.stop import INTERRUPTED
@@ -28,11 +29,11 @@ from rollcall.config.launch import SshSection
 from rollcall.launch.container import container_of
 from rollcall.launch.jobs.package import build_package
 from rollcall.launch.jobs.paths import resolve_paths
-from rollcall.launch.jobs.submit import Job, new_id, to_stdout
+from rollcall.launch.jobs.submit import Job, new_id
 from rollcall.launch.record import LaunchError, LaunchRecord, forget, get_record, launch_token
 from rollcall.launch.rendered import Command, Rendered, RenderedFile, exports, shell_path
 from rollcall.launch.ssh.machines import Site
-from rollcall.launch.ssh.shell import NO_FORWARDS, Outcome, prefixed
+from rollcall.launch.ssh.shell import NO_FORWARDS, prefixed
 from rollcall.launch.ssh.tunnel import DASHBOARD, jobs_of
 from rollcall.launch.target import RUN_FILE, LaunchRequest, Target, need_tool
 from rollcall.nodes.declared import passed
@@ -55,11 +56,9 @@ class Ssh(Target):
 
     def render(self, request: LaunchRequest) -> Rendered:
         site = Site.of_request(request)
-        head, interface = site.hosts[0], request.section(SshSection).interface
-        named = ("--cluster", request.name)
-        look = shlex.join(("rollcall", "here", *named, *(("--interface", interface) if interface else ())))
+        named, interface = ("--cluster", request.name), request.section(SshSection).interface
+        look = ("rollcall", "here", *named, *(("--interface", interface) if interface else ()))
         joined = ("rollcall", "check", str(request.cluster.num_slots), *named, "--timeout", f"{CHECK_S:g}", "--json")
-        doctor = f'[ -n "${{goes_on-}}" ] || rollcall doctor "$run" {shlex.join(named)} --quick </dev/null'
         # The run file is there only while the commands run.
         with_run_file = (
             "folder=$(mktemp -d) || exit 1",
@@ -67,37 +66,42 @@ class Ssh(Target):
             "run=$folder/run.yaml",
             f'printf %s {shlex.quote(request.run_file.text)} > "$run" || exit 1',
         )
-        scripts = {
-            LOOK: site.script(f"{look} </dev/null && exit", "rollcall version", "exit 1"),
-            PREPARE: site.script(*with_run_file, 'rollcall prepare --tied ${once-} "$run"'),
-            **{node_file(rank): site.script(f"exec {_node_line(request, rank)}") for rank in range(len(site.hosts))},
-            CHECK: site.script(*with_run_file, f"{shlex.join(joined)} </dev/null || exit 1", doctor),
-        }
-        steps = []
+        check = site.script(
+            *with_run_file,
+            f"{shlex.join(joined)} </dev/null || exit 1",
+            f'[ -n "${{goes_on-}}" ] || rollcall doctor "$run" {shlex.join(named)} --quick </dev/null',
+        )
+        hosts, head = site.hosts, site.hosts[:1]
+        steps = [
+            (LOOK, hosts, "see whether it can be used", site.script(f"exec {shlex.join(look)} </dev/null")),
+            (PREPARE, hosts, "prepare it", site.script(*with_run_file, 'rollcall prepare --tied ${once-} "$run"')),
+            *(
+                (node_file(rank), (host,), f"start rank {rank}", site.script(f"exec {_node_line(request, rank)}"))
+                for rank, host in enumerate(hosts)
+            ),
+            (CHECK, head, "see that all nodes have joined and nothing would break the run", check),
+        ]
+        notes = [
+            f"in front of {PREPARE} come the variables of the run and, for {head[0]}, once=--once; in front of a node's script the "
+            f"token of the cluster ({TOKEN}) and the head's address ($head); all over stdin",
+            f"then the run is submitted from here, through an ssh tunnel to the dashboard of {head[0]}",
+        ]
         if (lines := _container_lines(request)) is not None:
-            scripts[CONTAINER_FILE] = "\n".join(["main() {", *lines, "}", "main; exit", ""])
-            steps += [(host, f"start the container on {host}", CONTAINER_FILE) for host in site.hosts]
-        steps += [(host, f"ask {host} whether it can be used", LOOK) for host in site.hosts]
-        steps += [(host, f"prepare {host}", PREPARE) for host in site.hosts]
-        steps += [(host, f"start rank {rank} on {host}", node_file(rank)) for rank, host in enumerate(site.hosts)]
-        steps += [(head, f"see on {head} that all nodes have joined and nothing would break the run", CHECK)]
-        inside = f"scripts after {CONTAINER_FILE} run in the container: `{shlex.join(site.inside)}`"
+            script = "\n".join(["main() {", *lines, "}", "main; exit", ""])
+            steps.insert(0, (CONTAINER_FILE, hosts, "start the container", script))
+            notes.insert(0, f"scripts after {CONTAINER_FILE} run in the container: `{shlex.join(site.inside)}`")
         return Rendered(
-            files=(request.run_file, *(RenderedFile(name=name, text=text) for name, text in scripts.items())),
+            files=(request.run_file, *(RenderedFile(name=name, text=text) for name, _, _, text in steps)),
             commands=tuple(
-                Command(words=site.login.words(host, *NO_FORWARDS), what=what, stdin=file) for host, what, file in steps
+                Command(words=site.login.words(host, *NO_FORWARDS), what=f"{what} ({host})", stdin=name)
+                for name, where, what, _ in steps
+                for host in where
             ),
-            notes=(
-                *([inside] if site.inside else []),
-                f"in front of {PREPARE} come the variables of the run and, for {head}, once=--once; in front of a node's script the "
-                f"token of the cluster ({TOKEN}) and the head's address ($head); all over stdin",
-                f"then the run is submitted from here, through an ssh tunnel to the dashboard of {head}",
-            ),
+            notes=tuple(notes),
         )
 
-    def validate(self, rendered: Rendered, folder: Any) -> str:
+    def validate(self, rendered: Rendered, folder: Path) -> None:
         need_tool("ssh", install="install OpenSSH's client (Debian: openssh-client)")
-        return "the hosts are asked next; nothing is started before all of them can be used"
 
     def in_use(self, record: LaunchRecord, names: Sequence[str]) -> Sequence[str]:
         """Nodes stay after a run, and the next run may be another."""
@@ -133,7 +137,6 @@ class Ssh(Target):
         with jobs_of(record) as (jobs, found):
             job = _submitted(record, found)
             try:
-                jobs.wait_started(job.id)
                 job = jobs.follow(job.id)
             except KeyboardInterrupt:
                 say(f"\n{job.id} continues; follow it with `rollcall launch logs {record.name} --follow`")
@@ -145,8 +148,9 @@ class Ssh(Target):
         site = Site.of_record(record)
         script = site.script(f"exec rollcall status --cluster {site.cluster} --json </dev/null")
         [outcome] = site.send({site.hosts[0]: script}, timeout_s=LOOK_S)
-        if (found := _answer(outcome)) is None:
+        if outcome.answer is None:
             return outcome.problem
+        found = json.loads(outcome.answer)
         alive = sum(node["alive"] for node in found["nodes"])
         with jobs_of(record) as (_, job):
             run = f"{job.id} {job.state}" if job else "the run is not submitted"
@@ -154,7 +158,7 @@ class Ssh(Target):
 
     def logs(self, record: LaunchRecord) -> None:
         with jobs_of(record) as (jobs, found):
-            to_stdout(jobs.logs(_submitted(record, found).id))
+            print(jobs.logs(_submitted(record, found).id), end="")
 
     def stop(self, record: LaunchRecord) -> None:
         if record.id and DASHBOARD in record.facts:
@@ -187,16 +191,6 @@ def _is_running(record: LaunchRecord) -> bool:
             return job is not None and not job.is_over
     except (LaunchError, ClusterError):
         return False
-
-
-def _answer(outcome: Outcome) -> Any:
-    """The JSON that a Rollcall command answered, if it did."""
-    try:
-        return None if outcome.answer is None else json.loads(outcome.answer)
-    except ValueError:
-        raise LaunchError(
-            f"{outcome.host}: answered {outcome.answer!r}, which is not what Rollcall prints; look at that host's rollcall"
-        ) from None
 
 
 # What is rendered
@@ -260,57 +254,39 @@ def _look(site: Site, rendered: Rendered, record: LaunchRecord) -> str:
     """Returns where the head will listen; raises with every host that cannot be used."""
     say(f"connecting to {counted(len(site.hosts), 'host')}")
     outcomes = site.send(dict.fromkeys(site.hosts, rendered.file(LOOK).text), timeout_s=LOOK_S)
-    seen = {each.host: here for each in outcomes if (here := Here.of(each.answer or "")) is not None}
-    problems = [
-        problem
-        for rank, each in enumerate(outcomes)
-        if (problem := _problem(each, seen.get(each.host), rank=rank, record=record, is_only=len(site.hosts) == 1))
-    ]
-    problems += _other_versions(seen)
+    problems: list[str] = []
+    # Ray joins only nodes of one Python and one Ray, and workers of another torch cannot compute with the others.
+    versions = {"rollcall": (__version__, "this machine")}
     machines: dict[tuple[str, str], str] = {}
-    for host, here in seen.items():
+    head: Here | None = None
+    for rank, outcome in enumerate(outcomes):
+        host, here = outcome.host, Here.of(outcome.answer or "")
+        if here is None:
+            printed = f"{host}: `rollcall here` gave no answer; it printed {' '.join(outcome.lines)[-200:]!r}"
+            problems.append(printed if outcome.is_good else outcome.problem)
+            continue
+        head = here if rank == 0 else head
+        for what, version in {"rollcall": here.version, **here.versions}.items():
+            wanted, where = versions.setdefault(what, (version, host))
+            if version != wanted:
+                problems.append(f"{host}: {what} {version}, and {where} has {what} {wanted}; install the same there")
         first = machines.setdefault((here.host, here.address.rpartition(":")[0]), host)
         if first != host:
             problems.append(f"{host}: the same machine as {first}")
-    if problems:
+        if here.rank is not None and host not in record.facts.get(UP, ()):
+            problems.append(
+                f"{host}: a cluster named {record.name!r} runs there already, and this launch did not start it; give another --name"
+            )
+        elif here.rank not in (None, rank):
+            down = f"run `rollcall launch down {record.name}` first"
+            problems.append(f"{host}: is rank {here.rank} of this cluster, not {rank}; {down}")
+        if rank == 0 and here.is_alone and len(site.hosts) > 1:
+            problems.append(f"{host}: has no address that other machines reach; set launch.ssh.interface")
+    if problems or head is None:
         used = f"{counted(len(problems), 'problem')} with the hosts, so nothing was started:"
         raise LaunchError("\n  ".join([used, *problems]))
-    head = seen[site.hosts[0]]
     # A launcher that was killed may have started nodes that wait for this head.
     return head.address if head.rank == 0 else record.facts.get(HEAD, head.address)
-
-
-def _other_versions(seen: Mapping[str, Here]) -> list[str]:
-    """Ray joins only nodes of one Python and one Ray, and workers of another torch cannot compute with the others."""
-    first = next(iter(seen), "")
-    return [
-        f"{host}: {what} {seen[host].versions.get(what)}, and {first} has {what} {version}; install the same there"
-        for what, version in (seen[first].versions if first else {}).items()
-        for host in seen
-        if seen[host].version == seen[first].version and seen[host].versions.get(what) != version
-    ]
-
-
-def _problem(outcome: Outcome, here: Here | None, *, rank: int, record: LaunchRecord, is_only: bool) -> str | None:
-    """Returns the reason why a host cannot be used, if there is one."""
-    host = outcome.host
-    printed = re.search(r"^rollcall (\S+) \(", "\n".join(outcome.lines), re.MULTILINE)  # after `here` has failed
-    version = here.version if here else printed[1] if printed else __version__
-    if version != __version__:
-        return f"{host}: has rollcall {version}, and this machine {__version__}; install the same there"
-    if not outcome.is_good:
-        return outcome.problem
-    if here is None:
-        return f"{host}: `rollcall here` gave no answer; it printed {' '.join(outcome.lines)[-200:]!r}"
-    if here.rank is not None and host not in record.facts.get(UP, ()):
-        return f"{host}: a cluster named {record.name!r} runs there already, and this launch did not start it; give another --name"
-    if here.rank not in (None, rank):
-        return (
-            f"{host}: is rank {here.rank} of this cluster, not {rank}; run `rollcall launch down {record.name}` first"
-        )
-    if rank == 0 and here.is_alone and not is_only:
-        return f"{host}: has no address that other machines reach; set launch.ssh.interface"
-    return None
 
 
 def _prepare(request: LaunchRequest, site: Site, rendered: Rendered) -> None:
@@ -337,13 +313,11 @@ def _check(site: Site, rendered: Rendered, record: LaunchRecord, *, is_running: 
         timeout_s=CHECK_S + LOOK_S + 600.0,
         tell=lambda host, line: None if line.startswith("{") else tell(host, line),  # without the answer in JSON
     )
-    if (found := _answer(outcome)) is None:
+    if outcome.answer is None:
         raise LaunchError(f"not all nodes have joined, or something would break the run:\n  {outcome.problem}")
-    port = re.fullmatch(r"https?://[^/\s]+:([0-9]+)/?", found["dashboard_url"] or "")
-    if port is None:
-        raise LaunchError(f"{head}: the head has no dashboard on its loopback ({found['dashboard_url']!r})")
+    found = json.loads(outcome.answer)
     say(f"all {counted(found['num_slots'], 'slot')} have joined, on {counted(len(site.hosts), 'host')}")
-    return record.knowing(**{DASHBOARD: int(port[1])}).save()
+    return record.knowing(**{DASHBOARD: urllib.parse.urlsplit(found["dashboard_url"]).port}).save()
 
 
 def _submit(request: LaunchRequest, record: LaunchRecord) -> LaunchRecord:

@@ -5,20 +5,21 @@ The `ssh` that forwards the port runs a script that waits for its stdin to end. 
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 
 from rollcall.base.redact import remember
 from rollcall.base.wait import say
 from rollcall.launch.jobs.submit import Job, Jobs
 from rollcall.launch.record import TOKEN_FILE, LaunchError, LaunchRecord, launch_token
 from rollcall.launch.ssh.machines import Site
-from rollcall.launch.ssh.shell import CONNECT_S, CONNECTED, Login, start_ssh
+from rollcall.launch.ssh.shell import CONNECT_S, CONNECTED, Login, end_ssh, start_ssh
 from rollcall.nodes.address import free_ports
 from rollcall.view.address import PAGE_FILE, parse_record
 
@@ -29,9 +30,12 @@ class Tunnel:
     """Open from its start to ``close``; ``connect`` opens it again after the connection was lost, on the same port."""
 
     def __init__(self, login: Login, *, host: str, port: int, local_port: int | None = None) -> None:
-        self._login, self._host, self._port = login, host, port
-        self._process: subprocess.Popen[bytes] | None = None
         self.local_port = local_port or free_ports(1)[0]
+        # A connection that the user's ssh shares would keep the port open after this.
+        forward = ("-L", f"127.0.0.1:{self.local_port}:127.0.0.1:{port}", "-o", "ExitOnForwardFailure=yes")
+        self._words = login.words(host, "-o", "ControlPath=none", *forward)
+        self._cannot = f"{host}: ssh cannot open a tunnel to its port {port}"
+        self._process: subprocess.Popen[bytes] | None = None
         if why := self.connect():
             raise LaunchError(why)
 
@@ -48,36 +52,29 @@ class Tunnel:
         if self.is_open:
             return ""
         self.close()
-        # A connection that the user's ssh shares would keep the port open after this.
-        options = ("-o", "ControlPath=none", "-o", "ExitOnForwardFailure=yes")
-        options += ("-L", f"127.0.0.1:{self.local_port}:127.0.0.1:{self._port}")
         # A file, because nobody reads a pipe while the tunnel is open, and ssh complains there of every refused connection.
         with tempfile.TemporaryFile() as complaints:
-            process = self._process = start_ssh(self._login.words(self._host, *options), stderr=complaints)
+            process = self._process = start_ssh(self._words, stderr=complaints)
             assert process.stdin is not None and process.stdout is not None
-            limit = threading.Timer(2 * CONNECT_S, process.kill)
+            limit = threading.Timer(2 * CONNECT_S, end_ssh, [process])
             limit.start()
-            is_open = False
             try:
-                with suppress(BrokenPipeError):  # ssh has ended, and has printed why
-                    process.stdin.write(f"echo {CONNECTED}\nexec cat >/dev/null\n".encode())
-                    process.stdin.flush()
-                    # ssh forwards before it runs anything there, so the script's word means that the port is open.
-                    is_open = any(CONNECTED.encode() in line for line in process.stdout)
+                # ssh forwards before it runs anything there, so the script's word means that the port is open.
+                os.write(process.stdin.fileno(), f"echo {CONNECTED}\nexec cat >/dev/null\n".encode())
+                if any(CONNECTED.encode() in line for line in process.stdout):
+                    return ""
+            except BrokenPipeError:  # ssh has ended, and has printed why
+                pass
             finally:
                 limit.cancel()
-                if not is_open:
-                    self.close()
-            if is_open:
-                return ""
+            self.close()
             complaints.seek(0)
-            why = complaints.read().decode(errors="replace").strip() or "no answer"
-        return f"{self._host}: ssh cannot open a tunnel to its port {self._port}\n    {why}"
+            return f"{self._cannot}\n    {complaints.read().decode(errors='replace').strip() or 'no answer'}"
 
     def close(self) -> None:
         process, self._process = self._process, None
         if process is not None:
-            process.kill()
+            end_ssh(process)
             process.communicate()  # closes its pipes
 
 
