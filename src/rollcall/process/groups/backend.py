@@ -25,7 +25,6 @@ class Ask:
     name: str
     slots_per_node: tuple[int, ...]
     use_gpus: bool
-    num_colocated: int
     node_ranks: tuple[int, ...] | None  # the node of each entry; None: nodes with room, in rank order
 
     @property

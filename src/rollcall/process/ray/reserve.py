@@ -106,8 +106,7 @@ def choose_nodes(ask: Ask, nodes: Sequence[RayNode]) -> list[RayNode] | None:
     chosen: list[RayNode] = []
     left = iter(nodes)
     for count in ask.slots_per_node:
-        need = count * _per_slot(ask)
-        node = next((node for node in left if node.free.get(ask.resource, 0) >= need), None)
+        node = next((node for node in left if node.free.get(ask.resource, 0) >= count), None)
         if node is None:
             return None
         chosen.append(node)
@@ -120,15 +119,10 @@ def _may_fork(nodes: Sequence[RayNode]) -> bool:
     return all(node.is_ours for node in nodes) and not chosen_by_user & {*ray.get_runtime_context().runtime_env}
 
 
-def _per_slot(ask: Ask) -> int:
-    # Workers share a GPU by fractions; each worker without a GPU counts as a CPU.
-    return 1 if ask.use_gpus else ask.num_colocated
-
-
 def _place(ask: Ask, chosen: Sequence[RayNode], *, timeout_s: float) -> PlacementGroup | None:
     bundles, selectors = [], []
     for count, node in zip(ask.slots_per_node, chosen, strict=True):
-        bundles += [{ask.resource: _per_slot(ask), **node.tie} for _ in range(count)]
+        bundles += [{ask.resource: 1, **node.tie} for _ in range(count)]
         selectors += [node.selector for _ in range(count)]
     name = f"{ask.name}-{uuid.uuid4().hex[:8]}"  # Ray takes each name once
     group = placement_group(bundles, strategy="PACK", name=name, bundle_label_selector=selectors)
@@ -140,7 +134,7 @@ def _place(ask: Ask, chosen: Sequence[RayNode], *, timeout_s: float) -> Placemen
 
 def _asked(ask: Ask) -> str:
     kind = "slots" if ask.use_gpus else "CPUs"
-    counts = [count * _per_slot(ask) for count in ask.slots_per_node]
+    counts = list(ask.slots_per_node)
     where = f" (nodes {', '.join(map(str, ask.node_ranks))})" if ask.node_ranks is not None else ""
     return f"{sum(counts)} {kind} were asked for, {counts} by node{where}"
 
