@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -251,6 +252,9 @@ def test_a_worker_group_in_a_folder_calls_answers_raises_and_leaves_no_message_b
         assert len(pids) == 2 and os.getpid() not in pids
         many = [group.run_single_worker_single_data("size", 1, "x" * number) for number in range(40)]
         assert group.get_all_worker_results(many) == list(range(40))
+        seen = group.sightings().calls[1]
+        assert [call.method for call in seen] == ["prepare_for_training", *["size"] * 40]
+        assert all(before.end_s <= after.start_s <= after.end_s for before, after in pairwise(seen))
         assert group.get_all_worker_results(group.run_single_worker_single_data("size", 0, b"x" * 5_000_000)) == [
             5_000_000
         ]

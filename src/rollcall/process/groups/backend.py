@@ -7,6 +7,7 @@ A virtual cluster reserves slots through a Backend and gets a Reservation. Its C
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -133,9 +134,10 @@ class Call:
     is_done: bool = False
     value: Any = None
     error: Exception | None = None  # RemoteFailureError: what the worker raised; others: why there is no answer
+    ended_s: float = 0.0  # unix time
 
     def finish(self, value: Any = None, *, error: Exception | None = None) -> None:
-        self.value, self.error, self.is_done = value, error, True
+        self.value, self.error, self.ended_s, self.is_done = value, error, time.time(), True
 
 
 class Overseer(Protocol):

@@ -10,8 +10,7 @@ In a ``Lookout`` one thread collects what workers do, and another takes it.
 
 Times of a worker are its host's monotonic clock. ``HostClock`` turns them into unix time of this host. It trusts no clock of another
 host: a node gives its monotonic time in every answer, and of the last answers the one with the shortest round trip shows how far
-the two clocks are apart. That is wrong by half a round trip at most. Where there is no round trip (workers that share only a
-folder), the answer that was the fewest seconds old counts as if it were new.
+the two clocks are apart. That is wrong by half a round trip at most.
 """
 
 from __future__ import annotations

@@ -18,8 +18,9 @@ import sys
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -171,10 +172,10 @@ class FolderBackend:
             self._workers[rank] = NodeWorker(rank, facts=facts)
             return True
 
-    def facts_of(self, worker: NodeWorker) -> tuple[Mapping[str, Any], float]:
-        """What this worker last wrote about itself, and how many seconds ago that was seen."""
+    def facts_of(self, worker: NodeWorker) -> Mapping[str, Any]:
+        """What this worker last wrote about itself."""
         peer = self._peers[worker.rank]
-        return (peer.facts, peer.silent_s) if peer.incarnation == worker.incarnation else ({}, 0.0)
+        return peer.facts if peer.incarnation == worker.incarnation else {}
 
     def end_child(self) -> None:
         if self._child is None:
@@ -297,6 +298,18 @@ class FolderBackend:
         self.changed.notify_all()
 
 
+@dataclass(slots=True)
+class _Told:
+    """What the lookout knows of a member's calls."""
+
+    calls: deque[Call] = field(default_factory=deque)  # that it does not know as ended, in order
+    free_s: float = 0.0  # when the last of the others ended
+    num_done: int = 0
+
+    def begin_s(self, call: Call) -> float:
+        return max(call.link[1], self.free_s)
+
+
 class Mail(Carrier):
     """Carries the calls of one group."""
 
@@ -305,7 +318,7 @@ class Mail(Carrier):
     def __init__(self, post: FolderBackend) -> None:
         self._post = post
         self._mark = uuid.uuid4().hex
-        self._num_heard: dict[NodeWorker, int] = {}  # calls that each worker has reported
+        self._told: dict[Member, _Told] = {}
 
     def open(self, gang: Overseer) -> None:
         super().open(gang)
@@ -316,6 +329,7 @@ class Mail(Carrier):
         (worker,) = self._post.await_workers([spec.node.node_rank], timeout_s=wait.left_s)
         member = Member(replace(spec, node=replace(spec.node, node_id=worker.host)), link=worker)
         worker.on_death = lambda why: self.gang.lose({member: why})
+        self._told[member] = _Told()
         return member
 
     def start_env(self, spec: WorkerSpec) -> Mapping[str, str]:
@@ -323,6 +337,9 @@ class Mail(Carrier):
 
     def send(self, call: Call, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         data = pickle.dumps((method, tuple(args), dict(kwargs)), protocol=pickle.HIGHEST_PROTOCOL)
+        if method == "call":
+            call.link = args[0], time.time()
+            self._told[call.member].calls.append(call)
         self._post.post(call.member.link, call, data)
 
     def settle(self, calls: Sequence[Call], *, timeout_s: float, through_failures: bool = False) -> None:
@@ -344,48 +361,30 @@ class Mail(Carrier):
         return not member.link.death
 
     def look(self, members: Sequence[Member], *, last: bool) -> Collection[int]:
-        if last:
-            self._await_beat(members, timeout_s=3 * BEAT_S)
+        """A worker's calls as the master knows them: it takes one after the other."""
         for member in members:
-            worker = member.link
-            facts, age_s = self._post.facts_of(worker)
-            told_s = time.time() - age_s
-            report = read_report(facts, mark=self._mark, after=self._num_heard.get(worker, 0))
-            if report is not None:
-                self._num_heard[worker] = report.num_calls
-                seen = {member.spec.rank: report.seen}
-                self.gang.lookout.note(
-                    worker.incarnation, seen, there_s=report.now_s, asked_s=told_s, answered_s=told_s
-                )
+            told, lookout, rank = self._told[member], self.gang.lookout, member.spec.rank
+            while told.calls and told.calls[0].is_done:
+                call = told.calls.popleft()
+                lookout.add(rank, DoneCall(call.link[0], told.begin_s(call), call.ended_s))
+                told.free_s, told.num_done = call.ended_s, told.num_done + 1
+            doing, since_s, now_s = "", told.free_s or None, time.time()
+            if told.calls:
+                doing, since_s = told.calls[0].link[0], told.begin_s(told.calls[0])
+            facts = self._post.facts_of(member.link)
+            seen = Seen(
+                is_alive=not member.death,
+                doing=doing,
+                since_s=since_s,
+                num_done=told.num_done,
+                memory_bytes=facts.get("memory_bytes", 0),
+                device_bytes=facts.get("device_bytes", 0),
+            )
+            lookout.note(member.link.incarnation, {rank: seen}, there_s=now_s, asked_s=now_s, answered_s=now_s)
         return ()
-
-    def _await_beat(self, members: Sequence[Member], *, timeout_s: float) -> None:
-        """Until each of these workers has reported what it did until now, or is dead, or the time is over."""
-        wait, counter_of = Wait(timeout_s), lambda member: self._post.facts_of(member.link)[0].get("counter")
-        before = {member: counter_of(member) for member in members}
-        while not wait.is_over and any(not member.death and counter_of(member) == before[member] for member in members):
-            time.sleep(BEAT_S / 10)
 
     def stop(self, members: Sequence[Member], *, timeout_s: float) -> None:
         """Workers drop their work when they see the next epoch; the process of node 0 is ended."""
         self._post.begin_epoch()
         self._post.end_child()
         end_group(self._mark, timeout_s=timeout_s)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    seen: Seen
-    now_s: float  # of the worker's monotonic clock
-    num_calls: int  # that it has reported in all
-
-
-def read_report(facts: Mapping[str, Any], *, mark: str, after: int) -> Report | None:
-    """The report of a worker of the group with this mark, with the calls past the first ``after``; None if there is none."""
-    report = facts.get("pulse")
-    if report is None or report["mark"] != mark:
-        return None
-    new = max(report["num_calls"] - after, 0)
-    calls = tuple(DoneCall(*call) for call in report["calls"][-new:]) if new else ()
-    seen = Seen(**{**report["seen"], "calls": calls})
-    return Report(seen=seen, now_s=report["now_s"], num_calls=report["num_calls"])

@@ -20,13 +20,14 @@ import signal
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from rollcall.base.errors import ClusterError
+from rollcall.base.limits import device_bytes
 from rollcall.base.stop import heeded_signals
 from rollcall.base.wait import Wait, say
 from rollcall.process.groups.folder.messages import (
@@ -50,7 +51,6 @@ from rollcall.process.groups.folder.messages import (
     sweep,
 )
 from rollcall.process.groups.host import GROUP_MARK, Host, RemoteFailureError, end_group
-from rollcall.process.groups.pulse import DoneCall, Reader
 
 MASTER_WAIT_S = 1800.0  # for a master that has not started yet, or is lost
 END_S = 10.0  # for killed processes to be gone
@@ -66,43 +66,6 @@ class _Terminated(BaseException):
 
     def __init__(self, number: int) -> None:
         self.number = signal.Signals(number)
-
-
-class Reporter:
-    """Reports the calls of a worker to the master, in the file that shows that it lives; another thread asks for ``facts``.
-
-    The file is written every second, and a master on a slow file system may not see each one. So it has the last calls and how many
-    there were, and the master takes those that it does not know yet (``master.read_report``).
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._reader: Reader | None = None
-        self._mark = ""
-        self._num_calls = 0
-        self._calls: deque[DoneCall] = deque(maxlen=64)
-
-    def begin(self, pid: int, mark: str) -> None:
-        """This process is a worker of the group with this mark."""
-        with self._lock:
-            self._reader, self._mark, self._num_calls = Reader(pid), mark, 0
-            self._calls.clear()
-
-    def end(self) -> None:
-        with self._lock:
-            if self._reader is not None:
-                self._reader.close()
-            self._reader = None
-
-    def facts(self) -> Mapping[str, Any]:
-        with self._lock:
-            if self._reader is None:
-                return {}
-            now_s, seen = time.monotonic(), self._reader.look()
-            self._calls += seen.calls
-            self._num_calls += len(seen.calls)
-            report = {"mark": self._mark, "now_s": now_s, "num_calls": self._num_calls, "calls": list(self._calls)}
-            return {"pulse": report | {"seen": asdict(seen) | {"calls": (), "longest_s": None}}}
 
 
 class FolderWorker:
@@ -124,12 +87,11 @@ class FolderWorker:
         self._own = self._messages.node(rank)
         self._calls = self._messages.inbox(rank)
         self._master = Peer(self._messages.master)
-        self._reporter = Reporter()
         self._presence = Presence(
             self._own,
             {**about_this_process(), "state": State.HERE, "why": "", "rank": rank},
             each_beat=self._look,
-            changing=self._reporter.facts,
+            changing=lambda: {"memory_bytes": psutil.Process().memory_info().rss, "device_bytes": device_bytes()},
         )
         self._label = ""  # of the current conversation; empty: there is none
         self._served: set[str] = set()  # masters
@@ -279,7 +241,6 @@ class FolderWorker:
         """End the worker and the processes that it started."""
         if self._mark:
             end_group(self._mark, timeout_s=END_S)
-        self._reporter.end()
         self._mark, self._host, self._inbox = "", None, None
         gc.collect()
         torch: Any = sys.modules.get("torch")
@@ -313,8 +274,6 @@ class FolderWorker:
         assert self._host is not None
         if method == "start":
             self._mark = args[0][GROUP_MARK]
-            self._host.start(*args, **kwargs)
-            return self._reporter.begin(os.getpid(), self._mark)
         try:
             self._is_calling = method == "call"  # not while it is made: an interrupted import cannot be repeated
             return getattr(self._host, method)(*args, **kwargs)
