@@ -15,13 +15,17 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import psutil
 
 from rollcall.nodes.framing import LONGEST
 from rollcall.process.child import STACK_SIGNAL
 from rollcall.process.ending import how_it_ended, plain_stack
-from rollcall.process.worker import Ending, Line, Reader, Worker
+from rollcall.process.worker import Ending, Reader, Worker
+
+if TYPE_CHECKING:
+    from rollcall.process.debug.here import DebugLine
 
 KILL_S = 10.0  # a process that is stuck in the kernel (a dead network disk) ends when the kernel lets go
 _LOOK_S = 0.005
@@ -38,7 +42,7 @@ def spawn(
     cwd: str | None = None,
     fds: Sequence[int] = (),
     output: int | None = None,
-    line: Line | None = None,
+    line: DebugLine | None = None,
     answers: Mapping[str, Reader] | None = None,
     longest: int = LONGEST,
 ) -> Worker:

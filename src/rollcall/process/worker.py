@@ -24,11 +24,14 @@ import select
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rollcall.base.words import visible
 from rollcall.nodes.framing import CALL, DONE, HEAD, LONGEST, PART, PICKLE, RAISED, Body, Frames, frame
 from rollcall.process.pause import running_s
+
+if TYPE_CHECKING:
+    from rollcall.process.debug.here import DebugLine
 
 Reader = Callable[[bytes], Any]
 """Reads a value that a process sent; raises ValueError if it should not have sent it."""
@@ -90,20 +93,6 @@ class Link(Protocol):
     def log_tail(self, lines: int) -> str: ...
 
 
-class Line(Protocol):
-    """The parent's end of a line to a debugger that may open in the process (process/debug/here.py)."""
-
-    is_held: bool  # somebody debugs it: it is not late
-
-    @property
-    def fd(self) -> int: ...
-    def answer(self) -> bool:
-        """It has stopped: talk to it here and now. False: the line is not to be watched any more."""
-        ...
-
-    def close(self) -> None: ...
-
-
 class Call:
     """One that is under way."""
 
@@ -158,7 +147,7 @@ class Worker:
         hears: Body = PICKLE,
         answers: Mapping[str, Reader] | None = None,
         longest: int = LONGEST,
-        line: Line | None = None,
+        line: DebugLine | None = None,
     ) -> None:
         self.name = name
         self.link = link

@@ -22,7 +22,7 @@ from rollcall.base.wait import warn
 from rollcall.process.debug.attach import End, OnStop, Porter, converse
 from rollcall.process.debug.board import BOARD, DebugSeat
 from rollcall.process.debug.child import Examined
-from rollcall.process.debug.stopped import LinePdb, TerminalPdb, borrowed_terminal, has_terminal, innermost, stops_by
+from rollcall.process.debug.stopped import LinePdb, TerminalPdb, borrowed_terminal, has_terminal
 from rollcall.process.pause import paused
 
 POST_MORTEM = "ROLLCALL_POST_MORTEM"  # in the environment of a run's processes: exceptions open the debugger
@@ -122,6 +122,14 @@ def debugger() -> TerminalPdb | LinePdb:
     return _own.over_line
 
 
+def _hook(*args: Any, **kwargs: Any) -> None:
+    """``breakpoint()`` in this process."""
+    if os.environ.get("PYTHONBREAKPOINT") == "0":
+        return
+    found, caller = debugger(), sys._getframe().f_back
+    found.stop(caller)  # the last thing here: what runs after it is traced
+
+
 def wants_post_mortem(error: BaseException) -> bool:
     """Whether this exception opens the debugger: `--post-mortem` was given, and it comes from code, not from a refusal of ours,
     which says what to do. One line opens it once for a kind of error."""
@@ -133,7 +141,8 @@ def wants_post_mortem(error: BaseException) -> bool:
 
 def post_mortem(error: BaseException) -> None:
     """Open the debugger where this exception was raised, if the run was started with `--post-mortem`."""
-    error = innermost(error)
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
     if wants_post_mortem(error):
         debugger().post_mortem(error)
 
@@ -208,6 +217,3 @@ def warn_passed_over(role: str) -> None:
     """Once: hundreds of processes may come to the same line."""
     article = "an" if role[0] in "aeiou" else "a"
     warn(f"a breakpoint() in {article} {role} is passed over: this command has neither a terminal nor a run directory")
-
-
-_hook = stops_by(debugger)

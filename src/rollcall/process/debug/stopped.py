@@ -1,6 +1,6 @@
 """The debugger inside the process that stops: plain pdb at its own terminal, or pdb over a line to a porter.
 
-``breakpoint()`` calls the process's hook (``stops_by``), an exception the same debugger's ``post_mortem``. The thread that
+``breakpoint()`` calls the process's hook (``here.py``), an exception the same debugger's ``post_mortem``. The thread that
 stopped waits in the prompt; the others run. The messages on a line:
 
     {"stopped": {file, line, function, why}}   a prompt opens           {"attach": true}   a terminal has come: say where we are
@@ -284,22 +284,3 @@ def _headline(error: BaseException) -> list[str]:
     import traceback
 
     return traceback.format_exception_only(type(error), error)
-
-
-def innermost(error: BaseException) -> BaseException:
-    """The first exception inside groups of exceptions."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
-
-
-def stops_by(debugger: Callable[[], TerminalPdb | LinePdb]) -> Callable[..., None]:
-    """A hook for ``sys.breakpointhook``. ``debugger`` gives the one of this thread."""
-
-    def stop(*args: Any, **kwargs: Any) -> None:
-        if os.environ.get("PYTHONBREAKPOINT") == "0":
-            return
-        found, caller = debugger(), sys._getframe().f_back
-        found.stop(caller)  # the last thing here: what runs after it is traced
-
-    return stop
