@@ -255,19 +255,19 @@ def reach(
             f"http://HEAD:PORT (the dashboard that `rollcall node` prints on the head) with the token in {TOKEN}, or --rendezvous "
             "DIR; for a Ray that someone else started set RAY_ADDRESS"
         )
-    server = cluster.job_server()
-    shared = Shared(num_nodes=server.num_nodes, folder=cluster.rendezvous) if server.is_node else None
-    if server.url is None:
+    url, token, num_nodes = cluster.job_server()
+    shared = None if num_nodes is None else Shared(num_nodes=num_nodes, folder=cluster.rendezvous)
+    if url is None:
         client = RelayClient(cluster)
     else:
-        client = HttpClient(_url(server.url), token=server.token, token_source=f"that of {cluster.title}")
+        client = HttpClient(_url(url), token=token, token_source=f"that of {cluster.title}")
     refusal = None
     if leaves_loopback(split_address(cluster.head_address)[0]):
         refusal = (
             f"{cluster.title} listens only on loopback, and the part of Ray that runs jobs looks for it at this machine's outer "
             "address; train on it with `rollcall train`, or start the node without a loopback --node-ip"
         )
-    return Jobs(client, token=server.token, shared=shared, refusal=refusal)
+    return Jobs(client, token=token, shared=shared, refusal=refusal)
 
 
 def _reach_elsewhere(cluster: str, *, address: str | None, rendezvous: Path | None, is_rays_own: bool = False) -> Jobs:
