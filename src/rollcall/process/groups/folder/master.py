@@ -131,14 +131,8 @@ class FolderBackend:
         """A living worker of each rank."""
         if 0 in ranks and (self._child is None or self._child.poll() is not None):
             # It ends when its standard input ends, so with this process.
-            command = [
-                sys.executable,
-                "-m",
-                "rollcall.process.groups.folder.worker",
-                str(self.folder),
-                "0",
-                str(self.num_nodes),
-            ]
+            module = "rollcall.process.groups.folder.worker"
+            command = [sys.executable, "-m", module, str(self.folder), "0", str(self.num_nodes)]
             self._child = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)  # Ctrl-C is for us
         wait = Wait(timeout_s, every_s=5)
         while missing := [rank for rank in ranks if not self._welcome(rank)]:
@@ -217,7 +211,12 @@ class FolderBackend:
             try:
                 found = self._take_answers()
                 if time.monotonic() - looked > BEAT_S / 2:
-                    self._look_at_workers()
+                    for peer in self._peers.values():
+                        peer.look()
+                    with self.changed:
+                        for rank, worker in self._workers.items():
+                            if not worker.death and (why := self._cause_of_death(rank, worker)):
+                                self._bury(rank, why)
                     looked = time.monotonic()
                 self._rhythm.note(happened=found)
             except Exception as error:  # those that wait for an answer must know that none will come
@@ -236,37 +235,19 @@ class FolderBackend:
             data = read(answers / name)
             if data is None:
                 continue
-            answered = self._call_of(name)
-            if answered is None:
-                remove(answers / name)  # of an earlier conversation
-                continue
-            outcome: RemoteFailureError | tuple[Any] = pickle.loads(data)
-            remove(answers / name)
-            found = True
+            label, number = read_name(name)
             with self.changed:
-                if isinstance(outcome, RemoteFailureError):
-                    answered.finish(error=outcome)
-                else:
-                    answered.finish(outcome[0])
-                self.changed.notify_all()
+                asked = [worker for worker in self._workers.values() if label == self._label(worker)]
+                for answered in [worker.calls.pop(number) for worker in asked if number in worker.calls]:
+                    outcome: RemoteFailureError | tuple[Any] = pickle.loads(data)
+                    if isinstance(outcome, RemoteFailureError):
+                        answered.finish(error=outcome)
+                    else:
+                        answered.finish(outcome[0])
+                    found = True
+                    self.changed.notify_all()
+            remove(answers / name)  # one of an earlier conversation too
         return found
-
-    def _call_of(self, name: str) -> Call | None:
-        """The call that this file answers."""
-        label, number = read_name(name)
-        with self.changed:
-            for worker in self._workers.values():
-                if label == self._label(worker) and not worker.death and number in worker.calls:
-                    return worker.calls.pop(number)
-        return None
-
-    def _look_at_workers(self) -> None:
-        for peer in self._peers.values():
-            peer.look()
-        with self.changed:
-            for rank, worker in self._workers.items():
-                if not worker.death and (why := self._cause_of_death(rank, worker)):
-                    self._bury(rank, why)
 
     def _cause_of_death(self, rank: int, worker: NodeWorker) -> str:
         """Why the worker is dead; empty if it lives."""
