@@ -20,15 +20,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from functools import partial
 from typing import Any, Protocol
 
 from rollcall.base.errors import ClusterError
 from rollcall.base.stop import Stopped
 from rollcall.base.wait import warn
 from rollcall.base.words import visible
-from rollcall.nodes.door import PROOF_S, Door, listen_at, new_secret, prove, watch_peer
-from rollcall.nodes.framing import Frames, json_frame, read_exactly
+from rollcall.nodes.door import Door, StrangerError, enter, listen_at, new_secret, watch_peer
+from rollcall.nodes.framing import Frames, json_frame
 from rollcall.process.debug.board import Waiting
 
 CONNECT_S = 10.0
@@ -241,22 +240,14 @@ class End(Enum):
 def reach(waits: Waiting) -> socket.socket:
     """Connect to something that has stopped, through its door."""
     try:
-        connection = socket.create_connection((waits.address, waits.port), timeout=CONNECT_S)
+        return enter(waits.address, waits.port, secret=waits.secret, timeout_s=CONNECT_S)
+    except StrangerError as error:
+        raise ClusterError(f"what listens at {waits.address} port {waits.port} is not {waits.who}: {error}") from None
     except OSError as error:
         raise ClusterError(
-            f"{waits.who} does not answer at {waits.address} port {waits.port} ({error}): it has gone on or ended since, or this "
+            f"{waits.who} does not answer at {waits.address} port {waits.port} ({error}): it has continued or ended since, or this "
             "machine cannot reach its node; `rollcall debug` lists who waits"
         ) from None
-    try:
-        connection.settimeout(PROOF_S)
-        if not prove(partial(read_exactly, connection.recv), connection.sendall, secret=waits.secret):
-            raise ConnectionError("it does not know the secret")
-    except OSError as error:
-        connection.close()
-        raise ClusterError(f"what listens at {waits.address} port {waits.port} is not {waits.who}: {error}") from None
-    connection.settimeout(None)
-    watch_peer(connection)
-    return connection
 
 
 def is_there(waits: Waiting) -> bool:
@@ -281,7 +272,7 @@ def converse(
     """Show what the other side prints and give it what is typed, until it continues or this side leaves.
 
     ``typed``: lines that are given first. ``again``: Ctrl-C at the prompt is a new prompt, as in plain pdb; else it leaves.
-    ``opens_within_s``: without a prompt for this long at the beginning the other side is none of ours.
+    ``opens_within_s``: if no prompt comes within this time, the other side is not a debugger of Rollcall.
     """
     other, left = Connection(line), list(typed)
     ends = None if opens_within_s is None else time.monotonic() + opens_within_s

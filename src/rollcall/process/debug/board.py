@@ -115,7 +115,7 @@ class Board:
             if place is None:
                 if self._waiting.pop(key, None) is not None:
                     self._show()
-                    say(f"{seat} goes on")
+                    say(f"{seat} continues")
                 return
             if before is not None and (before.port, before.line, before.file) == (
                 place["port"],
@@ -183,7 +183,7 @@ def _write(run_dir: Path, waiting: Sequence[Waiting]) -> None:
 def _words(waits: Waiting, *, run_dir: Path | None) -> str:
     until = time.strftime("%H:%M:%S", time.localtime(waits.until))
     where = f"{run_dir} " if run_dir else ""
-    ends = "goes on" if waits.why == "breakpoint" else "ends with this error"
+    ends = "continues" if waits.why == "breakpoint" else "ends with this error"
     return visible(
         f"{waits.who} waits in the debugger at {waits.where} ({waits.why}). Attach a terminal with `rollcall debug "
         f"{where}{waits.number}`; if nobody does, it {ends} at {until}"

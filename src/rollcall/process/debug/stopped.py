@@ -6,7 +6,7 @@ stopped waits in the prompt; the others run. The messages on a line:
     {"stopped": {file, line, function, why}}   a prompt opens           {"attach": true}   a terminal has come: say where we are
     {"here": true}                             to "attach": what follows is for that terminal
     {"text": ...}, {"prompt": ...}             what pdb prints, asks    {"line": ...}      a line that somebody typed
-    {"left": true}                             `quit`: the terminal may leave, the thread waits on
+    {"left": true}                             `quit`: the terminal may leave, the thread keeps waiting
     {"goes": true}                             the thread continues
 """
 
@@ -29,7 +29,7 @@ from rollcall.nodes.framing import json_frame, read_exactly, read_json_frame
 from rollcall.process.pause import paused
 
 PIECE = 1 << 16  # characters of text in one message
-LEFT = "The worker waits on. `rollcall debug` attaches again; `continue` there lets it go on."
+LEFT = "The worker keeps waiting. `rollcall debug` attaches again; `continue` there lets it run."
 _one = threading.RLock()  # one prompt at a time in a process
 _lenders: list[Callable[[], AbstractContextManager[None]]] = []
 
@@ -205,7 +205,7 @@ class LinePdb(_Debugger):
 
     def do_quit(self, arg: str) -> None:
         """q(uit)
-        Leave the debugger. The worker waits on: attach again, or `continue` first to let it go on.
+        Leave the debugger. The worker keeps waiting: attach again, or `continue` first to let it run.
         """
         self.message(LEFT)
         self._talk.say(left=True)
@@ -262,7 +262,7 @@ class _Talk(io.TextIOBase):
         return None
 
     def close(self) -> None:
-        """The line is its owner's. `exit()` in an interpreter closes standard input."""
+        """Keep the line open: `exit()` in an interpreter closes standard input."""
 
     def readline(self, size: int | None = -1) -> str:  # type: ignore[override]
         prompt, self._tail = self._tail[-PIECE:], ""

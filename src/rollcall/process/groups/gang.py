@@ -121,7 +121,7 @@ class Gang:
         return [call for call in calls if call in settled]
 
     def _check(self, missing: Sequence[Call]) -> None:
-        """Raise if the gang cannot go on, or if a worker that owes one of these answers is lost."""
+        """Raise if the gang cannot continue, or if a worker that owes one of these answers is lost."""
         if self._end is not None:
             raise self._end
         if owed := [call for call in missing if call.member.death]:
@@ -134,7 +134,7 @@ class Gang:
         return not member.death and self._carrier.is_alive(member)
 
     def tolerate(self, ranks: Collection[int]) -> None:
-        """The group can go on without these workers. The loss of any other ends every wait, also waits for workers that live.
+        """The group can continue without these workers. The loss of any other ends every wait, also waits for workers that live.
 
         A gang tolerates the loss of all its workers until this is called: a loss then ends the waits for the lost worker.
         """

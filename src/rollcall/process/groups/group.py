@@ -283,7 +283,7 @@ class WorkerGroup:
         return self._running.ready(futures, timeout_s=timeout_s)
 
     def tolerate(self, ranks: Collection[int]) -> None:
-        """Go on without these workers. The loss of any other ends every wait, also waits for workers that live."""
+        """Continue without these workers. The loss of any other ends every wait, also waits for workers that live."""
         self._running.tolerate(ranks)
 
     def replace(self, rank: int, *, timeout_s: float = START_DEADLINE_S) -> None:

@@ -156,8 +156,8 @@ class OnRay(Carrier):
 
     def stop(self, members: Sequence[Member], *, timeout_s: float) -> None:
         """On all nodes at once; lost nodes are not waited for."""
-        answering = self._supervisor.answering
-        lost = {one.spec.node.node_id for one in members if one.death and one.spec.rank not in answering}
+        silent = self._supervisor.look(last=False)
+        lost = {one.spec.node.node_id for one in members if one.death and one.spec.rank in silent}
         with self._changing:  # no worker is added from now on
             self._has_ended = True
             for host in self._hosts.values():

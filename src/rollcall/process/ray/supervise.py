@@ -61,10 +61,10 @@ class Eyes:
         self._asked_s = time.monotonic()
         for pid in set(pids.values()) - self._readers.keys():
             self._readers[pid], self._tails[pid] = Reader(pid), LogTail(pid)
-        return self.look_once(pids)
+        return self.look_again(pids)
 
-    def look_once(self, pids: Mapping[int, int]) -> NodeLook:
-        """The last look at these workers, which may be lost."""
+    def look_again(self, pids: Mapping[int, int]) -> NodeLook:
+        """At those of these workers that have been looked at before; they may be lost."""
         known = {rank: pid for rank, pid in pids.items() if pid in self._readers}
         return NodeLook(
             now_s=time.monotonic(),
@@ -135,12 +135,6 @@ class Supervisor:
             self._look_last([member])
             self._post(member, stop=None)
 
-    @property
-    def answering(self) -> set[int]:
-        """Ranks on nodes that answered the last look."""
-        with self._lock:
-            return {rank for rank, one in self._seats.items() if one.spec.node.node_id not in self._silent_nodes}
-
     def look(self, *, last: bool) -> set[int]:
         """Ranks on nodes that do not answer."""
         if last:
@@ -154,7 +148,7 @@ class Supervisor:
         with self._lock:
             by_node = _pids_by_node(one for one in members if one.spec.node.node_id not in self._silent_nodes)
         asked_s = time.time()
-        calls = {node_id: self._eyes[node_id].look_once.remote(pids) for node_id, pids in by_node.items()}
+        calls = {node_id: self._eyes[node_id].look_again.remote(pids) for node_id, pids in by_node.items()}
         ready = ray.wait(list(calls.values()), num_returns=len(calls), timeout=ANSWER_S)[0] if calls else []
         for node_id, call in calls.items():
             if call in ready:
