@@ -46,6 +46,8 @@ LONGEST_SOCKET = "/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_sto
 LEAST_BYTES = 64_000_000  # of free space
 SOCKET_ROOM = SOCKET_LIMIT - len(LONGEST_SOCKET)  # for that folder's own path
 TUNED = {
+    # The dashboard's own metrics would listen on every interface; with no such port they do not (2.60 logs that).
+    "DASHBOARD_METRIC_PORT": "-1",
     # A dead node is noticed in 3 to 5 s rather than in 12 (killed) or 63 (power loss); a cut of 1.5 s is not noticed.
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "1000",
@@ -61,13 +63,8 @@ CHOSEN_PORTS = (
 )
 # What would lead Ray to another cluster, or carry the token where only its file's name belongs.
 UNWANTED = (
-    "RAY_ADDRESS",
-    "RAY_REDIS_ADDRESS",
-    "RAY_GCS_SERVER_PORT",
-    "RAY_AUTH_TOKEN",
-    TOKEN,
-    "RAY_TMPDIR",
-    *tls_env(Path()),
+    *("RAY_ADDRESS", "RAY_REDIS_ADDRESS", "RAY_GCS_SERVER_PORT", "RAY_AUTH_TOKEN", "RAY_TMPDIR"),
+    *(TOKEN, *tls_env(Path())),
 )
 
 
@@ -96,7 +93,6 @@ class Start:
 
     record: NodeRecord
     arguments: list[str]
-    env: dict[str, str]
     token: str
     publish_token: bool
     tls: bool
@@ -173,8 +169,6 @@ def plan_head(request: NodeRequest, *, known: partial[NodeRecord], token: str | 
     return Start(
         record=record,
         arguments=arguments,
-        # The dashboard's own metrics would listen on every interface; with no such port they do not (2.60 logs that).
-        env={"DASHBOARD_METRIC_PORT": "-1"},
         token=token or secrets.token_hex(32),
         publish_token=token is None,
         tls=request.tls,
@@ -193,7 +187,7 @@ def plan_worker(request: NodeRequest, found: Found, *, known: partial[NodeRecord
         head_address=address,
     )
     arguments = [f"--address={address}"]
-    return Start(record=record, arguments=arguments, env={}, token=found.token, publish_token=False, tls=found.tls)
+    return Start(record=record, arguments=arguments, token=found.token, publish_token=False, tls=found.tls)
 
 
 def ray_start(request: NodeRequest, start: Start, *, log: Path, deadline: float) -> None:
@@ -229,7 +223,7 @@ def ray_start(request: NodeRequest, start: Start, *, log: Path, deadline: float)
     ours = {**auth_env(record.cluster), MARK: str(state_dir(record.cluster)), "ROLLCALL_PYTHON": sys.executable}
     if record.accelerator == "cpu":
         kept |= _logical_ids(record.slots)
-    env = {**TUNED, **kept, **start.env, **ours}
+    env = {**TUNED, **kept, **ours}
     wait = Wait(deadline - time.monotonic(), first_s=5, every_s=5)
     with log.open("w") as output:
         child = subprocess.Popen(

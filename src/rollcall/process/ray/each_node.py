@@ -77,12 +77,8 @@ def answers_of(calls: Mapping[int, Pending], *, wait: Wait, to: str) -> tuple[di
             try:
                 answers[rank] = ray.get(call)
             except Exception as error:  # the code there may raise anything, and it arrives as itself
-                failures[rank] = f"it failed: {_last_line(error)}"
+                lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+                failures[rank] = f"it failed: {[type(error).__name__, *lines][-1]}"
         if waiting:
             wait.tell(f"waiting for rank {', '.join(map(str, sorted(waiting.values())))} to {to}")
     return answers, failures | dict.fromkeys(waiting.values(), f"no answer after {wait.timeout_s:.0f} s")
-
-
-def _last_line(error: Exception) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[-1].strip() if lines else type(error).__name__

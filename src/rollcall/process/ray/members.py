@@ -65,7 +65,11 @@ def ranked_nodes() -> list[RayNode]:
     alive = [node for node in ray.nodes() if node["Alive"] and _answers(node["NodeID"])]
     _refuse_twins(alive)
     addresses = [node["NodeManagerAddress"] for node in alive]
-    places = {_place(node, addresses): node for node in alive}
+    # Where several nodes have an address, also which of them it is.
+    places = {
+        one if addresses.count(one) == 1 else f"{one} {node['NodeID']}": node
+        for one, node in zip(addresses, alive, strict=True)
+    }
     ranks = rank_by_address(
         {
             place: (_own_rank(node), node["NodeManagerAddress"], node["Resources"].get("GPU", 0) > 0)
@@ -117,11 +121,7 @@ def suspect(node_id: str) -> None:
     import ray
 
     if node_id not in _suspects:
-        _suspects[node_id] = ray.remote(_here).options(**pinned(node_id), max_retries=0).remote(), time.time()
-
-
-def _here() -> None:
-    return None
+        _suspects[node_id] = ray.remote(lambda: None).options(**pinned(node_id), max_retries=0).remote(), time.time()
 
 
 def forget_members() -> None:
@@ -151,12 +151,6 @@ def _this_ray() -> str:
     import ray
 
     return ray.get_runtime_context().gcs_address if ray.is_initialized() else ""
-
-
-def _place(node: dict[str, Any], addresses: Sequence[str]) -> str:
-    """The node's address; of several at one address, also which of them it is."""
-    address = node["NodeManagerAddress"]
-    return address if addresses.count(address) == 1 else f"{address} {node['NodeID']}"
 
 
 def _own_rank(node: dict[str, Any]) -> int | None:
