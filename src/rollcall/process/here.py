@@ -53,7 +53,7 @@ def spawn(
 
 
 class SocketLink:
-    """The part of a link that a connection is enough for: over a socket pair, or through a door (nodes/door.py)."""
+    """Sending and receiving over a connection: a socket pair, or one through a door (nodes/door.py)."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -154,7 +154,7 @@ class LinkHere(SocketLink):
             return True
 
     def _ask_for_stack(self) -> None:
-        """Have it dump where it is, which works inside C code too."""
+        """Makes it dump its stack, which works inside C code too."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, STACK_SIGNAL)
         until_s, size = time.monotonic() + _STACK_S, 0
@@ -165,7 +165,7 @@ class LinkHere(SocketLink):
                 return
 
     def _close(self) -> None:
-        """The log stays, for who wants to know why it ended."""
+        """Closes everything but the log, which tells why it ended."""
         self.connection.close()
         os.close(self._lifeline_fd)
         self._crash.close()

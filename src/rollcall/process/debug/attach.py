@@ -47,7 +47,7 @@ class _HasFd(Protocol):
 
 
 def readable(sources: Sequence[_HasFd], *, timeout_s: float | None) -> set[int]:
-    """The descriptors of those that have something to read. Any number of files may be open in this process."""
+    """Returns the descriptors that have something to read. Any number of files may be open in this process."""
     poll = select.poll()  # `select.select` refuses descriptors from 1024 on
     for source in sources:
         if (fd := source.fileno()) < 0:
@@ -68,7 +68,7 @@ class Connection:
         self._socket.sendall(json_frame(message))
 
     def take(self) -> list[dict[str, Any]]:
-        """The messages that have arrived whole; call it when there is something to read. ConnectionError: no more will come."""
+        """Returns the messages that have arrived whole; call it when there is something to read. ConnectionError: no more will come."""
         try:
             data = self._socket.recv(1 << 16)
         except (BlockingIOError, TimeoutError):
@@ -147,7 +147,7 @@ class Porter:
             self._goes()
 
     def _stopped(self, place: Any) -> None:
-        """A prompt is open. While somebody steps from line to line, the door stays as it is."""
+        """Opens the door for a prompt. While somebody steps from line to line, it stays as it is."""
         if _has_given_up and self._caller is None:
             self._give_up()
             return
@@ -166,7 +166,7 @@ class Porter:
         self._on_stop({**_checked(place), **self._reach, "until": time.time() + left_s})
 
     def _give_up(self) -> None:
-        """The run's limits count again from here on, whatever the process makes of it."""
+        """Continues in place of a terminal that did not come. The run's limits count again from here on."""
         global _has_given_up
         if not _has_given_up:
             warn(
@@ -202,7 +202,7 @@ class Porter:
         caller.close()
 
     def _drop(self) -> None:
-        """Nobody is attached any more."""
+        """Hangs up on the terminal."""
         global _alone_since
         if self._caller is not None:
             self._caller.close()
@@ -217,7 +217,7 @@ def _left_s() -> float:
 
 
 def _checked(place: Any) -> dict[str, Any]:
-    """Where it stopped, as its process says: a reward's or an environment's may say anything."""
+    """Reads the place where it stopped. A reward's or an environment's process may send anything."""
     place = place if isinstance(place, dict) else {}
     texts = {name: place.get(name) for name in ("file", "function", "why")}
     line = place.get("line")
@@ -251,7 +251,7 @@ def reach(waits: Waiting) -> socket.socket:
 
 
 def is_there(waits: Waiting) -> bool:
-    """Whether something still listens where it was. A run that was killed leaves its list behind."""
+    """Whether something still listens there. A run that was killed leaves its list behind."""
     try:
         socket.create_connection((waits.address, waits.port), timeout=CONNECT_S).close()
     except ConnectionRefusedError:

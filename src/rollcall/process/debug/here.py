@@ -58,7 +58,7 @@ _serials = count()  # of the lines of this process
 
 @cache
 def _examined() -> Examined:
-    """Where exceptions have opened the debugger; not before one has, since a zygote's children do not share it."""
+    """Where exceptions have opened the debugger. Made by the first of them, since a zygote's children do not share it."""
     return Examined()
 
 
@@ -95,7 +95,7 @@ def is_watched() -> bool:
 
 
 def tell(who: str, place: Mapping[str, Any] | None) -> None:
-    """``who`` has stopped there, or continues. A worker can show one stop at a time, so the others wait for their turn."""
+    """Notes that ``who`` has stopped there, or continues. A worker can show one stop at a time, so the others wait for their turn."""
     with _telling:
         if place is None:
             _stops.pop(who, None)
@@ -214,6 +214,6 @@ class DebugLine:
 
 @cache
 def warn_passed_over(role: str) -> None:
-    """Once: hundreds of processes may come to the same line."""
+    """Warns once, since hundreds of processes may come to the same line."""
     article = "an" if role[0] in "aeiou" else "a"
     warn(f"a breakpoint() in {article} {role} is passed over: this command has neither a terminal nor a run directory")

@@ -43,7 +43,7 @@ def has_terminal() -> bool:
 
 
 def lend_terminal(lender: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:
-    """While a prompt is on the screen ``lender`` keeps off it. Returns what ends that."""
+    """Enters ``lender`` while a prompt is on the screen. Returns a function that ends this."""
     _lenders.append(lender)
     return partial(_lenders.remove, lender)
 
@@ -61,7 +61,7 @@ def borrowed_terminal() -> Iterator[None]:
 
 
 class _Debugger(pdb.Pdb):
-    """The part that both kinds share. A signal that ends the run ends the prompt too, and is raised where the thread stopped."""
+    """pdb as both kinds need it. A signal that ends the run ends the prompt too, and is raised where the thread stopped."""
 
     def __init__(self, **streams: Any) -> None:
         # Ctrl-C after `continue` stops the run, as always; pdb's own handler would stop it in the debugger again.
@@ -73,7 +73,7 @@ class _Debugger(pdb.Pdb):
         self._only: FrameType | None = None  # the frame that called breakpoint(), until the prompt opens
 
     def stop(self, caller: FrameType | None) -> None:
-        """``breakpoint()`` was called there. What a prompt evaluates does not stop again: the frames of the prompt would be lost."""
+        """Stops where ``breakpoint()`` was called. What a prompt evaluates does not stop again: the frames of the prompt would be lost."""
         if self._is_open:
             self.message("a breakpoint() in what is evaluated at the prompt is ignored; `debug f()` steps into a call")
             return
@@ -100,7 +100,7 @@ class _Debugger(pdb.Pdb):
             self._heard = heard
 
     def post_mortem(self, error: BaseException) -> None:
-        """A prompt at the frame that raised; returns when it is left."""
+        """Opens a prompt at the frame that raised, and returns when it is left."""
         self._error = error
         self.reset()
         try:
@@ -122,14 +122,14 @@ class _Debugger(pdb.Pdb):
         raise heard
 
     def _refuse(self, arg: str) -> None:
-        """Not here: the run starts this process again by itself, if it has to."""
+        """Refuses to start again: the run does that by itself, if it has to."""
         self.error("a process of a run cannot be started again from its debugger")
 
     do_run = do_restart = _refuse
 
 
 class TerminalPdb(_Debugger):
-    """At the terminal of this process. `quit` stops the run, as Ctrl-C does."""
+    """pdb at the terminal of this process. `quit` stops the run, as Ctrl-C does."""
 
     def interaction(self, frame: FrameType | None, traceback: TracebackType | None = None, *rest: Any) -> None:
         with _one, paused(), borrowed_terminal(), self._open():
@@ -151,7 +151,7 @@ class TerminalPdb(_Debugger):
 
 
 class LinePdb(_Debugger):
-    """Over a line. ``read`` and ``write`` are those of a file descriptor; ``around`` is entered while a prompt is open."""
+    """pdb over a line. ``read`` and ``write`` are those of a file descriptor; ``around`` is entered while a prompt is open."""
 
     def __init__(
         self,
@@ -213,7 +213,7 @@ class LinePdb(_Debugger):
     do_q = do_exit = do_quit
 
     def do_EOF(self, arg: str) -> Any:
-        """The line is closed: nobody can come any more."""
+        """Continues, since the line is closed and nobody can come any more."""
         return self.do_continue(arg)
 
     def do_interact(self, arg: str) -> None:

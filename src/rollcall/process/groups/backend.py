@@ -106,7 +106,7 @@ def whom(specs: Sequence[WorkerSpec]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What a worker is made of."""
+    """The class of a worker and its arguments."""
 
     target: str | type  # "module.Class", or the class
     args: tuple[Any, ...]
@@ -146,7 +146,7 @@ class Overseer(Protocol):
     lookout: Lookout
 
     def lose(self, losses: Mapping[Member, str]) -> None:
-        """Members are lost, for these reasons. Any thread may call it; a second loss of a member does nothing."""
+        """Note that members are lost, and why. Any thread may call it; a second loss of a member does nothing."""
         ...
 
 
@@ -164,14 +164,14 @@ class Carrier:
         raise NotImplementedError
 
     def watch(self, member: Member) -> None:
-        """Its process id is known: tell the gang when it is lost. Corrects its spec if it runs on another node than before."""
+        """Tell the gang from now on when it is lost. Corrects its spec if it runs on another node than before."""
 
     def start_env(self, spec: WorkerSpec) -> Mapping[str, str]:
-        """The worker's variables besides those of the group."""
+        """Returns the worker's variables, without those of the group."""
         return spec.env
 
     def share(self, value: Any) -> Any:
-        """The value in a form that is cheap to give to several workers."""
+        """Returns the value in a form that is cheap to give to several workers."""
         return value
 
     def send(self, call: Call, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

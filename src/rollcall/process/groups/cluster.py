@@ -28,7 +28,7 @@ _default: Backend | None = None
 
 
 def use_by_default(backend: Backend) -> None:
-    """Virtual clusters that are given no backend are made in this one."""
+    """Makes this the backend of virtual clusters that are given none."""
     global _default
     _default = backend
 
@@ -85,11 +85,11 @@ class VirtualCluster:
         return list(self._nodes.values())
 
     def world_size(self) -> int:
-        """Slots."""
+        """The number of slots."""
         return sum(self._ask.slots_per_node)
 
     def node_count(self) -> int:
-        """Nodes with slots."""
+        """The number of nodes with slots."""
         return len(self._nodes)
 
     def node(self, node_rank: int) -> NodeSeats:

@@ -65,7 +65,7 @@ class Gang:
         self.gather(starts, wait=wait)
 
     def share(self, value: Any) -> Any:
-        """The value in a form that is cheap to give to several workers."""
+        """Returns the value in a form that is cheap to give to several workers."""
         return self._carrier.share(value)
 
     def call(self, rank: int, method: str, drop: Drop, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
@@ -80,7 +80,7 @@ class Gang:
         return call
 
     def gather(self, calls: Sequence[Call], *, wait: Wait) -> list[Any]:
-        """The results, in order; raises as soon as one call fails, a needed worker is lost, or the wait is over."""
+        """Wait for the results, in order; raises as soon as one call fails, a needed worker is lost, or the wait is over."""
         waited_for = self._waited_for[threading.get_ident()] = list(dict.fromkeys(calls))
         try:
             while missing := [call for call in waited_for if not call.is_done]:
@@ -111,7 +111,7 @@ class Gang:
         wait.tell(f"waiting for {listed(specs)}")
 
     def ready(self, calls: Sequence[Call], *, timeout_s: float) -> list[Call]:
-        """Those that have an answer or have failed; waits for the first, at most ``timeout_s``."""
+        """Wait for the first answer or failure, at most ``timeout_s``; returns all calls that have one."""
         if self._end is not None:
             raise self._end
         settled = {call for call in calls if call.is_done or call.member.death}
@@ -162,7 +162,7 @@ class Gang:
         return member.spec
 
     def sightings(self, *, last: bool = False) -> Sightings:
-        """What the workers are doing, and did since this was last asked."""
+        """Returns what the workers are doing, and what they have done since the last time."""
         silent = self._carrier.look(self.members, last=last)
         return self.lookout.take([member.pid for member in self.members], silent=silent)
 
@@ -178,7 +178,7 @@ class Gang:
         return died(specs, f"{members[0].death}{self._waits()}{others}")
 
     def _waits(self) -> str:
-        """The end of a sentence that says what any thread waits for."""
+        """Ends a sentence with what any thread waits for."""
         waiting = [call for calls in list(self._waited_for.values()) for call in calls if not call.is_done]
         answered = self._carrier.answered(waiting, timeout_s=0) if waiting else ()
         found: dict[str, list[WorkerSpec]] = {}
@@ -229,7 +229,7 @@ def listed(specs: Sequence[WorkerSpec], *, most: int = 8) -> str:
 
 
 def waits_words(waits: Mapping[str, Sequence[WorkerSpec]]) -> str:
-    """The workers that are waited for, by purpose."""
+    """Says which workers the run waited for, and for what."""
     parts = [f"{listed(specs, most=3)} {purpose}" for purpose, specs in waits.items()]
     return f"the run waited for {', and for '.join(parts)}" if parts else ""
 

@@ -27,7 +27,7 @@ RESULT_DEADLINE_S = 3600.0
 
 
 class WorkerMetadata(TypedDict):
-    """Who a worker is and where."""
+    """Identifies a worker and says where it is."""
 
     name: str  # role and rank, such as policy-3
     global_rank: int
@@ -62,7 +62,7 @@ class MultiWorkerFuture:
     replicated_fields: Sequence[str] = ()  # fields that only the first answer has
 
     def select(self, results: list[Any], *, axes: Sequence[str]) -> list[Any]:
-        """The results that count, out of one per future."""
+        """Picks the results that count from one result per future."""
         if self.return_from_workers is not None and self.called_workers is not None:
             place = {rank: index for index, rank in enumerate(self.called_workers)}
             results = [results[place[rank]] for rank in self.return_from_workers]
@@ -191,7 +191,7 @@ class WorkerGroup:
 
     @property
     def dp_size(self) -> int:
-        """Parts that sharded data is split into."""
+        """The number of parts that sharded data is split into."""
         axis = self._data_axis()
         return self.world_size if axis is None else self.sharding.get_axis_size(axis)
 
@@ -279,7 +279,7 @@ class WorkerGroup:
         return results if isinstance(entry, list | tuple) else results[0]
 
     def wait_for_some(self, futures: Sequence[Any], *, timeout_s: float) -> list[Any]:
-        """The futures that are done or have failed; waits for the first, at most ``timeout_s``."""
+        """Wait for the first future that is done or has failed, at most ``timeout_s``; returns all of them."""
         return self._running.ready(futures, timeout_s=timeout_s)
 
     def tolerate(self, ranks: Collection[int]) -> None:
@@ -292,7 +292,7 @@ class WorkerGroup:
         self.workers[rank] = Worker(self._running, self._metadata(self.specs[rank]))
 
     def sightings(self, *, last: bool = False) -> Sightings:
-        """What the workers are doing, and did since the last time; nothing once the group is shut down."""
+        """Returns what the workers are doing, and what they have done since the last time; nothing after a shutdown."""
         gang = self._gang
         return Sightings() if gang is None else gang.sightings(last=last)
 

@@ -155,7 +155,7 @@ class OnRay(Carrier):
         return self._supervisor.look(last=last)
 
     def stop(self, members: Sequence[Member], *, timeout_s: float) -> None:
-        """On all nodes at once; lost nodes are not waited for."""
+        """End them on all nodes at once, without waiting for nodes that are lost."""
         silent = self._supervisor.look(last=False)
         lost = {one.spec.node.node_id for one in members if one.death and one.spec.rank in silent}
         with self._changing:  # no worker is added from now on
@@ -184,7 +184,7 @@ def _end(mark: str, timeout_s: float) -> list[int]:
 
 
 def _death(error: Exception) -> str:
-    """Ray's reason, without its field list and its general advice."""
+    """Returns Ray's reason, without its list of fields and its general advice."""
     lines = [line for line in str(error).splitlines() if line and not line.startswith("\t")]
     return lines[-1].partition(" Some common causes include")[0].removesuffix(".") if lines else type(error).__name__
 

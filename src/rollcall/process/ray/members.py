@@ -110,14 +110,14 @@ def lost_nodes() -> dict[int | None, NodeInfo]:
 
 
 def settle_ranks(nodes: Sequence[RayNode]) -> None:
-    """A run is placed on these: from now on they keep their ranks in this process, and so does what comes back in their places."""
+    """Keeps the ranks of these nodes, on which a run is placed, and of nodes that come back in their places."""
     now = {node.place: node.rank for node in nodes}
     before = _settled.get(_this_ray(), {})
     _settled[_this_ray()] = {place: rank for place, rank in before.items() if rank not in now.values()} | now
 
 
 def suspect(node_id: str) -> None:
-    """This node does not answer: it is left out until it does."""
+    """Leaves out this node, which does not answer, until it does."""
     import ray
 
     if node_id not in _suspects:
@@ -125,7 +125,7 @@ def suspect(node_id: str) -> None:
 
 
 def forget_members() -> None:
-    """This process leaves its Ray."""
+    """Forgets everything when this process leaves its Ray."""
     _settled.clear()
     _suspects.clear()
 

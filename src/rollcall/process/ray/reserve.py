@@ -90,7 +90,7 @@ def wait_for_nodes(cluster: Cluster | None, num_nodes: int, *, fewest: int, wait
 
 
 def _missing(cluster: Cluster | None, ranks: Sequence[int]) -> str:
-    """Who is missing, since when, and the command to run there."""
+    """Says which ranks are missing, since when, and the command to run there."""
     start = (
         start_there(cluster, ranks) if cluster else "start them (`rollcall node`, or `ray start` on a Ray of your own)"
     )
@@ -149,7 +149,7 @@ def _has(ask: Ask, nodes: Sequence[RayNode]) -> str:
 
 
 def _logical(ask: Ask, nodes: Sequence[RayNode]) -> str:
-    """For those whose nodes have no GPU at all, which their Ray counts as no slot."""
+    """Explains slots to users whose nodes declare no GPU at all."""
     if not ask.use_gpus or not nodes or any(node.total.get("GPU") for node in nodes):
         return ""
     return (
@@ -160,7 +160,7 @@ def _logical(ask: Ask, nodes: Sequence[RayNode]) -> str:
 
 @ray.remote(num_cpus=0, max_calls=0)  # the process stays for the next bundle of its node
 def _look() -> tuple[int, str, str | None]:
-    """This bundle's accelerator: its place on the node, its name, and the variable that makes it visible."""
+    """Returns this bundle's accelerator: its place on the node, its name, and the variable that makes it visible."""
     from ray._private.accelerators import get_accelerator_manager_for_resource
     from ray._private.worker import global_worker
 
@@ -203,7 +203,7 @@ def _seats(ask: Ask, chosen: Sequence[RayNode], group: PlacementGroup, *, wait: 
 def _look_around(
     bundles: Sequence[range], group: PlacementGroup, *, wait: Wait
 ) -> dict[int, tuple[int, str, str | None]]:
-    """All nodes at once, the bundles of a node one after the other, so that each node starts one process for it."""
+    """Asks all nodes at once, but the bundles of a node one after the other, so that each node starts one process for it."""
     found: dict[int, tuple[int, str, str | None]] = {}
     for turn in range(max(map(len, bundles))):
         asked = {

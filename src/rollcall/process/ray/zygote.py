@@ -143,7 +143,7 @@ def _serve(listener: socket.socket) -> NoReturn:
 
 
 def _ended() -> tuple[int, int] | None:
-    """A child that has ended, and its exit status."""
+    """Returns a child that has ended, and its exit status."""
     try:
         pid, status = os.waitpid(-1, os.WNOHANG)
     except ChildProcessError:
@@ -159,7 +159,7 @@ def _try_send(stub: socket.socket, data: bytes) -> None:
 
 
 def _fork(stub: socket.socket, *, keep_out: list[socket.socket], pipe: tuple[int, int]) -> int | None:
-    """The process of the worker that this stub asks for. It does not return there."""
+    """Forks the worker that this stub asks for; returns its process id, and does not return in the worker."""
     if not is_own_users(stub):
         stub.close()
         return None

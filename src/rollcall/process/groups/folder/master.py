@@ -128,7 +128,7 @@ class FolderBackend:
         return Reservation(nodes=nodes, carrier=lambda recipe: Mail(self))  # the workers stay for the next group
 
     def await_workers(self, ranks: Sequence[int], *, timeout_s: float) -> list[NodeWorker]:
-        """A living worker of each rank."""
+        """Wait for a living worker of each rank."""
         if 0 in ranks and (self._child is None or self._child.poll() is not None):
             # It ends when its standard input ends, so with this process.
             module = "rollcall.process.groups.folder.worker"
@@ -167,7 +167,7 @@ class FolderBackend:
             return True
 
     def facts_of(self, worker: NodeWorker) -> Mapping[str, Any]:
-        """What this worker last wrote about itself."""
+        """Returns what this worker last wrote about itself."""
         peer = self._peers[worker.rank]
         return peer.facts if peer.incarnation == worker.incarnation else {}
 
@@ -205,7 +205,7 @@ class FolderBackend:
         return label_of(master=self._presence.incarnation, worker=worker.incarnation, epoch=self._epoch)
 
     def _carry(self) -> None:
-        """The postman's loop."""
+        """Take answers and watch the workers until the end; the postman's loop."""
         looked = 0.0
         while not self._ended.wait(self._rhythm.wait_s):
             try:
@@ -250,7 +250,7 @@ class FolderBackend:
         return found
 
     def _cause_of_death(self, rank: int, worker: NodeWorker) -> str:
-        """Why the worker is dead; empty if it lives."""
+        """Returns why the worker is dead; empty if it lives."""
         peer = self._peers[rank]
         if rank == 0 and self._child is not None and (status := self._child.poll()) is not None:
             return f"its process ended with status {status}"
@@ -306,7 +306,7 @@ class Mail(Carrier):
         self._post.begin_epoch()
 
     def launch(self, spec: WorkerSpec, *, lost: Member | None, wait: Wait) -> Member:
-        """The worker that waits on the node; a person starts it."""
+        """Take the worker that waits on the node; a person starts it."""
         (worker,) = self._post.await_workers([spec.node.node_rank], timeout_s=wait.left_s)
         member = Member(replace(spec, node=replace(spec.node, node_id=worker.host)), link=worker)
         worker.on_death = lambda why: self.gang.lose({member: why})
@@ -342,7 +342,7 @@ class Mail(Carrier):
         return not member.link.death
 
     def look(self, members: Sequence[Member], *, last: bool) -> Collection[int]:
-        """A worker's calls as the master knows them: it takes one after the other."""
+        """Report the calls as the master knows them: a worker takes one after the other."""
         for member in members:
             told, lookout, rank = self._told[member], self.gang.lookout, member.spec.rank
             while told.calls and told.calls[0].is_done:
@@ -365,7 +365,7 @@ class Mail(Carrier):
         return ()
 
     def stop(self, members: Sequence[Member], *, timeout_s: float) -> None:
-        """Workers drop their work when they see the next epoch; the process of node 0 is ended."""
+        """Have the workers drop their work when they see the next epoch, and end the process of node 0."""
         self._post.begin_epoch()
         self._post.end_child()
         end_group(self._mark, timeout_s=timeout_s)

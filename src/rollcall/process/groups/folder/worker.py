@@ -58,11 +58,11 @@ END_S = 10.0  # for killed processes to be gone
 
 # Not Exceptions: the code of a call must not take them for its own errors.
 class _Abandoned(BaseException):
-    """No one waits for this call any more."""
+    """Nobody waits for this call any more."""
 
 
 class _Terminated(BaseException):
-    """By this signal."""
+    """The process was told to end by this signal."""
 
     def __init__(self, number: int) -> None:
         self.number = signal.Signals(number)
@@ -133,7 +133,7 @@ class FolderWorker:
             self._presence.end(state=State.LEFT, why=why)
 
     def _refuse_other_options(self) -> None:
-        """Before the master can give this worker work: one that leaves again would cost it an attempt."""
+        """Compare options before the master can give this worker work: one that leaves again would cost an attempt."""
         end_s = time.monotonic() + 3 * BEAT_S
         self._master.look()
         while self._master.facts.get("state") == State.RUNNING and time.monotonic() < end_s:
@@ -281,7 +281,7 @@ class FolderWorker:
             self._is_calling = False
 
     def _look(self) -> None:
-        """In the presence's thread."""
+        """Look at the master, in the presence's thread."""
         self._master.look()
         if self._is_calling and self._master.is_moving and self._label != self._current_label():
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
