@@ -89,10 +89,9 @@ class NodeRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """One `ray start`: its arguments, and this node's record as far as it is known before Ray runs."""
+    """One `ray start`: this node's record as far as it is known before Ray runs, and its secrets."""
 
     record: NodeRecord
-    arguments: list[str]
     token: str
     publish_token: bool
     tls: bool
@@ -149,16 +148,6 @@ def plan_head(request: NodeRequest, *, known: partial[NodeRecord], token: str | 
         )
     gcs, client, dashboard = free_ports(3)
     ports = {"gcs": port or gcs, "client": client, "dashboard": dashboard}
-    arguments = [
-        "--head",
-        f"--port={ports['gcs']}",
-        f"--ray-client-server-port={client}",
-        "--include-dashboard=true",
-        f"--dashboard-host={request.dashboard_host}",
-        f"--dashboard-port={dashboard}",
-        "--disable-usage-stats",
-        "--no-monitor",  # it would start nodes, which this cluster does not need, and listen on every interface
-    ]
     record = known(
         cluster_id=secrets.token_hex(8),
         num_nodes=request.num_nodes,
@@ -168,7 +157,6 @@ def plan_head(request: NodeRequest, *, known: partial[NodeRecord], token: str | 
     )
     return Start(
         record=record,
-        arguments=arguments,
         token=token or secrets.token_hex(32),
         publish_token=token is None,
         tls=request.tls,
@@ -186,8 +174,7 @@ def plan_worker(request: NodeRequest, found: Found, *, known: partial[NodeRecord
         node_ip=own_address(toward=host, node_ip=request.node_ip, interface=request.interface),
         head_address=address,
     )
-    arguments = [f"--address={address}"]
-    return Start(record=record, arguments=arguments, token=found.token, publish_token=False, tls=found.tls)
+    return Start(record=record, token=found.token, publish_token=False, tls=found.tls)
 
 
 def ray_start(request: NodeRequest, start: Start, *, log: Path, deadline: float) -> None:
@@ -200,10 +187,22 @@ def ray_start(request: NodeRequest, start: Start, *, log: Path, deadline: float)
         "accelerator": record.accelerator,
         "mark": start.mark,
     }
+    place = [f"--address={record.head_address}"]
+    if record.rank == 0:
+        place = [
+            "--head",
+            f"--port={record.ports['gcs']}",
+            f"--ray-client-server-port={record.ports['client']}",
+            "--include-dashboard=true",
+            f"--dashboard-host={request.dashboard_host}",
+            f"--dashboard-port={record.ports['dashboard']}",
+            "--disable-usage-stats",
+            "--no-monitor",  # it would start nodes, which this cluster does not need, and listen on every interface
+        ]
     launcher = "rollcall.process.ray.loopback" if is_loopback(record.node_ip) else "ray.scripts.scripts"
     cores = len(os.sched_getaffinity(0))
     command = [
-        *(sys.executable, "-m", launcher, "start", *start.arguments),
+        *(sys.executable, "-m", launcher, "start", *place),
         f"--node-ip-address={record.node_ip}",
         f"--num-gpus={record.slots}",
         # There may be more logical slots than cores, and each worker on one takes a CPU in Ray's accounting.
