@@ -7,6 +7,7 @@ A virtual cluster reserves slots through a Backend and gets a Reservation. Its C
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -154,6 +155,7 @@ class Carrier:
     """Starts the processes of a gang and takes calls to them. A call names a method of ``host.Host``."""
 
     peer_s = 0.0  # when a worker complains about a peer, the peer's death is known within this; 0: there are no peers
+    changed: threading.Condition  # a call has its outcome; for a carrier whose calls are finished by another thread
     gang: Overseer
 
     def open(self, gang: Overseer) -> None:
@@ -179,11 +181,19 @@ class Carrier:
 
     def settle(self, calls: Sequence[Call], *, timeout_s: float, through_failures: bool = False) -> None:
         """Take the answers; returns when all are there, when one of them is a failure, or when the time is over."""
-        raise NotImplementedError
+
+        def is_enough() -> bool:
+            has_failed = any(call.error is not None or call.member.death for call in calls)
+            return (has_failed and not through_failures) or all(call.is_done for call in calls)
+
+        with self.changed:
+            self.changed.wait_for(is_enough, timeout=timeout_s)
 
     def answered(self, calls: Sequence[Call], *, timeout_s: float) -> Collection[Call]:
         """Wait for the first answer or failure; returns all calls that have one."""
-        raise NotImplementedError
+        with self.changed:
+            self.changed.wait_for(lambda: any(call.is_done for call in calls), timeout=timeout_s)
+            return [call for call in calls if call.is_done]
 
     def is_alive(self, member: Member) -> bool:
         raise NotImplementedError

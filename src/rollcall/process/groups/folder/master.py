@@ -297,7 +297,7 @@ class Mail(Carrier):
     peer_s = SILENT_S + 2
 
     def __init__(self, post: FolderBackend) -> None:
-        self._post = post
+        self._post, self.changed = post, post.changed
         self._mark = uuid.uuid4().hex
         self._told: dict[Member, _Told] = {}
 
@@ -324,19 +324,8 @@ class Mail(Carrier):
         self._post.post(call.member.link, call, data)
 
     def settle(self, calls: Sequence[Call], *, timeout_s: float, through_failures: bool = False) -> None:
-        def is_enough() -> bool:
-            has_failed = any(call.error is not None or call.member.death for call in calls)
-            return (has_failed and not through_failures) or all(call.is_done for call in calls)
-
-        with self._post.changed:
-            self._post.check()
-            self._post.changed.wait_for(is_enough, timeout=timeout_s)
-
-    def answered(self, calls: Sequence[Call], *, timeout_s: float) -> Collection[Call]:
-        with self._post.changed:
-            self._post.check()
-            self._post.changed.wait_for(lambda: any(call.is_done for call in calls), timeout=timeout_s)
-            return [call for call in calls if call.is_done]
+        self._post.check()
+        super().settle(calls, timeout_s=timeout_s, through_failures=through_failures)
 
     def is_alive(self, member: Member) -> bool:
         return not member.link.death
