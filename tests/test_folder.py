@@ -31,6 +31,7 @@ from rollcall.engine.weights.transports import open_receiver, open_sender
 from rollcall.observe.live import REWARDS
 from rollcall.observe.timeline import CONTROLLER, read_timeline
 from rollcall.process.groups.cluster import VirtualCluster
+from rollcall.process.groups.folder import master as folder_master
 from rollcall.process.groups.folder import messages as mailbox
 from rollcall.process.groups.folder.master import FolderBackend
 from rollcall.process.groups.folder.messages import (
@@ -286,14 +287,12 @@ def test_a_worker_that_stands_still_is_given_up_and_comes_back_as_a_new_one(
     share: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with echoes(share) as (group, nodes):
-        gang: Any = group._running
-        post = gang._carrier._post
-        post._silent_s = 3.0
+        monkeypatch.setattr(folder_master, "SILENT_S", 3.0)
         nodes[0].process.send_signal(signal.SIGSTOP)
         with pytest.raises(WorkerDiedError, match="has not moved for"):
             group.get_all_worker_results(group.run_single_worker_single_data("size", 1, "x"), timeout_s=WAIT_S)
         nodes[0].process.send_signal(signal.SIGCONT)
-        post._silent_s = mailbox.SILENT_S
+        monkeypatch.setattr(folder_master, "SILENT_S", mailbox.SILENT_S)
         group.replace(1, timeout_s=WAIT_S)
         assert group.get_all_worker_results(group.run_all_workers_single_data("prepare_for_training")) == [100, 101]
 

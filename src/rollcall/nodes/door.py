@@ -69,9 +69,9 @@ def enter(address: str, port: int, *, secret: str, timeout_s: float) -> socket.s
     return connection
 
 
-def listen_at(host: str, *, port: int = 0) -> socket.socket:
+def listen_at(host: str) -> socket.socket:
     """Listen on that address of this host, and on no other."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, protocol)
     try:
         listener.bind(address)

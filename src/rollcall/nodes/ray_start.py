@@ -277,7 +277,7 @@ def _count_gpus() -> int:
     return int(found.stdout.split()[-1])
 
 
-def _tail(log: Path, *, lines: int = 12) -> str:
+def _tail(log: Path) -> str:
     """The end of Ray's own output, without its colours."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", log.read_text(errors="replace"))
-    return "\n".join(f"  {line}" for line in text.strip().splitlines()[-lines:])
+    return "\n".join(f"  {line}" for line in text.strip().splitlines()[-12:])

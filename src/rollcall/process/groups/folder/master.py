@@ -78,7 +78,6 @@ class FolderBackend:
         run: str,
         options: Mapping[str, str] | None = None,
         appear_s: float = APPEAR_S,
-        silent_s: float = SILENT_S,
     ) -> None:
         self.folder = own_folder(folder)
         self.num_nodes = num_nodes
@@ -86,7 +85,6 @@ class FolderBackend:
         self._epoch = 0
         self._messages = Messages(self.folder)
         self._appear_s = appear_s
-        self._silent_s = silent_s
         facts = {**about_this_process(), "state": State.RUNNING, "why": "", "run": run, "epoch": 0, "dismissed": []}
         facts |= {"options": {"--num-nodes": str(num_nodes), **(options or {})}, "folder": str(self.folder)}
         self._presence = Presence(self._messages.master, facts)
@@ -258,7 +256,7 @@ class FolderBackend:
             return f"another process took its place, on {peer.facts.get('host')}"
         if peer.facts.get("state") == State.LEFT:
             return f"it said goodbye ({peer.facts.get('why')})"
-        if peer.silent_s > self._silent_s:
+        if peer.silent_s > SILENT_S:
             return f"its counter in {self._messages.node(rank)} has not moved for {peer.silent_s:.0f} s"
         return ""
 

@@ -76,13 +76,11 @@ class FolderWorker:
         rank: int,
         num_nodes: int,
         options: Mapping[str, str] | None = None,
-        wait_s: float = MASTER_WAIT_S,
     ) -> None:
         self.folder = own_folder(folder)
         self.rank = rank
         self.num_nodes = num_nodes
         self._options = {"--num-nodes": str(num_nodes), **(options or {})}
-        self._wait_s = wait_s
         self._messages = Messages(self.folder)
         self._own = self._messages.node(rank)
         self._calls = self._messages.inbox(rank)
@@ -145,14 +143,14 @@ class FolderWorker:
 
     def _serve(self, *, ended_before: str | None) -> None:
         rhythm = Rhythm()
-        waiting: Wait | None = Wait(self._wait_s, first_s=0, every_s=30)
+        waiting: Wait | None = Wait(MASTER_WAIT_S, first_s=0, every_s=30)
         while True:
             state = self._master.facts.get("state")
             if state == State.ENDED and self._master.incarnation != ended_before:
                 self._say(f"the run of the master on {self._master.facts['host']} has ended")
                 return
             if not self._master.is_alive or state != State.RUNNING:
-                waiting = waiting or Wait(self._wait_s, first_s=0, every_s=30)
+                waiting = waiting or Wait(MASTER_WAIT_S, first_s=0, every_s=30)
                 self._wait_for_master(waiting)
                 continue
             if waiting is not None:
