@@ -207,9 +207,11 @@ class _Scale:
 def is_large(value: Any) -> bool:
     """Whether one shared copy is cheaper than a copy in each worker's call."""
     scale: Any = _Scale()
+    # Arrays and tensors need not be pickled for this; pickling a tensor copies it.
+    parts = value.values() if isinstance(value, Mapping) else (value,)
+    if sum(part.nbytes for part in parts if isinstance(getattr(part, "nbytes", None), int)) > INLINE_BYTES:
+        return True
     try:
-        if isinstance(nbytes := getattr(value, "nbytes", None), int) and nbytes > INLINE_BYTES:
-            return True  # without a copy of a tensor
         cloudpickle.dump(value, scale, protocol=5, buffer_callback=scale.write)
     except _Full:
         return True
