@@ -20,6 +20,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -250,8 +251,6 @@ def _enter(place: Place, *, timeout_s: float) -> socket.socket:
 
 def _hang_up(connection: socket.socket) -> None:
     """Shut down first: closing does not wake a thread that reads from the socket."""
-    try:
+    with suppress(OSError):  # the other side was first
         connection.shutdown(socket.SHUT_RDWR)
-    except OSError:  # the other side was first
-        pass
     connection.close()

@@ -19,6 +19,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from enum import Enum
 from typing import Any, Protocol
 
@@ -195,10 +196,8 @@ class Porter:
             self._caller, self._is_heard, _alone_since = caller, False, None
             self._line.send({"attach": True})
             return
-        try:
+        with suppress(OSError):  # it has left
             caller.send({"busy": True})
-        except OSError:
-            pass  # it has left
         caller.close()
 
     def _drop(self) -> None:

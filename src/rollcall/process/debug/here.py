@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import count
@@ -205,10 +206,8 @@ class DebugLine:
 
     def close(self) -> None:
         self._is_closed = True
-        try:
+        with suppress(OSError):  # the process has ended, and its end with it
             self._ours.shutdown(socket.SHUT_RDWR)  # wakes the porter, whose thread then ends
-        except OSError:
-            pass  # the process has ended, and its end with it
         self._ours.close()
 
 

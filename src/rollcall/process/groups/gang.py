@@ -29,6 +29,7 @@ class Gang:
     def __init__(self, specs: Sequence[WorkerSpec], recipe: Recipe, carrier: Carrier) -> None:
         self.members: list[Member] = []  # by rank
         self.lookout = Lookout()
+        self.share = carrier.share  # makes a value cheap to give to several workers
         self._specs = specs
         self._recipe = recipe
         self._carrier = carrier
@@ -40,13 +41,13 @@ class Gang:
 
     def start(self, *, timeout_s: float) -> None:
         """Make every worker."""
-        wait, recipe, share = Wait(timeout_s), self._recipe, self._carrier.share
+        wait, recipe = Wait(timeout_s), self._recipe
         self._carrier.open(self)
         for spec in self._specs:
             self.members.append(self._carrier.launch(spec, lost=None, wait=wait))
         self._shared = (
-            [share(value) for value in (recipe.target, *recipe.args)],
-            {name: share(value) for name, value in recipe.kwargs.items()},
+            [self.share(value) for value in (recipe.target, *recipe.args)],
+            {name: self.share(value) for name, value in recipe.kwargs.items()},
         )
         self._begin(self.members, wait=wait)
 
@@ -63,10 +64,6 @@ class Gang:
             env = {**self._carrier.start_env(member.spec), **member.spec.group_env(**master)}
             starts.append(self._send(member, "start", [env, *args], kwargs))
         self.gather(starts, wait=wait)
-
-    def share(self, value: Any) -> Any:
-        """Returns the value in a form that is cheap to give to several workers."""
-        return self._carrier.share(value)
 
     def call(self, rank: int, method: str, drop: Drop, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         purpose = self._recipe.purposes.get(method, f"to return from {method}").format(*args)

@@ -19,6 +19,7 @@ import socket
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import psutil
@@ -195,10 +196,8 @@ def end_group(mark: str, *, timeout_s: float) -> list[int]:
         if time.monotonic() > deadline:
             return marked
         for pid in marked:
-            try:
+            with suppress(ProcessLookupError):  # ended by itself meanwhile
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue  # ended by itself meanwhile
         time.sleep(0.02)
     return []
 

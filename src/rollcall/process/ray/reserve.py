@@ -56,10 +56,7 @@ class RayBackend:
                         release=partial(remove_placement_group, group),
                     )
             missing = sorted(set(ask.node_ranks or range(len(ask.slots_per_node))) - {node.rank for node in nodes})
-            if missing:
-                awaited = _missing(self.cluster, missing)
-            else:
-                awaited = f"slots: {_asked(ask)}; {_has(ask, nodes)}{_logical(ask, nodes)}"
+            awaited = _missing(self.cluster, missing) if missing else f"slots: {_lack(ask, nodes)}"
             if not wait.again(f"waiting for {awaited}", after_s=POLL_S):
                 advice = "ask for fewer, stop what uses the others, or add nodes (`rollcall status` lists them)"
                 more = "" if missing else f". Entries take nodes in rank order; {advice}"
@@ -132,30 +129,22 @@ def _place(ask: Ask, chosen: Sequence[RayNode], *, timeout_s: float) -> Placemen
     return None
 
 
-def _asked(ask: Ask) -> str:
-    kind = "slots" if ask.use_gpus else "CPUs"
-    counts = list(ask.slots_per_node)
+def _lack(ask: Ask, nodes: Sequence[RayNode]) -> str:
+    """Compares what was asked for with what the nodes have."""
+    kind, counts = "slots" if ask.use_gpus else "CPUs", list(ask.slots_per_node)
     where = f" (nodes {', '.join(map(str, ask.node_ranks))})" if ask.node_ranks is not None else ""
-    return f"{sum(counts)} {kind} were asked for, {counts} by node{where}"
-
-
-def _has(ask: Ask, nodes: Sequence[RayNode]) -> str:
-    found = [
-        f"node {node.rank} ({node.address}) has {node.total.get(ask.resource, 0):g}, "
-        f"{node.free.get(ask.resource, 0):g} of them free"
-        for node in nodes
-    ]
-    return "; ".join(found) or "no node has joined"
-
-
-def _logical(ask: Ask, nodes: Sequence[RayNode]) -> str:
-    """Explains slots to users whose nodes declare no GPU at all."""
-    if not ask.use_gpus or not nodes or any(node.total.get("GPU") for node in nodes):
-        return ""
-    return (
-        "; no node has declared a GPU, and a slot is a GPU that Ray counts: on nodes without any, `ray start --num-gpus N` (or "
-        "`rollcall node --slots N`) declares N logical ones"
-    )
+    said = [f"{sum(counts)} {kind} were asked for, {counts} by node{where}"]
+    for node in nodes:
+        total, free = node.total.get(ask.resource, 0), node.free.get(ask.resource, 0)
+        said.append(f"node {node.rank} ({node.address}) has {total:g}, {free:g} of them free")
+    if not nodes:
+        said.append("no node has joined")
+    elif ask.use_gpus and not any(node.total.get("GPU") for node in nodes):
+        said.append(
+            "no node has declared a GPU, and a slot is a GPU that Ray counts: on nodes without any, `ray start --num-gpus N` (or "
+            "`rollcall node --slots N`) declares N logical ones"
+        )
+    return "; ".join(said)
 
 
 @ray.remote(num_cpus=0, max_calls=0)  # the process stays for the next bundle of its node
