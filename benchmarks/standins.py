@@ -79,7 +79,9 @@ def team_on_ray(paces: Sequence[Pace], *, actors: Sequence[int]) -> Team:
     builder = WorkerBuilder("benchmarks.standin_worker.StandIn", Pace())
     env = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
     group = WorkerGroup(cluster=cluster, remote_worker_builder=builder, name_prefix="standin", env_vars=env)
-    group.get_all_worker_results(group.run_all_workers_multiple_data("set_pace", list(paces)))
+    group.get_all_worker_results(
+        [group.run_single_worker_single_data("set_pace", worker, pace) for worker, pace in enumerate(paces)]
+    )
     return Team(group=group, members=_members(paces, actors))
 
 

@@ -513,7 +513,7 @@ def test_a_process_number_that_was_given_out_again_is_not_taken_for_the_old_proc
 
 
 SOME_START = Start(
-    record=make_record(), arguments=[], env={}, token="t", publish_token=True, tls=False,
+    record=make_record(), token="t", publish_token=True, tls=False,
 )  # fmt: skip
 
 

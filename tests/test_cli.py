@@ -383,5 +383,5 @@ def test_what_is_not_an_address_of_a_ray_is_refused_before_torch_is_loaded(
     monkeypatch.delenv("ROLLCALL_CLUSTER", raising=False)
     (tmp_path / "run.yaml").write_text("cluster: {num_nodes: 2}\n")
     ended = CliRunner().invoke(app, ["train", str(tmp_path / "run.yaml")])
-    assert ended.exit_code == 1 and "does not use Ray Client" in ended.stderr
+    assert ended.exit_code == 1 and "Ray Client, which Rollcall does not use" in ended.stderr
     assert "loading torch" not in ended.stdout

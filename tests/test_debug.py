@@ -95,7 +95,7 @@ def test_a_stranger_gets_nothing_and_a_second_terminal_is_told_of_the_first(run_
         assert converse(first, typed=["continue"], ask=nobody) is End.GOES
     thread.join(WAIT_S)
     wait_for(lambda: not is_there(waits))
-    with pytest.raises(ClusterError, match="gone on or ended"):
+    with pytest.raises(ClusterError, match="continued or ended"):
         reach(waits)
 
 

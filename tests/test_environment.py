@@ -21,7 +21,6 @@ from rollcall.nodes.declared import (
     NODE_OWN,
     SEALED,
     SUBMITTED,
-    SealError,
     declared,
     for_ray,
     job_env,
@@ -163,7 +162,7 @@ def test_secrets_are_not_given_to_ray_without_a_token(monkeypatch: pytest.Monkey
 def test_what_is_sealed_opens_with_its_token_and_with_no_other(values: dict[str, str], token: str) -> None:
     envelope = seal(values, token)
     assert unseal(envelope, token) == values
-    with pytest.raises(SealError):
+    with pytest.raises(ClusterError):
         unseal(envelope, token + "x")
 
 
@@ -171,7 +170,7 @@ def test_an_envelope_that_was_changed_anywhere_does_not_open() -> None:
     envelope = seal({"A": "value"}, TOKEN)
     for place in range(0, len(envelope) - 4, 3):
         other = "A" if envelope[place] != "A" else "B"
-        with pytest.raises(SealError):
+        with pytest.raises(ClusterError):
             unseal(envelope[:place] + other + envelope[place + 1 :], TOKEN)
 
 

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +31,7 @@ from rollcall.engine.weights.transports import open_receiver, open_sender
 from rollcall.observe.live import REWARDS
 from rollcall.observe.timeline import CONTROLLER, read_timeline
 from rollcall.process.groups.cluster import VirtualCluster
+from rollcall.process.groups.folder import master as folder_master
 from rollcall.process.groups.folder import messages as mailbox
 from rollcall.process.groups.folder.master import FolderBackend
 from rollcall.process.groups.folder.messages import (
@@ -251,6 +253,9 @@ def test_a_worker_group_in_a_folder_calls_answers_raises_and_leaves_no_message_b
         assert len(pids) == 2 and os.getpid() not in pids
         many = [group.run_single_worker_single_data("size", 1, "x" * number) for number in range(40)]
         assert group.get_all_worker_results(many) == list(range(40))
+        seen = group.sightings().calls[1]
+        assert [call.method for call in seen] == ["prepare_for_training", *["size"] * 40]
+        assert all(before.end_s <= after.start_s <= after.end_s for before, after in pairwise(seen))
         assert group.get_all_worker_results(group.run_single_worker_single_data("size", 0, b"x" * 5_000_000)) == [
             5_000_000
         ]
@@ -282,14 +287,12 @@ def test_a_worker_that_stands_still_is_given_up_and_comes_back_as_a_new_one(
     share: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with echoes(share) as (group, nodes):
-        gang: Any = group._running
-        post = gang._carrier._post
-        post._silent_s = 3.0
+        monkeypatch.setattr(folder_master, "SILENT_S", 3.0)
         nodes[0].process.send_signal(signal.SIGSTOP)
         with pytest.raises(WorkerDiedError, match="has not moved for"):
             group.get_all_worker_results(group.run_single_worker_single_data("size", 1, "x"), timeout_s=WAIT_S)
         nodes[0].process.send_signal(signal.SIGCONT)
-        post._silent_s = mailbox.SILENT_S
+        monkeypatch.setattr(folder_master, "SILENT_S", mailbox.SILENT_S)
         group.replace(1, timeout_s=WAIT_S)
         assert group.get_all_worker_results(group.run_all_workers_single_data("prepare_for_training")) == [100, 101]
 

@@ -137,7 +137,7 @@ def test_a_wait_names_the_lost_nodes_since_when_and_the_command_to_run_there(mon
     backend, said = reserve.RayBackend(PlainRay("10.0.0.1:6379")), []
 
     def ask(*slots: int) -> str:
-        wanted = Ask(name="x", slots_per_node=slots, use_gpus=True, num_colocated=1, node_ranks=None)
+        wanted = Ask(name="x", slots_per_node=slots, use_gpus=True, node_ranks=None)
         with speaking(said.append), pytest.raises(NoRoomError) as caught:
             backend.reserve(wanted, timeout_s=0.0)
         return str(caught.value)
@@ -156,10 +156,10 @@ def test_a_wait_names_the_lost_nodes_since_when_and_the_command_to_run_there(mon
 
 
 def test_where_no_node_declares_a_gpu_the_wait_says_how_to_declare_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    ask = Ask(name="x", slots_per_node=(1,), use_gpus=True, num_colocated=1, node_ranks=None)
+    ask = Ask(name="x", slots_per_node=(1,), use_gpus=True, node_ranks=None)
     bare = {**listed("10.0.0.1"), "Resources": {"CPU": 2.0}}
-    assert "`ray start --num-gpus N`" in reserve._logical(ask, look(monkeypatch, bare))
-    assert reserve._logical(ask, look(monkeypatch, listed("10.0.0.1"))) == ""
+    assert "`ray start --num-gpus N`" in reserve._lack(ask, look(monkeypatch, bare))
+    assert "`ray start --num-gpus N`" not in reserve._lack(ask, look(monkeypatch, listed("10.0.0.1")))
 
 
 def test_the_stack_of_a_raylet_that_ends_is_left_out_of_what_ray_prints(monkeypatch: pytest.MonkeyPatch) -> None:

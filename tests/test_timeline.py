@@ -30,8 +30,6 @@ from rollcall.observe.timeline import (
     idle_shares,
     read_timeline,
 )
-from rollcall.process.groups.folder.master import read_report
-from rollcall.process.groups.folder.worker import Reporter
 from rollcall.process.groups.pulse import NUM_CALLS, DoneCall, LogTail, Pulse, Reader, Seen
 from rollcall.process.groups.sightings import HostClock, Lookout
 
@@ -172,25 +170,6 @@ def test_a_lost_worker_ends_the_call_it_was_in_and_is_told_once() -> None:
     again = lookout.take([10, 12])
     assert [(turn.is_lost, turn.why) for turn in again.turns] == [(False, "process 12 on node 0")]
     assert not again.calls and again.workers[1].lost == ""
-
-
-def test_a_master_that_misses_a_beat_of_a_worker_misses_no_call() -> None:
-    pulse, told = Pulse(0), Reporter()
-    told.begin(os.getpid(), "mark")
-
-    def beat(method: str) -> dict[str, Any]:
-        with pulse.doing(method):
-            pass
-        with pulse.doing("next"):
-            return json.loads(json.dumps(told.facts()))
-
-    first = read_report(beat("a"), mark="mark", after=0)
-    assert first is not None and [call.method for call in first.seen.calls] == ["a"]
-    beat("b")
-    second = read_report(beat("c"), mark="mark", after=first.num_calls)
-    assert second is not None and [call.method for call in second.seen.calls] == ["next", "b", "next", "c"]
-    assert second.seen.doing == "next"
-    assert read_report(beat("d"), mark="another group", after=0) is None
 
 
 # What the controller writes

@@ -143,7 +143,8 @@ def test_the_interface_works_as_it_is_documented(backend):
     assert (cluster.world_size(), cluster.node_count(), group.dp_size) == (4, 2, 2)
     assert group.workers[0].is_alive() is True
     assert [worker["name"] for worker in group.worker_metadata] == ["policy-0", "policy-1"]
-    assert group.shutdown() and not group.workers[0].is_alive()
+    group.shutdown()
+    assert not group.workers[0].is_alive()
     cluster.shutdown()
 
 
@@ -189,7 +190,9 @@ def test_outputs_are_taken_once_along_a_replicated_axis(backend, groups):
 
 def test_unknown_names_are_refused_with_those_that_exist(backend, groups):
     group = groups(backend)
-    with pytest.raises(ValueError, match=r"'los' is neither an axis \(batch, model\) nor a field: .*loss, rank, data"):
+    with pytest.raises(
+        ValueError, match=r"'los' is neither an axis \(batch, model\) nor a field of the result: loss, rank, data"
+    ):
         sharded(group, [1] * 4, output_is_replicated=["los"])
     with pytest.raises(ValueError, match="run_rank_0_only_axes: 'tensor' is not one of 'batch', 'model', 'setup'"):
         group.run_all_workers_single_data("size", data=[], run_rank_0_only_axes=["tensor"])
@@ -207,16 +210,8 @@ def test_results_have_the_shape_of_what_was_asked_for(backend, groups):
     assert group.get_all_worker_results(one) == [2]
     assert group.get_all_worker_results([one, one]) == [2, 2]
     assert group.get_all_worker_results([one, all_four, rows]) == [2, [1, 1, 1, 1], [2, 2, 1, 1]]
-    assert rows.get_results(group) == [2, 2, 1, 1]
+    assert group.get_all_worker_results(rows) == [2, 2, 1, 1]
     assert group.get_all_worker_results([]) == []
-
-
-def test_each_worker_can_have_arguments_of_its_own(backend, groups):
-    group = groups(backend)
-    futures = group.run_all_workers_multiple_data("size", data=[[], [1], [1, 2], [1, 2, 3]])
-    assert group.get_all_worker_results(futures) == [0, 1, 2, 3]
-    with pytest.raises(ValueError, match="data has 1 elements for 4 workers"):
-        group.run_all_workers_multiple_data("size", data=[[]])
 
 
 def test_a_coroutine_is_run_to_its_end(backend, groups):
@@ -272,8 +267,8 @@ def test_a_class_and_its_arguments_can_be_given_themselves_and_a_group_that_was_
         group = make_group(cluster, group_workers.Echo, 40)
         assert run(group, "prepare_for_training") == [40]
         assert group.name_prefix == "worker"
-        assert group.shutdown(cleanup_method="fail") is False
-        assert group.shutdown() is True
+        group.shutdown()
+        group.shutdown()
         with pytest.raises(ClusterError, match="worker has been shut down"):
             run(group, "prepare_for_training")
 
@@ -283,7 +278,6 @@ def test_a_class_and_its_arguments_can_be_given_themselves_and_a_group_that_was_
     [
         (dict(workers_per_node=3), "3 workers on the 2 slots of node 0 do not share them evenly"),
         (dict(workers_per_node=[1]), r"workers_per_node=\[1\] needs one number for each of the cluster's 2 nodes"),
-        (dict(bundle_indices_list=[(2, [0])]), "names node 2; the cluster has nodes 0 to 1"),
         (dict(seats=[Seat(node_rank=0, slots=(2,))]), "node 0 has slots 0 to 1 in this cluster, and no slot 2"),
         (
             dict(seats=[Seat(node_rank=5, slots=(0,))]),
@@ -307,7 +301,6 @@ def test_clusters_and_classes_that_make_no_sense_are_refused():
     refused: list[tuple[dict[str, Any], str]] = [
         (dict(bundle_ct_per_node_list=[]), "has no slot"),
         (dict(bundle_ct_per_node_list=[9]), "takes 9 slots of a node with num_gpus_per_node=8"),
-        (dict(bundle_ct_per_node_list=[1], max_colocated_worker_groups=0), "leaves no room"),
         (dict(bundle_ct_per_node_list=[1], node_ranks=[0, 1]), "needs one node for each entry"),
     ]
     for arguments, said in refused:
@@ -317,14 +310,11 @@ def test_clusters_and_classes_that_make_no_sense_are_refused():
         WorkerBuilder("Worker")
 
 
-def test_a_slot_takes_as_many_groups_as_it_was_made_for():
+def test_a_slot_takes_one_group():
     init_ray(backend="local")
-    cluster = VirtualCluster([2], max_colocated_worker_groups=2)
+    cluster = VirtualCluster([2])
     make_group(cluster, name_prefix="actor")
-    make_group(cluster, name_prefix="critic")
-    with pytest.raises(
-        ClusterError, match="slot 0 of node 0 is taken by actor, critic; .*max_colocated_worker_groups=3"
-    ):
+    with pytest.raises(ClusterError, match="slot 0 of node 0 is taken by actor; shut that down, or use other slots"):
         make_group(cluster, name_prefix="reward")
 
 
@@ -349,12 +339,7 @@ def test_the_local_backend_can_be_chosen_from_outside():
 
 
 def test_importing_the_package_imports_neither_ray_nor_torch():
-    script = (
-        "import sys, rollcall.cluster\n"
-        "assert not {'ray', 'torch', 'numpy'} & set(sys.modules), sorted(sys.modules)\n"
-        "assert all(hasattr(rollcall.cluster, name) for name in rollcall.cluster.__all__)\n"
-        "assert 'torch' not in sys.modules"
-    )
+    script = "import sys, rollcall.cluster\nassert not {'ray', 'torch'} & set(sys.modules), sorted(sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
@@ -455,17 +440,19 @@ def test_a_dead_worker_is_named_at_once_and_shutdown_leaves_no_process(on_ray):
 
 @pytest.mark.slow
 def test_processes_can_span_slots_and_share_them(on_ray):
-    with VirtualCluster([3, 1], num_gpus_per_node=SLOTS, max_colocated_worker_groups=2) as cluster:
-        wide = make_group(cluster, name_prefix="wide", bundle_indices_list=[(1, [0]), (0, [1, 2])])
+    with VirtualCluster([3, 2], num_gpus_per_node=SLOTS) as cluster:
+        seats = [Seat(node_rank=1, slots=(0,)), Seat(node_rank=0, slots=(1, 2))]
+        wide = make_group(cluster, name_prefix="wide", seats=seats)
         names = ("RANK", "NODE_RANK", "CUDA_VISIBLE_DEVICES")
         devices = [node.devices for node in cluster.nodes]
         assert [tuple(env.values()) for env in run(wide, "env", *names)] == [
             ("0", "0", ",".join(devices[0][1:])),
             ("1", "1", devices[1][0]),
         ]
-        many = make_group(cluster, name_prefix="many", workers_per_node=[0, 2], node_env_vars={1: {"COLOUR": "red"}})
+        seats = [Seat(node_rank=1, slots=(1,))] * 2
+        many = make_group(cluster, name_prefix="many", seats=seats, node_env_vars={1: {"COLOUR": "red"}})
         assert [tuple(env.values()) for env in run(many, "env", "CUDA_VISIBLE_DEVICES", "COLOUR")] == [
-            (devices[1][0], "red")
+            (devices[1][1], "red")
         ] * 2
         ports = [run(group, "env", "MASTER_PORT")[0] for group in (wide, many)]
         assert ports[0] != ports[1]

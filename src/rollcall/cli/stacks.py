@@ -168,7 +168,7 @@ def _chosen(waiting: list[Waiting], number: int, *, where: str | None) -> Waitin
         runs = ", ".join(one.run for one in found)
         raise ClusterError(f"number {number} waits in several runs ({runs}); name one: rollcall debug RUN_DIR {number}")
     there = ", ".join(str(one.number) for one in waiting) or "none"
-    raise ClusterError(f"number {number} does not wait; those that do: {there}. It may have gone on or ended since")
+    raise ClusterError(f"number {number} does not wait; those that do: {there}. It may have continued or ended since")
 
 
 def _attach(waits: Waiting, *, where: str | None, typed: list[str]) -> None:

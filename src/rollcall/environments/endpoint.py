@@ -371,7 +371,7 @@ class EndpointServer:
         refuse_without_packages()
         self._socket = listener or listen(host, 0)
         self.host, self.port = host, int(self._socket.getsockname()[1])
-        self._server = http_server(app, lifespan="off")
+        self._server = http_server(app)
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._work, name="endpoint", daemon=True)
         self._thread.start()

@@ -165,17 +165,14 @@ def _wait_for_rank(request: NodeRequest, found: Found) -> Found:
     give_up = time.monotonic() + TAKEN_S
     answer = found.answer
     while holder := next((node for node in answer.alive if node.rank == request.rank), None):
-        if time.monotonic() > give_up or _listens(holder):
+        port = holder.ports.get("node_manager")
+        is_there = port is not None and listens(join_address(holder.address, port), timeout_s=CONNECT_S)
+        if is_there or time.monotonic() > give_up:
             raise ClusterError(_taken(holder))
         say(f"rank {request.rank} is held by {holder.host} ({holder.address}); waiting to see whether it is alive")
         time.sleep(3.0)
         answer = ask_head(found.address, token=found.token, tls=found.tls)
     return replace(found, answer=answer)
-
-
-def _listens(node: NodeInfo) -> bool:
-    port = node.ports.get("node_manager")
-    return port is not None and listens(join_address(node.address, port), timeout_s=CONNECT_S)
 
 
 def _taken(holder: NodeInfo) -> str:
@@ -204,7 +201,7 @@ def _running(request: NodeRequest) -> NodeRecord | None:
         say(f"this node runs Ray, but another cluster answers at {record.head_address} now; it will be started again")
         return None
     if not any((node.rank, node.address) == (record.rank, record.node_ip) for node in answer.alive):
-        # For example after a network cut: Ray here ends as soon as it learns of it, and does not come back by itself.
+        # For example after a network cut: Ray here ends as soon as it learns of it.
         say(f"this node runs Ray, but the head at {record.head_address} takes it for dead; it will be started again")
         return None
     return record

@@ -30,7 +30,6 @@ from rollcall.nodes.head import (
     CONNECT_S,
     HeadAnswer,
     HeadUnreachable,
-    JobServer,
     NodeInfo,
     ask_head,
     ask_own_head,
@@ -135,9 +134,10 @@ class OurCluster:
     def dashboard_url(self, answer: HeadAnswer) -> str | None:
         return self.record.dashboard_url
 
-    def job_server(self) -> JobServer:
+    def job_server(self) -> tuple[str | None, str | None, int | None]:
+        """The URL of its dashboard as this machine reaches it, the token to give there, and the number of nodes, if this is one."""
         record = self.record
-        return JobServer(url=record.dashboard_url, token=self.token, num_nodes=record.num_nodes, is_node=True)
+        return record.dashboard_url, self.token, record.num_nodes
 
     def environment(self, answer: HeadAnswer) -> dict[str, str | None]:
         return {"RAY_AUTH_TOKEN": None, **auth_env(self.name)}  # the token itself would win over its file
@@ -231,14 +231,10 @@ class PlainRay:
         at_head = own is not None and own.is_head
         return dashboard_url(answer.dashboard, node_ip=head if at_head else None, head_address=self.head_address)
 
-    def job_server(self) -> JobServer:
+    def job_server(self) -> tuple[str | None, str | None, int | None]:
         answer = self.ask()
-        return JobServer(
-            url=self.dashboard_url(answer),
-            token=None if answer.is_open else self.token,
-            num_nodes=self.num_nodes(answer),
-            is_node=_own(answer) is not None,
-        )
+        num_nodes = None if _own(answer) is None else self.num_nodes(answer)
+        return self.dashboard_url(answer), None if answer.is_open else self.token, num_nodes
 
     def environment(self, answer: HeadAnswer) -> dict[str, str | None]:
         return {MODE: "disabled" if answer.is_open else _mode()}
@@ -371,18 +367,25 @@ def _ours(name: str, *, why: str, instead_of: _Wish | None) -> OurCluster:
 def _plain(wish: _Wish) -> PlainRay:
     text = wish.text
     if text == "auto":
-        return PlainRay(_only_ray_here(wish), where=wish.where)
-    if text.startswith("ray://"):
-        raise ClusterError(
-            f"{wish}: Rollcall does not use Ray Client (ray://), whose driver is outside the cluster. On a node of that Ray give "
-            f"the head's own address (HOST:PORT as `ray start --head` prints it, usually port 6379); from elsewhere use "
-            "`rollcall submit --address http://HEAD:8265`"
-        )
+        found = sorted(set(raylets_here().values()))
+        if not found:
+            raise ClusterError(
+                f"{wish}: no Ray runs on this machine; write HOST:PORT of its head, or start it (`ray start`)"
+            )
+        if len(found) > 1:
+            raise ClusterError(
+                f"{wish}: nodes of {len(found)} Rays run on this machine; write one of {', '.join(found)}"
+            )
+        return PlainRay(found[0], where=wish.where)
     if "://" in text:
+        kind = (
+            "an address of Ray Client, which Rollcall does not use"
+            if text.startswith("ray://")
+            else "the address of a dashboard, which only runs jobs (`rollcall submit --address http://HEAD:8265`)"
+        )
         raise ClusterError(
-            f"{wish} is the address of a dashboard, which only runs jobs (`rollcall submit`, `rollcall job`); here the head's own "
-            "address is needed: HOST:PORT as `ray start --head` prints it, usually port 6379. For a cluster of `rollcall node`, "
-            "give --cluster NAME or ROLLCALL_CLUSTER"
+            f"{wish} is {kind}; give the head's own address: HOST:PORT as `ray start --head` prints it, usually port 6379, or for a "
+            "cluster of `rollcall node` --cluster NAME"
         )
     try:
         host, port = split_address(text)
@@ -391,17 +394,6 @@ def _plain(wish: _Wish) -> PlainRay:
         raise ClusterError(
             f"{wish.where}: {error}; give the address that `ray start --head` printed, usually with port 6379"
         ) from None
-
-
-def _only_ray_here(wish: _Wish) -> str:
-    found = sorted(set(raylets_here().values()))
-    if len(found) == 1:
-        return found[0]
-    if not found:
-        raise ClusterError(
-            f"{wish}: no Ray runs on this machine; write HOST:PORT of its head, or start it (`ray start`)"
-        )
-    raise ClusterError(f"{wish}: nodes of {len(found)} Rays run on this machine; write one of {', '.join(found)}")
 
 
 def say_once(text: str) -> None:

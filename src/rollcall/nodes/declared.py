@@ -198,10 +198,7 @@ def sealed_values(environ: Mapping[str, str], *, token: str | None) -> dict[str,
         raise ClusterError(
             f"{SEALED} is set, but not the cluster's token (RAY_AUTH_TOKEN_PATH); was this job submitted?"
         )
-    try:
-        return unseal(envelope, token)
-    except SealError as error:
-        raise ClusterError(f"the secrets of this job cannot be read: {error}; submit it again") from None
+    return unseal(envelope, token)
 
 
 def process_token(environ: Mapping[str, str] | None = None) -> str | None:
@@ -256,10 +253,6 @@ def _is_pattern(text: str) -> bool:
     return any(character in text for character in "*?[")
 
 
-class SealError(ValueError):
-    """The envelope was sealed with another token, or is damaged."""
-
-
 def seal(values: Mapping[str, str], token: str) -> str:
     salt = token_hex(_SALT)
     return f"{salt}.{_cipher(token, salt).encrypt(json.dumps(dict(values)).encode()).decode()}"
@@ -270,7 +263,9 @@ def unseal(envelope: str, token: str) -> dict[str, str]:
     try:
         return json.loads(_cipher(token, salt).decrypt(message))
     except (InvalidToken, ValueError):
-        raise SealError("it was sealed with another token, or is damaged") from None
+        raise ClusterError(
+            "the secrets of this job were sealed with another token, or are damaged; submit it again"
+        ) from None
 
 
 def _cipher(token: str, salt: str) -> Fernet:

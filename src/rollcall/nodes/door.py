@@ -21,6 +21,9 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+
+from rollcall.nodes.framing import read_exactly
 
 CHALLENGE = 32  # bytes, of a proof too
 PROOF_S = 5.0  # from connecting to the proof
@@ -47,9 +50,28 @@ def prove(read: Callable[[int], bytes], write: Callable[[bytes], object], *, sec
     return hmac.compare_digest(read(CHALLENGE), proof)
 
 
-def listen_at(host: str, *, port: int = 0) -> socket.socket:
+class StrangerError(ConnectionError):
+    """What listens there does not know the secret."""
+
+
+def enter(address: str, port: int, *, secret: str, timeout_s: float) -> socket.socket:
+    """Connect to the listener of a door. OSError: nobody listens there."""
+    connection = socket.create_connection((address, port), timeout=timeout_s)
+    try:
+        connection.settimeout(PROOF_S)
+        if not prove(partial(read_exactly, connection.recv), connection.sendall, secret=secret):
+            raise ConnectionError("it does not know the secret")
+    except OSError as error:
+        connection.close()
+        raise StrangerError(str(error)) from None
+    connection.settimeout(None)
+    watch_peer(connection)
+    return connection
+
+
+def listen_at(host: str) -> socket.socket:
     """Listen on that address of this host, and on no other."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, protocol)
     try:
         listener.bind(address)

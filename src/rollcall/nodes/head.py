@@ -106,16 +106,6 @@ class HeadAnswer:
         return tuple(node for node in self.nodes if node.alive)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobServer:
-    """Where a cluster takes jobs, and what is known of its nodes there."""
-
-    url: str | None  # of its dashboard, as this machine reaches it; `None` if only the head's own node can
-    token: str | None
-    num_nodes: int
-    is_node: bool  # whether this machine is one of them
-
-
 def ask_head(
     address: str,
     *,
@@ -149,7 +139,8 @@ def ask_head(
             )
         except subprocess.TimeoutExpired:
             raise HeadUnreachable(
-                f"the head at {address} does not answer within {timeout_s:.0f} s; {_doubt(tls, token)}?"
+                f"the head at {address} does not answer within {timeout_s:.0f} s; is that the port of Ray's head (usually 6379), and "
+                "do both sides use TLS, or neither?"
             ) from None
     if done.returncode:
         last = visible(redact_end(done.stderr.strip(), LAST_CHARACTERS) or "no message").splitlines()[-1]
@@ -175,15 +166,6 @@ def ask_head(
         versions={what: visible(str(version)) for what, version in found["versions"].items()},
         holder=found.get("holder"),
     )
-
-
-def _doubt(tls: bool, token: str | None) -> str:
-    if token:
-        return f"was it started {'without' if tls else 'with'} --tls"
-    started = (
-        "without TLS" if os.environ.get("RAY_USE_TLS") else "with TLS, which needs RAY_USE_TLS=1 and certificates here"
-    )
-    return f"is that the port of Ray's head (usually 6379) and not of its dashboard, or was it started {started}"
 
 
 def _refusal(address: str, *, ours: bool, tried: str) -> str:

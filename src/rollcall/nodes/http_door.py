@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from rollcall.base.limits import allow_files
 
@@ -37,7 +37,7 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def http_server(app: Any, *, lifespan: Literal["on", "off"]) -> uvicorn.Server:
+def http_server(app: Any) -> uvicorn.Server:
     """A server to run on a socket from ``listen``."""
     import uvicorn
 
@@ -45,7 +45,7 @@ def http_server(app: Any, *, lifespan: Literal["on", "off"]) -> uvicorn.Server:
     # Of a bad request uvicorn writes a warning, so strangers could fill a log with them.
     return uvicorn.Server(
         uvicorn.Config(
-            app, lifespan=lifespan, ws="none", log_level="error", access_log=False, server_header=False, date_header=False,
+            app, lifespan="off", ws="none", log_level="error", access_log=False, server_header=False, date_header=False,
             proxy_headers=False, timeout_keep_alive=int(KEEP_ALIVE_S), timeout_graceful_shutdown=1, limit_concurrency=most,
             # This many are accepted at once, before the oldest can make way for them.
             backlog=min(2048, most // 16 + 16), http=_protocol(most_silent=most // 2),

@@ -20,6 +20,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -28,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rollcall.nodes.door import CHALLENGE, PROOF_S, Door, prove, watch_peer
+from rollcall.nodes.door import CHALLENGE, Door, enter, watch_peer
 from rollcall.nodes.framing import json_frame, read_exactly, read_json_frame
 
 GREET_S = 60.0  # members that greet have all met: one that is silent this long is not a member
@@ -239,12 +240,7 @@ def _enter(place: Place, *, timeout_s: float) -> socket.socket:
     while True:
         left_s = max(ends - time.monotonic(), 0.1)
         try:
-            connection = socket.create_connection((place.address, place.port), timeout=left_s)
-            try:
-                return _prove(connection, place)
-            except BaseException:
-                connection.close()
-                raise
+            return enter(place.address, place.port, secret=place.secret, timeout_s=left_s)
         except OSError as error:
             if time.monotonic() + SLICE_S >= ends:
                 raise dist.DistNetworkError(
@@ -253,19 +249,8 @@ def _enter(place: Place, *, timeout_s: float) -> socket.socket:
         time.sleep(min(0.1, left_s))
 
 
-def _prove(connection: socket.socket, place: Place) -> socket.socket:
-    connection.settimeout(PROOF_S)
-    if not prove(partial(read_exactly, connection.recv), connection.sendall, secret=place.secret):
-        raise ConnectionError("what listens there does not know the group's secret")
-    connection.settimeout(None)
-    watch_peer(connection)
-    return connection
-
-
 def _hang_up(connection: socket.socket) -> None:
     """Shut down first: closing does not wake a thread that reads from the socket."""
-    try:
+    with suppress(OSError):  # the other side was first
         connection.shutdown(socket.SHUT_RDWR)
-    except OSError:  # the other side was first
-        pass
     connection.close()

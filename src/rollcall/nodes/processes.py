@@ -85,11 +85,9 @@ def raylets_here() -> dict[str, str]:
 def signal_processes(processes: Iterable[Process], number: int) -> None:
     """Send the signal to those that are alive."""
     for process in processes:
-        try:
+        with suppress(ProcessLookupError):  # ended in between, which is what was wanted
             if process.is_alive():
                 os.kill(process.pid, number)
-        except ProcessLookupError:
-            continue  # ended in between, which is what was wanted
 
 
 def _wait(remaining: Callable[[], list[Process]], *, seconds: float) -> None:

@@ -46,6 +46,8 @@ LONGEST_SOCKET = "/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_sto
 LEAST_BYTES = 64_000_000  # of free space
 SOCKET_ROOM = SOCKET_LIMIT - len(LONGEST_SOCKET)  # for that folder's own path
 TUNED = {
+    # The dashboard's own metrics would listen on every interface; with no such port they do not (2.60 logs that).
+    "DASHBOARD_METRIC_PORT": "-1",
     # A dead node is noticed in 3 to 5 s rather than in 12 (killed) or 63 (power loss); a cut of 1.5 s is not noticed.
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "1000",
@@ -62,13 +64,8 @@ CHOSEN_PORTS = (
 )
 # What would lead Ray to another cluster, or carry the token where only its file's name belongs.
 UNWANTED = (
-    "RAY_ADDRESS",
-    "RAY_REDIS_ADDRESS",
-    "RAY_GCS_SERVER_PORT",
-    "RAY_AUTH_TOKEN",
-    TOKEN,
-    "RAY_TMPDIR",
-    *tls_env(Path()),
+    *("RAY_ADDRESS", "RAY_REDIS_ADDRESS", "RAY_GCS_SERVER_PORT", "RAY_AUTH_TOKEN", "RAY_TMPDIR"),
+    *(TOKEN, *tls_env(Path())),
 )
 
 
@@ -93,11 +90,9 @@ class NodeRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """One `ray start`: its arguments, and this node's record as far as it is known before Ray runs."""
+    """One `ray start`: this node's record as far as it is known before Ray runs, and its secrets."""
 
     record: NodeRecord
-    arguments: list[str]
-    env: dict[str, str]
     token: str
     publish_token: bool
     tls: bool
@@ -154,16 +149,6 @@ def plan_head(request: NodeRequest, *, known: partial[NodeRecord], token: str | 
         )
     gcs, client, dashboard = free_ports(3)
     ports = {"gcs": port or gcs, "client": client, "dashboard": dashboard}
-    arguments = [
-        "--head",
-        f"--port={ports['gcs']}",
-        f"--ray-client-server-port={client}",
-        "--include-dashboard=true",
-        f"--dashboard-host={request.dashboard_host}",
-        f"--dashboard-port={dashboard}",
-        "--disable-usage-stats",
-        "--no-monitor",  # it would start nodes, which this cluster does not need, and listen on every interface
-    ]
     record = known(
         cluster_id=secrets.token_hex(8),
         num_nodes=request.num_nodes,
@@ -173,9 +158,6 @@ def plan_head(request: NodeRequest, *, known: partial[NodeRecord], token: str | 
     )
     return Start(
         record=record,
-        arguments=arguments,
-        # The dashboard's own metrics would listen on every interface; with no such port they do not (2.60 logs that).
-        env={"DASHBOARD_METRIC_PORT": "-1"},
         token=token or secrets.token_hex(32),
         publish_token=token is None,
         tls=request.tls,
@@ -193,8 +175,7 @@ def plan_worker(request: NodeRequest, found: Found, *, known: partial[NodeRecord
         node_ip=own_address(toward=host, node_ip=request.node_ip, interface=request.interface),
         head_address=address,
     )
-    arguments = [f"--address={address}"]
-    return Start(record=record, arguments=arguments, env={}, token=found.token, publish_token=False, tls=found.tls)
+    return Start(record=record, token=found.token, publish_token=False, tls=found.tls)
 
 
 def ray_start(request: NodeRequest, start: Start, *, log: Path, deadline: float) -> None:
@@ -207,10 +188,22 @@ def ray_start(request: NodeRequest, start: Start, *, log: Path, deadline: float)
         "accelerator": record.accelerator,
         "mark": start.mark,
     }
+    place = [f"--address={record.head_address}"]
+    if record.rank == 0:
+        place = [
+            "--head",
+            f"--port={record.ports['gcs']}",
+            f"--ray-client-server-port={record.ports['client']}",
+            "--include-dashboard=true",
+            f"--dashboard-host={request.dashboard_host}",
+            f"--dashboard-port={record.ports['dashboard']}",
+            "--disable-usage-stats",
+            "--no-monitor",  # it would start nodes, which this cluster does not need, and listen on every interface
+        ]
     launcher = "rollcall.process.ray.loopback" if is_loopback(record.node_ip) else "ray.scripts.scripts"
     cores = len(os.sched_getaffinity(0))
     command = [
-        *(sys.executable, "-m", launcher, "start", *start.arguments),
+        *(sys.executable, "-m", launcher, "start", *place),
         f"--node-ip-address={record.node_ip}",
         f"--num-gpus={record.slots}",
         # There may be more logical slots than cores, and each worker on one takes a CPU in Ray's accounting.
@@ -230,7 +223,7 @@ def ray_start(request: NodeRequest, start: Start, *, log: Path, deadline: float)
     ours = {**auth_env(record.cluster), MARK: str(state_dir(record.cluster)), "ROLLCALL_PYTHON": sys.executable}
     if record.accelerator == "cpu":
         kept |= _logical_ids(record.slots)
-    env = {**TUNED, **kept, **start.env, **ours}
+    env = {**TUNED, **kept, **ours}
     wait = Wait(deadline - time.monotonic(), first_s=5, every_s=5)
     with log.open("w") as output:
         child = subprocess.Popen(
@@ -285,7 +278,7 @@ def _count_gpus() -> int:
     return int(found.stdout.split()[-1])
 
 
-def _tail(log: Path, *, lines: int = 12) -> str:
+def _tail(log: Path) -> str:
     """The end of Ray's own output, without its colours."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", log.read_text(errors="replace"))
-    return "\n".join(f"  {line}" for line in text.strip().splitlines()[-lines:])
+    return "\n".join(f"  {line}" for line in text.strip().splitlines()[-12:])

@@ -15,13 +15,17 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import psutil
 
 from rollcall.nodes.framing import LONGEST
 from rollcall.process.child import STACK_SIGNAL
 from rollcall.process.ending import how_it_ended, plain_stack
-from rollcall.process.worker import Ending, Line, Reader, Worker
+from rollcall.process.worker import Ending, Reader, Worker
+
+if TYPE_CHECKING:
+    from rollcall.process.debug.here import DebugLine
 
 KILL_S = 10.0  # a process that is stuck in the kernel (a dead network disk) ends when the kernel lets go
 _LOOK_S = 0.005
@@ -38,7 +42,7 @@ def spawn(
     cwd: str | None = None,
     fds: Sequence[int] = (),
     output: int | None = None,
-    line: Line | None = None,
+    line: DebugLine | None = None,
     answers: Mapping[str, Reader] | None = None,
     longest: int = LONGEST,
 ) -> Worker:
@@ -49,7 +53,7 @@ def spawn(
 
 
 class SocketLink:
-    """The part of a link that a connection is enough for: over a socket pair, or through a door (nodes/door.py)."""
+    """Sending and receiving over a connection: a socket pair, or one through a door (nodes/door.py)."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -150,7 +154,7 @@ class LinkHere(SocketLink):
             return True
 
     def _ask_for_stack(self) -> None:
-        """Have it dump where it is, which works inside C code too."""
+        """Makes it dump its stack, which works inside C code too."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, STACK_SIGNAL)
         until_s, size = time.monotonic() + _STACK_S, 0
@@ -161,7 +165,7 @@ class LinkHere(SocketLink):
                 return
 
     def _close(self) -> None:
-        """The log stays, for who wants to know why it ended."""
+        """Closes everything but the log, which tells why it ended."""
         self.connection.close()
         os.close(self._lifeline_fd)
         self._crash.close()

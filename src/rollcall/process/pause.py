@@ -17,7 +17,7 @@ _since: list[float] = []  # of the prompts that are open
 
 
 def paused_s() -> float:
-    """In all prompts so far, the open ones too."""
+    """Seconds spent in all prompts so far, the open ones too."""
     with _lock:
         return _total_s + sum(time.monotonic() - since for since in _since)
 
@@ -33,7 +33,7 @@ def running_s() -> float:
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """A prompt is open while the block runs."""
+    """Stops the clock while the block runs: a prompt is open."""
     global _total_s
     began = time.monotonic()
     with _lock:

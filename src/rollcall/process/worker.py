@@ -24,11 +24,14 @@ import select
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rollcall.base.words import visible
 from rollcall.nodes.framing import CALL, DONE, HEAD, LONGEST, PART, PICKLE, RAISED, Body, Frames, frame
 from rollcall.process.pause import running_s
+
+if TYPE_CHECKING:
+    from rollcall.process.debug.here import DebugLine
 
 Reader = Callable[[bytes], Any]
 """Reads a value that a process sent; raises ValueError if it should not have sent it."""
@@ -76,11 +79,11 @@ class Link(Protocol):
         ...
 
     def send(self, data: memoryview) -> int:
-        """How many bytes it took. BlockingIOError: none now."""
+        """Returns how many bytes it took. BlockingIOError: it takes none now."""
         ...
 
     def receive(self, most: int) -> bytes:
-        """BlockingIOError: nothing now. Empty: nothing more will come."""
+        """Returns bytes; none if nothing more will come. BlockingIOError: there is nothing now."""
         ...
 
     def end(self, *, grace_s: float, ask_stack: bool = False) -> Ending:
@@ -90,22 +93,8 @@ class Link(Protocol):
     def log_tail(self, lines: int) -> str: ...
 
 
-class Line(Protocol):
-    """The parent's end of a line to a debugger that may open in the process (process/debug/here.py)."""
-
-    is_held: bool  # somebody debugs it: it is not late
-
-    @property
-    def fd(self) -> int: ...
-    def answer(self) -> bool:
-        """It has stopped: talk to it here and now. False: the line is not to be watched any more."""
-        ...
-
-    def close(self) -> None: ...
-
-
 class Call:
-    """One that is under way."""
+    """A call that is under way."""
 
     def __init__(self, worker: Worker, number: int, method: str, deadline_s: float, each: Callable[[Any], None] | None):
         self._worker, self.number, self.method = worker, number, method
@@ -158,7 +147,7 @@ class Worker:
         hears: Body = PICKLE,
         answers: Mapping[str, Reader] | None = None,
         longest: int = LONGEST,
-        line: Line | None = None,
+        line: DebugLine | None = None,
     ) -> None:
         self.name = name
         self.link = link
@@ -225,11 +214,11 @@ class Worker:
                 self._unwatch()
 
     def ask(self, method: str, *args: Any, deadline_s: float, each: Callable[[Any], None] | None = None) -> Any:
-        """``call`` for a thread that has nothing else to do."""
+        """Like ``call``, for a thread that has nothing else to do."""
         return self.begin(method, *args, deadline_s=deadline_s, each=each).wait()
 
     def begin(self, method: str, *args: Any, deadline_s: float, each: Callable[[Any], None] | None = None) -> Call:
-        """A call that the process has taken when this returns, or never will; ``Call.wait`` brings its result."""
+        """Begins a call, which the process has taken when this returns, or never will; ``Call.wait`` returns its result."""
         call = self._begin(method, args, deadline_s, each)
         self._block(call, lambda: not self._outbox, None, deadline_s)
         return call
@@ -249,7 +238,7 @@ class Worker:
         return await asyncio.to_thread(self._end, grace_s=grace_s)
 
     def close(self, *, grace_s: float = 0.0) -> Ending:
-        """``end`` for a thread."""
+        """Like ``end``, for a thread."""
         self._leave()
         return self._end(grace_s=grace_s)
 
@@ -298,7 +287,7 @@ class Worker:
         return min(max(call.left_s, 0.0) + 0.001, _HELD_LOOK_S if is_held else _LONGEST_LOOK_S)
 
     def _pump(self) -> None:
-        """Write and read what goes at once."""
+        """Write and read as much as is possible without waiting."""
         if self._interrupted is not None:
             error, self._interrupted = self._interrupted, None
             raise error
@@ -385,7 +374,7 @@ class Worker:
         return error
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Wake the calls that wait in this loop."""
+        """Have the loop wake the calls when the process can be written to or read from."""
         if self._loop is None:
             self._loop = loop
             loop.add_reader(self.link.fileno(), self._on_ready)
@@ -411,7 +400,7 @@ class Worker:
             self._loop.remove_writer(self.link.fileno())
 
     def _on_stop(self) -> None:
-        """It has stopped in the debugger. A terminal of this process talks to it here and now, and all else waits."""
+        """Handle a stop in the debugger. A terminal of this process talks to it at once, and everything else waits."""
         assert self.line is not None and self._loop is not None
         self._loop.remove_reader(self.line.fd)
         try:

@@ -155,7 +155,7 @@ class PageServer:
         self.port: int = self._socket.getsockname()[1]
         self.on_open: Callable[[], None] = lambda: None
         app = make_app(places, keys=self.keys, on_open=lambda: self.on_open())
-        self._server = http_server(app, lifespan="off")
+        self._server = http_server(app)
 
     def new_address(self) -> str:
         return f"http://{HOST}:{self.port}{OPEN}{self.keys.new()}"

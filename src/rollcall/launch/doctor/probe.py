@@ -1,8 +1,8 @@
 """A node's facts, and the small experiments that nodes make with each other.
 
-This file and ``nodes/interfaces.py`` are sent to the nodes as code and use only the standard library, so a node with a wrong Rollcall,
-or none, can still answer. Answers are plain dictionaries. Each experiment is one method of ``Probe``, and returns by the deadline it
-is given.
+This file and ``nodes/interfaces.py`` are sent to the nodes as code. They use only the standard library and psutil, which Ray brings
+along, so a node with a wrong Rollcall, or none, can still answer. Answers are plain dictionaries. Each experiment is one method of
+``Probe``, and returns by the deadline it is given.
 """
 
 from __future__ import annotations

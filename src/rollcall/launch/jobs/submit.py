@@ -29,9 +29,10 @@ from rollcall.base.wait import Wait, say
 from rollcall.config import Config, dump_config
 from rollcall.launch.jobs.package import RUN_FILE, build_package
 from rollcall.launch.jobs.paths import Shared, resolve_paths
-from rollcall.nodes.address import is_loopback, is_wildcard, join_address, leaves_loopback, split_address
+from rollcall.nodes.address import leaves_loopback, split_address
 from rollcall.nodes.cluster import wished_cluster, wished_dashboard
 from rollcall.nodes.declared import SETUP_HOOK, job_env, process_token, sealed_values
+from rollcall.nodes.head import dashboard_url
 from rollcall.nodes.node_shell import TOKEN
 from rollcall.nodes.rendezvous import Head, Rendezvous
 from rollcall.nodes.state import NodeRecord, current_cluster, read_record, read_token, token_path
@@ -232,7 +233,7 @@ class Jobs:
 def reach(
     name: str | None = None, *, address: str | None, rendezvous: Path | None, ray_address: str | None = None
 ) -> Jobs:
-    """The cluster that the user means: the one at ``address``, the rendezvous' one, or the one that ``which.py`` finds.
+    """The cluster that the user means: the one at ``address``, the rendezvous' one, or the one that ``nodes/cluster.py`` finds.
 
     ``ray_address`` is the run file's.
     """
@@ -250,19 +251,19 @@ def reach(
             f"http://HEAD:PORT (the dashboard that `rollcall node` prints on the head) with the token in {TOKEN}, or --rendezvous "
             "DIR; for a Ray that someone else started set RAY_ADDRESS"
         )
-    server = cluster.job_server()
-    shared = Shared(num_nodes=server.num_nodes, folder=cluster.rendezvous) if server.is_node else None
-    if server.url is None:
+    url, token, num_nodes = cluster.job_server()
+    shared = None if num_nodes is None else Shared(num_nodes=num_nodes, folder=cluster.rendezvous)
+    if url is None:
         client = RelayClient(cluster)
     else:
-        client = HttpClient(_url(server.url), token=server.token, token_source=f"that of {cluster.title}")
+        client = HttpClient(url, token=token, token_source=f"that of {cluster.title}")
     refusal = None
     if leaves_loopback(split_address(cluster.head_address)[0]):
         refusal = (
             f"{cluster.title} listens only on loopback, and the part of Ray that runs jobs looks for it at this machine's outer "
             "address; train on it with `rollcall train`, or start the node without a loopback --node-ip"
         )
-    return Jobs(client, token=server.token, shared=shared, refusal=refusal)
+    return Jobs(client, token=token, shared=shared, refusal=refusal)
 
 
 def _reach_elsewhere(cluster: str, *, address: str | None, rendezvous: Path | None, is_rays_own: bool = False) -> Jobs:
@@ -307,13 +308,13 @@ def refuse_busy(run_dir: Path, jobs: Sequence[Job]) -> None:
 
 def _published(head: Head) -> str:
     """The dashboard as other machines reach it."""
-    host, port = split_address(head.dashboard) if head.dashboard else ("localhost", 0)
-    if is_loopback(host):
+    url = dashboard_url(head.dashboard, node_ip=None, head_address=head.address)
+    if url is None:
         raise ClusterError(
             f"the dashboard of cluster {head.cluster!r} listens only on the loopback of its head ({head.host}); run this "
             "command on a node, or bring the cluster up with `rollcall node --dashboard-host`"
         )
-    return _url(join_address(split_address(head.address)[0] if is_wildcard(host) else host, port))
+    return url
 
 
 def _url(address: str) -> str:

@@ -19,16 +19,16 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from enum import Enum
-from functools import partial
 from typing import Any, Protocol
 
 from rollcall.base.errors import ClusterError
 from rollcall.base.stop import Stopped
 from rollcall.base.wait import warn
 from rollcall.base.words import visible
-from rollcall.nodes.door import PROOF_S, Door, listen_at, new_secret, prove, watch_peer
-from rollcall.nodes.framing import Frames, json_frame, read_exactly
+from rollcall.nodes.door import Door, StrangerError, enter, listen_at, new_secret, watch_peer
+from rollcall.nodes.framing import Frames, json_frame
 from rollcall.process.debug.board import Waiting
 
 CONNECT_S = 10.0
@@ -48,7 +48,7 @@ class _HasFd(Protocol):
 
 
 def readable(sources: Sequence[_HasFd], *, timeout_s: float | None) -> set[int]:
-    """The descriptors of those that have something to read. Any number of files may be open in this process."""
+    """Returns the descriptors that have something to read. Any number of files may be open in this process."""
     poll = select.poll()  # `select.select` refuses descriptors from 1024 on
     for source in sources:
         if (fd := source.fileno()) < 0:
@@ -69,7 +69,7 @@ class Connection:
         self._socket.sendall(json_frame(message))
 
     def take(self) -> list[dict[str, Any]]:
-        """The messages that have arrived whole; call it when there is something to read. ConnectionError: no more will come."""
+        """Returns the messages that have arrived whole; call it when there is something to read. ConnectionError: no more will come."""
         try:
             data = self._socket.recv(1 << 16)
         except (BlockingIOError, TimeoutError):
@@ -148,7 +148,7 @@ class Porter:
             self._goes()
 
     def _stopped(self, place: Any) -> None:
-        """A prompt is open. While somebody steps from line to line, the door stays as it is."""
+        """Opens the door for a prompt. While somebody steps from line to line, it stays as it is."""
         if _has_given_up and self._caller is None:
             self._give_up()
             return
@@ -167,7 +167,7 @@ class Porter:
         self._on_stop({**_checked(place), **self._reach, "until": time.time() + left_s})
 
     def _give_up(self) -> None:
-        """The run's limits count again from here on, whatever the process makes of it."""
+        """Continues in place of a terminal that did not come. The run's limits count again from here on."""
         global _has_given_up
         if not _has_given_up:
             warn(
@@ -196,14 +196,12 @@ class Porter:
             self._caller, self._is_heard, _alone_since = caller, False, None
             self._line.send({"attach": True})
             return
-        try:
+        with suppress(OSError):  # it has left
             caller.send({"busy": True})
-        except OSError:
-            pass  # it has left
         caller.close()
 
     def _drop(self) -> None:
-        """Nobody is attached any more."""
+        """Hangs up on the terminal."""
         global _alone_since
         if self._caller is not None:
             self._caller.close()
@@ -218,7 +216,7 @@ def _left_s() -> float:
 
 
 def _checked(place: Any) -> dict[str, Any]:
-    """Where it stopped, as its process says: a reward's or an environment's may say anything."""
+    """Reads the place where it stopped. A reward's or an environment's process may send anything."""
     place = place if isinstance(place, dict) else {}
     texts = {name: place.get(name) for name in ("file", "function", "why")}
     line = place.get("line")
@@ -241,26 +239,18 @@ class End(Enum):
 def reach(waits: Waiting) -> socket.socket:
     """Connect to something that has stopped, through its door."""
     try:
-        connection = socket.create_connection((waits.address, waits.port), timeout=CONNECT_S)
+        return enter(waits.address, waits.port, secret=waits.secret, timeout_s=CONNECT_S)
+    except StrangerError as error:
+        raise ClusterError(f"what listens at {waits.address} port {waits.port} is not {waits.who}: {error}") from None
     except OSError as error:
         raise ClusterError(
-            f"{waits.who} does not answer at {waits.address} port {waits.port} ({error}): it has gone on or ended since, or this "
+            f"{waits.who} does not answer at {waits.address} port {waits.port} ({error}): it has continued or ended since, or this "
             "machine cannot reach its node; `rollcall debug` lists who waits"
         ) from None
-    try:
-        connection.settimeout(PROOF_S)
-        if not prove(partial(read_exactly, connection.recv), connection.sendall, secret=waits.secret):
-            raise ConnectionError("it does not know the secret")
-    except OSError as error:
-        connection.close()
-        raise ClusterError(f"what listens at {waits.address} port {waits.port} is not {waits.who}: {error}") from None
-    connection.settimeout(None)
-    watch_peer(connection)
-    return connection
 
 
 def is_there(waits: Waiting) -> bool:
-    """Whether something still listens where it was. A run that was killed leaves its list behind."""
+    """Whether something still listens there. A run that was killed leaves its list behind."""
     try:
         socket.create_connection((waits.address, waits.port), timeout=CONNECT_S).close()
     except ConnectionRefusedError:
@@ -281,7 +271,7 @@ def converse(
     """Show what the other side prints and give it what is typed, until it continues or this side leaves.
 
     ``typed``: lines that are given first. ``again``: Ctrl-C at the prompt is a new prompt, as in plain pdb; else it leaves.
-    ``opens_within_s``: without a prompt for this long at the beginning the other side is none of ours.
+    ``opens_within_s``: if no prompt comes within this time, the other side is not a debugger of Rollcall.
     """
     other, left = Connection(line), list(typed)
     ends = None if opens_within_s is None else time.monotonic() + opens_within_s

@@ -40,7 +40,7 @@ class DebugSeat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
-    """One that has stopped."""
+    """A process that has stopped."""
 
     number: int  # for `rollcall debug NUMBER`; stays the same as long as it waits
     run: str  # its directory
@@ -63,7 +63,7 @@ class Waiting:
         return f"{self.file}:{self.line}"
 
     def as_json(self) -> dict[str, Any]:
-        """Without what opens its door."""
+        """Returns what `rollcall debug --json` shows: everything but what opens its door."""
         return {name: value for name, value in asdict(self).items() if name not in ("address", "port", "secret")}
 
 
@@ -71,7 +71,7 @@ Show = Callable[[Path | None, Sequence[Waiting]], None]
 
 
 class Board:
-    """Any thread may call it."""
+    """Knows which processes of a run have stopped. Any thread may call it."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, Waiting] = {}
@@ -82,7 +82,7 @@ class Board:
 
     @property
     def is_held(self) -> bool:
-        """Whether somebody looks at a process of this run: nobody is late."""
+        """Whether somebody debugs a process of this run; nobody is late then."""
         return bool(self._waiting) or is_paused()
 
     @property
@@ -92,7 +92,7 @@ class Board:
 
     @contextmanager
     def of_run(self, run_dir: Path) -> Iterator[None]:
-        """The run whose processes post here while the block runs."""
+        """Names the run whose processes post here while the block runs."""
         was_there = run_dir.is_dir()
         with self._lock:
             self._run_dir, self._num_posted = run_dir, 0
@@ -115,7 +115,7 @@ class Board:
             if place is None:
                 if self._waiting.pop(key, None) is not None:
                     self._show()
-                    say(f"{seat} goes on")
+                    say(f"{seat} continues")
                 return
             if before is not None and (before.port, before.line, before.file) == (
                 place["port"],
@@ -153,7 +153,7 @@ BOARD = Board()
 
 
 def read_board(run_dir: Path) -> list[Waiting]:
-    """Who waits in a run, as its controller wrote it."""
+    """Reads who waits in a run from the file that its controller wrote."""
     try:
         return parse_board((run_dir / FILE).read_text())
     except FileNotFoundError:
@@ -183,7 +183,7 @@ def _write(run_dir: Path, waiting: Sequence[Waiting]) -> None:
 def _words(waits: Waiting, *, run_dir: Path | None) -> str:
     until = time.strftime("%H:%M:%S", time.localtime(waits.until))
     where = f"{run_dir} " if run_dir else ""
-    ends = "goes on" if waits.why == "breakpoint" else "ends with this error"
+    ends = "continues" if waits.why == "breakpoint" else "ends with this error"
     return visible(
         f"{waits.who} waits in the debugger at {waits.where} ({waits.why}). Attach a terminal with `rollcall debug "
         f"{where}{waits.number}`; if nobody does, it {ends} at {until}"

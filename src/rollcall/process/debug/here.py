@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import count
@@ -22,7 +23,7 @@ from rollcall.base.wait import warn
 from rollcall.process.debug.attach import End, OnStop, Porter, converse
 from rollcall.process.debug.board import BOARD, DebugSeat
 from rollcall.process.debug.child import Examined
-from rollcall.process.debug.stopped import LinePdb, TerminalPdb, borrowed_terminal, has_terminal, innermost, stops_by
+from rollcall.process.debug.stopped import LinePdb, TerminalPdb, borrowed_terminal, has_terminal
 from rollcall.process.pause import paused
 
 POST_MORTEM = "ROLLCALL_POST_MORTEM"  # in the environment of a run's processes: exceptions open the debugger
@@ -58,7 +59,7 @@ _serials = count()  # of the lines of this process
 
 @cache
 def _examined() -> Examined:
-    """Where exceptions have opened the debugger; not before one has, since a zygote's children do not share it."""
+    """Where exceptions have opened the debugger. Made by the first of them, since a zygote's children do not share it."""
     return Examined()
 
 
@@ -95,7 +96,7 @@ def is_watched() -> bool:
 
 
 def tell(who: str, place: Mapping[str, Any] | None) -> None:
-    """``who`` has stopped there, or continues. A worker can show one stop at a time, so the others wait for their turn."""
+    """Notes that ``who`` has stopped there, or continues. A worker can show one stop at a time, so the others wait for their turn."""
     with _telling:
         if place is None:
             _stops.pop(who, None)
@@ -122,6 +123,14 @@ def debugger() -> TerminalPdb | LinePdb:
     return _own.over_line
 
 
+def _hook(*args: Any, **kwargs: Any) -> None:
+    """``breakpoint()`` in this process."""
+    if os.environ.get("PYTHONBREAKPOINT") == "0":
+        return
+    found, caller = debugger(), sys._getframe().f_back
+    found.stop(caller)  # the last thing here: what runs after it is traced
+
+
 def wants_post_mortem(error: BaseException) -> bool:
     """Whether this exception opens the debugger: `--post-mortem` was given, and it comes from code, not from a refusal of ours,
     which says what to do. One line opens it once for a kind of error."""
@@ -133,7 +142,8 @@ def wants_post_mortem(error: BaseException) -> bool:
 
 def post_mortem(error: BaseException) -> None:
     """Open the debugger where this exception was raised, if the run was started with `--post-mortem`."""
-    error = innermost(error)
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
     if wants_post_mortem(error):
         debugger().post_mortem(error)
 
@@ -196,18 +206,13 @@ class DebugLine:
 
     def close(self) -> None:
         self._is_closed = True
-        try:
+        with suppress(OSError):  # the process has ended, and its end with it
             self._ours.shutdown(socket.SHUT_RDWR)  # wakes the porter, whose thread then ends
-        except OSError:
-            pass  # the process has ended, and its end with it
         self._ours.close()
 
 
 @cache
 def warn_passed_over(role: str) -> None:
-    """Once: hundreds of processes may come to the same line."""
+    """Warns once, since hundreds of processes may come to the same line."""
     article = "an" if role[0] in "aeiou" else "a"
     warn(f"a breakpoint() in {article} {role} is passed over: this command has neither a terminal nor a run directory")
-
-
-_hook = stops_by(debugger)

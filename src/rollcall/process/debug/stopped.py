@@ -1,12 +1,12 @@
 """The debugger inside the process that stops: plain pdb at its own terminal, or pdb over a line to a porter.
 
-``breakpoint()`` calls the process's hook (``stops_by``), an exception the same debugger's ``post_mortem``. The thread that
+``breakpoint()`` calls the process's hook (``here.py``), an exception the same debugger's ``post_mortem``. The thread that
 stopped waits in the prompt; the others run. The messages on a line:
 
     {"stopped": {file, line, function, why}}   a prompt opens           {"attach": true}   a terminal has come: say where we are
     {"here": true}                             to "attach": what follows is for that terminal
     {"text": ...}, {"prompt": ...}             what pdb prints, asks    {"line": ...}      a line that somebody typed
-    {"left": true}                             `quit`: the terminal may leave, the thread waits on
+    {"left": true}                             `quit`: the terminal may leave, the thread keeps waiting
     {"goes": true}                             the thread continues
 """
 
@@ -29,7 +29,7 @@ from rollcall.nodes.framing import json_frame, read_exactly, read_json_frame
 from rollcall.process.pause import paused
 
 PIECE = 1 << 16  # characters of text in one message
-LEFT = "The worker waits on. `rollcall debug` attaches again; `continue` there lets it go on."
+LEFT = "The worker keeps waiting. `rollcall debug` attaches again; `continue` there lets it run."
 _one = threading.RLock()  # one prompt at a time in a process
 _lenders: list[Callable[[], AbstractContextManager[None]]] = []
 
@@ -43,7 +43,7 @@ def has_terminal() -> bool:
 
 
 def lend_terminal(lender: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:
-    """While a prompt is on the screen ``lender`` keeps off it. Returns what ends that."""
+    """Enters ``lender`` while a prompt is on the screen. Returns a function that ends this."""
     _lenders.append(lender)
     return partial(_lenders.remove, lender)
 
@@ -61,7 +61,7 @@ def borrowed_terminal() -> Iterator[None]:
 
 
 class _Debugger(pdb.Pdb):
-    """The part that both kinds share. A signal that ends the run ends the prompt too, and is raised where the thread stopped."""
+    """pdb as both kinds need it. A signal that ends the run ends the prompt too, and is raised where the thread stopped."""
 
     def __init__(self, **streams: Any) -> None:
         # Ctrl-C after `continue` stops the run, as always; pdb's own handler would stop it in the debugger again.
@@ -73,7 +73,7 @@ class _Debugger(pdb.Pdb):
         self._only: FrameType | None = None  # the frame that called breakpoint(), until the prompt opens
 
     def stop(self, caller: FrameType | None) -> None:
-        """``breakpoint()`` was called there. What a prompt evaluates does not stop again: the frames of the prompt would be lost."""
+        """Stops where ``breakpoint()`` was called. What a prompt evaluates does not stop again: the frames of the prompt would be lost."""
         if self._is_open:
             self.message("a breakpoint() in what is evaluated at the prompt is ignored; `debug f()` steps into a call")
             return
@@ -100,7 +100,7 @@ class _Debugger(pdb.Pdb):
             self._heard = heard
 
     def post_mortem(self, error: BaseException) -> None:
-        """A prompt at the frame that raised; returns when it is left."""
+        """Opens a prompt at the frame that raised, and returns when it is left."""
         self._error = error
         self.reset()
         try:
@@ -122,14 +122,14 @@ class _Debugger(pdb.Pdb):
         raise heard
 
     def _refuse(self, arg: str) -> None:
-        """Not here: the run starts this process again by itself, if it has to."""
+        """Refuses to start again: the run does that by itself, if it has to."""
         self.error("a process of a run cannot be started again from its debugger")
 
     do_run = do_restart = _refuse
 
 
 class TerminalPdb(_Debugger):
-    """At the terminal of this process. `quit` stops the run, as Ctrl-C does."""
+    """pdb at the terminal of this process. `quit` stops the run, as Ctrl-C does."""
 
     def interaction(self, frame: FrameType | None, traceback: TracebackType | None = None, *rest: Any) -> None:
         with _one, paused(), borrowed_terminal(), self._open():
@@ -151,7 +151,7 @@ class TerminalPdb(_Debugger):
 
 
 class LinePdb(_Debugger):
-    """Over a line. ``read`` and ``write`` are those of a file descriptor; ``around`` is entered while a prompt is open."""
+    """pdb over a line. ``read`` and ``write`` are those of a file descriptor; ``around`` is entered while a prompt is open."""
 
     def __init__(
         self,
@@ -205,7 +205,7 @@ class LinePdb(_Debugger):
 
     def do_quit(self, arg: str) -> None:
         """q(uit)
-        Leave the debugger. The worker waits on: attach again, or `continue` first to let it go on.
+        Leave the debugger. The worker keeps waiting: attach again, or `continue` first to let it run.
         """
         self.message(LEFT)
         self._talk.say(left=True)
@@ -213,7 +213,7 @@ class LinePdb(_Debugger):
     do_q = do_exit = do_quit
 
     def do_EOF(self, arg: str) -> Any:
-        """The line is closed: nobody can come any more."""
+        """Continues, since the line is closed and nobody can come any more."""
         return self.do_continue(arg)
 
     def do_interact(self, arg: str) -> None:
@@ -262,7 +262,7 @@ class _Talk(io.TextIOBase):
         return None
 
     def close(self) -> None:
-        """The line is its owner's. `exit()` in an interpreter closes standard input."""
+        """Keep the line open: `exit()` in an interpreter closes standard input."""
 
     def readline(self, size: int | None = -1) -> str:  # type: ignore[override]
         prompt, self._tail = self._tail[-PIECE:], ""
@@ -284,22 +284,3 @@ def _headline(error: BaseException) -> list[str]:
     import traceback
 
     return traceback.format_exception_only(type(error), error)
-
-
-def innermost(error: BaseException) -> BaseException:
-    """The first exception inside groups of exceptions."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
-
-
-def stops_by(debugger: Callable[[], TerminalPdb | LinePdb]) -> Callable[..., None]:
-    """A hook for ``sys.breakpointhook``. ``debugger`` gives the one of this thread."""
-
-    def stop(*args: Any, **kwargs: Any) -> None:
-        if os.environ.get("PYTHONBREAKPOINT") == "0":
-            return
-        found, caller = debugger(), sys._getframe().f_back
-        found.stop(caller)  # the last thing here: what runs after it is traced
-
-    return stop

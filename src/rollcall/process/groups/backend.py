@@ -7,6 +7,8 @@ A virtual cluster reserves slots through a Backend and gets a Reservation. Its C
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -25,7 +27,6 @@ class Ask:
     name: str
     slots_per_node: tuple[int, ...]
     use_gpus: bool
-    num_colocated: int
     node_ranks: tuple[int, ...] | None  # the node of each entry; None: nodes with room, in rank order
 
     @property
@@ -106,7 +107,7 @@ def whom(specs: Sequence[WorkerSpec]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What a worker is made of."""
+    """The class of a worker and its arguments."""
 
     target: str | type  # "module.Class", or the class
     args: tuple[Any, ...]
@@ -134,9 +135,10 @@ class Call:
     is_done: bool = False
     value: Any = None
     error: Exception | None = None  # RemoteFailureError: what the worker raised; others: why there is no answer
+    ended_s: float = 0.0  # unix time
 
     def finish(self, value: Any = None, *, error: Exception | None = None) -> None:
-        self.value, self.error, self.is_done = value, error, True
+        self.value, self.error, self.ended_s, self.is_done = value, error, time.time(), True
 
 
 class Overseer(Protocol):
@@ -145,7 +147,7 @@ class Overseer(Protocol):
     lookout: Lookout
 
     def lose(self, losses: Mapping[Member, str]) -> None:
-        """Members are lost, for these reasons. Any thread may call it; a second loss of a member does nothing."""
+        """Note that members are lost, and why. Any thread may call it; a second loss of a member does nothing."""
         ...
 
 
@@ -153,6 +155,7 @@ class Carrier:
     """Starts the processes of a gang and takes calls to them. A call names a method of ``host.Host``."""
 
     peer_s = 0.0  # when a worker complains about a peer, the peer's death is known within this; 0: there are no peers
+    changed: threading.Condition  # a call has its outcome; for a carrier whose calls are finished by another thread
     gang: Overseer
 
     def open(self, gang: Overseer) -> None:
@@ -163,14 +166,14 @@ class Carrier:
         raise NotImplementedError
 
     def watch(self, member: Member) -> None:
-        """Its process id is known: tell the gang when it is lost. Corrects its spec if it runs on another node than before."""
+        """Tell the gang from now on when it is lost. Corrects its spec if it runs on another node than before."""
 
     def start_env(self, spec: WorkerSpec) -> Mapping[str, str]:
-        """The worker's variables besides those of the group."""
+        """Returns the worker's variables, without those of the group."""
         return spec.env
 
     def share(self, value: Any) -> Any:
-        """The value in a form that is cheap to give to several workers."""
+        """Returns the value in a form that is cheap to give to several workers."""
         return value
 
     def send(self, call: Call, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -178,11 +181,19 @@ class Carrier:
 
     def settle(self, calls: Sequence[Call], *, timeout_s: float, through_failures: bool = False) -> None:
         """Take the answers; returns when all are there, when one of them is a failure, or when the time is over."""
-        raise NotImplementedError
+
+        def is_enough() -> bool:
+            has_failed = any(call.error is not None or call.member.death for call in calls)
+            return (has_failed and not through_failures) or all(call.is_done for call in calls)
+
+        with self.changed:
+            self.changed.wait_for(is_enough, timeout=timeout_s)
 
     def answered(self, calls: Sequence[Call], *, timeout_s: float) -> Collection[Call]:
         """Wait for the first answer or failure; returns all calls that have one."""
-        raise NotImplementedError
+        with self.changed:
+            self.changed.wait_for(lambda: any(call.is_done for call in calls), timeout=timeout_s)
+            return [call for call in calls if call.is_done]
 
     def is_alive(self, member: Member) -> bool:
         raise NotImplementedError

@@ -28,7 +28,7 @@ _default: Backend | None = None
 
 
 def use_by_default(backend: Backend) -> None:
-    """Virtual clusters that are given no backend are made in this one."""
+    """Makes this the backend of virtual clusters that are given none."""
     global _default
     _default = backend
 
@@ -37,8 +37,8 @@ class VirtualCluster:
     """Slots for worker groups, held until ``shutdown``.
 
     ``bundle_ct_per_node_list`` has an entry per node: how many slots to take there; 0 leaves a node out. Entries take
-    nodes in rank order, each the next with room; ``node_ranks`` names them instead. ``max_colocated_worker_groups`` is
-    how many groups may share each slot. ``backend`` is where the workers run, by default what ``init_ray`` has chosen.
+    nodes in rank order, each the next with room; ``node_ranks`` names them instead. ``backend`` is where the workers run, by
+    default what ``init_ray`` has chosen.
     """
 
     def __init__(
@@ -47,7 +47,6 @@ class VirtualCluster:
         *,
         num_gpus_per_node: int = 8,
         use_gpus: bool = True,
-        max_colocated_worker_groups: int = 1,
         name: str = "rollcall",
         node_ranks: Sequence[int] | None = None,
         timeout_s: float = PLACE_DEADLINE_S,
@@ -63,8 +62,6 @@ class VirtualCluster:
                 f"bundle_ct_per_node_list={list(counts)} takes {max(counts)} slots of a node with "
                 f"num_gpus_per_node={num_gpus_per_node}; take fewer, or raise num_gpus_per_node"
             )
-        if max_colocated_worker_groups < 1:
-            raise ValueError(f"max_colocated_worker_groups={max_colocated_worker_groups} leaves no room; use 1 or more")
         if node_ranks is not None and (len(node_ranks) != len(counts) or len(set(node_ranks)) != len(counts)):
             raise ValueError(
                 f"node_ranks={list(node_ranks)} needs one node for each entry of {list(counts)}, each of them once"
@@ -73,7 +70,6 @@ class VirtualCluster:
             name=name,
             slots_per_node=counts,
             use_gpus=use_gpus,
-            num_colocated=max_colocated_worker_groups,
             node_ranks=None if node_ranks is None else tuple(node_ranks),
         )
         backend = backend or _default
@@ -89,11 +85,11 @@ class VirtualCluster:
         return list(self._nodes.values())
 
     def world_size(self) -> int:
-        """Slots."""
+        """The number of slots."""
         return sum(self._ask.slots_per_node)
 
     def node_count(self) -> int:
-        """Nodes with slots."""
+        """The number of nodes with slots."""
         return len(self._nodes)
 
     def node(self, node_rank: int) -> NodeSeats:
@@ -105,10 +101,13 @@ class VirtualCluster:
 
     def check_room(self, seats: Sequence[Seat]) -> None:
         """Refuse seats that do not exist or are taken: Ray would wait for them forever."""
-        taken: dict[tuple[int, int], list[str]] = {}
-        for group in (group for group in self._groups if group.takes_slots):
-            for seat in {(spec.node.node_rank, slot) for spec in group.specs for slot in spec.slots}:
-                taken.setdefault(seat, []).append(group.name_prefix)
+        holders = {
+            (spec.node.node_rank, slot): group.name_prefix
+            for group in self._groups
+            if group.takes_slots
+            for spec in group.specs
+            for slot in spec.slots
+        }
         for seat in seats:
             size = len(self.node(seat.node_rank).bundles)
             for slot in seat.slots:
@@ -116,19 +115,10 @@ class VirtualCluster:
                     raise ValueError(
                         f"node {seat.node_rank} has slots 0 to {size - 1} in this cluster, and no slot {slot}"
                     )
-                holders = taken.get((seat.node_rank, slot), [])
-                if len(holders) >= self._ask.num_colocated:
+                if holder := holders.get((seat.node_rank, slot)):
                     raise ClusterError(
-                        f"slot {slot} of node {seat.node_rank} is taken by {', '.join(holders)}; shut that down, use other "
-                        f"slots, or make the cluster with max_colocated_worker_groups={len(holders) + 1}"
+                        f"slot {slot} of node {seat.node_rank} is taken by {holder}; shut that down, or use other slots"
                     )
-
-    def share_of_slot(self, *, num_workers: int) -> float:
-        """The part of a slot that each of a group's workers asks Ray for, so that the other groups fit on it too."""
-        ask = self._ask
-        whole = 1 if ask.use_gpus else ask.num_colocated
-        # Rounded down to what Ray counts in, or several shares would exceed the slot.
-        return int(10_000 * whole / (ask.num_colocated * num_workers)) / 10_000
 
     def launch(self, group: Any, specs: Sequence[WorkerSpec], recipe: Recipe, *, timeout_s: float) -> Gang:
         if self._reservation is None:

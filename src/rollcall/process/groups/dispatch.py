@@ -24,7 +24,7 @@ class Route:
     """One worker's part in a sharded call."""
 
     rank: int
-    shard: int | None  # None if it is called without data, only to take part
+    shard: int
     drop: Drop
 
 
@@ -35,7 +35,6 @@ def routes(
     in_sharded_axes: tuple[str, ...],
     replicate_on_axes: tuple[str, ...],
     output_is_replicated: tuple[str, ...],
-    call_free_axes: bool,
 ) -> tuple[Route, ...]:
     """The workers to call, by rank. An axis that is neither sharded nor replicated on is free: only its first is called."""
     sharding.check_axes(in_sharded_axes, argument="in_sharded_axes")
@@ -49,18 +48,11 @@ def routes(
     found: list[Route] = []
     for rank in sharding.ranks:
         coords = sharding.get_worker_coords(rank)
-        is_free = any(coords[axis] for axis in free)
-        if is_free and not call_free_axes:
+        if any(coords[axis] for axis in free):
             continue
         first = all(route.drop is None for route in found)
-        answers = not is_free and not any(coords[axis] for axis in silent)
-        found.append(
-            Route(
-                rank=rank,
-                shard=None if is_free else sharding.shard_index(rank, in_sharded_axes),
-                drop=None if not answers else () if first else result_fields,
-            )
-        )
+        drop = None if any(coords[axis] for axis in silent) else () if first else result_fields
+        found.append(Route(rank=rank, shard=sharding.shard_index(rank, in_sharded_axes), drop=drop))
     return tuple(found)
 
 
@@ -88,12 +80,10 @@ def check_fields(first: Any, names: Sequence[str], *, axes: Sequence[str]) -> No
     given = list(first) if isinstance(first, Mapping) else None
     for name in names:
         if given is None or name not in given:
-            has = (
-                f"the result's fields {_listed(given)}"
-                if given is not None
-                else f"a {type(first).__name__} has no fields"
+            has = f"a {type(first).__name__} without fields" if given is None else ", ".join(map(str, given))
+            raise ValueError(
+                f"output_is_replicated: {name!r} is neither an axis ({', '.join(axes)}) nor a field of the result: {has}"
             )
-            raise ValueError(f"output_is_replicated: {name!r} is neither an axis ({_listed(axes)}) nor a field: {has}")
 
 
 def split_arguments(
@@ -154,7 +144,3 @@ def _rows(value: Any, start: int, end: int) -> Any:
         return [value[index] for index in range(start, end)]
     # Pickling a tensor that is a view writes all that it is a view of.
     return part.clone() if hasattr(part, "untyped_storage") else part
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(map(str, names)) or "none"

@@ -29,6 +29,7 @@ class Gang:
     def __init__(self, specs: Sequence[WorkerSpec], recipe: Recipe, carrier: Carrier) -> None:
         self.members: list[Member] = []  # by rank
         self.lookout = Lookout()
+        self.share = carrier.share  # makes a value cheap to give to several workers
         self._specs = specs
         self._recipe = recipe
         self._carrier = carrier
@@ -40,13 +41,13 @@ class Gang:
 
     def start(self, *, timeout_s: float) -> None:
         """Make every worker."""
-        wait, recipe, share = Wait(timeout_s), self._recipe, self._carrier.share
+        wait, recipe = Wait(timeout_s), self._recipe
         self._carrier.open(self)
         for spec in self._specs:
             self.members.append(self._carrier.launch(spec, lost=None, wait=wait))
         self._shared = (
-            [share(value) for value in (recipe.target, *recipe.args)],
-            {name: share(value) for name, value in recipe.kwargs.items()},
+            [self.share(value) for value in (recipe.target, *recipe.args)],
+            {name: self.share(value) for name, value in recipe.kwargs.items()},
         )
         self._begin(self.members, wait=wait)
 
@@ -64,10 +65,6 @@ class Gang:
             starts.append(self._send(member, "start", [env, *args], kwargs))
         self.gather(starts, wait=wait)
 
-    def share(self, value: Any) -> Any:
-        """The value in a form that is cheap to give to several workers."""
-        return self._carrier.share(value)
-
     def call(self, rank: int, method: str, drop: Drop, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         purpose = self._recipe.purposes.get(method, f"to return from {method}").format(*args)
         return self._send(self.members[rank], "call", [method, drop, *args], kwargs, purpose=purpose)
@@ -80,7 +77,7 @@ class Gang:
         return call
 
     def gather(self, calls: Sequence[Call], *, wait: Wait) -> list[Any]:
-        """The results, in order; raises as soon as one call fails, a needed worker is lost, or the wait is over."""
+        """Wait for the results, in order; raises as soon as one call fails, a needed worker is lost, or the wait is over."""
         waited_for = self._waited_for[threading.get_ident()] = list(dict.fromkeys(calls))
         try:
             while missing := [call for call in waited_for if not call.is_done]:
@@ -111,7 +108,7 @@ class Gang:
         wait.tell(f"waiting for {listed(specs)}")
 
     def ready(self, calls: Sequence[Call], *, timeout_s: float) -> list[Call]:
-        """Those that have an answer or have failed; waits for the first, at most ``timeout_s``."""
+        """Wait for the first answer or failure, at most ``timeout_s``; returns all calls that have one."""
         if self._end is not None:
             raise self._end
         settled = {call for call in calls if call.is_done or call.member.death}
@@ -121,7 +118,7 @@ class Gang:
         return [call for call in calls if call in settled]
 
     def _check(self, missing: Sequence[Call]) -> None:
-        """Raise if the gang cannot go on, or if a worker that owes one of these answers is lost."""
+        """Raise if the gang cannot continue, or if a worker that owes one of these answers is lost."""
         if self._end is not None:
             raise self._end
         if owed := [call for call in missing if call.member.death]:
@@ -134,7 +131,7 @@ class Gang:
         return not member.death and self._carrier.is_alive(member)
 
     def tolerate(self, ranks: Collection[int]) -> None:
-        """The group can go on without these workers. The loss of any other ends every wait, also waits for workers that live.
+        """The group can continue without these workers. The loss of any other ends every wait, also waits for workers that live.
 
         A gang tolerates the loss of all its workers until this is called: a loss then ends the waits for the lost worker.
         """
@@ -162,7 +159,7 @@ class Gang:
         return member.spec
 
     def sightings(self, *, last: bool = False) -> Sightings:
-        """What the workers are doing, and did since this was last asked."""
+        """Returns what the workers are doing, and what they have done since the last time."""
         silent = self._carrier.look(self.members, last=last)
         return self.lookout.take([member.pid for member in self.members], silent=silent)
 
@@ -178,7 +175,7 @@ class Gang:
         return died(specs, f"{members[0].death}{self._waits()}{others}")
 
     def _waits(self) -> str:
-        """The end of a sentence that says what any thread waits for."""
+        """Ends a sentence with what any thread waits for."""
         waiting = [call for calls in list(self._waited_for.values()) for call in calls if not call.is_done]
         answered = self._carrier.answered(waiting, timeout_s=0) if waiting else ()
         found: dict[str, list[WorkerSpec]] = {}
@@ -229,7 +226,7 @@ def listed(specs: Sequence[WorkerSpec], *, most: int = 8) -> str:
 
 
 def waits_words(waits: Mapping[str, Sequence[WorkerSpec]]) -> str:
-    """The workers that are waited for, by purpose."""
+    """Says which workers the run waited for, and for what."""
     parts = [f"{listed(specs, most=3)} {purpose}" for purpose, specs in waits.items()]
     return f"the run waited for {', and for '.join(parts)}" if parts else ""
 

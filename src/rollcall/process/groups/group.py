@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
-from rollcall.base.errors import ClusterError, WorkerError
-from rollcall.base.wait import Wait, say
+from rollcall.base.errors import ClusterError
+from rollcall.base.wait import Wait
 from rollcall.nodes.declared import GROUP_VARIABLES
 from rollcall.process.groups.backend import STOP_DEADLINE_S, Recipe, Seat, WorkerSpec
 from rollcall.process.groups.cluster import VirtualCluster
@@ -27,7 +27,7 @@ RESULT_DEADLINE_S = 3600.0
 
 
 class WorkerMetadata(TypedDict):
-    """Who a worker is and where."""
+    """Identifies a worker and says where it is."""
 
     name: str  # role and rank, such as policy-3
     global_rank: int
@@ -61,11 +61,8 @@ class MultiWorkerFuture:
     return_from_workers: Sequence[int] | None = None  # the ranks whose answers count; None: all
     replicated_fields: Sequence[str] = ()  # fields that only the first answer has
 
-    def get_results(self, worker_group: WorkerGroup, *, timeout_s: float = RESULT_DEADLINE_S) -> list[Any]:
-        return worker_group.get_all_worker_results(self, timeout_s=timeout_s)
-
     def select(self, results: list[Any], *, axes: Sequence[str]) -> list[Any]:
-        """The results that count, out of one per future."""
+        """Picks the results that count from one result per future."""
         if self.return_from_workers is not None and self.called_workers is not None:
             place = {rank: index for index, rank in enumerate(self.called_workers)}
             results = [results[place[rank]] for rank in self.return_from_workers]
@@ -92,8 +89,8 @@ class WorkerGroup:
     """One worker per seat, with ranks in (node rank, slot) order.
 
     ``workers_per_node`` (a number, or one for each node) takes that many of a node's slots, one worker each; a multiple of
-    the slots puts several workers on each. ``bundle_indices_list`` has a worker per entry, ``(node, slots)``, which sees
-    the accelerators of all those slots. ``seats`` is the same by node rank. Without any of these, each slot has a worker.
+    the slots puts several workers on each. ``seats`` has a worker per entry, which sees the accelerators of all its slots.
+    Without either, each slot has a worker.
     ``env_vars`` reach every worker, ``node_env_vars`` (by node rank) the workers of one node. ``titles`` are the workers'
     names in messages, by rank, instead of the prefix and the rank; workers of one of the ``kinds`` are about as fast as each other;
     ``purposes`` says what a call is waited for, by method.
@@ -107,7 +104,6 @@ class WorkerGroup:
         remote_worker_builder: WorkerBuilder,
         workers_per_node: int | Sequence[int] | None = None,
         name_prefix: str = "worker",
-        bundle_indices_list: Sequence[tuple[int, Sequence[int]]] | None = None,
         seats: Sequence[Seat] | None = None,
         sharding_annotations: NamedSharding | None = None,
         env_vars: Mapping[str, str] | None = None,
@@ -118,15 +114,9 @@ class WorkerGroup:
         takes_slots: bool = True,
         timeout_s: float = START_DEADLINE_S,
     ) -> None:
-        given = [value for value in (workers_per_node, bundle_indices_list, seats) if value is not None]
-        if len(given) > 1:
-            raise ValueError(
-                "workers_per_node, bundle_indices_list and seats each say where workers sit; give one of them"
-            )
-        if seats is None and bundle_indices_list is not None:
-            seats = _seats_of_bundles(cluster, bundle_indices_list)
-        elif seats is None:
-            seats = _seats_per_node(cluster, workers_per_node)
+        if workers_per_node is not None and seats is not None:
+            raise ValueError("workers_per_node and seats both say where workers sit; give one of them")
+        seats = _seats_per_node(cluster, workers_per_node) if seats is None else seats
         seats = sorted(seats, key=lambda seat: (seat.node_rank, seat.slots))
         if not seats:
             raise ValueError("a worker group needs at least one worker")
@@ -182,7 +172,8 @@ class WorkerGroup:
                 local_world_size=on_node.count(seat.node_rank),
                 node=self.cluster.node(seat.node_rank),
                 slots=seat.slots,
-                share=self.cluster.share_of_slot(num_workers=num_sharing) if self.takes_slots else 0.0,
+                # Rounded down to what Ray counts in, or several shares would exceed the slot.
+                share=int(10_000 / num_sharing) / 10_000 if self.takes_slots else 0.0,
                 env={**env, **node_env.get(seat.node_rank, {})},
                 title=titles[rank],
                 kind=kinds[rank],
@@ -200,7 +191,7 @@ class WorkerGroup:
 
     @property
     def dp_size(self) -> int:
-        """Parts that sharded data is split into."""
+        """The number of parts that sharded data is split into."""
         axis = self._data_axis()
         return self.world_size if axis is None else self.sharding.get_axis_size(axis)
 
@@ -229,31 +220,6 @@ class WorkerGroup:
         with self._one_call:
             return [self._running.call(rank, method_name, (), args, kwargs) for rank in workers]
 
-    def run_all_workers_multiple_data(
-        self,
-        method_name: str,
-        *args: Sequence[Any],
-        run_rank_0_only_axes: Sequence[str] | None = None,
-        common_kwargs: Mapping[str, Any] | None = None,
-        **kwargs: Sequence[Any],
-    ) -> list[Any]:
-        """Call worker i with the i-th element of each argument."""
-        gang, ranks = self._running, leaders(self.sharding, run_rank_0_only_axes or ())
-        for name, values in [*((f"argument {number}", value) for number, value in enumerate(args)), *kwargs.items()]:
-            if len(values) != len(ranks):
-                raise ValueError(f"{name} has {len(values)} elements for {len(ranks)} workers; give one for each")
-        _, shared = self._shared((), common_kwargs or {})
-        return [
-            gang.call(
-                rank,
-                method_name,
-                (),
-                [value[index] for value in args],
-                {name: value[index] for name, value in kwargs.items()} | shared,
-            )
-            for index, rank in enumerate(ranks)
-        ]
-
     def run_all_workers_sharded_data(
         self,
         method_name: str,
@@ -261,16 +227,14 @@ class WorkerGroup:
         in_sharded_axes: Sequence[str] | None = None,
         replicate_on_axes: Sequence[str] | None = None,
         output_is_replicated: Sequence[str] | None = None,
-        make_dummy_calls_to_free_axes: bool = False,
         common_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> MultiWorkerFuture:
         """Split each argument's rows over ``in_sharded_axes`` and call the workers with their parts.
 
-        Workers along ``replicate_on_axes`` get the same part. On an axis in neither, only the first worker is called
-        (with ``make_dummy_calls_to_free_axes`` the others too, with None as data). ``output_is_replicated`` names axes
-        where only the first worker answers, or fields of the result that are taken only from the first worker.
-        ``common_kwargs`` go whole to every worker.
+        Workers along ``replicate_on_axes`` get the same part. On an axis in neither, only the first worker is called.
+        ``output_is_replicated`` names axes where only the first worker answers, or fields of the result that are taken only
+        from the first worker. ``common_kwargs`` go whole to every worker.
         """
         gang, axes = self._running, tuple(in_sharded_axes or ())
         called = routes(
@@ -278,7 +242,6 @@ class WorkerGroup:
             in_sharded_axes=axes,
             replicate_on_axes=tuple(replicate_on_axes or ()),
             output_is_replicated=tuple(output_is_replicated or ()),
-            call_free_axes=make_dummy_calls_to_free_axes,
         )
         both = sorted(set(kwargs) & set(common_kwargs or ()))
         if both:
@@ -287,10 +250,9 @@ class WorkerGroup:
         readers = Counter(route.shard for route in called)
         parts = [self._shared(*part) if readers[index] > 1 else part for index, part in enumerate(parts)]
         _, shared = self._shared((), common_kwargs or {})
-        nothing = ((None,) * len(args), dict.fromkeys(kwargs))
         futures = []
         for route in called:
-            part, named = nothing if route.shard is None else parts[route.shard]
+            part, named = parts[route.shard]
             futures.append(gang.call(route.rank, method_name, route.drop, part, {**named, **shared}))
         return MultiWorkerFuture(
             futures=futures,
@@ -317,11 +279,11 @@ class WorkerGroup:
         return results if isinstance(entry, list | tuple) else results[0]
 
     def wait_for_some(self, futures: Sequence[Any], *, timeout_s: float) -> list[Any]:
-        """The futures that are done or have failed; waits for the first, at most ``timeout_s``."""
+        """Wait for the first future that is done or has failed, at most ``timeout_s``; returns all of them."""
         return self._running.ready(futures, timeout_s=timeout_s)
 
     def tolerate(self, ranks: Collection[int]) -> None:
-        """Go on without these workers. The loss of any other ends every wait, also waits for workers that live."""
+        """Continue without these workers. The loss of any other ends every wait, also waits for workers that live."""
         self._running.tolerate(ranks)
 
     def replace(self, rank: int, *, timeout_s: float = START_DEADLINE_S) -> None:
@@ -330,33 +292,19 @@ class WorkerGroup:
         self.workers[rank] = Worker(self._running, self._metadata(self.specs[rank]))
 
     def sightings(self, *, last: bool = False) -> Sightings:
-        """What the workers are doing, and did since the last time; nothing once the group is shut down."""
+        """Returns what the workers are doing, and what they have done since the last time; nothing after a shutdown."""
         gang = self._gang
         return Sightings() if gang is None else gang.sightings(last=last)
 
-    def shutdown(
-        self, *, cleanup_method: str | None = None, timeout_s: float = STOP_DEADLINE_S, force: bool = False
-    ) -> bool:
-        """End every worker on every node, and all processes that they started; False if ``cleanup_method`` failed.
-
-        ``cleanup_method`` is called on the workers first; ``force`` leaves it out. A second shutdown does nothing.
-        """
+    def shutdown(self, *, timeout_s: float = STOP_DEADLINE_S) -> None:
+        """End every worker on every node, and all processes that they started. A second shutdown does nothing."""
         gang, self._gang = self._gang, None
         if gang is None:
-            return True
-        clean = True
-        if cleanup_method is not None and not force:
-            calls = [gang.call(rank, cleanup_method, (), (), {}) for rank in range(self.world_size)]
-            try:
-                gang.gather(calls, wait=Wait(timeout_s, first_s=30, every_s=30, stalls=False))
-            except WorkerError as error:
-                say(f"{cleanup_method} of {self.name_prefix} failed, its workers are ended anyway: {error}")
-                clean = False
+            return
         try:
             gang.stop(timeout_s=timeout_s)
         finally:
             self.cluster.forget(self)
-        return clean
 
     def _shared(self, args: Iterable[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments in a form that is cheap to give to several workers."""
@@ -416,16 +364,6 @@ def _seats_per_node(cluster: VirtualCluster, workers_per_node: int | Sequence[in
         each = max(count // slots, 1)
         seats += [Seat(node_rank=node.node_rank, slots=(number // each,)) for number in range(count)]
     return seats
-
-
-def _seats_of_bundles(cluster: VirtualCluster, entries: Sequence[tuple[int, Sequence[int]]]) -> list[Seat]:
-    nodes = cluster.nodes
-    for node, slots in entries:
-        if not 0 <= node < len(nodes):
-            raise ValueError(f"bundle_indices_list names node {node}; the cluster has nodes 0 to {len(nodes) - 1}")
-        if not slots:
-            raise ValueError(f"bundle_indices_list has an entry of node {node} without a slot")
-    return [Seat(node_rank=nodes[node].node_rank, slots=tuple(slots)) for node, slots in entries]
 
 
 RayWorkerBuilder = WorkerBuilder

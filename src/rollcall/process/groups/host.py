@@ -19,6 +19,7 @@ import socket
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import psutil
@@ -72,7 +73,7 @@ class RemoteFailureError(Exception):
 
     @classmethod
     def of(cls, error: Exception) -> RemoteFailureError:
-        """The exception as the worker's author knows it, without the frames that lead to the worker's code."""
+        """Shows the exception as the worker's author knows it, without the frames that lead to the worker's code."""
         inner = error.__traceback__
         while inner is not None and inner.tb_frame.f_globals.get("__name__", "").startswith(_FRAMES):
             inner = inner.tb_next
@@ -109,7 +110,7 @@ def lease_port() -> socket.socket:
 
 
 def load_class(target: str | type) -> type:
-    """The worker class, without Ray's decorator."""
+    """Imports the worker class, and takes Ray's decorator off it."""
     if isinstance(target, str):
         module, _, name = target.rpartition(".")
         with uncollected():
@@ -180,7 +181,7 @@ class Host:
 
 
 def _examined(error: Exception) -> RemoteFailureError:
-    """The failure for the caller, once a debugger has looked at it where that was asked for. A worker that only lost its peer
+    """Returns the failure for the caller, after a debugger has looked at it where that was asked for. A worker that only lost its peer
     has nothing to show."""
     failure = RemoteFailureError.of(error)
     if not is_about_a_peer(error, failure.text):
@@ -195,10 +196,8 @@ def end_group(mark: str, *, timeout_s: float) -> list[int]:
         if time.monotonic() > deadline:
             return marked
         for pid in marked:
-            try:
+            with suppress(ProcessLookupError):  # ended by itself meanwhile
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue  # ended by itself meanwhile
         time.sleep(0.02)
     return []
 

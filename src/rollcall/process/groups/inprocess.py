@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollcall.base.wait import Wait
@@ -40,6 +41,7 @@ class InProcess(Carrier):
         self._lease = lease_port()
         self._loop = asyncio.new_event_loop()
         self._is_open = True
+        self.changed = threading.Condition()
 
     def launch(self, spec: WorkerSpec, *, lost: Member | None, wait: Wait) -> Member:
         return Member(spec, link=_Worker(self._loop, port=self._lease.getsockname()[1]))
@@ -53,12 +55,6 @@ class InProcess(Carrier):
             call.finish(error=RemoteFailureError.of(error))
         if method == "call":
             self.gang.lookout.add(call.member.spec.rank, DoneCall(args[0], began_s, time.time()))
-
-    def settle(self, calls: Sequence[Call], *, timeout_s: float, through_failures: bool = False) -> None:
-        return None
-
-    def answered(self, calls: Sequence[Call], *, timeout_s: float) -> Collection[Call]:
-        return calls
 
     def is_alive(self, member: Member) -> bool:
         return self._is_open

@@ -76,7 +76,7 @@ class Seen:
 
 
 class Pulse:
-    """The worker writes it around each of its calls: a few bytes of shared memory, at no cost to the call."""
+    """What a worker writes around each of its calls: a few bytes of shared memory, at no cost to the call."""
 
     def __init__(self, rank: int) -> None:
         self._file = os.fdopen(os.memfd_create(f"{PULSE}-{rank}"), "r+b", buffering=0)  # stays open: others find it so
@@ -122,7 +122,7 @@ class Pulse:
         self._memory[STOP:] = text.ljust(STOP_BYTES, b"\0")
 
     def _keep(self, method: str, started: float, ended: float) -> None:
-        """Into the ring, or into its last entry."""
+        """Writes a call into the ring, or adds it to the last entry."""
         last = self._last
         if last is not None and _goes_on(last, method, started) and ended - last.start_s < LONGEST_JOIN_S:
             call = DoneCall(method, last.start_s, ended, last.count + 1)
@@ -142,7 +142,7 @@ def _goes_on(last: DoneCall, method: str, start_s: float) -> bool:
 
 
 class Reader:
-    """Looks at one process again and again, and reports each call once."""
+    """Looks at a process repeatedly and reports each of its calls once."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -160,7 +160,7 @@ class Reader:
             self._file = None
 
     def look(self) -> Seen:
-        """The process and its pulse, now."""
+        """Returns the state of the process and its pulse."""
         state, memory_bytes = "", 0
         with contextlib.suppress(psutil.Error):
             if self._process is not None and self._process.is_running():  # not a later one with its number
@@ -210,7 +210,7 @@ class Reader:
             return b""
 
     def _calls(self, data: bytes, *, doing: str, since_s: float, now: float) -> tuple[DoneCall, ...]:
-        """The calls that are new, without the last one if it may still grow."""
+        """Returns the calls that are new, without the last one if it may still grow."""
         kept, _ = HEAD.unpack_from(data, PAGE)
         found: list[DoneCall] = []
         for number in range(max(self._told, kept - NUM_CALLS), kept):
@@ -226,7 +226,7 @@ class Reader:
 
 
 def look(pid: int) -> Seen:
-    """The process and its pulse, once."""
+    """Looks once at a process and its pulse."""
     reader = Reader(pid)
     try:
         return reader.look()
@@ -263,11 +263,11 @@ class LogTail:
 
     @property
     def path(self) -> str:
-        """The first of them; empty: it prints to no file."""
+        """The first of the files; empty if it prints to none."""
         return next(iter(self._ends), "")
 
     def read(self) -> bytes:
-        """The lines that are new."""
+        """Returns the new lines."""
         return b"".join(self._read(path) for path in self._ends)
 
     def _read(self, path: str) -> bytes:

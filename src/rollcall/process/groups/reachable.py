@@ -72,7 +72,7 @@ class Thread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stacks:
-    """One process at this moment."""
+    """The threads of a process at one moment."""
 
     title: str
     pid: int
@@ -84,7 +84,7 @@ class Stacks:
 
 
 def be_reachable(about: About) -> None:
-    """From now on others can find this process, read its stacks and profile it. A second call changes what it says."""
+    """Lets others find this process, read its stacks and profile it. A second call changes what it says."""
     global _descriptor
     with _lock:
         if _descriptor < 0:
@@ -96,7 +96,7 @@ def be_reachable(about: About) -> None:
 
 
 def _forget() -> None:
-    """In a forked child, which is not the process that the file is about."""
+    """Drops the file in a forked child, which it is not about."""
     global _descriptor, _lock
     if _descriptor >= 0:
         os.close(_descriptor)
@@ -108,7 +108,7 @@ os.register_at_fork(after_in_child=_forget)
 
 @contextmanager
 def reachable(about: About) -> Iterator[None]:
-    """While the block runs; after it, the process belongs to no run."""
+    """Makes this process reachable while the block runs; after it, the process belongs to no run."""
     be_reachable(about)
     try:
         yield
@@ -117,7 +117,7 @@ def reachable(about: About) -> Iterator[None]:
 
 
 def about_process(pid: int) -> About | None:
-    """What the process says about itself; None if it is not one of ours, or is gone."""
+    """Reads what a process says about itself; None if it is not reachable, or is gone."""
     path = memory_file(pid, ABOUT)
     try:
         found: dict[str, Any] = json.loads(path.read_bytes().rstrip(b"\0")) if path is not None else {}
@@ -232,7 +232,7 @@ def _name(process: Process) -> str:
 
 
 def serve_profiles() -> None:
-    """Answer from now on, in a thread. Where sockets are refused, this process cannot be profiled, and runs as well."""
+    """Answer requests for profiles in a thread. Where sockets are refused, this process runs and cannot be profiled."""
     own = Process.of(os.getpid())
     if own is None:
         return
@@ -255,7 +255,7 @@ def _serve(server: socket.socket) -> None:
                     peer.settimeout(5.0)
                     _answer(peer, float(read_json_frame(partial(read_exactly, peer.recv))["seconds"]))
             except (OSError, ValueError, KeyError, TypeError):
-                continue  # the one who asked is gone, or is not one of ours
+                continue  # the caller has gone, or is not one of ours
 
 
 def _answer(peer: socket.socket, seconds: float) -> None:
@@ -272,7 +272,7 @@ def _answer(peer: socket.socket, seconds: float) -> None:
 
 
 def _profile(path: Path, peer: socket.socket, *, seconds: float) -> bool:
-    """Write a trace; False: the one who asked is gone, and there is none."""
+    """Write a trace; False: the caller has gone, and there is none."""
     if "torch" not in sys.modules:
         raise ProfileError("it has not loaded torch")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it prints into the run's output
@@ -300,7 +300,7 @@ def _profile(path: Path, peer: socket.socket, *, seconds: float) -> bool:
 
 
 def profile_process(pid: int, *, seconds: float) -> bytes:
-    """The trace of a process on this host, as gzipped JSON; raises ``ProfileError``."""
+    """Profiles a process on this host; returns the trace as gzipped JSON, or raises ``ProfileError``."""
     process = Process.of(pid)
     if process is None:
         raise ProfileError("it has ended")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -17,20 +16,14 @@ class NamedSharding:
     {'batch': 2, 'model': 2}
     >>> sharding.get_worker_coords(2)
     {'batch': 1, 'model': 0}
-    >>> sharding.get_ranks_by_coord(batch=1)
-    [2, 3]
     """
 
     def __init__(self, layout: ArrayLike, *, names: Sequence[str]) -> None:
         ranks = np.asarray(layout)
         if ranks.dtype.kind not in "iu":
             raise ValueError(f"a layout holds ranks, which are whole numbers; got {ranks.dtype} in {layout!r}")
-        if ranks.ndim != len(names):
-            raise ValueError(
-                f"the layout has {ranks.ndim} axes and {len(names)} names ({_listed(names)}); name each axis once"
-            )
-        if len(set(names)) < len(names):
-            raise ValueError(f"the axis names {_listed(names)} are not all different")
+        if ranks.ndim != len(names) or len(set(names)) < len(names):
+            raise ValueError(f"the layout has {ranks.ndim} axes and the names {list(names)}; name each axis once")
         if ranks.size == 0:
             raise ValueError(f"a layout needs at least one rank; its shape is {ranks.shape}")
         if len(np.unique(ranks)) < ranks.size:
@@ -50,10 +43,6 @@ class NamedSharding:
         return cls(np.arange(num_workers).reshape(num_workers, 1), names=["batch", "model"])
 
     @property
-    def layout(self) -> NDArray[np.int64]:
-        return self._layout.copy()
-
-    @property
     def names(self) -> list[str]:
         return list(self._names)
 
@@ -62,24 +51,13 @@ class NamedSharding:
         return dict(zip(self._names, self._layout.shape, strict=True))
 
     @property
-    def ndim(self) -> int:
-        return self._layout.ndim
-
-    @property
-    def size(self) -> int:
-        return self._layout.size
-
-    @property
     def ranks(self) -> list[int]:
         """Every rank, smallest first."""
         return list(self._ranks)
 
-    def get_axis_index(self, name: str) -> int:
-        self.check_axes([name])
-        return self._names.index(name)
-
     def get_axis_size(self, name: str) -> int:
-        return self._layout.shape[self.get_axis_index(name)]
+        self.check_axes([name])
+        return self.shape[name]
 
     def get_worker_coords(self, worker_id: int) -> dict[str, int]:
         """Where a rank sits on each axis."""
@@ -89,17 +67,6 @@ class NamedSharding:
                 f"rank {worker_id} is not in the layout; its ranks are {self.ranks[0]} to {self.ranks[-1]}"
             )
         return dict(zip(self._names, place, strict=True))
-
-    def get_ranks(self, **coords: int) -> NamedSharding | int:
-        """The part of the layout at these coordinates; a rank if they name every axis."""
-        left = self._layout[self._index(coords)]
-        if left.ndim == 0:
-            return int(left)
-        return NamedSharding(left, names=[name for name in self._names if name not in coords])
-
-    def get_ranks_by_coord(self, **coords: int) -> list[int]:
-        """The ranks at these coordinates, in the layout's order."""
-        return self._layout[self._index(coords)].ravel().tolist()
 
     def shard_index(self, rank: int, axes: Sequence[str]) -> int:
         """Which shard a rank gets when data is split over ``axes``, the first of them outermost."""
@@ -117,27 +84,7 @@ class NamedSharding:
         """Refuse a name that is neither an axis nor one of ``also``."""
         for name in names:
             if name not in self._names and name not in also:
-                raise ValueError(f"{argument}: {name!r} is not one of {_listed([*self._names, *also])}")
-
-    def _index(self, coords: dict[str, int]) -> tuple[Any, ...]:
-        self.check_axes(coords)
-        for name, place in coords.items():
-            size = self.get_axis_size(name)
-            if not 0 <= place < size:
-                raise ValueError(f"axis {name!r} has size {size}, so {name}={place} is outside; use 0 to {size - 1}")
-        return tuple(coords.get(name, slice(None)) for name in self._names)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, NamedSharding):
-            return NotImplemented
-        return self._names == other._names and np.array_equal(self._layout, other._layout)
-
-    def __hash__(self) -> int:
-        return hash((self._names, self._layout.tobytes()))
+                raise ValueError(f"{argument}: {name!r} is not one of {', '.join(map(repr, [*self._names, *also]))}")
 
     def __repr__(self) -> str:
         return f"NamedSharding(shape={self.shape}, layout={self._layout.tolist()})"
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(map(repr, names)) or "(none)"

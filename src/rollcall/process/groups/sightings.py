@@ -10,8 +10,7 @@ In a ``Lookout`` one thread collects what workers do, and another takes it.
 
 Times of a worker are its host's monotonic clock. ``HostClock`` turns them into unix time of this host. It trusts no clock of another
 host: a node gives its monotonic time in every answer, and of the last answers the one with the shortest round trip shows how far
-the two clocks are apart. That is wrong by half a round trip at most. Where there is no round trip (workers that share only a
-folder), the answer that was the fewest seconds old counts as if it were new.
+the two clocks are apart. That is wrong by half a round trip at most.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class Watch:
         ] = {}  # by rank: a call, and how long it had taken when it was last held
 
     def forgive(self, rank: int) -> None:
-        """A new process has this rank."""
+        """Watch this rank again, which a new process has."""
         self._lost.discard(rank)
         self._stopped.pop(rank, None)
 
@@ -157,17 +156,17 @@ class HostClock:
         self._answers: deque[tuple[float, float]] = deque(maxlen=64)  # round trip, apart
 
     def note(self, there_s: float, *, asked_s: float, answered_s: float) -> None:
-        """A host says ``there_s``, asked and heard at these times of ours."""
+        """Note that a host, asked and heard at these times of ours, says ``there_s``."""
         trip_s = max(answered_s - asked_s, 0.0)
         self._answers.append((trip_s, answered_s - trip_s / 2 - there_s))
 
     def here(self, there_s: float) -> float:
-        """A time of that host, as ours."""
+        """Converts a time of that host to ours."""
         return there_s + min(self._answers)[1] if self._answers else time.time()
 
 
 class Lookout:
-    """Any thread may note or take."""
+    """Collects what workers do, for one reader. Any thread may note or take."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -201,7 +200,7 @@ class Lookout:
             self._logs[rank] = (self._logs.get(rank, b"") + added)[-(64 << 10) :]
 
     def add(self, rank: int, call: DoneCall) -> None:
-        """A call with times of ours."""
+        """Add a call whose times are ours."""
         with self._lock:
             self._calls[rank].append(call)
 
@@ -214,13 +213,13 @@ class Lookout:
             self._end_call(rank, turn.at_s)
 
     def _end_call(self, rank: int, at_s: float) -> None:
-        """The call it was in when it was last seen ended with it. A reader takes a repetition for the same call."""
+        """End the call that a lost worker was last seen in. A reader takes a repetition for the same call."""
         seen, since_s = self._seen.get(rank, (None, None))
         if seen is not None and seen.doing and since_s is not None:
             self._calls[rank].append(DoneCall(seen.doing, since_s, max(at_s, since_s)))
 
     def regain(self, rank: int, note: str) -> None:
-        """A new process has this rank."""
+        """Note that a new process has this rank."""
         with self._lock:
             if self._lost.pop(rank, None) is not None:
                 self._turns.append(Turn(time.time(), rank, False, note))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pickle
 import threading
 import uuid
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -155,9 +155,9 @@ class OnRay(Carrier):
         return self._supervisor.look(last=last)
 
     def stop(self, members: Sequence[Member], *, timeout_s: float) -> None:
-        """On all nodes at once; lost nodes are not waited for."""
-        answering = self._supervisor.answering
-        lost = {one.spec.node.node_id for one in members if one.death and one.spec.rank not in answering}
+        """End them on all nodes at once, without waiting for nodes that are lost."""
+        silent = self._supervisor.look(last=False)
+        lost = {one.spec.node.node_id for one in members if one.death and one.spec.rank in silent}
         with self._changing:  # no worker is added from now on
             self._has_ended = True
             for host in self._hosts.values():
@@ -184,46 +184,37 @@ def _end(mark: str, timeout_s: float) -> list[int]:
 
 
 def _death(error: Exception) -> str:
-    """Ray's reason, without its field list and its general advice."""
+    """Returns Ray's reason, without its list of fields and its general advice."""
     lines = [line for line in str(error).splitlines() if line and not line.startswith("\t")]
     return lines[-1].partition(" Some common causes include")[0].removesuffix(".") if lines else type(error).__name__
 
 
+class _Full(Exception):
+    pass
+
+
+class _Scale:
+    """Counts what is written, up to ``INLINE_BYTES``."""
+
+    size = 0
+
+    def write(self, data: Any) -> None:
+        self.size += memoryview(data).nbytes
+        if self.size > INLINE_BYTES:
+            raise _Full
+
+
 def is_large(value: Any) -> bool:
     """Whether one shared copy is cheaper than a copy in each worker's call."""
-    size = _known_size(value, INLINE_BYTES)
-    if size is None:
-        try:
-            size = len(cloudpickle.dumps(value))
-        except (pickle.PicklingError, TypeError):
-            return False  # the call itself says best what cannot be sent
-    return size > INLINE_BYTES
-
-
-def _known_size(value: Any, limit: int) -> int | None:
-    """Bytes, or any number above the limit; None if only pickling could tell."""
-    if value is None or isinstance(value, bool | int | float):
-        return 16
-    if isinstance(value, str | bytes | bytearray):
-        return len(value)
-    nbytes = getattr(value, "nbytes", None)
-    if isinstance(nbytes, int) and getattr(getattr(value, "dtype", None), "hasobject", False) is False:
-        return nbytes
-    items: Iterable[Any]
-    if isinstance(value, Mapping):
-        items = (part for pair in value.items() for part in pair)
-    elif isinstance(value, list | tuple):
-        items = value
-    elif is_dataclass(value) and not isinstance(value, type):
-        items = (getattr(value, field.name) for field in fields(value))
-    else:
-        return None
-    total = 0
-    for item in items:
-        size = _known_size(item, limit - total)
-        if size is None:
-            return None
-        total += size
-        if total > limit:
-            break
-    return total
+    scale: Any = _Scale()
+    # Arrays and tensors need not be pickled for this; pickling a tensor copies it.
+    parts = value.values() if isinstance(value, Mapping) else (value,)
+    if sum(part.nbytes for part in parts if isinstance(getattr(part, "nbytes", None), int)) > INLINE_BYTES:
+        return True
+    try:
+        cloudpickle.dump(value, scale, protocol=5, buffer_callback=scale.write)
+    except _Full:
+        return True
+    except (pickle.PicklingError, TypeError):
+        return False  # the call itself says best what cannot be sent
+    return False

@@ -73,7 +73,6 @@ def connect(
     cluster: Cluster | None = None,
     *,
     ray_address: str | None = None,
-    timeout_s: float = 60.0,
     log_to_driver: bool = True,
 ) -> Cluster:
     """Make this process a driver of the cluster, by default of the one that is meant, with ``ray_address`` from the run file.
@@ -92,7 +91,7 @@ def connect(
         _say_open(cluster, is_open=os.environ.get(MODE, "disabled") == "disabled")
         return cluster
     # Asked first: Ray itself retries a dead head for minutes, then ends the process.
-    answer = cluster.ask(timeout_s=timeout_s)
+    answer = cluster.ask(timeout_s=60.0)
     if answer.head is None:
         raise HeadUnreachable(f"the head of {cluster.title} is not up yet, or has just ended; try again")
     own = cluster.own_node(answer)

@@ -18,7 +18,7 @@ Pending = Any  # Ray's reference to a result
 
 
 class NoAnswerError(ClusterError):
-    """The process on the node has failed, has died or does not answer in time; the message is only the reason."""
+    """The process on the node has failed, died, or not answered in time. The message is the bare reason."""
 
 
 def run_on(node_id: str, function: Callable[[], Any], *, env: Mapping[str, str]) -> Pending:
@@ -46,14 +46,14 @@ class Pinned:
 
 
 def pinned(node_id: str) -> dict[str, Any]:
-    """Options of Ray for what runs on that node, and takes none of its CPUs."""
+    """Ray's options for something that runs on that node and takes none of its CPUs."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}
 
 
 def answer_of(call: Pending, *, timeout_s: float) -> Any:
-    """Raises ``NoAnswerError``."""
+    """Waits for the answer; raises ``NoAnswerError``."""
     import ray
     from ray.exceptions import RayError
 
@@ -77,12 +77,8 @@ def answers_of(calls: Mapping[int, Pending], *, wait: Wait, to: str) -> tuple[di
             try:
                 answers[rank] = ray.get(call)
             except Exception as error:  # the code there may raise anything, and it arrives as itself
-                failures[rank] = f"it failed: {_last_line(error)}"
+                lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+                failures[rank] = f"it failed: {[type(error).__name__, *lines][-1]}"
         if waiting:
             wait.tell(f"waiting for rank {', '.join(map(str, sorted(waiting.values())))} to {to}")
     return answers, failures | dict.fromkeys(waiting.values(), f"no answer after {wait.timeout_s:.0f} s")
-
-
-def _last_line(error: Exception) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[-1].strip() if lines else type(error).__name__

@@ -95,7 +95,7 @@ class HttpClient(JobSubmissionClient):
             return self.submit_job(runtime_env={**runtime_env, "working_dir": file.name}, **options)
 
     def read(self, job_id: str, skip: int) -> tuple[str, bool]:
-        """The log past its first ``skip`` characters, and whether the job was over before it was read."""
+        """Returns the log past its first ``skip`` characters, and whether the job was over before it was read."""
         is_over = self.get_job_status(job_id).is_terminal()
         return self.get_job_logs(job_id)[skip:], is_over
 
@@ -122,7 +122,7 @@ class HttpClient(JobSubmissionClient):
             return redact(str(error) or type(error).__name__)
 
     def _do_request(self, method: str, endpoint: str, **options: Any) -> requests.Response:
-        """Ray's client sets no limit."""
+        """Adds a time limit, which Ray's client does not set."""
         # A proxy is for other machines: one that the shell names would be asked for its own loopback, and get the token.
         host = urllib.parse.urlsplit(self.where).hostname or ""
         is_here = host in ("localhost", "::1") or host.startswith("127.")
@@ -145,7 +145,7 @@ class HttpClient(JobSubmissionClient):
 
 
 class RelayClient:
-    """From a node of the cluster, through Ray, to the dashboard on the head's loopback."""
+    """Reaches the dashboard on the head's loopback from a node of the cluster, through Ray."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._head_address = cluster.head_address
@@ -204,7 +204,7 @@ class AtHead:
 
 
 def _reason(error: Exception) -> str:
-    """The innermost reason of a requests error, without the addresses it repeats."""
+    """Returns the innermost reason of an error of requests, without the addresses that it repeats."""
     text = str(error)
     found = re.search(r"\[Errno -?\d+\] ([^'\")]+)|(timed out)", text)
     return (found[1] or found[2]).strip() if found else redact(text)[:200]

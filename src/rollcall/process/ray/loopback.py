@@ -8,7 +8,7 @@ from __future__ import annotations
 
 
 def keep_loopback() -> None:
-    """From now on, Ray in this process uses a loopback address as given."""
+    """Makes Ray in this process use a loopback address as given."""
     from ray._private import services
 
     assert callable(services.resolve_ip_for_localhost), "Ray has another name for it; see what replaces the address"

@@ -65,7 +65,11 @@ def ranked_nodes() -> list[RayNode]:
     alive = [node for node in ray.nodes() if node["Alive"] and _answers(node["NodeID"])]
     _refuse_twins(alive)
     addresses = [node["NodeManagerAddress"] for node in alive]
-    places = {_place(node, addresses): node for node in alive}
+    # Where several nodes have an address, also which of them it is.
+    places = {
+        one if addresses.count(one) == 1 else f"{one} {node['NodeID']}": node
+        for one, node in zip(addresses, alive, strict=True)
+    }
     ranks = rank_by_address(
         {
             place: (_own_rank(node), node["NodeManagerAddress"], node["Resources"].get("GPU", 0) > 0)
@@ -106,26 +110,22 @@ def lost_nodes() -> dict[int | None, NodeInfo]:
 
 
 def settle_ranks(nodes: Sequence[RayNode]) -> None:
-    """A run is placed on these: from now on they keep their ranks in this process, and so does what comes back in their places."""
+    """Keeps the ranks of these nodes, on which a run is placed, and of nodes that come back in their places."""
     now = {node.place: node.rank for node in nodes}
     before = _settled.get(_this_ray(), {})
     _settled[_this_ray()] = {place: rank for place, rank in before.items() if rank not in now.values()} | now
 
 
 def suspect(node_id: str) -> None:
-    """This node does not answer: it is left out until it does."""
+    """Leaves out this node, which does not answer, until it does."""
     import ray
 
     if node_id not in _suspects:
-        _suspects[node_id] = ray.remote(_here).options(**pinned(node_id), max_retries=0).remote(), time.time()
-
-
-def _here() -> None:
-    return None
+        _suspects[node_id] = ray.remote(lambda: None).options(**pinned(node_id), max_retries=0).remote(), time.time()
 
 
 def forget_members() -> None:
-    """This process leaves its Ray."""
+    """Forgets everything when this process leaves its Ray."""
     _settled.clear()
     _suspects.clear()
 
@@ -151,12 +151,6 @@ def _this_ray() -> str:
     import ray
 
     return ray.get_runtime_context().gcs_address if ray.is_initialized() else ""
-
-
-def _place(node: dict[str, Any], addresses: Sequence[str]) -> str:
-    """The node's address; of several at one address, also which of them it is."""
-    address = node["NodeManagerAddress"]
-    return address if addresses.count(address) == 1 else f"{address} {node['NodeID']}"
 
 
 def _own_rank(node: dict[str, Any]) -> int | None:

@@ -56,10 +56,7 @@ class RayBackend:
                         release=partial(remove_placement_group, group),
                     )
             missing = sorted(set(ask.node_ranks or range(len(ask.slots_per_node))) - {node.rank for node in nodes})
-            if missing:
-                awaited = _missing(self.cluster, missing)
-            else:
-                awaited = f"slots: {_asked(ask)}; {_has(ask, nodes)}{_logical(ask, nodes)}"
+            awaited = _missing(self.cluster, missing) if missing else f"slots: {_lack(ask, nodes)}"
             if not wait.again(f"waiting for {awaited}", after_s=POLL_S):
                 advice = "ask for fewer, stop what uses the others, or add nodes (`rollcall status` lists them)"
                 more = "" if missing else f". Entries take nodes in rank order; {advice}"
@@ -90,7 +87,7 @@ def wait_for_nodes(cluster: Cluster | None, num_nodes: int, *, fewest: int, wait
 
 
 def _missing(cluster: Cluster | None, ranks: Sequence[int]) -> str:
-    """Who is missing, since when, and the command to run there."""
+    """Says which ranks are missing, since when, and the command to run there."""
     start = (
         start_there(cluster, ranks) if cluster else "start them (`rollcall node`, or `ray start` on a Ray of your own)"
     )
@@ -106,8 +103,7 @@ def choose_nodes(ask: Ask, nodes: Sequence[RayNode]) -> list[RayNode] | None:
     chosen: list[RayNode] = []
     left = iter(nodes)
     for count in ask.slots_per_node:
-        need = count * _per_slot(ask)
-        node = next((node for node in left if node.free.get(ask.resource, 0) >= need), None)
+        node = next((node for node in left if node.free.get(ask.resource, 0) >= count), None)
         if node is None:
             return None
         chosen.append(node)
@@ -120,15 +116,10 @@ def _may_fork(nodes: Sequence[RayNode]) -> bool:
     return all(node.is_ours for node in nodes) and not chosen_by_user & {*ray.get_runtime_context().runtime_env}
 
 
-def _per_slot(ask: Ask) -> int:
-    # Workers share a GPU by fractions; each worker without a GPU counts as a CPU.
-    return 1 if ask.use_gpus else ask.num_colocated
-
-
 def _place(ask: Ask, chosen: Sequence[RayNode], *, timeout_s: float) -> PlacementGroup | None:
     bundles, selectors = [], []
     for count, node in zip(ask.slots_per_node, chosen, strict=True):
-        bundles += [{ask.resource: _per_slot(ask), **node.tie} for _ in range(count)]
+        bundles += [{ask.resource: 1, **node.tie} for _ in range(count)]
         selectors += [node.selector for _ in range(count)]
     name = f"{ask.name}-{uuid.uuid4().hex[:8]}"  # Ray takes each name once
     group = placement_group(bundles, strategy="PACK", name=name, bundle_label_selector=selectors)
@@ -138,35 +129,27 @@ def _place(ask: Ask, chosen: Sequence[RayNode], *, timeout_s: float) -> Placemen
     return None
 
 
-def _asked(ask: Ask) -> str:
-    kind = "slots" if ask.use_gpus else "CPUs"
-    counts = [count * _per_slot(ask) for count in ask.slots_per_node]
+def _lack(ask: Ask, nodes: Sequence[RayNode]) -> str:
+    """Compares what was asked for with what the nodes have."""
+    kind, counts = "slots" if ask.use_gpus else "CPUs", list(ask.slots_per_node)
     where = f" (nodes {', '.join(map(str, ask.node_ranks))})" if ask.node_ranks is not None else ""
-    return f"{sum(counts)} {kind} were asked for, {counts} by node{where}"
-
-
-def _has(ask: Ask, nodes: Sequence[RayNode]) -> str:
-    found = [
-        f"node {node.rank} ({node.address}) has {node.total.get(ask.resource, 0):g}, "
-        f"{node.free.get(ask.resource, 0):g} of them free"
-        for node in nodes
-    ]
-    return "; ".join(found) or "no node has joined"
-
-
-def _logical(ask: Ask, nodes: Sequence[RayNode]) -> str:
-    """For those whose nodes have no GPU at all, which their Ray counts as no slot."""
-    if not ask.use_gpus or not nodes or any(node.total.get("GPU") for node in nodes):
-        return ""
-    return (
-        "; no node has declared a GPU, and a slot is a GPU that Ray counts: on nodes without any, `ray start --num-gpus N` (or "
-        "`rollcall node --slots N`) declares N logical ones"
-    )
+    said = [f"{sum(counts)} {kind} were asked for, {counts} by node{where}"]
+    for node in nodes:
+        total, free = node.total.get(ask.resource, 0), node.free.get(ask.resource, 0)
+        said.append(f"node {node.rank} ({node.address}) has {total:g}, {free:g} of them free")
+    if not nodes:
+        said.append("no node has joined")
+    elif ask.use_gpus and not any(node.total.get("GPU") for node in nodes):
+        said.append(
+            "no node has declared a GPU, and a slot is a GPU that Ray counts: on nodes without any, `ray start --num-gpus N` (or "
+            "`rollcall node --slots N`) declares N logical ones"
+        )
+    return "; ".join(said)
 
 
 @ray.remote(num_cpus=0, max_calls=0)  # the process stays for the next bundle of its node
 def _look() -> tuple[int, str, str | None]:
-    """This bundle's accelerator: its place on the node, its name, and the variable that makes it visible."""
+    """Returns this bundle's accelerator: its place on the node, its name, and the variable that makes it visible."""
     from ray._private.accelerators import get_accelerator_manager_for_resource
     from ray._private.worker import global_worker
 
@@ -209,7 +192,7 @@ def _seats(ask: Ask, chosen: Sequence[RayNode], group: PlacementGroup, *, wait: 
 def _look_around(
     bundles: Sequence[range], group: PlacementGroup, *, wait: Wait
 ) -> dict[int, tuple[int, str, str | None]]:
-    """All nodes at once, the bundles of a node one after the other, so that each node starts one process for it."""
+    """Asks all nodes at once, but the bundles of a node one after the other, so that each node starts one process for it."""
     found: dict[int, tuple[int, str, str | None]] = {}
     for turn in range(max(map(len, bundles))):
         asked = {

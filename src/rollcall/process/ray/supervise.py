@@ -47,7 +47,7 @@ class NodeLook:
 
 
 class Eyes:
-    """On each node: looks at the workers there."""
+    """Looks at the workers of one node, in a process there."""
 
     def __init__(self, mark: str) -> None:
         self._mark = mark
@@ -61,10 +61,10 @@ class Eyes:
         self._asked_s = time.monotonic()
         for pid in set(pids.values()) - self._readers.keys():
             self._readers[pid], self._tails[pid] = Reader(pid), LogTail(pid)
-        return self.look_once(pids)
+        return self.look_again(pids)
 
-    def look_once(self, pids: Mapping[int, int]) -> NodeLook:
-        """The last look at these workers, which may be lost."""
+    def look_again(self, pids: Mapping[int, int]) -> NodeLook:
+        """Looks once more at workers that may be lost."""
         known = {rank: pid for rank, pid in pids.items() if pid in self._readers}
         return NodeLook(
             now_s=time.monotonic(),
@@ -128,33 +128,27 @@ class Supervisor:
             self._seats[member.spec.rank] = member
 
     def remove(self, member: Member) -> None:
-        """This worker is known to be lost. Its node is asked once more what it did."""
+        """Stops watching a worker that is lost, and asks its node once more what it did."""
         with self._lock:
             known = self._seats.pop(member.spec.rank, None)
         if known is not None:
             self._look_last([member])
             self._post(member, stop=None)
 
-    @property
-    def answering(self) -> set[int]:
-        """Ranks on nodes that answered the last look."""
-        with self._lock:
-            return {rank for rank, one in self._seats.items() if one.spec.node.node_id not in self._silent_nodes}
-
     def look(self, *, last: bool) -> set[int]:
-        """Ranks on nodes that do not answer."""
+        """Returns the ranks on nodes that do not answer."""
         if last:
             self._look_last(list(self._seats.values()))
         with self._lock:
             return {rank for rank, one in self._seats.items() if one.spec.node.node_id in self._silent_nodes}
 
     def _look_last(self, members: Sequence[Member]) -> None:
-        """Ask the nodes of these workers, if they answer, what those did until now."""
+        """Ask the nodes that answer what these workers did until now."""
         time.sleep(2 * JOIN_S)  # a call that has just ended may be followed by one like it
         with self._lock:
             by_node = _pids_by_node(one for one in members if one.spec.node.node_id not in self._silent_nodes)
         asked_s = time.time()
-        calls = {node_id: self._eyes[node_id].look_once.remote(pids) for node_id, pids in by_node.items()}
+        calls = {node_id: self._eyes[node_id].look_again.remote(pids) for node_id, pids in by_node.items()}
         ready = ray.wait(list(calls.values()), num_returns=len(calls), timeout=ANSWER_S)[0] if calls else []
         for node_id, call in calls.items():
             if call in ready:
@@ -227,7 +221,7 @@ class Supervisor:
         BOARD.post(f"{self._mark} {member.pid}", seat, stop or None)
 
     def _answers(self, nodes: list[str]) -> dict[str, NodeLook | None]:
-        """The answers within the time of a look; the other questions stay open until the next look."""
+        """Returns the answers that come in time; the other questions stay open until the next look."""
         asked = [self._asked[node_id][0] for node_id in nodes]
         ready: list[Any] = []
         if asked:

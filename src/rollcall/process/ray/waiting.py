@@ -20,7 +20,7 @@ NAMESPACE = "rollcall-debugger"
 
 
 def serve_driver() -> None:
-    """This process drives workers of the cluster that it is connected to: terminals of all its nodes can come to what stops."""
+    """Lets terminals on all nodes of the cluster reach what stops in this process."""
     import ray
 
     own = ray.get_runtime_context().get_node_id()
@@ -31,7 +31,7 @@ def serve_driver() -> None:
 
 
 def publish(run_dir: Path | None, waiting: Sequence[Waiting]) -> None:
-    """The copy of this process's board; removed while nobody waits."""
+    """Writes the copy of this process's board; removes it while nobody waits."""
     import ray
     from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_put
 
@@ -48,7 +48,7 @@ def publish(run_dir: Path | None, waiting: Sequence[Waiting]) -> None:
 
 
 def read_waiting() -> list[Waiting]:
-    """Of all controllers of the cluster that this process is connected to."""
+    """Reads who waits in any run of the cluster that this process is connected to."""
     from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_list
 
     found: list[Waiting] = []

@@ -25,6 +25,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn
 
@@ -134,8 +135,8 @@ def _serve(listener: socket.socket) -> NoReturn:
         while (ended := _ended()) is not None:
             pid, status = ended
             if pid in stubs:
-                with stubs.pop(pid) as stub:
-                    _try_send(stub, bytes([status & 0xFF]))
+                with stubs.pop(pid) as stub, suppress(OSError):  # the stub has been killed
+                    stub.sendall(bytes([status & 0xFF]))
         if stubs:
             since_s = time.monotonic()
         if time.monotonic() - since_s > IDLE_S or (raylet and not stubs and not os.path.exists(f"/proc/{raylet}")):
@@ -143,7 +144,7 @@ def _serve(listener: socket.socket) -> NoReturn:
 
 
 def _ended() -> tuple[int, int] | None:
-    """A child that has ended, and its exit status."""
+    """Returns a child that has ended, and its exit status."""
     try:
         pid, status = os.waitpid(-1, os.WNOHANG)
     except ChildProcessError:
@@ -151,15 +152,8 @@ def _ended() -> tuple[int, int] | None:
     return (pid, os.waitstatus_to_exitcode(status)) if pid else None
 
 
-def _try_send(stub: socket.socket, data: bytes) -> None:
-    try:
-        stub.sendall(data)
-    except OSError:  # it has been killed
-        return
-
-
 def _fork(stub: socket.socket, *, keep_out: list[socket.socket], pipe: tuple[int, int]) -> int | None:
-    """The process of the worker that this stub asks for. It does not return there."""
+    """Forks the worker that this stub asks for; returns its process id, and does not return in the worker."""
     if not is_own_users(stub):
         stub.close()
         return None
@@ -178,7 +172,8 @@ def _fork(stub: socket.socket, *, keep_out: list[socket.socket], pipe: tuple[int
         _become_worker(request, streams, pipe)
     for stream in streams:
         os.close(stream)
-    _try_send(stub, FORKED)
+    with suppress(OSError):  # the stub has been killed
+        stub.sendall(FORKED)
     return pid
 
 

@@ -18,8 +18,9 @@ import sys
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -77,7 +78,6 @@ class FolderBackend:
         run: str,
         options: Mapping[str, str] | None = None,
         appear_s: float = APPEAR_S,
-        silent_s: float = SILENT_S,
     ) -> None:
         self.folder = own_folder(folder)
         self.num_nodes = num_nodes
@@ -85,7 +85,6 @@ class FolderBackend:
         self._epoch = 0
         self._messages = Messages(self.folder)
         self._appear_s = appear_s
-        self._silent_s = silent_s
         facts = {**about_this_process(), "state": State.RUNNING, "why": "", "run": run, "epoch": 0, "dismissed": []}
         facts |= {"options": {"--num-nodes": str(num_nodes), **(options or {})}, "folder": str(self.folder)}
         self._presence = Presence(self._messages.master, facts)
@@ -127,17 +126,11 @@ class FolderBackend:
         return Reservation(nodes=nodes, carrier=lambda recipe: Mail(self))  # the workers stay for the next group
 
     def await_workers(self, ranks: Sequence[int], *, timeout_s: float) -> list[NodeWorker]:
-        """A living worker of each rank."""
+        """Wait for a living worker of each rank."""
         if 0 in ranks and (self._child is None or self._child.poll() is not None):
             # It ends when its standard input ends, so with this process.
-            command = [
-                sys.executable,
-                "-m",
-                "rollcall.process.groups.folder.worker",
-                str(self.folder),
-                "0",
-                str(self.num_nodes),
-            ]
+            module = "rollcall.process.groups.folder.worker"
+            command = [sys.executable, "-m", module, str(self.folder), "0", str(self.num_nodes)]
             self._child = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)  # Ctrl-C is for us
         wait = Wait(timeout_s, every_s=5)
         while missing := [rank for rank in ranks if not self._welcome(rank)]:
@@ -171,10 +164,10 @@ class FolderBackend:
             self._workers[rank] = NodeWorker(rank, facts=facts)
             return True
 
-    def facts_of(self, worker: NodeWorker) -> tuple[Mapping[str, Any], float]:
-        """What this worker last wrote about itself, and how many seconds ago that was seen."""
+    def facts_of(self, worker: NodeWorker) -> Mapping[str, Any]:
+        """Returns what this worker last wrote about itself."""
         peer = self._peers[worker.rank]
-        return (peer.facts, peer.silent_s) if peer.incarnation == worker.incarnation else ({}, 0.0)
+        return peer.facts if peer.incarnation == worker.incarnation else {}
 
     def end_child(self) -> None:
         if self._child is None:
@@ -210,13 +203,18 @@ class FolderBackend:
         return label_of(master=self._presence.incarnation, worker=worker.incarnation, epoch=self._epoch)
 
     def _carry(self) -> None:
-        """The postman's loop."""
+        """Take answers and watch the workers until the end; the postman's loop."""
         looked = 0.0
         while not self._ended.wait(self._rhythm.wait_s):
             try:
                 found = self._take_answers()
                 if time.monotonic() - looked > BEAT_S / 2:
-                    self._look_at_workers()
+                    for peer in self._peers.values():
+                        peer.look()
+                    with self.changed:
+                        for rank, worker in self._workers.items():
+                            if not worker.death and (why := self._cause_of_death(rank, worker)):
+                                self._bury(rank, why)
                     looked = time.monotonic()
                 self._rhythm.note(happened=found)
             except Exception as error:  # those that wait for an answer must know that none will come
@@ -235,40 +233,22 @@ class FolderBackend:
             data = read(answers / name)
             if data is None:
                 continue
-            answered = self._call_of(name)
-            if answered is None:
-                remove(answers / name)  # of an earlier conversation
-                continue
-            outcome: RemoteFailureError | tuple[Any] = pickle.loads(data)
-            remove(answers / name)
-            found = True
+            label, number = read_name(name)
             with self.changed:
-                if isinstance(outcome, RemoteFailureError):
-                    answered.finish(error=outcome)
-                else:
-                    answered.finish(outcome[0])
-                self.changed.notify_all()
+                asked = [worker for worker in self._workers.values() if label == self._label(worker)]
+                for answered in [worker.calls.pop(number) for worker in asked if number in worker.calls]:
+                    outcome: RemoteFailureError | tuple[Any] = pickle.loads(data)
+                    if isinstance(outcome, RemoteFailureError):
+                        answered.finish(error=outcome)
+                    else:
+                        answered.finish(outcome[0])
+                    found = True
+                    self.changed.notify_all()
+            remove(answers / name)  # one of an earlier conversation too
         return found
 
-    def _call_of(self, name: str) -> Call | None:
-        """The call that this file answers."""
-        label, number = read_name(name)
-        with self.changed:
-            for worker in self._workers.values():
-                if label == self._label(worker) and not worker.death and number in worker.calls:
-                    return worker.calls.pop(number)
-        return None
-
-    def _look_at_workers(self) -> None:
-        for peer in self._peers.values():
-            peer.look()
-        with self.changed:
-            for rank, worker in self._workers.items():
-                if not worker.death and (why := self._cause_of_death(rank, worker)):
-                    self._bury(rank, why)
-
     def _cause_of_death(self, rank: int, worker: NodeWorker) -> str:
-        """Why the worker is dead; empty if it lives."""
+        """Returns why the worker is dead; empty if it lives."""
         peer = self._peers[rank]
         if rank == 0 and self._child is not None and (status := self._child.poll()) is not None:
             return f"its process ended with status {status}"
@@ -276,7 +256,7 @@ class FolderBackend:
             return f"another process took its place, on {peer.facts.get('host')}"
         if peer.facts.get("state") == State.LEFT:
             return f"it said goodbye ({peer.facts.get('why')})"
-        if peer.silent_s > self._silent_s:
+        if peer.silent_s > SILENT_S:
             return f"its counter in {self._messages.node(rank)} has not moved for {peer.silent_s:.0f} s"
         return ""
 
@@ -297,25 +277,38 @@ class FolderBackend:
         self.changed.notify_all()
 
 
+@dataclass(slots=True)
+class _Told:
+    """What the lookout knows of a member's calls."""
+
+    calls: deque[Call] = field(default_factory=deque)  # that it does not know as ended, in order
+    free_s: float = 0.0  # when the last of the others ended
+    num_done: int = 0
+
+    def begin_s(self, call: Call) -> float:
+        return max(call.link[1], self.free_s)
+
+
 class Mail(Carrier):
     """Carries the calls of one group."""
 
     peer_s = SILENT_S + 2
 
     def __init__(self, post: FolderBackend) -> None:
-        self._post = post
+        self._post, self.changed = post, post.changed
         self._mark = uuid.uuid4().hex
-        self._num_heard: dict[NodeWorker, int] = {}  # calls that each worker has reported
+        self._told: dict[Member, _Told] = {}
 
     def open(self, gang: Overseer) -> None:
         super().open(gang)
         self._post.begin_epoch()
 
     def launch(self, spec: WorkerSpec, *, lost: Member | None, wait: Wait) -> Member:
-        """The worker that waits on the node; a person starts it."""
+        """Take the worker that waits on the node; a person starts it."""
         (worker,) = self._post.await_workers([spec.node.node_rank], timeout_s=wait.left_s)
         member = Member(replace(spec, node=replace(spec.node, node_id=worker.host)), link=worker)
         worker.on_death = lambda why: self.gang.lose({member: why})
+        self._told[member] = _Told()
         return member
 
     def start_env(self, spec: WorkerSpec) -> Mapping[str, str]:
@@ -323,69 +316,43 @@ class Mail(Carrier):
 
     def send(self, call: Call, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         data = pickle.dumps((method, tuple(args), dict(kwargs)), protocol=pickle.HIGHEST_PROTOCOL)
+        if method == "call":
+            call.link = args[0], time.time()
+            self._told[call.member].calls.append(call)
         self._post.post(call.member.link, call, data)
 
     def settle(self, calls: Sequence[Call], *, timeout_s: float, through_failures: bool = False) -> None:
-        def is_enough() -> bool:
-            has_failed = any(call.error is not None or call.member.death for call in calls)
-            return (has_failed and not through_failures) or all(call.is_done for call in calls)
-
-        with self._post.changed:
-            self._post.check()
-            self._post.changed.wait_for(is_enough, timeout=timeout_s)
-
-    def answered(self, calls: Sequence[Call], *, timeout_s: float) -> Collection[Call]:
-        with self._post.changed:
-            self._post.check()
-            self._post.changed.wait_for(lambda: any(call.is_done for call in calls), timeout=timeout_s)
-            return [call for call in calls if call.is_done]
+        self._post.check()
+        super().settle(calls, timeout_s=timeout_s, through_failures=through_failures)
 
     def is_alive(self, member: Member) -> bool:
         return not member.link.death
 
     def look(self, members: Sequence[Member], *, last: bool) -> Collection[int]:
-        if last:
-            self._await_beat(members, timeout_s=3 * BEAT_S)
+        """Report the calls as the master knows them: a worker takes one after the other."""
         for member in members:
-            worker = member.link
-            facts, age_s = self._post.facts_of(worker)
-            told_s = time.time() - age_s
-            report = read_report(facts, mark=self._mark, after=self._num_heard.get(worker, 0))
-            if report is not None:
-                self._num_heard[worker] = report.num_calls
-                seen = {member.spec.rank: report.seen}
-                self.gang.lookout.note(
-                    worker.incarnation, seen, there_s=report.now_s, asked_s=told_s, answered_s=told_s
-                )
+            told, lookout, rank = self._told[member], self.gang.lookout, member.spec.rank
+            while told.calls and told.calls[0].is_done:
+                call = told.calls.popleft()
+                lookout.add(rank, DoneCall(call.link[0], told.begin_s(call), call.ended_s))
+                told.free_s, told.num_done = call.ended_s, told.num_done + 1
+            doing, since_s, now_s = "", told.free_s or None, time.time()
+            if told.calls:
+                doing, since_s = told.calls[0].link[0], told.begin_s(told.calls[0])
+            facts = self._post.facts_of(member.link)
+            seen = Seen(
+                is_alive=not member.death,
+                doing=doing,
+                since_s=since_s,
+                num_done=told.num_done,
+                memory_bytes=facts.get("memory_bytes", 0),
+                device_bytes=facts.get("device_bytes", 0),
+            )
+            lookout.note(member.link.incarnation, {rank: seen}, there_s=now_s, asked_s=now_s, answered_s=now_s)
         return ()
 
-    def _await_beat(self, members: Sequence[Member], *, timeout_s: float) -> None:
-        """Until each of these workers has reported what it did until now, or is dead, or the time is over."""
-        wait, counter_of = Wait(timeout_s), lambda member: self._post.facts_of(member.link)[0].get("counter")
-        before = {member: counter_of(member) for member in members}
-        while not wait.is_over and any(not member.death and counter_of(member) == before[member] for member in members):
-            time.sleep(BEAT_S / 10)
-
     def stop(self, members: Sequence[Member], *, timeout_s: float) -> None:
-        """Workers drop their work when they see the next epoch; the process of node 0 is ended."""
+        """Have the workers drop their work when they see the next epoch, and end the process of node 0."""
         self._post.begin_epoch()
         self._post.end_child()
         end_group(self._mark, timeout_s=timeout_s)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    seen: Seen
-    now_s: float  # of the worker's monotonic clock
-    num_calls: int  # that it has reported in all
-
-
-def read_report(facts: Mapping[str, Any], *, mark: str, after: int) -> Report | None:
-    """The report of a worker of the group with this mark, with the calls past the first ``after``; None if there is none."""
-    report = facts.get("pulse")
-    if report is None or report["mark"] != mark:
-        return None
-    new = max(report["num_calls"] - after, 0)
-    calls = tuple(DoneCall(*call) for call in report["calls"][-new:]) if new else ()
-    seen = Seen(**{**report["seen"], "calls": calls})
-    return Report(seen=seen, now_s=report["now_s"], num_calls=report["num_calls"])

@@ -51,7 +51,7 @@ PRESENCE = "presence.json"
 
 
 class State(StrEnum):
-    """A process's own word for its state: the first three are a master's, the others a worker's."""
+    """The state that a process gives: the first three are a master's, the others a worker's."""
 
     RUNNING = "running"
     ENDED = "ended"
@@ -61,7 +61,7 @@ class State(StrEnum):
 
 
 class Messages:
-    """The folders below FOLDER."""
+    """The folders of messages in a shared folder."""
 
     def __init__(self, shared: Path) -> None:
         self.root = shared / "messages"
@@ -124,14 +124,14 @@ def _unless_gone() -> Iterator[None]:
 
 
 def names(folder: Path) -> list[str]:
-    """The files of the folder, sorted, without those being written; none while the folder does not exist."""
+    """Lists the files of the folder, sorted, without those being written; none while the folder does not exist."""
     with _unless_gone():
         return sorted(name for name in os.listdir(folder) if not name.startswith(TEMPORARY))
     return []
 
 
 def read(path: Path) -> bytes | None:
-    """The file's bytes; None if it is gone, or is being replaced."""
+    """Reads the file; None if it is gone, or is being replaced."""
     with _unless_gone():
         return path.read_bytes()
     return None
@@ -191,7 +191,7 @@ def message_name(label: str, number: int) -> str:
 
 
 def read_name(name: str) -> tuple[str, int]:
-    """Label and number; a file that is no message has no label."""
+    """Splits a name into label and number; a file that is no message has no label."""
     label, _, number = name.rpartition(".")
     return (label, int(number)) if number.isdigit() else ("", 0)
 

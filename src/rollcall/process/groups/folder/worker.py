@@ -20,13 +20,14 @@ import signal
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from rollcall.base.errors import ClusterError
+from rollcall.base.limits import device_bytes
 from rollcall.base.stop import heeded_signals
 from rollcall.base.wait import Wait, say
 from rollcall.process.groups.folder.messages import (
@@ -50,7 +51,6 @@ from rollcall.process.groups.folder.messages import (
     sweep,
 )
 from rollcall.process.groups.host import GROUP_MARK, Host, RemoteFailureError, end_group
-from rollcall.process.groups.pulse import DoneCall, Reader
 
 MASTER_WAIT_S = 1800.0  # for a master that has not started yet, or is lost
 END_S = 10.0  # for killed processes to be gone
@@ -58,51 +58,14 @@ END_S = 10.0  # for killed processes to be gone
 
 # Not Exceptions: the code of a call must not take them for its own errors.
 class _Abandoned(BaseException):
-    """No one waits for this call any more."""
+    """Nobody waits for this call any more."""
 
 
 class _Terminated(BaseException):
-    """By this signal."""
+    """The process was told to end by this signal."""
 
     def __init__(self, number: int) -> None:
         self.number = signal.Signals(number)
-
-
-class Reporter:
-    """Reports the calls of a worker to the master, in the file that shows that it lives; another thread asks for ``facts``.
-
-    The file is written every second, and a master on a slow file system may not see each one. So it has the last calls and how many
-    there were, and the master takes those that it does not know yet (``master.read_report``).
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._reader: Reader | None = None
-        self._mark = ""
-        self._num_calls = 0
-        self._calls: deque[DoneCall] = deque(maxlen=64)
-
-    def begin(self, pid: int, mark: str) -> None:
-        """This process is a worker of the group with this mark."""
-        with self._lock:
-            self._reader, self._mark, self._num_calls = Reader(pid), mark, 0
-            self._calls.clear()
-
-    def end(self) -> None:
-        with self._lock:
-            if self._reader is not None:
-                self._reader.close()
-            self._reader = None
-
-    def facts(self) -> Mapping[str, Any]:
-        with self._lock:
-            if self._reader is None:
-                return {}
-            now_s, seen = time.monotonic(), self._reader.look()
-            self._calls += seen.calls
-            self._num_calls += len(seen.calls)
-            report = {"mark": self._mark, "now_s": now_s, "num_calls": self._num_calls, "calls": list(self._calls)}
-            return {"pulse": report | {"seen": asdict(seen) | {"calls": (), "longest_s": None}}}
 
 
 class FolderWorker:
@@ -113,23 +76,20 @@ class FolderWorker:
         rank: int,
         num_nodes: int,
         options: Mapping[str, str] | None = None,
-        wait_s: float = MASTER_WAIT_S,
     ) -> None:
         self.folder = own_folder(folder)
         self.rank = rank
         self.num_nodes = num_nodes
         self._options = {"--num-nodes": str(num_nodes), **(options or {})}
-        self._wait_s = wait_s
         self._messages = Messages(self.folder)
         self._own = self._messages.node(rank)
         self._calls = self._messages.inbox(rank)
         self._master = Peer(self._messages.master)
-        self._reporter = Reporter()
         self._presence = Presence(
             self._own,
             {**about_this_process(), "state": State.HERE, "why": "", "rank": rank},
             each_beat=self._look,
-            changing=self._reporter.facts,
+            changing=lambda: {"memory_bytes": psutil.Process().memory_info().rss, "device_bytes": device_bytes()},
         )
         self._label = ""  # of the current conversation; empty: there is none
         self._served: set[str] = set()  # masters
@@ -171,7 +131,7 @@ class FolderWorker:
             self._presence.end(state=State.LEFT, why=why)
 
     def _refuse_other_options(self) -> None:
-        """Before the master can give this worker work: one that leaves again would cost it an attempt."""
+        """Compare options before the master can give this worker work: one that leaves again would cost an attempt."""
         end_s = time.monotonic() + 3 * BEAT_S
         self._master.look()
         while self._master.facts.get("state") == State.RUNNING and time.monotonic() < end_s:
@@ -183,14 +143,14 @@ class FolderWorker:
 
     def _serve(self, *, ended_before: str | None) -> None:
         rhythm = Rhythm()
-        waiting: Wait | None = Wait(self._wait_s, first_s=0, every_s=30)
+        waiting: Wait | None = Wait(MASTER_WAIT_S, first_s=0, every_s=30)
         while True:
             state = self._master.facts.get("state")
             if state == State.ENDED and self._master.incarnation != ended_before:
                 self._say(f"the run of the master on {self._master.facts['host']} has ended")
                 return
             if not self._master.is_alive or state != State.RUNNING:
-                waiting = waiting or Wait(self._wait_s, first_s=0, every_s=30)
+                waiting = waiting or Wait(MASTER_WAIT_S, first_s=0, every_s=30)
                 self._wait_for_master(waiting)
                 continue
             if waiting is not None:
@@ -279,7 +239,6 @@ class FolderWorker:
         """End the worker and the processes that it started."""
         if self._mark:
             end_group(self._mark, timeout_s=END_S)
-        self._reporter.end()
         self._mark, self._host, self._inbox = "", None, None
         gc.collect()
         torch: Any = sys.modules.get("torch")
@@ -313,8 +272,6 @@ class FolderWorker:
         assert self._host is not None
         if method == "start":
             self._mark = args[0][GROUP_MARK]
-            self._host.start(*args, **kwargs)
-            return self._reporter.begin(os.getpid(), self._mark)
         try:
             self._is_calling = method == "call"  # not while it is made: an interrupted import cannot be repeated
             return getattr(self._host, method)(*args, **kwargs)
@@ -322,7 +279,7 @@ class FolderWorker:
             self._is_calling = False
 
     def _look(self) -> None:
-        """In the presence's thread."""
+        """Look at the master, in the presence's thread."""
         self._master.look()
         if self._is_calling and self._master.is_moving and self._label != self._current_label():
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
