@@ -70,9 +70,7 @@ def load_inputs(config: Config) -> Inputs:
     needs = columns_needed(config.reward)
     say(f"reading the tokenizer and the prompts of {config.data.train}")
     tokenizer = tokenizer_of(config, path)
-    load = partial(
-        load_prompts, data=config.data, tokenizer=tokenizer, rewards={reward.type for reward in config.reward}
-    )
+    load = partial(load_prompts, data=config.data, tokenizer=tokenizer)
     train = load(config.data.train, split="train", needs=needs)
     refuse_changed_rows(config.run.dir, "train", train)
     val = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -18,7 +18,6 @@ from rollcall.loop.data.columns import (
     DataError,
     answer_text,
     check_texts,
-    countdown_columns,
     listed,
     nearest,
     plain,
@@ -69,11 +68,10 @@ def load_prompts(
     tokenizer: Any,
     limit: int | None = None,
     split: Split = "train",
-    rewards: Collection[str] = (),
     needs: Mapping[str, str] = MappingProxyType({}),
 ) -> PromptSet:
-    """The prompts of ``source``, at most ``limit``. ``split`` says which part of a built-in task is meant; ``rewards`` are the types of the
-    run's rewards, some of which read more columns; ``needs`` maps each column that a row must have to the reward that reads it."""
+    """The prompts of ``source``, at most ``limit``. ``split`` says which part of a built-in task is meant; ``needs`` maps each column that a
+    row must have to the reward that reads it."""
     _check_section(data, tokenizer)
     if source == NO_DATA:
         for column, reward in needs.items():
@@ -93,7 +91,7 @@ def load_prompts(
                 long.add(asked)
                 continue
             _refuse_same_text(asked, seen)
-            prompts.append(_prompt(asked, asked.token_ids, data, rewards))
+            prompts.append(_prompt(asked, asked.token_ids, data))
             if len(prompts) == limit:
                 return PromptSet(prompts=prompts, num_overlong=long.count, source=source)
     if not prompts and long.count:
@@ -319,7 +317,7 @@ def _encode(batch: list[_Asked], tokenizer: Any, long: _Overlong) -> None:
                 asked.token_ids = ids
 
 
-def _prompt(asked: _Asked, token_ids: list[int], data: DataSection, rewards: Collection[str]) -> Prompt:
+def _prompt(asked: _Asked, token_ids: list[int], data: DataSection) -> Prompt:
     row = asked.row
     if not token_ids:
         raise DataError(f"{row.where}: the prompt {asked.text[:40]!r} has no tokens")
@@ -333,8 +331,6 @@ def _prompt(asked: _Asked, token_ids: list[int], data: DataSection, rewards: Col
                 f"{row.where} has a column {name!r}, a name that Rollcall keeps for itself; rename the column, such as "
                 f"data.columns: {{{name}: own_{name}}}"
             )
-    if "countdown" in rewards:
-        metadata = of_column(row, "column", countdown_columns, metadata)
     if asked.messages is not None:
         metadata["prompt_messages"] = asked.messages  # a reward model renders them by its own template
         if isinstance(given := row.columns[data.prompt_key], str):
