@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from functools import partial
@@ -50,7 +50,7 @@ from rollcall.loop.rollout import Rewards, Rollouts, player_of
 from rollcall.loop.samples import make_samples
 from rollcall.loop.supply import AsCompleted, Cursor, Demand, InOrder, NothingLeftError, StepBatch, Supply
 from rollcall.loop.tasks import every, in_thread, together
-from rollcall.loop.workers import Repairs, Workers
+from rollcall.loop.workers import Workers
 from rollcall.observe.calls import BusySpans
 from rollcall.observe.console import Console
 from rollcall.observe.events import Events, StepPhase
@@ -58,7 +58,7 @@ from rollcall.observe.samples import sample_rows
 
 T = TypeVar("T")
 FLUSH_EVERY_S = 1.0
-REPAIR_EVERY_S = 0.5
+ADMIT_EVERY_S = 0.5
 LEASE_LOOK_S = 1.0
 SAVES_LOOK_S = 0.5
 
@@ -132,8 +132,8 @@ class Controller:
             workers.is_remote
         ):  # write the journal to disk while rollout continues, so that a step does not wait for all of it
             background.append(every(FLUSH_EVERY_S, partial(in_thread, self.journal.sync)))
-        if workers.repairs is not None:
-            background.append(every(REPAIR_EVERY_S, partial(self._repair, workers.repairs)))
+        if workers.admit is not None:
+            background.append(every(ADMIT_EVERY_S, partial(self._admit, workers.admit)))
         if self.lease is not None:  # the run ends when another controller has taken over the run directory
             background.append(every(LEASE_LOOK_S, partial(self._call, self.lease.check)))
         try:
@@ -343,11 +343,10 @@ class Controller:
         """Make a call that takes long: in a thread where it only waits for other processes, else here."""
         return await in_thread(function, *args) if self.workers.is_remote else function(*args)
 
-    async def _repair(self, repairs: Repairs) -> None:
+    async def _admit(self, admit: Callable[[], Awaitable[None]]) -> None:
         """Let rollout processes that replace lost ones serve as soon as the actor has the current weights."""
-        if repairs.is_due:
-            async with self._policy:
-                await repairs.admit()
+        async with self._policy:
+            await admit()
 
 
 def _last_worker(batch: StepBatch) -> str | None:

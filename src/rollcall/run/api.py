@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollcall.base.errors import ConfigError
 from rollcall.base.importing import calm_transformers, uncollected
@@ -45,26 +45,7 @@ _SAMPLES = re.compile(r"(train|val)-(\d+)\.jsonl")
 _SAMPLE_COLUMNS = ("prompt_id", "prompt", "completion", "answer", "reward", "parts", "errors", "num_tokens", "finish")
 _Choice = TypeVar("_Choice", Phase, Split)
 Source = Config | Mapping[str, Any] | str | Path | None
-
-
-class Table(Protocol):
-    """The most used part of a ``pyarrow.Table``, which has no type hints and is what the properties of a ``Run`` return."""
-
-    @property
-    def num_rows(self) -> int: ...
-
-    @property
-    def column_names(self) -> list[str]: ...
-
-    def __getitem__(self, column: str) -> Any: ...
-
-    def select(self, columns: list[str]) -> Table: ...
-
-    def to_pydict(self) -> dict[str, list[Any]]: ...
-
-    def to_pylist(self) -> list[dict[str, Any]]: ...
-
-    def to_pandas(self) -> Any: ...
+Table = Any  # a ``pyarrow.Table``, which has no type hints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -173,7 +173,7 @@ def _fill(config: Config, site: Site, *, inputs: Inputs, in_parts: frozenset[Rol
         release=release,
         is_remote=True,
         look=partial(look_at, groups, missing_nodes=missing_nodes, on_ray=on_ray),
-        repairs=engines,
+        admit=engines.admit,
         regrow=partial(_regrow, missing_nodes),
     )
 
