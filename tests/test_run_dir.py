@@ -114,7 +114,7 @@ def test_a_model_that_was_cut_off_is_written_again_and_leftovers_of_a_killed_wri
     left = [config.run.dir / name for name in names]
     for path in left:
         path.mkdir(parents=True)
-    assert newest_model_of(config, is_given=False)[1] == "checkpoint of step 2"
+    assert newest_model_of(config)[1] == "checkpoint of step 2"
     assert {torn.path for torn in audit(config.run.dir).torn} >= set(left)
     finish(config)
     assert weights.read_bytes() == whole and "the file was cut off" in caplog.text
@@ -122,7 +122,7 @@ def test_a_model_that_was_cut_off_is_written_again_and_leftovers_of_a_killed_wri
     weights.unlink()
     shutil.rmtree(config.run.dir / "checkpoints")
     with pytest.raises(CheckpointError, match="holds no tensors; give a directory with the weights"):
-        newest_model_of(config, is_given=False)
+        newest_model_of(config)
 
 
 @pytest.mark.slow
@@ -135,18 +135,18 @@ def test_a_model_whose_files_beside_the_weights_are_damaged_is_written_again(
     whole = {path.name: path.read_bytes() for path in model.iterdir()}
     for name in ("adapter_config.json", "config.json", "tokenizer.json", PROBE):
         (model / name).write_bytes(whole[name][:-2])
-        assert newest_model_of(config, is_given=False)[1] == "checkpoint of step 1"
+        assert newest_model_of(config)[1] == "checkpoint of step 1"
         assert f"{name} is not a whole JSON file" in caplog.text
         (model / name).write_bytes(whole[name])
-        assert newest_model_of(config, is_given=False)[1] == "trained model"
+        assert newest_model_of(config)[1] == "trained model"
     for name in ("adapter_config.json", "config.json", "tokenizer.json"):
         (model / name).unlink()
-        assert newest_model_of(config, is_given=False)[1] == "checkpoint of step 1"
+        assert newest_model_of(config)[1] == "checkpoint of step 1"
         finish(config)
         assert (model / name).read_bytes() == whole[name]
     changed = json.loads(whole["adapter_config.json"]) | {"base_model_name_or_path": "elsewhere"}
     (model / "adapter_config.json").write_text(json.dumps(changed))
-    assert newest_model_of(config, is_given=False)[1] == "trained model", "somebody has moved its model"
+    assert newest_model_of(config)[1] == "trained model", "somebody has moved its model"
 
 
 def test_another_seed_is_still_refused_where_a_run_has_begun(tmp_path: Path) -> None:

@@ -48,21 +48,24 @@ from rollcall.run.build import (
 NUM_SAMPLES_SHOWN = 6
 MODEL_DIR_RESPONSE_TOKENS = 512  # a model directory says nothing about how long its answers are
 PROGRESS_EVERY_S = 0.5
+GIVEN = "given by model.path"
 
 OnProgress = Callable[[int, int, int], None]  # prompts done, prompts in all, tokens of those done
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvalPlan:
+class ModelPlan:
+    """A model that is to be evaluated or served."""
+
     config: Config
     model_path: str
     origin: str  # which model of the run that is, in words
-    lora: LoraSection | None = None  # an adapter to add to it
+    lora: LoraSection | None  # an adapter to add to it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalReport:
-    plan: EvalPlan
+    plan: ModelPlan
     source: str
     num_overlong: int
     evaluation: Evaluation
@@ -112,7 +115,7 @@ def plan_evaluation(
     samples: int | None,
     temperature: float | None,
     max_prompts: int | None,
-) -> EvalPlan:
+) -> ModelPlan:
     """Plan which model to evaluate, on what and how. Refuses what cannot work before anything is loaded."""
     given = {
         "data.val": data,
@@ -137,18 +140,14 @@ def plan_evaluation(
         if samples > 1 and run.eval.temperature == 0:
             values["eval.temperature"] = run.rollout.temperature
     config = load(values=values)
-    is_given = file is not None and sets_model(overrides, changes or {})
-    if file is None:
-        path, origin = config.model.path, "model directory"
-    else:
-        path, origin = newest_model_of(config, is_given=is_given)
     if config.data.val is None:
         raise ConfigError("data.val is null, so there is nothing to evaluate on; add --data FILE")
-    lora = adapter_beside(config, path=path, is_given=is_given)
-    return EvalPlan(config=config, model_path=path, origin=origin, lora=lora)
+    if file is None:
+        return plan_model(config, origin="model directory")
+    return plan_model(config, origin=GIVEN if sets_model(overrides, changes or {}) else None)
 
 
-def run_evaluation(plan: EvalPlan, *, on_progress: OnProgress) -> EvalReport:
+def run_evaluation(plan: ModelPlan, *, on_progress: OnProgress) -> EvalReport:
     refuse_few_files()
     config = plan.config
     started = time.perf_counter()
@@ -164,7 +163,6 @@ def run_evaluation(plan: EvalPlan, *, on_progress: OnProgress) -> EvalReport:
         tokenizer=tokenizer,
         split="val",
         limit=config.eval.max_prompts,
-        rewards={reward.type for reward in config.reward},
         needs=columns_needed(_rewards(config)),
     )
     sampler = load_sampler(config.model, config.rollout, path, tokenizer, lora=plan.lora)
@@ -219,10 +217,23 @@ def _model_dir_values(target: Path, *, data: str) -> dict[str, Any]:
     }
 
 
-def newest_model_of(config: Config, *, is_given: bool) -> tuple[str, str]:
-    """The newest model of a run: the exported one, else that of the newest checkpoint, else the one it starts from."""
-    if is_given:
-        return config.model.path, "given by model.path"
+def plan_model(config: Config, *, origin: str | None) -> ModelPlan:
+    """The model at ``model.path`` if the user gave that, with its ``origin`` in words; else the run's newest. The adapter that the run begins
+    with belongs to the model that it begins with; a model that the run has trained has it already."""
+    path, words = (config.model.path, origin) if origin is not None else newest_model_of(config)
+    lora = config.model.lora
+    if lora is None or lora.path is None or path != config.model.path:
+        lora = None
+    elif origin == GIVEN:
+        raise ConfigError(
+            f"model.path={path} is given, and model.lora.path={lora.path} is an adapter of the run's own model; add model.lora=null to leave it "
+            "out, or name the model in place of the run"
+        )
+    return ModelPlan(config=config, model_path=path, origin=words, lora=lora)
+
+
+def newest_model_of(config: Config) -> tuple[str, str]:
+    """The newest model of a run: the exported one, else that of the newest checkpoint, else the one it starts from; and which it is."""
     checkpoint = store_of(config.run.dir).latest()
     if (exported := exported_model(config.run.dir, last=checkpoint)) is not None:
         return str(exported), "trained model"
@@ -230,19 +241,6 @@ def newest_model_of(config: Config, *, is_given: bool) -> tuple[str, str]:
         in_parts = is_in_parts(checkpoint.path, "actor")
         return str(checkpoint.path if in_parts else checkpoint.path / "model"), f"checkpoint of step {checkpoint.step}"
     return config.model.path, "not trained yet: the model the run starts from"
-
-
-def adapter_beside(config: Config, *, path: str, is_given: bool) -> LoraSection | None:
-    """The adapter that the run begins with, if ``path`` is the model that it begins with; a model that the run has trained has it already."""
-    lora = config.model.lora
-    if lora is None or lora.path is None or path != config.model.path:
-        return None
-    if is_given:
-        raise ConfigError(
-            f"model.path={path} is given, and model.lora.path={lora.path} is an adapter of the run's own model; add model.lora=null to leave it "
-            "out, or name the model in place of the run"
-        )
-    return lora
 
 
 def _sampling(config: Config, prompts: PromptSet, sampler: Sampler) -> Sampling:

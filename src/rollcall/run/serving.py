@@ -14,7 +14,6 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,7 @@ from rollcall.base.types import Completion, Ints
 from rollcall.base.wait import say
 from rollcall.base.words import counted
 from rollcall.checkpoint.run_dir import RUN_FILE, run_file_of
-from rollcall.config import Config, load_config
-from rollcall.config.lora import LoraSection
+from rollcall.config import load_config
 from rollcall.engine.protocol import Engine, Refused, Request, Sampling
 from rollcall.engine.ticker import Ticker
 from rollcall.environments.callers import Caller, Callers, Open, Served
@@ -36,7 +34,7 @@ from rollcall.loop.tasks import together
 from rollcall.model.files import resolve_model
 from rollcall.nodes.http_door import listen
 from rollcall.run.build import check_engine, load_sampler, set_threads, tokenizer_of
-from rollcall.run.evaluation import adapter_beside, newest_model_of, sets_model
+from rollcall.run.evaluation import GIVEN, ModelPlan, plan_model, sets_model
 
 KEY = "ROLLCALL_SERVE_KEY"
 SHORTEST_KEY = 16
@@ -44,30 +42,17 @@ KEPT_TOKENS = 4_000_000  # of answers whose exact ids a later request may extend
 LINE_EVERY_S = 10.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServePlan:
-    config: Config
-    model_path: str
-    origin: str  # which model that is, in words
-    name: str  # by which requests ask for it
-    lora: LoraSection | None = None  # an adapter to add to it
-
-
-def plan_serving(target: str, *, overrides: list[str], engine: str | None = None) -> ServePlan:
-    """Plan to serve the newest model of a run directory or run file, or the model with that path or name."""
+def plan_serving(target: str, *, overrides: list[str], engine: str | None = None) -> ModelPlan:
+    """Plan to serve the newest model of a run directory or run file, or the model with that path or name. Requests ask for it by ``run.name``."""
     values = {"rollout.engine": engine} if engine else {}
     path = Path(target)
     if (path / RUN_FILE).is_file() or (path.is_file() and path.suffix in (".yaml", ".yml")):
         file, defaults = run_file_of(path)
         config = load_config(file, overrides, defaults=defaults, values=values)
-        is_given = sets_model(overrides, {})
-        model, origin = newest_model_of(config, is_given=is_given)
-        lora = adapter_beside(config, path=model, is_given=is_given)
-        return ServePlan(config=config, model_path=model, origin=origin, name=config.run.name, lora=lora)
+        return plan_model(config, origin=GIVEN if sets_model(overrides, {}) else None)
     name = path.name if path.exists() else target
     config = load_config(None, overrides, defaults={"run.name": name, "model.path": target}, values=values)
-    lora = adapter_beside(config, path=config.model.path, is_given=False)
-    return ServePlan(config=config, model_path=config.model.path, origin="given", name=name, lora=lora)
+    return plan_model(config, origin="given")
 
 
 def read_key(file: Path | None) -> str | None:
@@ -84,7 +69,7 @@ def read_key(file: Path | None) -> str | None:
     return key
 
 
-def serve(plan: ServePlan, *, host: str, port: int, key: str | None, show: Callable[[str], None]) -> None:
+def serve(plan: ModelPlan, *, host: str, port: int, key: str | None, show: Callable[[str], None]) -> None:
     """Serve until Ctrl-C. ``show`` gets the address, and the key unless it was given."""
     config = plan.config
     listener = listen(host, port)  # a port that is taken is refused before the model is loaded
@@ -95,7 +80,9 @@ def serve(plan: ServePlan, *, host: str, port: int, key: str | None, show: Calla
     tokenizer = tokenizer_of(config, path)
     sampler = load_sampler(config.model, config.rollout, path, tokenizer, lora=plan.lora)
     with closing(sampler.engine) as engine:
-        served = Served(name=plan.name, max_model_len=engine.max_positions, vocabulary=sampler.model.config.vocab_size)
+        served = Served(
+            name=config.run.name, max_model_len=engine.max_positions, vocabulary=sampler.model.config.vocab_size
+        )
         rules = Open(served=served, default=sampling_of(config.rollout, sampler.stop_token_ids))
         ticker = Ticker(engine, max_running=config.rollout.max_running)
         asyncio.run(_serve(ticker, rules, tokenizer=tokenizer, host=host, listener=listener, key=key, show=show))
