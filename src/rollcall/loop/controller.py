@@ -127,7 +127,7 @@ class Controller:
         self.supply = self._make_supply()
         with self.events.phase(StepPhase.SYNC, self.version):
             await workers.engine.serve(self.version)
-        background = [open_groups.run(), every(SAVES_LOOK_S, partial(self._call, self.record.look_at_saves))]
+        background = [open_groups.run(), every(SAVES_LOOK_S, partial(self._call, self.record.saves.poll))]
         if (
             workers.is_remote
         ):  # write the journal to disk while rollout continues, so that a step does not wait for all of it
@@ -195,7 +195,7 @@ class Controller:
                 await self._save(batch)
                 started = time.perf_counter()
                 if step < self.config.trainer.steps and (news := self.workers.regrow()):
-                    await self._call(self.record.settle)
+                    await self._call(self.record.saves.settle)
                     raise Regrow(news)
         if self.steps_ahead and self.version == self.start_step:
             raise RunError(
@@ -204,7 +204,7 @@ class Controller:
             )
         if self.record.unsaved is not None:  # the journal ended here
             await self._save(self.record.unsaved)
-        await self._call(self.record.settle)
+        await self._call(self.record.saves.settle)
 
     def save_unsaved(self) -> None:
         """After ``run`` was stopped: save the newest step, unless it is saved already."""
@@ -212,7 +212,7 @@ class Controller:
             self.record.log_step()
             with self.events.phase(StepPhase.CHECKPOINT, batch.step):
                 self.record.save(batch)
-        self.record.settle()
+        self.record.saves.settle()
 
     def _leave_if_too_late(self) -> None:
         """When the run has been told to stop, do not begin an update that may not end in time: the unsaved steps would be lost."""

@@ -20,7 +20,6 @@ from rollcall.checkpoint.run_dir import RUN_FILE, newest_step
 from rollcall.config import Config, load_saved_run, public_dump
 from rollcall.config.errors import shown
 from rollcall.config.lora import modules_of
-from rollcall.config.sections import DEFAULT_TOKENS
 from rollcall.model.stored.find import checkpoint_of, is_model_dir
 
 # With another value the journal or the optimizer state of the checkpoints would not fit.
@@ -33,10 +32,6 @@ FREE_OF_LORA = ("dropout", "export")
 FREE_OF_REWARDS = (
     "timeout_s", "env", "network", "memory_mb", "file_mb", "processes", "url", "key_env", "concurrency", "retries", "outage_s",
 )  # fmt: skip
-# The meaning of `auto` where there is no card: a run directory that has the number has not been given another setting.
-SAME_AS_AUTO = {
-    "tokens_per_microbatch": DEFAULT_TOKENS, "activation_checkpointing": False, "kv_memory_fraction": 0.3,
-}  # fmt: skip
 # Of an environment: what an episode is, not how many run or what becomes of them.
 OF_EPISODES = ("type", "path", "kwargs", "tools", "call_format", "run", "config", "max_turns", "max_turn_tokens")
 NOT_SET = "not set"
@@ -61,11 +56,6 @@ class Change:
             return False
         return any(self.key == key or self.key.startswith(f"{key}.") for key in FIXED)
 
-    @property
-    def is_to_auto(self) -> bool:
-        same = SAME_AS_AUTO.get(self.key.rpartition(".")[2])
-        return same is not None and self.before == same and self.after == "auto"
-
 
 def changes_on_resume(config: Config, run_dir: Path) -> list[Change]:
     """The keys that a resume changes, in the order of the run file; empty if nothing changes, or if nothing is there yet.
@@ -88,7 +78,7 @@ def changes_on_resume(config: Config, run_dir: Path) -> list[Change]:
             f"{error}\n{path} is this run's record of its settings; restore it, correct it where it is named, or start over "
             "with --fresh (the old directory is moved aside)"
         ) from None
-    found = [each for each in differences("", public_dump(before), public_dump(config)) if not each.is_to_auto]
+    found = list(differences("", public_dump(before), public_dump(config)))
     if config.algorithm.name != "ppo":  # nothing reads the critic's section
         found = [change for change in found if not change.key.startswith("critic.")]
     if fixed := [change for change in found if change.is_fixed]:
