@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 
 from rollcall.base.types import Prompt
-from rollcall.base.words import all_of, are, counted
+from rollcall.base.words import all_of, are
 from rollcall.config import DataSection
 from rollcall.loop.data.columns import (
     DataError,
     answer_text,
     check_texts,
-    listed,
     nearest,
     plain,
     row_name,
@@ -169,13 +168,12 @@ def _check_section(data: DataSection, tokenizer: Any) -> None:
 def _asked_rows(
     source: str, *, data: DataSection, tokenizer: Any, split: Split, needs: Mapping[str, str]
 ) -> Iterator[_Asked]:
-    rows = section_rows(source, data=data, split=split)
-    for place, row in enumerate(rows):
+    for row in section_rows(source, data=data, split=split):
         if data.prompt_key not in row.columns:
             raise DataError(
                 f"{row.where} has no column {data.prompt_key!r}; {nearest(data.prompt_key, row.columns, 'prompt_key')}"
             )
-        _check_needs(row, data, needs, is_first=not place, rest=rows)
+        _check_needs(row, data, needs)
         messages = _messages(row, data, has_template=bool(tokenizer.chat_template))
         text = _with_template(row.columns[data.prompt_key], data) if messages is None else ""
         if messages is None and not text:
@@ -278,30 +276,19 @@ def _answer(row: Row, data: DataSection) -> str:
     return of_column(row, "the answer", answer_text, row.columns[data.answer_key])
 
 
-def _check_needs(row: Row, data: DataSection, needs: Mapping[str, str], *, is_first: bool, rest: Iterable[Row]) -> None:
-    """Refuse a row without what a reward reads, since an empty completion would equal an empty answer. The message counts such rows in the
-    ``rest``."""
+def _check_needs(row: Row, data: DataSection, needs: Mapping[str, str]) -> None:
+    """Refuse a row without what a reward reads, since an empty completion would equal an empty answer."""
     for column, reward in needs.items():
         key = data.answer_key if column == "answer" else column
-        if not _is_empty(row, key):
-            continue
-        others = [_is_empty(other, key) for other in rest]
-        num_others = sum(others)
-        where = row.where + (f" (and {counted(num_others, 'other row')})" if num_others else "")
         if key not in row.columns:
             hint = nearest(key, row.columns, "answer_key" if column == "answer" else "columns")
-            if "did you mean" not in hint and not (is_first and all(others)):
-                hint = f"it has {listed(row.columns)}. Other rows have it: fill it in, or leave such rows out"
-            raise DataError(f"{where} has no column {key!r}, which the reward {reward} needs; {hint}")
-        raise DataError(
-            f"{where}: {key} is empty, and the reward {reward} needs it; fill it in, or leave such rows out. A function that "
-            "can do without it gives it a default"
-        )
-
-
-def _is_empty(row: Row, key: str) -> bool:
-    value = row.columns.get(key)
-    return value is None or (isinstance(value, str) and not value.strip())
+            raise DataError(f"{row.where} has no column {key!r}, which the reward {reward} needs; {hint}")
+        value = row.columns[key]
+        if value is None or (isinstance(value, str) and not value.strip()):
+            raise DataError(
+                f"{row.where}: {key} is empty, and the reward {reward} needs it; fill it in, or leave such rows out. A function that "
+                "can do without it gives it a default"
+            )
 
 
 # Tokens

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.base.atomic import replacing
+from rollcall.base.errors import in_one_line
 from rollcall.loop.data.arithmetic import TEST_FRACTION, arithmetic, fraction
 from rollcall.loop.data.rows import Row, read_rows
 from rollcall.reward.functions import decode_entry, encode_entry
@@ -215,9 +216,8 @@ def _fetch_from_hub(repository: str, *, folder: str, split: str) -> list[Path]:
         wanted = [name for name in names if name.startswith(f"{folder}{split}") and name.endswith(".parquet")]
         files = [Path(hf_hub_download(repository, name, repo_type="dataset")) for name in wanted]
     except Exception as error:  # noqa: BLE001 - the hub's client raises its own, its HTTP library's and the system's errors
-        what = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise MakeError(
-            f"dataset {repository} cannot be fetched from the hub ({what[:200]}); get its files elsewhere and give "
+            f"dataset {repository} cannot be fetched from the hub ({in_one_line(error)}); get its files elsewhere and give "
             "--source FILE (or a folder with train.jsonl and test.jsonl), or name a mirror in HF_ENDPOINT"
         ) from None
     if not files:
