@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -96,7 +96,8 @@ class GroupMaker:
     async def _make_again(self, group: Group, *, failed: frozenset[str]) -> Group:
         """The same completions with new scores; episodes whose environment failed are played again."""
         if ENVIRONMENT not in failed or self.rollouts.player is None or not self.generates:
-            return await self.rollouts.score_again(group, scorer=self.scorer)
+            scores = await self.rollouts.rewards.score(self.scorer, group.prompt, group.completions)
+            return replace(group, scores=scores)  # the time at which it was finished is that of the completions
         given = self._given(group.step, group.draw, group.prompt)
         return await self.rollouts.group(group.prompt, **given)
 

@@ -14,41 +14,30 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 from rollcall.base.errors import ConfigError
 from rollcall.base.types import Completion, Group, Ints, Prompt, Score
-from rollcall.config import EnvironmentBase, EnvironmentSection
+from rollcall.config import EnvironmentSection
 from rollcall.config.environments import ClassEnvironment, StepEnvironment
 from rollcall.engine.protocol import LOCAL, Engine, Made, Request, Sampling
-from rollcall.environments.agent import AgentEnvironments
+from rollcall.environments.agent import AgentEnvironments, AgentPlayer
 from rollcall.environments.conversation import Conversations
 from rollcall.environments.episode import Player
-from rollcall.environments.protocol import Environments, SampleTurn
+from rollcall.environments.protocol import Environments
 from rollcall.loop.tasks import all_of, in_thread
 from rollcall.observe.calls import BusySpans
 from rollcall.observe.live import REWARDS
 from rollcall.reward.scorer import Scorer
 
 
-class Plays(Protocol):
-    """Plays whole episodes: turn by turn with an environment, or driven by a program."""
-
-    @property
-    def section(self) -> EnvironmentBase: ...
-
-    async def play(
-        self, prompt: Prompt, *, seed: int, sampling: Sampling, session: str, sample: SampleTurn
-    ) -> Completion: ...
-
-
 @dataclass(slots=True, kw_only=True)
 class Rollouts:
     engine: Engine
     rewards: Rewards
-    player: Plays | None = None  # without one, a completion is one turn
+    player: Player | AgentPlayer | None = None  # without one, a completion is one turn
     _numbers: Any = field(default_factory=itertools.count, init=False)  # of requests, groups and sessions
     _free: asyncio.Semaphore = field(init=False)
 
@@ -103,10 +92,6 @@ class Rollouts:
             finished_s=time.time(),
             worker=makers.most_common(1)[0][0] if makers else LOCAL,
         )
-
-    async def score_again(self, group: Group, *, scorer: Scorer) -> Group:
-        """The same completions with new scores; the time at which it was finished is that of the completions."""
-        return replace(group, scores=await self.rewards.score(scorer, group.prompt, group.completions))
 
     async def _play(
         self, prompt: Prompt, *, seed: int, sampling: Sampling, order: tuple[int, int, int], makers: Counter[str]
@@ -194,7 +179,7 @@ def player_of(
     scorer: Scorer,
     max_prompt_tokens: int,
     max_response_tokens: int,
-) -> Plays | None:
+) -> Player | AgentPlayer | None:
     """Returns None for a run without an environment, in which a completion is one turn."""
     if scorer.environment_readers and not isinstance(section, ClassEnvironment | StepEnvironment):
         raise ConfigError(

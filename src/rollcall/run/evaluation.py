@@ -20,7 +20,7 @@ from rollcall.checkpoint.exported import exported_model
 from rollcall.checkpoint.in_parts import is_in_parts
 from rollcall.checkpoint.run_dir import RUN_FILE, run_file_of
 from rollcall.checkpoint.store import store_of
-from rollcall.config import Config, DataSection, ExactReward, load_config
+from rollcall.config import Config, DataSection, load_config
 from rollcall.config.lora import LoraSection
 from rollcall.engine.protocol import Engine, Sampling
 from rollcall.engine.ticker import Ticker
@@ -40,6 +40,7 @@ from rollcall.run.build import (
     Sampler,
     build_environments,
     check_engine,
+    judges_of,
     load_sampler,
     set_threads,
     tokenizer_of,
@@ -155,7 +156,7 @@ def run_evaluation(plan: ModelPlan, *, on_progress: OnProgress) -> EvalReport:
     check_engine(config.rollout)
     path = resolve_model(plan.model_path)
     say(f"loading {plan.model_path} ({plan.origin})")
-    tokenizer = tokenizer_of(config, path)
+    tokenizer, rewards = tokenizer_of(config, path), judges_of(config.reward)
     assert config.data.val is not None, "plan_evaluation refuses a run without data"
     prompts = load_prompts(
         config.data.val,
@@ -163,7 +164,7 @@ def run_evaluation(plan: ModelPlan, *, on_progress: OnProgress) -> EvalReport:
         tokenizer=tokenizer,
         split="val",
         limit=config.eval.max_prompts,
-        needs=columns_needed(_rewards(config)),
+        needs=columns_needed(rewards),
     )
     sampler = load_sampler(config.model, config.rollout, path, tokenizer, lora=plan.lora)
     sampling = _sampling(config, prompts, sampler)
@@ -172,7 +173,7 @@ def run_evaluation(plan: ModelPlan, *, on_progress: OnProgress) -> EvalReport:
         f"answering {counted(len(prompts.prompts), 'prompt')}, {counted(each, 'completion')} each, of at most "
         f"{sampling.max_tokens:,} tokens (rollout.max_response_tokens)"
     )
-    rewards, device = _rewards(config), resolve_device(config.model.device)
+    device = resolve_device(config.model.device)
     models = load_reward_models(rewards, device=device, trust_remote_code=config.model.trust_remote_code)
     with (
         closing(sampler.engine),
@@ -248,12 +249,6 @@ def _sampling(config: Config, prompts: PromptSet, sampler: Sampler) -> Sampling:
     # No completion can pass the model's last position; without room for one token the engine refuses and says so.
     longest = max(1, min(config.rollout.max_response_tokens, room))
     return sampling_of(config.rollout, sampler.stop_token_ids, temperature=config.eval.temperature, max_tokens=longest)
-
-
-def _rewards(config: Config) -> list[Any]:
-    """The run's rewards that judge an answer. Where there are none, the exact answer counts."""
-    rewards: list[Any] = [reward for reward in config.reward if reward.type != "self_certainty"]
-    return [ExactReward()] if all(reward.type == "model" for reward in rewards) else rewards
 
 
 async def _evaluate(

@@ -129,11 +129,10 @@ def rehearsed(config: Config, root: Path, *, model: Path, reward_model: Path | N
 def _run(config: Config, root: Path) -> dict[str, Any]:
     from rollcall.run.training import train
 
-    asks_model = any(reward.type == "model" for reward in config.reward)
-    model = make_tiny_model(root / "model")
-    small = rehearsed(
-        config, root, model=model, reward_model=make_tiny_reward_model(root / "reward-model") if asks_model else None
-    )
+    model, reward_model = make_tiny_model(root / "model"), None
+    if any(reward.type == "model" for reward in config.reward):
+        reward_model = make_tiny_model(root / "reward-model", is_reward=True)
+    small = rehearsed(config, root, model=model, reward_model=reward_model)
     try:
         return train(small, quiet=True)
     finally:
@@ -167,22 +166,10 @@ def _nodes(plan: Plan, root: Path) -> Iterator[None]:
                     stop_node(NAME)
 
 
-def make_tiny_model(directory: Path) -> Path:
-    from transformers import LlamaForCausalLM
-
-    return _save_tiny(LlamaForCausalLM, directory)
-
-
-def make_tiny_reward_model(directory: Path) -> Path:
-    from transformers import LlamaForSequenceClassification
-
-    return _save_tiny(LlamaForSequenceClassification, directory, num_labels=1)
-
-
-def _save_tiny(kind: Any, directory: Path, **options: Any) -> Path:
-    """Random weights and a character tokenizer."""
+def make_tiny_model(directory: Path, *, is_reward: bool = False) -> Path:
+    """A Llama with random weights and a character tokenizer; a reward model gives one number."""
     import torch
-    from transformers import LlamaConfig
+    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
     from rollcall.model.tiny import ALPHABET, char_tokenizer
 
@@ -192,7 +179,8 @@ def _save_tiny(kind: Any, directory: Path, **options: Any) -> Path:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = kind(LlamaConfig(vocab_size=len(tokenizer), **SHAPE, **ids, **options))
+        config = LlamaConfig(vocab_size=len(tokenizer), num_labels=1, **SHAPE, **ids)
+        model = LlamaForSequenceClassification(config) if is_reward else LlamaForCausalLM(config)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,7 @@ from rollcall.view.growing import MetricsTable
 from rollcall.view.summary import build_summary, finished, say_result, trained, write_summary
 
 TOKENIZER = "tokenizer.json"  # of a run directory
+FAILURE = ("reward", "kind", "prompt", "completion", "why")  # of a reward, in the summary
 
 
 def train(
@@ -161,14 +162,7 @@ class _Run:
                 run=config.run.name,
                 model_dir=str(run_dir / "model"),
                 reward_failures=[
-                    {
-                        "reward": one.reward,
-                        "kind": one.kind,
-                        "prompt": one.prompt_id,
-                        "completion": one.completion,
-                        "why": one.why,
-                    }
-                    for one in controller.workers.scorer.failures
+                    dict(zip(FAILURE, astuple(one), strict=True)) for one in controller.workers.scorer.failures
                 ],
             )
             if not self.bounds.trains:
@@ -297,9 +291,10 @@ def _has_slots(config: Config) -> bool:
 
 def _mark_end(run_dir: Path, reason: Exception) -> None:
     """Note in the events why another attempt follows."""
-    if run_dir.is_dir():
-        kinds = ("node back", MarkKind.RECOVERY) if isinstance(reason, Regrow) else (ATTEMPT_LOST, MarkKind.FAULT)
-        _mark(run_dir, *kinds, reason=reason)
+    if isinstance(reason, Regrow):
+        _mark(run_dir, "node back", MarkKind.RECOVERY, reason=reason)
+    elif run_dir.is_dir():
+        _mark(run_dir, ATTEMPT_LOST, MarkKind.FAULT, reason=reason)
 
 
 @contextmanager
@@ -343,7 +338,7 @@ def _drive(controller: Controller, *, grace_s: float) -> None:
         if stop.asked is None:
             if loss_of(error) is None:  # then a checkpoint that is being written has nothing to do with it
                 with _saying_why("the checkpoint that was being written is lost"):
-                    controller.record.settle()
+                    controller.record.saves.settle()
             raise
         # The other processes were told to stop too, and are gone.
         say(f"told to stop by {stop.asked}, and then: {headline(error)}")
@@ -453,8 +448,8 @@ def _journaled_failures(directory: Path, *, shown: list[dict[str, str]]) -> list
                 for reward, error in score.errors.items():
                     kind, _, why = error.partition(": ")
                     if (reward, kind) not in known:
-                        failure = {"prompt": group.prompt.id, "completion": completion.text, "why": why}
-                        found.setdefault((reward, kind), {"reward": reward, "kind": kind, **failure})
+                        values = (reward, kind, group.prompt.id, completion.text, why)
+                        found.setdefault((reward, kind), dict(zip(FAILURE, values, strict=True)))
     return list(found.values())
 
 

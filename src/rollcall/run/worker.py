@@ -323,7 +323,6 @@ class RoleWorker(Trained):
                 self._weights.send(self._own_parts(), version=version)
         else:
             self._weights.send(self._whole_policy(), version=version)
-        self._weights.share(version)
         self._serve(version)
 
     def _pass_on(self, version: int) -> None:
