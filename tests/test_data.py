@@ -475,8 +475,3 @@ def test_epochs_and_seeds_give_different_orders_and_the_order_never_changes() ->
     assert len({tuple(epoch_of(seed, epoch)) for seed in range(3) for epoch in range(3)}) == 9
     # A run that resumes must find the order it started with: this line changes never.
     assert epoch_of(0, 0) == [3, 2, 1, 8, 6, 0, 7, 4, 5, 9]
-
-
-def test_an_empty_order_is_refused() -> None:
-    with pytest.raises(ValueError, match="num_prompts=0"):
-        DataOrder(0, seed=0, shuffle=True)

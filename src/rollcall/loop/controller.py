@@ -57,10 +57,6 @@ from rollcall.observe.events import Events, StepPhase
 from rollcall.observe.samples import sample_rows
 
 T = TypeVar("T")
-FLUSH_EVERY_S = 1.0
-ADMIT_EVERY_S = 0.5
-LEASE_LOOK_S = 1.0
-SAVES_LOOK_S = 0.5
 
 
 @dataclass(eq=False, repr=False)
@@ -127,15 +123,15 @@ class Controller:
         self.supply = self._make_supply()
         with self.events.phase(StepPhase.SYNC, self.version):
             await workers.engine.serve(self.version)
-        background = [open_groups.run(), every(SAVES_LOOK_S, partial(self._call, self.record.saves.poll))]
+        background = [open_groups.run(), every(0.5, partial(self._call, self.record.saves.poll))]
         if (
             workers.is_remote
         ):  # write the journal to disk while rollout continues, so that a step does not wait for all of it
-            background.append(every(FLUSH_EVERY_S, partial(in_thread, self.journal.sync)))
+            background.append(every(1.0, partial(in_thread, self.journal.sync)))
         if workers.admit is not None:
-            background.append(every(ADMIT_EVERY_S, partial(self._admit, workers.admit)))
+            background.append(every(0.5, partial(self._admit, workers.admit)))
         if self.lease is not None:  # the run ends when another controller has taken over the run directory
-            background.append(every(LEASE_LOOK_S, partial(self._call, self.lease.check)))
+            background.append(every(1.0, partial(self._call, self.lease.check)))
         try:
             await together(self._run(), background=background)
         finally:
@@ -172,7 +168,9 @@ class Controller:
                 with self.events.phase(StepPhase.ENGINE_RELEASE, step):
                     await self._pause()
             stats, reward_s = self.workers.engine.take_stats(), self.rollouts.rewards.take_seconds()
-            self._leave_if_too_late()
+            # An update that may not end in time would lose the unsaved steps.
+            if self.stop.asked and self.record.unsaved and self.record.update_s > self.stop.left_s:
+                self.stop.check()
             async with self._policy:
                 # An update that stops half-way would lose the steps since the last checkpoint.
                 shield = self.stop.shielded() if self.record.unsaved else nullcontext()
@@ -214,11 +212,6 @@ class Controller:
                 self.record.save(batch)
         self.record.saves.settle()
 
-    def _leave_if_too_late(self) -> None:
-        """When the run has been told to stop, do not begin an update that may not end in time: the unsaved steps would be lost."""
-        if self.stop.asked and self.record.unsaved and self.record.update_s > self.stop.left_s:
-            self.stop.check()
-
     async def _batch(self, step: int) -> StepBatch | None:
         """The step's groups, once all of them are on disk; None if this command only trains and the journal does not have them."""
         with self.events.phase(StepPhase.ROLLOUT, step) as outcome:
@@ -227,7 +220,8 @@ class Controller:
             except NothingLeftError:
                 outcome.result = "not in the journal"
                 return None
-            outcome.waited_for = _last_worker(batch)
+            if batch.num_from_journal < len(batch.groups):
+                outcome.waited_for = max(batch.groups, key=lambda group: group.finished_s).worker
             outcome.result = f"{counted(len(batch.groups), 'group')}, {batch.num_from_journal} from the journal"
         with self.events.phase(StepPhase.AGGREGATE, step):
             await self._call(self.journal.sync)
@@ -347,10 +341,3 @@ class Controller:
         """Let rollout processes that replace lost ones serve as soon as the actor has the current weights."""
         async with self._policy:
             await admit()
-
-
-def _last_worker(batch: StepBatch) -> str | None:
-    """The worker that finished last, unless all groups were in the journal."""
-    if batch.num_from_journal >= len(batch.groups):
-        return None
-    return max(batch.groups, key=lambda group: group.finished_s).worker

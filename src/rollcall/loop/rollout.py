@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 from rollcall.base.errors import ConfigError
@@ -42,7 +41,11 @@ class Rollouts:
     _free: asyncio.Semaphore = field(init=False)
 
     def __post_init__(self) -> None:
-        _spare_the_collector()
+        if not gc.get_freeze_count():
+            # Python's collector would look at all modules again and again: with torch and transformers a fifth of a second, in which
+            # everything waits.
+            gc.collect()
+            gc.freeze()
         self._free = asyncio.Semaphore(1 if self.player is None else self.player.section.max_running)
 
     async def group(
@@ -208,11 +211,3 @@ def sampling_seeds(run_seed: int, step: int, prompt_id: str, count: int) -> tupl
         digest = hashlib.blake2b(f"{run_seed}/{step}/{prompt_id}/{attempt}".encode(), digest_size=8).digest()
         seeds.append(int.from_bytes(digest, "little", signed=True))
     return tuple(seeds)
-
-
-@cache
-def _spare_the_collector() -> None:
-    """Keep Python's collector from looking again at what is loaded by now, and stays: with torch and transformers a full collection takes
-    a fifth of a second, in which everything waits."""
-    gc.collect()
-    gc.freeze()

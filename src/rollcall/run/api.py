@@ -186,7 +186,10 @@ def train(
     settle_functions(resolved.run.dir, resolved.reward, are_given=are_given)
     resolved = in_one_process(resolved) if local_debug else resolved
     say_unused(resolved)
-    _knock(resolved)
+    cluster = resolved.cluster
+    # One slot needs no cluster, and neither does a run that has ended.
+    if cluster is not None and cluster.num_slots > 1 and not (resolved.run.dir / "summary.json").exists():
+        find_cluster(ray_address=cluster.ray_address).knock()  # refuse one that does not answer before torch is loaded
 
     def work() -> dict[str, Any]:
         if not quiet:
@@ -229,7 +232,7 @@ def evaluate(
         settle_functions(plan.config.run.dir, plan.config.reward, are_given=False)
     calm_transformers()
     with heed_if_possible(), speaking(in_silence if quiet else on_stdout):
-        return outside_loop(partial(run_evaluation, plan, on_progress=_nothing))
+        return outside_loop(partial(run_evaluation, plan, on_progress=lambda done, total, tokens: None))
 
 
 def read_config(source: Source, *, overrides: Sequence[str] = (), changes: Mapping[str, Any] | None = None) -> Config:
@@ -262,20 +265,8 @@ def _with_paths(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**values, "reward": name_functions(values["reward"])} if "reward" in values else values
 
 
-def _knock(config: Config) -> None:
-    """Refuse a cluster whose head does not answer before torch is loaded, which takes many seconds."""
-    section = config.cluster
-    # One slot needs no cluster, and neither does a run that has ended.
-    if section is not None and section.num_slots > 1 and not (config.run.dir / "summary.json").exists():
-        find_cluster(ray_address=section.ray_address).knock()
-
-
 def _choice(kind: type[_Choice], given: str, *, name: str) -> _Choice:
     try:
         return kind(given)
     except ValueError:
         raise ConfigError(f"{name}={given!r} does not exist; use {', '.join(kind)}") from None
-
-
-def _nothing(*_: object) -> None:
-    return None

@@ -28,7 +28,7 @@ from rollcall.loop.data.load import PromptSet, load_prompts
 from rollcall.loop.evaluate import Evaluation, evaluate
 from rollcall.loop.group_maker import sampling_of
 from rollcall.loop.rollout import Rewards, Rollouts, player_of
-from rollcall.loop.tasks import together
+from rollcall.loop.tasks import every, together
 from rollcall.model.files import model_folder, resolve_model
 from rollcall.model.load import resolve_device
 from rollcall.observe.headline import Headline, headline_of
@@ -46,9 +46,6 @@ from rollcall.run.build import (
     tokenizer_of,
 )
 
-NUM_SAMPLES_SHOWN = 6
-MODEL_DIR_RESPONSE_TOKENS = 512  # a model directory says nothing about how long its answers are
-PROGRESS_EVERY_S = 0.5
 GIVEN = "given by model.path"
 
 OnProgress = Callable[[int, int, int], None]  # prompts done, prompts in all, tokens of those done
@@ -81,7 +78,7 @@ class EvalReport:
 
     @property
     def samples(self) -> list[tuple[str, str, str, float]]:
-        return sample_rows(self.evaluation.groups, limit=NUM_SAMPLES_SHOWN)
+        return sample_rows(self.evaluation.groups, limit=6)
 
     def as_json(self) -> dict[str, Any]:
         evaluation, section = self.evaluation, self.plan.config.eval
@@ -214,7 +211,7 @@ def _model_dir_values(target: Path, *, data: str) -> dict[str, Any]:
         "model.path": str(target),
         "data.train": data,
         "data.max_prompt_tokens": DataSection.model_fields["max_prompt_tokens"].default,
-        "rollout.max_response_tokens": MODEL_DIR_RESPONSE_TOKENS,
+        "rollout.max_response_tokens": 512,
     }
 
 
@@ -287,15 +284,13 @@ async def _evaluate(
         seed=config.run.seed,
         step=0,
     )
+
+    async def show() -> None:
+        completions = (completion for group in done for completion in group.completions)
+        on_progress(len(done), len(prompts.prompts), sum(completion.num_sampled for completion in completions))
+
     try:
-        return await together(work, background=[_watch(done, len(prompts.prompts), on_progress)])
+        return await together(work, background=[every(0.5, show)])
     finally:
         if environments is not None:
             await environments.aclose()
-
-
-async def _watch(done: list[Group], total: int, on_progress: OnProgress) -> None:
-    while True:
-        await asyncio.sleep(PROGRESS_EVERY_S)
-        completions = (completion for group in done for completion in group.completions)
-        on_progress(len(done), total, sum(completion.num_sampled for completion in completions))

@@ -38,8 +38,6 @@ _KEPT = {
     "by the new code; held-out results from before cannot be compared with those from now on",
     "environment": "episodes that the journal has were played by the old code, and later ones are played by the new code",
 }
-MOST_BYTES = 1 << 31  # 16 for each row
-MOST_SCRIPT_BYTES = 1 << 20  # what an agent's command names may also be its data
 T = TypeVar("T")
 
 
@@ -149,7 +147,8 @@ def code_of(config: Config) -> dict[str, dict[str, str]]:
         found[key.partition(".")[0]] |= _modules(path.partition(":")[0])
     if isinstance(config.environment, AgentEnvironment):
         files = filter(os.path.isfile, (word.strip("'\"") for word in config.environment.run.split()))
-        texts = {name: Path(name).read_bytes() for name in files if os.path.getsize(name) < MOST_SCRIPT_BYTES}
+        # Large files that its command names are its data.
+        texts = {name: Path(name).read_bytes() for name in files if os.path.getsize(name) < 1 << 20}
         found["environment"] = {name: sha256(text).hexdigest() for name, text in texts.items() if b"\0" not in text}
     return found
 
@@ -239,7 +238,7 @@ def _noted(run_dir: Path, name: str, read: Callable[[Any], T]) -> T | None:
         f"{ANOTHER_RUN}"
     )
     try:
-        found = json.loads(read_small(path, most=MOST_BYTES))
+        found = json.loads(read_small(path, most=1 << 31))
         if found["format"] < FORMAT:
             raise CheckpointError(f"{path} has the format {found['format']}: {earlier}")
         return read(found)

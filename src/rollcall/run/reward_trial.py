@@ -18,7 +18,7 @@ import numpy as np
 from rollcall.base.limits import refuse_few_files
 from rollcall.base.types import Completion, Prompt
 from rollcall.config import Config
-from rollcall.config.rewards import AskedReward, Reward
+from rollcall.config.rewards import AskedReward
 from rollcall.reward.functions import decode_entry
 from rollcall.reward.scorer import Failure, Scorer, columns_needed
 
@@ -92,7 +92,12 @@ def try_run(config: Config, *, num_rows: int) -> Trial:
 
 def try_rewards(config: Config, prompts: list[Prompt]) -> Trial:
     """Score the prompts' own answers, nothing, and a text that answers nothing."""
-    rewards = [_not_waited_for(reward) for reward in config.reward if reward.type not in _NEED_THE_POLICY]
+    # A service that does not answer fails the trial at once.
+    rewards = [
+        reward.model_copy(update={"outage_s": 0.0}) if isinstance(reward, AskedReward) else reward
+        for reward in config.reward
+        if reward.type not in _NEED_THE_POLICY
+    ]
     left_out = [reward.type for reward in config.reward if reward.type in _NEED_THE_POLICY]
     if not rewards:
         return Trial(scored=[], failures=[], in_force={}, left_out=left_out)
@@ -111,11 +116,6 @@ def try_rewards(config: Config, prompts: list[Prompt]) -> Trial:
             return Trial(scored=scored, failures=scorer.failures, in_force=scorer.in_force, left_out=left_out)
     others = [reward for reward, name in zip(rewards, scorer.names, strict=True) if name not in readers]
     return replace(try_rewards(config.model_copy(update={"reward": others}), prompts), left_out=[*left_out, *readers])
-
-
-def _not_waited_for(reward: Reward) -> Reward:
-    """A service that does not answer fails the trial at once."""
-    return reward.model_copy(update={"outage_s": 0.0}) if isinstance(reward, AskedReward) else reward
 
 
 def completions_for(prompt: Prompt) -> list[tuple[str, str]]:

@@ -38,8 +38,6 @@ from rollcall.run.evaluation import GIVEN, ModelPlan, plan_model, sets_model
 
 KEY = "ROLLCALL_SERVE_KEY"
 SHORTEST_KEY = 16
-KEPT_TOKENS = 4_000_000  # of answers whose exact ids a later request may extend
-LINE_EVERY_S = 10.0
 
 
 def plan_serving(target: str, *, overrides: list[str], engine: str | None = None) -> ModelPlan:
@@ -125,7 +123,7 @@ def open_caller(engine: Engine, rules: Open, *, tokenizer: Any, failed: asyncio.
     """A caller for a server of this event loop. Its tokenizer is a copy, because another thread uses the engine's. ``failed`` gets the error
     that ends the engine."""
     own = copy.deepcopy(tokenizer)
-    histories = Histories(Templates(Conversations(own)), own, name="serve", max_kept=KEPT_TOKENS)
+    histories = Histories(Templates(Conversations(own)), own, name="serve", max_kept=4_000_000)
     numbers = itertools.count()
 
     async def sample(prompt_ids: Ints, *, seed: int, sampling: Sampling, session: str) -> Completion:
@@ -147,7 +145,7 @@ async def _report(caller: Caller, engine: Engine) -> None:
     """Print a line from time to time about what was served since the last one."""
     requests, tokens, since = 0, 0, time.monotonic()
     while True:
-        await asyncio.sleep(LINE_EVERY_S)
+        await asyncio.sleep(10.0)
         new, now = engine.take_stats().num_tokens, time.monotonic()
         tokens += new
         if caller.num_requests != requests:

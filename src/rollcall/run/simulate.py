@@ -36,7 +36,6 @@ SHAPE = dict(
     hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=8,
     max_position_embeddings=64, tie_word_embeddings=False, rms_norm_eps=1e-6,
 )  # fmt: skip
-OBJECT_STORE_GIB = 0.25
 PROCESS_GIB, NODE_GIB = 0.4, 0.3  # resident, measured: a worker with torch and the tiny model; a node's own processes
 
 
@@ -153,7 +152,7 @@ def _nodes(plan: Plan, root: Path) -> Iterator[None]:
                     num_nodes=plan.num_nodes,
                     rendezvous=root / "rendezvous",
                     slots=slots,
-                    object_store_gib=OBJECT_STORE_GIB,
+                    object_store_gib=0.25,
                 )
                 up.append(rank)
                 with environment({STATE_DIR: str(root / f"node{rank}")}), speaking(in_silence):
@@ -175,11 +174,11 @@ def make_tiny_model(directory: Path, *, is_reward: bool = False) -> Path:
 
     tokenizer = char_tokenizer(ALPHABET)
     ids: dict[str, Any] = dict(
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None, num_labels=1
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        config = LlamaConfig(vocab_size=len(tokenizer), num_labels=1, **SHAPE, **ids)
+        config = LlamaConfig(vocab_size=len(tokenizer), **SHAPE, **ids)
         model = LlamaForSequenceClassification(config) if is_reward else LlamaForCausalLM(config)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

@@ -28,8 +28,6 @@ from rollcall.engine.weights.transports import FanOut, open_parts_receiver, open
 from rollcall.plan.placement import HOLDERS, Role
 from rollcall.run.team import Team
 
-DECLINE_S = 2.0
-
 
 class WeightSync:
     """The controller's side of it."""
@@ -68,7 +66,7 @@ class WeightSync:
             # A sender that had connected to the receiver notices its loss, and no longer listens; another may listen only on its own host.
             for invitation in self._invitations[name]:
                 with suppress(MissingPeerError):
-                    decline(invitation, name=name, timeout_s=DECLINE_S)
+                    decline(invitation, name=name, timeout_s=2.0)
         for worker, future in zip(actors, self._broken_off, strict=False):
             left_s = max(deadline - time.monotonic(), 0.1)
             if not self._team.group.wait_for_some([future], timeout_s=left_s):

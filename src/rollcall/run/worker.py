@@ -33,6 +33,7 @@ from rollcall.engine.weights.protocol import Invitation
 from rollcall.learner.gang import Gang
 from rollcall.learner.layout import Block, module_shapes
 from rollcall.learner.learner import Body, Reference, TokenScores, score_samples, whole_body
+from rollcall.model.files import resolve_model
 from rollcall.model.load import outline_causal_lm, resolve_device, resolve_dtype
 from rollcall.model.stop_tokens import stop_token_ids
 from rollcall.model.stored.tensors import Stored
@@ -108,6 +109,8 @@ class RoleWorker(Trained):
 
     def __init__(self, config: Config, model_path: str, *, in_parts: frozenset[Role]) -> None:
         transformers_logging.disable_progress_bar()  # every process would draw its own
+        if model_path.startswith("builtin:"):
+            model_path = resolve_model(model_path)
         super().__init__(tokenizer=tokenizer_of(config, model_path), learner=None, critic=None)
         self.config = config
         self.model_path = model_path
