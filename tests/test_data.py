@@ -441,7 +441,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
         load(str(tmp_path / "nothing.jsonl"))
     with pytest.raises(ValueError, match="'.csv'; data files are"):
         load(a_file(tmp_path, "a,b\n", name="rows.csv"))
-    with pytest.raises(ValueError, match="not a Parquet file"):
+    with pytest.raises(ValueError, match="bad.parquet cannot be read past row 0: Parquet"):
         (tmp_path / "bad.parquet").write_text("no")
         load(str(tmp_path / "bad.parquet"))
     with pytest.raises(ValueError, match="is a directory; name one file"):

@@ -43,7 +43,7 @@ from rollcall.config import Config
 from rollcall.loop.attempts import Regrow, RunError
 from rollcall.loop.data.order import DataOrder
 from rollcall.loop.evaluate import evaluate
-from rollcall.loop.group_maker import GroupMaker, OpenGroups, sampling_of
+from rollcall.loop.group_maker import GroupMaker, sampling_of
 from rollcall.loop.phases import Bounds, Split, is_due
 from rollcall.loop.record import Record, Update
 from rollcall.loop.rollout import Rewards, Rollouts, player_of
@@ -104,7 +104,6 @@ class Controller:
                 max_response_tokens=config.rollout.max_response_tokens,
             ),
         )
-        open_groups = OpenGroups(partial(self._call, self.journal.append_attempts))
         prompts = workers.train.prompts
         self.maker = GroupMaker(
             run=config.run,
@@ -115,7 +114,6 @@ class Controller:
             scorer=workers.scorer,
             journal=self.journal,
             rollouts=self.rollouts,
-            open_groups=open_groups,
             generates=self.bounds.generates,
             keeps_recorded=config.algorithm.dynamic_sampling and config.trainer.order == "in_order",
             call=self._call,
@@ -123,7 +121,7 @@ class Controller:
         self.supply = self._make_supply()
         with self.events.phase(StepPhase.SYNC, self.version):
             await workers.engine.serve(self.version)
-        background = [open_groups.run(), every(0.5, partial(self._call, self.record.saves.poll))]
+        background = [self.maker.open_groups.run(), every(0.5, partial(self._call, self.record.saves.poll))]
         if (
             workers.is_remote
         ):  # write the journal to disk while rollout continues, so that a step does not wait for all of it

@@ -21,7 +21,7 @@ from rollcall.base.errors import ConfigError
 from rollcall.base.types import Completion, Group, Ints, Prompt, Score
 from rollcall.config import EnvironmentSection
 from rollcall.config.environments import ClassEnvironment, StepEnvironment
-from rollcall.engine.protocol import LOCAL, Engine, Made, Request, Sampling
+from rollcall.engine.protocol import LOCAL, Engine, Request, Sampling
 from rollcall.environments.agent import AgentEnvironments, AgentPlayer
 from rollcall.environments.conversation import Conversations
 from rollcall.environments.episode import Player
@@ -64,23 +64,13 @@ class Rollouts:
         makers, started_s, name = Counter[str](), time.time(), str(next(self._numbers))
 
         async def one(place: int, seed: int) -> None:
-            order = (step, draw, place)
+            given: dict[str, Any] = {"seed": seed, "sampling": sampling, "order": (step, draw, place)}
             if self.player is None:
-                made = await self.engine.generate(
-                    Request(
-                        id=f"{name}/{place}",
-                        prompt_ids=prompt.token_ids,
-                        seed=seed,
-                        sampling=sampling,
-                        order=order,
-                        group=name,
-                    )
-                )
-                makers[made.worker] += 1
-                done[place] = made.completion
+                request = Request(id=f"{name}/{place}", prompt_ids=prompt.token_ids, group=name, **given)
+                done[place] = await self._generate(request, makers)
             else:
                 async with self._free:
-                    done[place] = await self._play(prompt, seed=seed, sampling=sampling, order=order, makers=makers)
+                    done[place] = await self._play(prompt, **given, makers=makers)
 
         with self.rewards.generating():
             await all_of(one(place, seed) for place, seed in enumerate(seeds) if place not in done)
@@ -96,6 +86,11 @@ class Rollouts:
             worker=makers.most_common(1)[0][0] if makers else LOCAL,
         )
 
+    async def _generate(self, request: Request, makers: Counter[str]) -> Completion:
+        made = await self.engine.generate(request)
+        makers[made.worker] += 1
+        return made.completion
+
     async def _play(
         self, prompt: Prompt, *, seed: int, sampling: Sampling, order: tuple[int, int, int], makers: Counter[str]
     ) -> Completion:
@@ -105,18 +100,8 @@ class Rollouts:
 
         async def sample(prompt_ids: Ints, *, seed: int, sampling: Sampling, session: str) -> Completion:
             sessions.add(session)
-            made: Made = await self.engine.generate(
-                Request(
-                    id=str(next(self._numbers)),
-                    prompt_ids=prompt_ids,
-                    seed=seed,
-                    sampling=sampling,
-                    order=order,
-                    session=session,
-                )
-            )
-            makers[made.worker] += 1
-            return made.completion
+            given: dict[str, Any] = {"seed": seed, "sampling": sampling, "order": order, "session": session}
+            return await self._generate(Request(id=str(next(self._numbers)), prompt_ids=prompt_ids, **given), makers)
 
         self.engine.begin_session(own)
         try:

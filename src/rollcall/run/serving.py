@@ -11,7 +11,6 @@ import itertools
 import os
 import secrets
 import socket
-import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -20,7 +19,6 @@ from typing import Any
 from rollcall.base.errors import ConfigError
 from rollcall.base.types import Completion, Ints
 from rollcall.base.wait import say
-from rollcall.base.words import counted
 from rollcall.checkpoint.run_dir import RUN_FILE, run_file_of
 from rollcall.config import load_config
 from rollcall.engine.protocol import Engine, Refused, Request, Sampling
@@ -30,7 +28,6 @@ from rollcall.environments.conversation import Conversations
 from rollcall.environments.endpoint import Endpoint, EndpointServer, call_format_of, in_loop
 from rollcall.environments.histories import Histories, Templates
 from rollcall.loop.group_maker import sampling_of
-from rollcall.loop.tasks import together
 from rollcall.model.files import resolve_model
 from rollcall.nodes.http_door import listen
 from rollcall.run.build import check_engine, load_sampler, set_threads, tokenizer_of
@@ -113,7 +110,7 @@ async def _serve(
     if made:
         show(key)
     try:
-        await together(asyncio.wait_for(failed, timeout=None), background=[_report(caller, engine)])
+        await failed
     finally:
         rules.is_stopping = True
         server.close()
@@ -139,18 +136,3 @@ def open_caller(engine: Engine, rules: Open, *, tokenizer: Any, failed: asyncio.
 
     here = asyncio.get_running_loop()
     return Caller(name="serve", rules=rules, histories=histories, sample=in_loop(sample, here))
-
-
-async def _report(caller: Caller, engine: Engine) -> None:
-    """Print a line from time to time about what was served since the last one."""
-    requests, tokens, since = 0, 0, time.monotonic()
-    while True:
-        await asyncio.sleep(10.0)
-        new, now = engine.take_stats().num_tokens, time.monotonic()
-        tokens += new
-        if caller.num_requests != requests:
-            refused = f", {caller.num_refused} refused" if caller.num_refused else ""
-            say(
-                f"{counted(caller.num_requests, 'request')}{refused}, {tokens:,} tokens, {new / (now - since):,.0f} tokens/s"
-            )
-        requests, since = caller.num_requests, now

@@ -183,22 +183,6 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    number = 0
-    for batch in _record_batches(path):
-        step = _ROWS_PER_READ if _unpacked_bytes(batch.to_struct_array()) <= MAX_ROW_BYTES else 1
-        for first in range(0, batch.num_rows, step):
-            rows = batch.slice(first, step)
-            if step == 1 and _unpacked_bytes(rows.to_struct_array()) > MAX_ROW_BYTES:
-                raise DataError(
-                    f"{path}, row {number + 1} has more than {MAX_ROW_BYTES >> 20} MiB when unpacked; shorten it, or leave it out"
-                )
-            for cells in zip(*rows.columns, strict=True):
-                number += 1
-                columns = zip(rows.schema.names, cells, strict=True)
-                yield number, {name: _object(cell, f"{path}, row {number}: {name}") for name, cell in columns}
-
-
-def _record_batches(path: Path) -> Iterator[Any]:
     import pyarrow
     import pyarrow.parquet
 
@@ -208,16 +192,21 @@ def _record_batches(path: Path) -> Iterator[Any]:
             if twice := sorted(name for name, count in Counter(file.schema_arrow.names).items() if count > 1):
                 raise DataError(f"{path} has the column {twice[0]!r} twice; leave one of them out")
             for batch in file.iter_batches(batch_size=_ROWS_PER_READ):
-                yield batch
-                number += batch.num_rows
+                step = _ROWS_PER_READ if _unpacked_bytes(batch.to_struct_array()) <= MAX_ROW_BYTES else 1
+                for rows in (batch.slice(first, step) for first in range(0, batch.num_rows, step)):
+                    if step == 1 and _unpacked_bytes(rows.to_struct_array()) > MAX_ROW_BYTES:
+                        raise DataError(
+                            f"{path}, row {number + 1} has more than {MAX_ROW_BYTES >> 20} MiB when unpacked; shorten it, or leave it out"
+                        )
+                    for cells in zip(*rows.columns, strict=True):
+                        number += 1
+                        columns = zip(rows.schema.names, cells, strict=True)
+                        yield number, {name: _object(cell, f"{path}, row {number}: {name}") for name, cell in columns}
     except DataError:
         raise
-    except MemoryError as error:
-        raise DataError(f"{path}: this machine has too little memory to read past row {number}: {error}") from None
-    except (pyarrow.ArrowException, ValueError, OverflowError) as error:
+    except (pyarrow.ArrowException, MemoryError, ValueError, OverflowError) as error:
         # A damaged file shows itself at its footer or at any page of it.
-        where = f"{path} is not a Parquet file" if not number else f"{path} cannot be read past row {number}"
-        raise DataError(f"{where}: {in_one_line(error)}") from None
+        raise DataError(f"{path} cannot be read past row {number}: {in_one_line(error)}") from None
 
 
 def _unpacked_bytes(array: Any) -> int:
