@@ -81,7 +81,7 @@ def run_attempts(
                 raise
             note(error)
             budget.spend(loss, reached=reached())
-            say(f"{headline(loss)}; attempt {number + 1} goes on from the newest checkpoint")
+            say(f"{headline(loss)}; attempt {number + 1} continues from the newest checkpoint")
         number += 1
 
 

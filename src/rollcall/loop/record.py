@@ -230,7 +230,7 @@ class Record:
             if found is None:
                 raise
             newest = self.store.latest()
-            where = f"goes on from {newest.path}" if newest else "begins at step 1, with the groups in the journal"
+            where = f"continues from {newest.path}" if newest else "begins at step 1, with the groups in the journal"
             raise RunError(
                 f"step {step}: {found}; {lost}, and nothing on disk is lost. Lower actor.lr, set actor.grad_clip, or look at "
                 f"the step's groups in the journal; then run the same command again: it {where}"

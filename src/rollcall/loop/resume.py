@@ -95,7 +95,7 @@ def refuse_changing_base(config: Config) -> None:
     found = checkpoint_of(path)
     if found is not None and found != path:
         raise ConfigError(
-            f"model.path={config.model.path} means the newest checkpoint there, which changes when that run goes on, and an adapter "
+            f"model.path={config.model.path} means the newest checkpoint there, which changes when that run continues, and an adapter "
             f"(model.lora) needs the model that it began with; write model.path={found}, or a directory that `rollcall merge` made of it"
         )
 

@@ -54,7 +54,7 @@ class Cursor:
         pending, next_draw = state.get("pending", []), state.get("next_draw")
         if not is_count(next_draw) or not isinstance(pending, list) or not all(map(is_count, pending)):
             raise ValueError(
-                f"{where}: its state does not say which draw comes next; move this checkpoint away to go on from an earlier one"
+                f"{where}: its state does not say which draw comes next; move this checkpoint away to continue from an earlier one"
             )
         return cls(pending=tuple(pending), next_draw=int(next_draw))
 

@@ -251,7 +251,7 @@ def read_config(source: Source, *, overrides: Sequence[str] = (), changes: Mappi
     file, defaults = run_file_of(_path_of(source, what=what))
     if defaults and REDACTED in file.read_text(errors="replace"):
         raise ConfigError(
-            f"{file} has no secrets (they are written as {REDACTED}), so the run cannot go on from it; give the run file that it "
+            f"{file} has no secrets (they are written as {REDACTED}), so the run cannot continue from it; give the run file that it "
             "was started with"
         )
     return load_config(file, list(overrides), defaults=defaults, changes=changes)

@@ -128,7 +128,17 @@ def plan_evaluation(
             raise ConfigError(
                 f"{target} is a model directory or a checkpoint, which says nothing about data; add --data FILE"
             )
-        file, defaults = None, _model_dir_values(target, data=data)
+        # Keys of the embedded run file that another model, other rows and longer answers need.
+        file, defaults = (
+            None,
+            {
+                "run.name": target.name,
+                "model.path": str(target),
+                "data.train": data,
+                "data.max_prompt_tokens": DataSection.model_fields["max_prompt_tokens"].default,
+                "rollout.max_response_tokens": 512,
+            },
+        )
     else:
         file, defaults = run_file_of(target, what="a run file, or the directory of a run or of a model")
     load = partial(load_config, file, overrides, defaults=defaults, changes=changes)
@@ -202,17 +212,6 @@ def sets_model(overrides: list[str], changes: Mapping[str, Any]) -> bool:
     section = changes.get("model")
     in_section = isinstance(section, Mapping) and "path" in section
     return in_section or "model.path" in changes or any(text.startswith("model.path=") for text in overrides)
-
-
-def _model_dir_values(target: Path, *, data: str) -> dict[str, Any]:
-    """Values that replace keys of the embedded run file: this model, these rows and room for an answer."""
-    return {
-        "run.name": target.name,
-        "model.path": str(target),
-        "data.train": data,
-        "data.max_prompt_tokens": DataSection.model_fields["max_prompt_tokens"].default,
-        "rollout.max_response_tokens": 512,
-    }
 
 
 def plan_model(config: Config, *, origin: str | None) -> ModelPlan:

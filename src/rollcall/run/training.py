@@ -448,6 +448,6 @@ def _say_rollout(run_dir: Path, controller: Controller, summary: dict[str, Any])
     say(
         f"the journal has {ready}; train on it with --phase update"
         if ready
-        else f"{trained(controller.start_step)}, so there is nothing to generate; raise trainer.steps to go on"
+        else f"{trained(controller.start_step)}, so there is nothing to generate; raise trainer.steps to continue"
     )
     return {**done, "groups": counts}
