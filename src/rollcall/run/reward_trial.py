@@ -8,7 +8,6 @@ training are lost to it.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -19,7 +18,6 @@ from rollcall.base.limits import refuse_few_files
 from rollcall.base.types import Completion, Prompt
 from rollcall.config import Config
 from rollcall.config.rewards import AskedReward
-from rollcall.reward.functions import decode_entry
 from rollcall.reward.scorer import Failure, Scorer, columns_needed
 
 SAMPLE_TEXT = "Let me think about it. I do not know the answer."
@@ -120,14 +118,7 @@ def try_rewards(config: Config, prompts: list[Prompt]) -> Trial:
 
 def completions_for(prompt: Prompt) -> list[tuple[str, str]]:
     """The completions to try with a row; a row without a written answer has only the last two."""
-    answer = prompt.answer
-    made = prompt.metadata.get("reasoning_gym")
-    if not answer.strip() and isinstance(made, dict):
-        try:
-            answer = str(decode_entry(made["entry"])["answer"])
-        except (KeyError, TypeError, json.JSONDecodeError):
-            answer = ""  # the reward itself says what is wrong with the row
-    found = [(ANSWER, answer)] if answer.strip() else []
+    found = [(ANSWER, prompt.answer)] if prompt.answer.strip() else []
     return [*found, (EMPTY, ""), (SAMPLE, SAMPLE_TEXT)]
 
 
