@@ -53,9 +53,8 @@ class Workers:
     release: Callable[[], None] = lambda: None  # the processes, or the engine
     # On a cluster:
     is_remote: bool = False  # calls only wait for other processes, so they may run in threads while the loop continues
-    look: Callable[..., Look] = lambda **_: (
-        Look()
-    )  # at what the processes do, without asking them, unless it is the ``last`` look
+    # Looks at what the processes do, without asking them, unless it is the ``last`` look.
+    look: Callable[..., Look] = lambda **_: Look()
     # Gives the current weights, which the actor holds, to rollout processes that replace lost ones, and lets them serve.
     admit: Callable[[], Awaitable[None]] | None = None
     regrow: Callable[[], str | None] = lambda: None  # why a new attempt could use more nodes than this one

@@ -16,7 +16,6 @@ from rollcall.config import Config, parse_config
 from rollcall.loop.phases import Bounds
 
 PLACEMENT = {"actor": 0, "rollout": "all"}
-IMPLIED = ("num_nodes", "num_gpus_per_node", "nodes", "component_placement", "node_weights")
 
 
 def train_as_master(
@@ -81,11 +80,11 @@ def with_folder(config: Config, folder: Path, *, num_nodes: int, rank_weights: S
         "node_weights": None if rank_weights is None else list(rank_weights),
     }
     if config.cluster is not None:
-        for key in IMPLIED:
+        for key, value in implied.items():
             given = document["cluster"][key]
-            if key in config.cluster.model_fields_set and given != implied[key]:
+            if key != "accelerator" and key in config.cluster.model_fields_set and given != value:
                 raise ConfigError(
-                    f"cluster.{key}={given} in the run file, and the command line means {key}={implied[key]} (one slot on each "
+                    f"cluster.{key}={given} in the run file, and the command line means {key}={value} (one slot on each "
                     "of its nodes, the actor on node 0); leave it out of the run file"
                 )
     kept = {} if config.cluster is None else {key: document["cluster"][key] for key in ("env", "env_pass", "node_env")}
