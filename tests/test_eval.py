@@ -13,7 +13,7 @@ from commands import rollcall
 from tiny import save_model
 
 from rollcall.base.errors import ConfigError
-from rollcall.run.evaluation import EvalPlan, EvalReport, plan_evaluation, run_evaluation
+from rollcall.run.evaluation import EvalReport, ModelPlan, plan_evaluation, run_evaluation
 from rollcall.run.training import train
 
 ROOT = Path(__file__).parents[1]
@@ -41,7 +41,7 @@ def write_run(folder: Path, *, val: bool = True) -> Path:
     return path
 
 
-def plan(target: Path, *overrides: str, **flags: Any) -> EvalPlan:
+def plan(target: Path, *overrides: str, **flags: Any) -> ModelPlan:
     every = {"data": None, "samples": None, "temperature": None, "max_prompts": None, **flags}
     return plan_evaluation(target, overrides=["trainer.num_threads=1", *overrides], **every)
 

@@ -321,13 +321,13 @@ def test_the_cluster_is_implied_and_a_run_file_that_says_another_is_refused(shar
     other = parse_config({"run": run, "cluster": {"num_nodes": 4}})
     with pytest.raises(ConfigError, match="cluster.num_nodes=4 .*num_nodes=3"):
         with_folder(other, share, num_nodes=3, rank_weights=None)
-    with pytest.raises(ConfigError, match="2 numbers for 3 nodes"):
+    with pytest.raises(ConfigError, match="node_weights"):
         with_folder(parse_config({"run": run}), share, num_nodes=3, rank_weights=[2, 1])
     with pytest.raises(ConfigError, match="rollout.weights=broadcast needs a network"):
         with_folder(
             parse_config({"run": run, "rollout": {"weights": "broadcast"}}), share, num_nodes=3, rank_weights=None
         )
-    with pytest.raises(ConfigError, match="holds --log-path"):
+    with pytest.raises(ConfigError, match="must not hold that folder"):
         with_folder(parse_config({"run": {"dir": str(share)}}), share, num_nodes=3, rank_weights=None)
     with pytest.raises(ConfigError, match="is not a list of numbers"):
         read_weights("2,x")

@@ -73,7 +73,7 @@ def data_case(random: Random, folder: Path) -> Iterator[Failure | None]:
     path = data_files.data_file(folder, random)
 
     def load() -> str | None:
-        found = load_prompts(str(path), data=DataSection(), tokenizer=_tokenizer(), rewards=("countdown",))
+        found = load_prompts(str(path), data=DataSection(), tokenizer=_tokenizer())
         return data_files.unsound(found)
 
     yield judge("data file", load, named=path.name)

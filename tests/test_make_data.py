@@ -172,7 +172,6 @@ def test_reasoning_gym_tests_on_nothing_it_trains_on() -> None:
         ("chess", "there are arithmetic, countdown"),
         ("reasoning-gym:chain_sums", "did you mean chain_sum"),
         ("reasoning-gym:boxnet", "no reference answers"),
-        ("reasoning-gym:game_of_life_halting", "gives any text the full score"),
         ("reasoning-gym:composite", "default settings"),
         ("reasoning-gym", "has no task ''"),
     ],
@@ -224,6 +223,9 @@ def test_help_shows_examples() -> None:
 def test_made_files_load_with_their_metadata(tmp_path: Path) -> None:
     class Bytes:
         chat_template = None
+
+        def get_vocab(self) -> dict[str, int]:
+            return {"a": 0}
 
         def __call__(self, texts: list[str], *, add_special_tokens: bool) -> dict[str, list[list[int]]]:
             return {"input_ids": [list(text.encode()) for text in texts]}

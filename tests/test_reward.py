@@ -386,6 +386,12 @@ def test_countdown_extraction_survives_any_text(text: str) -> None:
     assert (extract_expression(text) or "") in text
 
 
+@pytest.mark.parametrize("row", [{"numbers": ["3", 5.0, 2], "target": "30"}, {"numbers": "[3, 5, 2]", "target": 30.0}])
+def test_countdown_reads_numbers_that_are_written_as_text(row: dict[str, Any]) -> None:
+    assert score_one({"type": "countdown", "format_score": 0.1}, completion="3*5*2", metadata=row) == 1.0
+    assert score_one({"type": "countdown", "format_score": 0.1}, completion="3*5+15", metadata=row) == 0.1
+
+
 def test_countdown_on_a_row_without_numbers_says_so() -> None:
     with pytest.raises(ValueError, match="numbers and no target"):
         score_one({"type": "countdown", "format_score": 0.1}, completion="1+1")

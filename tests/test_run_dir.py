@@ -17,7 +17,6 @@ from safetensors.torch import save_file
 
 from rollcall.base.errors import CheckpointError, ConfigError, WorkerDiedError
 from rollcall.checkpoint.exported import exported_model
-from rollcall.checkpoint.size import GIB, RunSize, run_size
 from rollcall.checkpoint.store import CheckpointStore
 from rollcall.loop.record import Record
 from rollcall.model.stored.find import PROBE
@@ -114,7 +113,7 @@ def test_a_model_that_was_cut_off_is_written_again_and_leftovers_of_a_killed_wri
     left = [config.run.dir / name for name in names]
     for path in left:
         path.mkdir(parents=True)
-    assert newest_model_of(config, is_given=False)[1] == "checkpoint of step 2"
+    assert newest_model_of(config)[1] == "checkpoint of step 2"
     assert {torn.path for torn in audit(config.run.dir).torn} >= set(left)
     finish(config)
     assert weights.read_bytes() == whole and "is not a whole safetensors file" in caplog.text
@@ -122,7 +121,7 @@ def test_a_model_that_was_cut_off_is_written_again_and_leftovers_of_a_killed_wri
     weights.unlink()
     shutil.rmtree(config.run.dir / "checkpoints")
     with pytest.raises(CheckpointError, match="holds no tensors; give a directory with the weights"):
-        newest_model_of(config, is_given=False)
+        newest_model_of(config)
 
 
 @pytest.mark.slow
@@ -135,18 +134,18 @@ def test_a_model_whose_files_beside_the_weights_are_damaged_is_written_again(
     whole = {path.name: path.read_bytes() for path in model.iterdir()}
     for name in ("adapter_config.json", "config.json", "tokenizer.json", PROBE):
         (model / name).write_bytes(whole[name][:-2])
-        assert newest_model_of(config, is_given=False)[1] == "checkpoint of step 1"
+        assert newest_model_of(config)[1] == "checkpoint of step 1"
         assert f"{name} is not a whole JSON file" in caplog.text
         (model / name).write_bytes(whole[name])
-        assert newest_model_of(config, is_given=False)[1] == "trained model"
+        assert newest_model_of(config)[1] == "trained model"
     for name in ("adapter_config.json", "config.json", "tokenizer.json"):
         (model / name).unlink()
-        assert newest_model_of(config, is_given=False)[1] == "checkpoint of step 1"
+        assert newest_model_of(config)[1] == "checkpoint of step 1"
         finish(config)
         assert (model / name).read_bytes() == whole[name]
     changed = json.loads(whole["adapter_config.json"]) | {"base_model_name_or_path": "elsewhere"}
     (model / "adapter_config.json").write_text(json.dumps(changed))
-    assert newest_model_of(config, is_given=False)[1] == "trained model", "somebody has moved its model"
+    assert newest_model_of(config)[1] == "trained model", "somebody has moved its model"
 
 
 def test_another_seed_is_still_refused_where_a_run_has_begun(tmp_path: Path) -> None:
@@ -220,38 +219,3 @@ def test_the_console_is_told_where_an_attempt_begins_and_what_the_run_does(
         "restart at 0", "rollout of step 1", "step 1", "rollout of step 2", "step 2", "rollout of step 3",
         "restart at 2", "rollout of step 3", "step 3", "export of step 3",
     ]  # fmt: skip
-
-
-def test_the_size_of_a_run_is_what_it_leaves(tmp_path: Path) -> None:
-    config = make_run(tmp_path, "trainer.steps=4", "trainer.save_every=1", "trainer.keep_last=2", "trainer.keep_best=0")
-    finish(config)
-    num_parameters = _num_parameters(tmp_path / "model")
-    size = run_size(config, num_parameters=num_parameters, critic_parameters=0, width=4, run_dir=config.run.dir)
-    (*_, last) = sorted((config.run.dir / "checkpoints").iterdir())
-    held = sum(path.stat().st_size for path in last.rglob("*") if path.is_file())
-    assert size.num_checkpoints == len(list((config.run.dir / "checkpoints").iterdir())) == 2
-    assert size.most_checkpoints == 3 and size.checkpoint == pytest.approx(held, rel=0.1)
-    assert size.words(config.run.dir) is None, "a small run is not worth a word"
-
-
-def test_a_large_run_is_told_before_it_fills_the_disk() -> None:
-    size = RunSize(checkpoint=2 * GIB, num_checkpoints=3, most_checkpoints=4, model=GIB // 2, free=100 * GIB)
-    assert size.words(Path("runs/x")) == (
-        "runs/x will hold 3 checkpoints of 2.0 GiB and a model of 0.5 GiB: 6.5 GiB in all, up to 8.0 GiB while it saves; the "
-        "disk has 100.0 GiB for it"
-    )
-    on_nodes = RunSize(
-        checkpoint=2 * GIB, num_checkpoints=3, most_checkpoints=4, model=GIB // 2, free=GIB, on_nodes=True
-    )
-    assert on_nodes.words(Path("runs/x")) == (
-        "the nodes' temporary folders will hold 3 checkpoints of 2.0 GiB, up to 8.0 GiB in all while it saves, and runs/x a model "
-        "of 0.5 GiB: 0.5 GiB in all, up to 0.5 GiB while it saves; the disk has 1.0 GiB for it"
-    )
-    small_disk = RunSize(checkpoint=2 * GIB, num_checkpoints=3, most_checkpoints=4, model=GIB // 2, free=7 * GIB)
-    assert "too little. Lower trainer.keep_last" in str(small_disk.words(Path("runs/x")))
-
-
-def _num_parameters(model: Path) -> int:
-    from safetensors.numpy import load_file
-
-    return sum(tensor.size for tensor in load_file(model / "model.safetensors").values())

@@ -9,7 +9,7 @@ import pytest
 
 from rollcall.base.errors import CheckpointError
 from rollcall.base.wait import speaking
-from rollcall.loop.record import Saved, Saves
+from rollcall.loop.record import Saves
 
 
 class Disk:
@@ -26,19 +26,28 @@ class Disk:
         return Path("step-000004")
 
 
+def nobody(step: int, path: Path) -> None:
+    raise AssertionError("no checkpoint is committed here")
+
+
 def test_a_save_is_begun_and_told_of_once_when_it_is_committed() -> None:
-    saves, disk = Saves(), Disk()
-    assert saves.poll() is None and saves.settle() is None
+    told: list[tuple[int, Path]] = []
+    saves, disk = Saves(lambda *saved: told.append(saved)), Disk()
+    saves.poll()
+    saves.settle()
     saves.begin(4, disk.save)
-    assert saves.poll() is None, "it is still being written"
+    saves.poll()
+    assert told == [], "it is still being written"
     disk.go.set()
-    assert saves.settle() == Saved(step=4, path=Path("step-000004"))
-    assert saves.poll() is None and saves.settle() is None
+    for _ in range(2):
+        saves.settle()
+        saves.poll()
+        assert told == [(4, Path("step-000004"))]
 
 
 def test_who_needs_a_checkpoint_waits_for_it_with_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollcall.loop.record.FIRST_WORD_S", 0.0)
-    saves, disk, said = Saves(), Disk(), []
+    saves, disk, said = Saves(lambda step, path: None), Disk(), []
 
     def voice(text: str) -> None:
         said.append(text)
@@ -52,26 +61,28 @@ def test_who_needs_a_checkpoint_waits_for_it_with_a_message(monkeypatch: pytest.
 
 def test_a_save_that_fails_raises_where_it_is_waited_for_and_where_it_is_looked_at() -> None:
     for ask in (Saves.settle, Saves.poll):
-        saves, disk = Saves(), Disk()
+        saves, disk = Saves(nobody), Disk()
         disk.error = OSError("No space left on device")
         saves.begin(4, disk.save)
         disk.go.set()
         with pytest.raises(OSError, match="No space left"):
-            while ask(saves) is None:
+            while True:
+                ask(saves)
                 threading.Event().wait(0.01)
-        assert saves.settle() is None, "the next save may begin"
+        saves.settle()
+        saves.begin(5, disk.save)
 
 
 def test_a_failure_that_a_look_was_told_of_is_told_to_who_waits_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    saves, disk = Saves(), Disk()
+    saves, disk = Saves(nobody), Disk()
     disk.error = OSError("No space left on device")
     saves.begin(4, disk.save)
     look = saves.poll
 
-    def be_second() -> Saved | None:
+    def be_second() -> None:
         with pytest.raises(OSError, match="No space left"):
             look()
-        return look()
+        look()
 
     monkeypatch.setattr(saves, "poll", be_second)
     disk.go.set()
@@ -81,7 +92,7 @@ def test_a_failure_that_a_look_was_told_of_is_told_to_who_waits_too(monkeypatch:
 
 def test_a_save_that_never_ends_is_not_waited_for_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollcall.loop.record.LONGEST_S", 0.0)
-    saves, disk = Saves(), Disk()
+    saves, disk = Saves(nobody), Disk()
     saves.begin(4, disk.save)
     try:
         with pytest.raises(CheckpointError, match="the checkpoint of step 4 is not written after"):

@@ -21,9 +21,9 @@ from rollcall.run.serving import plan_serving, read_key, serve
 def test_a_directory_a_name_and_a_run_are_each_a_model(tmp_path: Path, undisturbed: Config) -> None:
     folder = save_model(tmp_path / "mine")
     plan = plan_serving(str(folder), overrides=["rollout.max_running=7"], engine="vllm")
-    assert (plan.name, plan.model_path) == ("mine", str(folder))
+    assert (plan.config.run.name, plan.model_path) == ("mine", str(folder))
     assert (plan.config.rollout.max_running, plan.config.rollout.engine) == (7, "vllm")
-    assert plan_serving("builtin:arithmetic", overrides=[]).name == "builtin:arithmetic"
+    assert plan_serving("builtin:arithmetic", overrides=[]).config.run.name == "builtin:arithmetic"
     run = plan_serving(str(undisturbed.run.dir), overrides=[])
     assert run.origin == "trained model" and run.model_path == str(undisturbed.run.dir / "model")
 

@@ -20,7 +20,7 @@ from rollcall.base.wait import speaking
 from rollcall.config import Config, parse_config
 from rollcall.config.environments import StepEnvironment
 from rollcall.run import simulate as module
-from rollcall.run.simulate import make_tiny_model, make_tiny_reward_model, rehearsed, simulate
+from rollcall.run.simulate import make_tiny_model, rehearsed, simulate
 
 
 @pytest.fixture
@@ -160,7 +160,7 @@ def test_the_tiny_models_open(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     assert AutoModelForCausalLM.from_pretrained(make_tiny_model(tmp_path / "a")).config.num_key_value_heads == 8
-    reward = AutoModelForSequenceClassification.from_pretrained(make_tiny_reward_model(tmp_path / "b"))
+    reward = AutoModelForSequenceClassification.from_pretrained(make_tiny_model(tmp_path / "b", is_reward=True))
     assert reward.config.num_labels == 1
 
 

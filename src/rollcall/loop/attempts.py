@@ -13,15 +13,14 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from rollcall.base.errors import BatchTooLargeError, ClusterError, NoRoomError, RestartsSpentError, WorkerLostError
 from rollcall.base.wait import say
 from rollcall.loop.tasks import wait_for_threads
+from rollcall.loop.workers import Workers
 
 T = TypeVar("T")
-MAX_TOLD_LINES = 60
-LEFT_S = 30.0
 
 
 class RunError(RuntimeError):
@@ -30,10 +29,6 @@ class RunError(RuntimeError):
 
 class Regrow(Exception):  # noqa: N818 - not an error: the attempt has ended well, at a checkpoint
     """A node is back: the next attempt uses it."""
-
-
-class Closable(Protocol):
-    def close(self) -> None: ...
 
 
 class Budget:
@@ -59,7 +54,7 @@ class Budget:
             raise RestartsSpentError(
                 f"{headline(loss)}; that is loss {len(self._losses) + 1} within {self.window_s:g} s or without a new "
                 f"checkpoint between them, and trainer.max_restarts is {self.most}. The files on disk are whole: remove the cause, then run the same command again. The first "
-                f"loss was:\n{_shown(self._first)}"
+                f"loss was:\n{''.join(traceback.format_exception(self._first, limit=-20)).rstrip()}"
             ) from loss
         self._losses.append(self._clock())
 
@@ -86,12 +81,12 @@ def run_attempts(
                 raise
             note(error)
             budget.spend(loss, reached=reached())
-            say(f"{headline(loss)}; attempt {number + 1} goes on from the newest checkpoint")
+            say(f"{headline(loss)}; attempt {number + 1} continues from the newest checkpoint")
         number += 1
 
 
 @contextmanager
-def closing(workers: Closable) -> Iterator[None]:
+def closing(workers: Workers) -> Iterator[None]:
     """Close the workers at the end. After a failure, an error while closing is only reported: the failure stays the reason."""
     try:
         yield
@@ -101,7 +96,7 @@ def closing(workers: Closable) -> Iterator[None]:
         except ClusterError as problem:
             say(str(problem))
         # A call whose caller has left, such as a half-written checkpoint, must not run during the next attempt.
-        if left := wait_for_threads(timeout_s=LEFT_S):
+        if left := wait_for_threads(timeout_s=30):
             say(f"still running from before: {', '.join(left)}")
         raise
     workers.close()
@@ -131,10 +126,3 @@ def headline(loss: BaseException) -> str:
     """
     lines = [line.strip() for line in str(loss).splitlines() if line.strip()]
     return lines[0] if lines else type(loss).__name__
-
-
-def _shown(error: BaseException) -> str:
-    lines = "".join(traceback.format_exception(error)).rstrip().splitlines()
-    if len(lines) > MAX_TOLD_LINES:
-        lines = [f"[{len(lines) - MAX_TOLD_LINES} lines before]", *lines[-MAX_TOLD_LINES:]]
-    return "\n".join(lines)

@@ -91,5 +91,5 @@ class Callbacks:
             given = getattr(callback, "__qualname__", repr(callback))
             raise CallbackError(
                 f"{name}={given} raised at step {what.step}: {type(error).__name__}: {error}\nThe run has ended; fix the function, "
-                "then make the same call again: it continues from the newest checkpoint"
+                "then train again: the run continues from the newest checkpoint"
             ) from error

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from functools import partial
@@ -43,24 +43,20 @@ from rollcall.config import Config
 from rollcall.loop.attempts import Regrow, RunError
 from rollcall.loop.data.order import DataOrder
 from rollcall.loop.evaluate import evaluate
-from rollcall.loop.group_maker import GroupMaker, OpenGroups, sampling_of
+from rollcall.loop.group_maker import GroupMaker, sampling_of
 from rollcall.loop.phases import Bounds, Split, is_due
 from rollcall.loop.record import Record, Update
 from rollcall.loop.rollout import Rewards, Rollouts, player_of
 from rollcall.loop.samples import make_samples
 from rollcall.loop.supply import AsCompleted, Cursor, Demand, InOrder, NothingLeftError, StepBatch, Supply
 from rollcall.loop.tasks import every, in_thread, together
-from rollcall.loop.workers import Repairs, Workers
+from rollcall.loop.workers import Workers
 from rollcall.observe.calls import BusySpans
 from rollcall.observe.console import Console
 from rollcall.observe.events import Events, StepPhase
 from rollcall.observe.samples import sample_rows
 
 T = TypeVar("T")
-FLUSH_EVERY_S = 1.0
-REPAIR_EVERY_S = 0.5
-LEASE_LOOK_S = 1.0
-SAVES_LOOK_S = 0.5
 
 
 @dataclass(eq=False, repr=False)
@@ -108,7 +104,6 @@ class Controller:
                 max_response_tokens=config.rollout.max_response_tokens,
             ),
         )
-        open_groups = OpenGroups(partial(self._call, self.journal.append_attempts))
         prompts = workers.train.prompts
         self.maker = GroupMaker(
             run=config.run,
@@ -119,7 +114,6 @@ class Controller:
             scorer=workers.scorer,
             journal=self.journal,
             rollouts=self.rollouts,
-            open_groups=open_groups,
             generates=self.bounds.generates,
             keeps_recorded=config.algorithm.dynamic_sampling and config.trainer.order == "in_order",
             call=self._call,
@@ -127,15 +121,15 @@ class Controller:
         self.supply = self._make_supply()
         with self.events.phase(StepPhase.SYNC, self.version):
             await workers.engine.serve(self.version)
-        background = [open_groups.run(), every(SAVES_LOOK_S, partial(self._call, self.record.look_at_saves))]
+        background = [self.maker.open_groups.run(), every(0.5, partial(self._call, self.record.saves.poll))]
         if (
             workers.is_remote
         ):  # write the journal to disk while rollout continues, so that a step does not wait for all of it
-            background.append(every(FLUSH_EVERY_S, partial(in_thread, self.journal.sync)))
-        if workers.repairs is not None:
-            background.append(every(REPAIR_EVERY_S, partial(self._repair, workers.repairs)))
+            background.append(every(1.0, partial(in_thread, self.journal.sync)))
+        if workers.admit is not None:
+            background.append(every(0.5, partial(self._admit, workers.admit)))
         if self.lease is not None:  # the run ends when another controller has taken over the run directory
-            background.append(every(LEASE_LOOK_S, partial(self._call, self.lease.check)))
+            background.append(every(1.0, partial(self._call, self.lease.check)))
         try:
             await together(self._run(), background=background)
         finally:
@@ -172,7 +166,9 @@ class Controller:
                 with self.events.phase(StepPhase.ENGINE_RELEASE, step):
                     await self._pause()
             stats, reward_s = self.workers.engine.take_stats(), self.rollouts.rewards.take_seconds()
-            self._leave_if_too_late()
+            # An update that may not end in time would lose the unsaved steps.
+            if self.stop.asked and self.record.unsaved and self.record.update_s > self.stop.left_s:
+                self.stop.check()
             async with self._policy:
                 # An update that stops half-way would lose the steps since the last checkpoint.
                 shield = self.stop.shielded() if self.record.unsaved else nullcontext()
@@ -195,7 +191,7 @@ class Controller:
                 await self._save(batch)
                 started = time.perf_counter()
                 if step < self.config.trainer.steps and (news := self.workers.regrow()):
-                    await self._call(self.record.settle)
+                    await self._call(self.record.saves.settle)
                     raise Regrow(news)
         if self.steps_ahead and self.version == self.start_step:
             raise RunError(
@@ -204,7 +200,7 @@ class Controller:
             )
         if self.record.unsaved is not None:  # the journal ended here
             await self._save(self.record.unsaved)
-        await self._call(self.record.settle)
+        await self._call(self.record.saves.settle)
 
     def save_unsaved(self) -> None:
         """After ``run`` was stopped: save the newest step, unless it is saved already."""
@@ -212,12 +208,7 @@ class Controller:
             self.record.log_step()
             with self.events.phase(StepPhase.CHECKPOINT, batch.step):
                 self.record.save(batch)
-        self.record.settle()
-
-    def _leave_if_too_late(self) -> None:
-        """When the run has been told to stop, do not begin an update that may not end in time: the unsaved steps would be lost."""
-        if self.stop.asked and self.record.unsaved and self.record.update_s > self.stop.left_s:
-            self.stop.check()
+        self.record.saves.settle()
 
     async def _batch(self, step: int) -> StepBatch | None:
         """The step's groups, once all of them are on disk; None if this command only trains and the journal does not have them."""
@@ -227,7 +218,8 @@ class Controller:
             except NothingLeftError:
                 outcome.result = "not in the journal"
                 return None
-            outcome.waited_for = _last_worker(batch)
+            if batch.num_from_journal < len(batch.groups):
+                outcome.waited_for = max(batch.groups, key=lambda group: group.finished_s).worker
             outcome.result = f"{counted(len(batch.groups), 'group')}, {batch.num_from_journal} from the journal"
         with self.events.phase(StepPhase.AGGREGATE, step):
             await self._call(self.journal.sync)
@@ -343,15 +335,7 @@ class Controller:
         """Make a call that takes long: in a thread where it only waits for other processes, else here."""
         return await in_thread(function, *args) if self.workers.is_remote else function(*args)
 
-    async def _repair(self, repairs: Repairs) -> None:
+    async def _admit(self, admit: Callable[[], Awaitable[None]]) -> None:
         """Let rollout processes that replace lost ones serve as soon as the actor has the current weights."""
-        if repairs.is_due:
-            async with self._policy:
-                await repairs.admit()
-
-
-def _last_worker(batch: StepBatch) -> str | None:
-    """The worker that finished last, unless all groups were in the journal."""
-    if batch.num_from_journal >= len(batch.groups):
-        return None
-    return max(batch.groups, key=lambda group: group.finished_s).worker
+        async with self._policy:
+            await admit()

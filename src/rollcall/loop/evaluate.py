@@ -70,7 +70,7 @@ def summarize(groups: list[Group], *, first_reward: str, threshold: float) -> Ev
         accuracy=float(np.mean([np.mean(correct) for correct in correct_by_prompt])),
         pass_at={
             k: float(np.mean([pass_at_k(attempts, sum(correct), k) for correct in correct_by_prompt]))
-            for k in _powers(attempts)
+            for k in sorted({attempts, *(1 << power for power in range(attempts.bit_length()))})
         },
         reward_mean=float(np.mean([score.value for group in groups for score in group.scores])),
         response_length_mean=float(np.mean([completion.num_sampled for completion in completions])),
@@ -88,8 +88,3 @@ def pass_at_k(attempts: int, correct: int, k: int) -> float:
     0.5
     """
     return 1.0 - comb(attempts - correct, k) / comb(attempts, k)
-
-
-def _powers(most: int) -> list[int]:
-    """1, 2, 4, ... and the largest itself."""
-    return sorted({most, *(1 << power for power in range(most.bit_length()) if 1 << power <= most)})

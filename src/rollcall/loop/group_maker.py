@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -41,11 +41,11 @@ class GroupMaker:
     scorer: Scorer
     journal: Journal
     rollouts: Rollouts
-    open_groups: OpenGroups
     generates: bool
     keeps_recorded: bool  # a step that is trained again keeps the groups that it had the first time
     call: Callable[..., Awaitable[Any]]
     trained: dict[int, tuple[int, ...]] = field(init=False)  # step -> draws, by earlier processes
+    open_groups: OpenGroups = field(init=False)
     # step -> draw -> the group of an earlier process
     _journaled: dict[int, dict[int, Group]] = field(default_factory=dict)
     # step -> draw -> place in the group -> an attempt of an earlier process, whose group was not finished
@@ -55,6 +55,7 @@ class GroupMaker:
 
     def __post_init__(self) -> None:
         self.trained = {step: entry.draws for step, entry in self.journal.trained().items()}
+        self.open_groups = OpenGroups(partial(self.call, self.journal.append_attempts))
 
     async def make(self, step: int, draw: int) -> SuppliedGroup:
         prompt = self.prompts[self.order.index(draw)]
@@ -96,7 +97,8 @@ class GroupMaker:
     async def _make_again(self, group: Group, *, failed: frozenset[str]) -> Group:
         """The same completions with new scores; episodes whose environment failed are played again."""
         if ENVIRONMENT not in failed or self.rollouts.player is None or not self.generates:
-            return await self.rollouts.score_again(group, scorer=self.scorer)
+            scores = await self.rollouts.rewards.score(self.scorer, group.prompt, group.completions)
+            return replace(group, scores=scores)  # the time at which it was finished is that of the completions
         given = self._given(group.step, group.draw, group.prompt)
         return await self.rollouts.group(group.prompt, **given)
 
@@ -111,7 +113,7 @@ class GroupMaker:
             raise RunError(
                 f"step {step}: the policy's log-probs for prompt {prompt.id!r} are not finite, so its weights have diverged; "
                 f"this group was not journaled. Lower actor.lr or set actor.grad_clip, then remove the newest checkpoint in "
-                f"{self.run.dir / 'checkpoints'} to go on from an older one, or start over with --fresh"
+                f"{self.run.dir / 'checkpoints'} to continue from an older one, or start over with --fresh"
             )
         self.open_groups.close(step=step, draw=draw)
         await self.call(self.journal.append, group)

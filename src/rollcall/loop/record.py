@@ -50,40 +50,34 @@ class Update:
     update_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
-    step: int
-    path: Path
-
-
 class Saves:
     """The checkpoint that is being written while the run continues: at most one.
 
-    ``begin`` returns at once. ``settle`` waits for the checkpoint and says so; ``poll`` never waits. Both return a checkpoint once, when it
-    is committed, and raise what its save raised.
+    ``begin`` returns at once. ``settle`` waits for the checkpoint; ``poll`` never waits. Both call ``tell`` when it is committed, and raise
+    what its save raised.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tell: Callable[[int, Path], None]) -> None:
+        self._tell = tell
         self._under_way: tuple[int, Future[Path]] | None = None
-        self._lock = threading.Lock()  # the loop looks, and the next save waits, in threads of their own
+        self._lock = threading.Lock()  # the loop looks in one thread, and the next save waits in another
 
     def begin(self, step: int, save: Callable[[], Path]) -> None:
         """``save`` writes and commits; it runs in a thread."""
         assert self._under_way is None, "settle comes first"
         self._under_way = step, start(save)
 
-    def poll(self) -> Saved | None:
-        """Return the checkpoint if it has just been committed."""
+    def poll(self) -> None:
         with self._lock:
             if self._under_way is None or not self._under_way[1].done():
-                return None
+                return
             (step, save), self._under_way = self._under_way, None
-        return Saved(step=step, path=save.result())
+        self._tell(step, save.result())
 
-    def settle(self) -> Saved | None:
-        """Wait for the checkpoint that is under way, if there is one; CheckpointError if it takes longer than any disk needs."""
+    def settle(self) -> None:
+        """Raises CheckpointError if the checkpoint takes longer than any disk needs."""
         if (under_way := self._under_way) is None:
-            return None
+            return
         step, save = under_way
         word, deadline = Wait(first_s=FIRST_WORD_S), time.monotonic() + LONGEST_S
         while not save.done():
@@ -94,12 +88,11 @@ class Saves:
             if time.monotonic() > deadline:
                 raise CheckpointError(
                     f"the checkpoint of step {step} is not written after a wait of {LONGEST_S / 3600:,.1f} hours: the disk, or a node "
-                    "that writes its part, does not answer; see whether checkpoint files can be written there, then start the run "
-                    "again: it goes on from the newest whole checkpoint"
+                    "that writes its part, does not answer; see whether checkpoint files can be written there, then run the same command "
+                    "again: it continues from the newest whole checkpoint"
                 )
-        saved = self.poll()
+        self.poll()
         save.result()  # raises here too, if ``poll`` got the failure at the same moment
-        return saved
 
 
 @dataclass(eq=False, repr=False)
@@ -119,7 +112,7 @@ class Record:
         self.unsaved: StepBatch | None = None
         self.update_s = 0.0  # of the last step
         self._row: Callable[[], dict[str, float]] | None = None  # of a step that is trained and not logged
-        self._saves = Saves()
+        self.saves = Saves(self._tell_saved)
         self._evaluated_step = -1
         self._scores: dict[str, float] = {}  # of that step, by the metrics that can rank checkpoints
 
@@ -184,10 +177,10 @@ class Record:
             )
 
     def save(self, batch: StepBatch) -> None:
-        """Write the checkpoint of a step, or only begin to, where the bytes can be written while the run continues (``settle`` ends it).
+        """Write the checkpoint of a step, or only begin to, where the bytes can be written while the run continues (``saves``).
         Samples come first: after a kill they are written again with the checkpoint."""
         step, trainer = batch.step, self.trainer
-        self.settle()
+        self.saves.settle()
         self.write_samples(step, "train", batch.groups[:8])
         ranking = self._ranking(step)
         evaluates = self.workers.val is not None and is_due(step, every=trainer.eval_every, last=trainer.steps)
@@ -203,9 +196,9 @@ class Record:
             score = ranking["scores"].get(ranking["best_by"])
             write = partial(self._write, step, state=state, score=score, **ranking)
             if is_copied:
-                self._saves.begin(step, write)
+                self.saves.begin(step, write)
             else:
-                self._tell_saved(Saved(step=step, path=write()))
+                self._tell_saved(step, write())
         self.unsaved = None
 
     def _write(self, step: int, **about: Any) -> Path:
@@ -214,17 +207,8 @@ class Record:
         saving.tidy(self.store.dir, keep=self.store.places())
         return path
 
-    def settle(self) -> None:
-        """Wait for the checkpoint that is being written, if any; raises what its save raised."""
-        self._tell_saved(self._saves.settle())
-
-    def look_at_saves(self) -> None:
-        """Do the same without waiting."""
-        self._tell_saved(self._saves.poll())
-
-    def _tell_saved(self, saved: Saved | None) -> None:
-        if saved is not None:
-            self.callbacks.tell(CheckpointSaved(step=saved.step, num_steps=self.trainer.steps, path=saved.path))
+    def _tell_saved(self, step: int, path: Path) -> None:
+        self.callbacks.tell(CheckpointSaved(step=step, num_steps=self.trainer.steps, path=path))
 
     def add_scores(self, step: int) -> None:
         """Add the scores to a checkpoint that was saved before its evaluation."""
@@ -246,7 +230,7 @@ class Record:
             if found is None:
                 raise
             newest = self.store.latest()
-            where = f"goes on from {newest.path}" if newest else "begins at step 1, with the groups in the journal"
+            where = f"continues from {newest.path}" if newest else "begins at step 1, with the groups in the journal"
             raise RunError(
                 f"step {step}: {found}; {lost}, and nothing on disk is lost. Lower actor.lr, set actor.grad_clip, or look at "
                 f"the step's groups in the journal; then run the same command again: it {where}"

@@ -20,7 +20,6 @@ from rollcall.checkpoint.run_dir import RUN_FILE, newest_step
 from rollcall.config import Config, load_saved_run, public_dump
 from rollcall.config.errors import shown
 from rollcall.config.lora import modules_of
-from rollcall.config.sections import DEFAULT_TOKENS
 from rollcall.model.stored.find import checkpoint_of, is_model_dir
 
 # With another value the journal or the optimizer state of the checkpoints would not fit.
@@ -33,14 +32,7 @@ FREE_OF_LORA = ("dropout", "export")
 FREE_OF_REWARDS = (
     "timeout_s", "env", "network", "memory_mb", "file_mb", "processes", "url", "key_env", "concurrency", "retries", "outage_s",
 )  # fmt: skip
-# The meaning of `auto` where there is no card: a run directory that has the number has not been given another setting.
-SAME_AS_AUTO = {
-    "tokens_per_microbatch": DEFAULT_TOKENS, "activation_checkpointing": False, "kv_memory_fraction": 0.3,
-}  # fmt: skip
-# Of an environment: what an episode is, not how many run or what becomes of them.
-OF_EPISODES = ("type", "path", "kwargs", "tools", "call_format", "run", "config", "max_turns", "max_turn_tokens")
 NOT_SET = "not set"
-MAX_TOLD = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,11 +52,6 @@ class Change:
         if parts[:2] == ["model", "lora"] and parts[2:] and parts[2] in FREE_OF_LORA:
             return False
         return any(self.key == key or self.key.startswith(f"{key}.") for key in FIXED)
-
-    @property
-    def is_to_auto(self) -> bool:
-        same = SAME_AS_AUTO.get(self.key.rpartition(".")[2])
-        return same is not None and self.before == same and self.after == "auto"
 
 
 def changes_on_resume(config: Config, run_dir: Path) -> list[Change]:
@@ -88,13 +75,12 @@ def changes_on_resume(config: Config, run_dir: Path) -> list[Change]:
             f"{error}\n{path} is this run's record of its settings; restore it, correct it where it is named, or start over "
             "with --fresh (the old directory is moved aside)"
         ) from None
-    found = [each for each in differences("", public_dump(before), public_dump(config)) if not each.is_to_auto]
+    found = list(differences("", public_dump(before), public_dump(config)))
     if config.algorithm.name != "ppo":  # nothing reads the critic's section
         found = [change for change in found if not change.key.startswith("critic.")]
     if fixed := [change for change in found if change.is_fixed]:
-        others = f" (and {len(fixed) - MAX_TOLD} more)" if len(fixed) > MAX_TOLD else ""
         raise ConfigError(
-            f"run.dir={run_dir} holds a run with other settings: {'; '.join(map(str, fixed[:MAX_TOLD]))}{others}. This cannot "
+            f"run.dir={run_dir} holds a run with other settings: {'; '.join(map(str, fixed))}. This cannot "
             f"change within a run; {ANOTHER_RUN}"
         )
     _refuse_shorter(config, run_dir)
@@ -109,31 +95,9 @@ def refuse_changing_base(config: Config) -> None:
     found = checkpoint_of(path)
     if found is not None and found != path:
         raise ConfigError(
-            f"model.path={config.model.path} means the newest checkpoint there, which changes when that run goes on, and an adapter "
+            f"model.path={config.model.path} means the newest checkpoint there, which changes when that run continues, and an adapter "
             f"(model.lora) needs the model that it began with; write model.path={found}, or a directory that `rollcall merge` made of it"
         )
-
-
-def notes_on(changes: list[Change], config: Config) -> list[str]:
-    """Consequences of the changes that the keys do not show."""
-    keys = {change.key for change in changes}
-    notes = []
-    for role in ("actor", "critic"):
-        section = getattr(config, role)
-        length = {"trainer.steps", f"{role}.minibatches", f"{role}.epochs", f"{role}.warmup_steps", f"{role}.decay"}
-        if section.decay != "constant" and keys & length:
-            notes.append(
-                f"{role}.decay={section.decay} ends at step {config.trainer.steps}: the learning rate differs from here on, also in "
-                "the steps since the last checkpoint, which are trained again"
-            )
-    if any(key.startswith("rollout.") for key in keys):
-        notes.append("groups that the journal already has were sampled with the old values of rollout")
-    if any(key.startswith("environment.") and key.split(".")[1] in OF_EPISODES for key in keys):
-        notes.append(
-            "episodes that the journal already has were played with the old values of environment; a group that was not finished has "
-            "some of both"
-        )
-    return notes
 
 
 def differences(key: str, before: Any, after: Any) -> Iterator[Change]:

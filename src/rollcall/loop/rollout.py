@@ -14,46 +14,38 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import cache
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 from rollcall.base.errors import ConfigError
 from rollcall.base.types import Completion, Group, Ints, Prompt, Score
-from rollcall.config import EnvironmentBase, EnvironmentSection
+from rollcall.config import EnvironmentSection
 from rollcall.config.environments import ClassEnvironment, StepEnvironment
-from rollcall.engine.protocol import LOCAL, Engine, Made, Request, Sampling
-from rollcall.environments.agent import AgentEnvironments
+from rollcall.engine.protocol import LOCAL, Engine, Request, Sampling
+from rollcall.environments.agent import AgentEnvironments, AgentPlayer
 from rollcall.environments.conversation import Conversations
 from rollcall.environments.episode import Player
-from rollcall.environments.protocol import Environments, SampleTurn
+from rollcall.environments.protocol import Environments
 from rollcall.loop.tasks import all_of, in_thread
 from rollcall.observe.calls import BusySpans
 from rollcall.observe.live import REWARDS
 from rollcall.reward.scorer import Scorer
 
 
-class Plays(Protocol):
-    """Plays whole episodes: turn by turn with an environment, or driven by a program."""
-
-    @property
-    def section(self) -> EnvironmentBase: ...
-
-    async def play(
-        self, prompt: Prompt, *, seed: int, sampling: Sampling, session: str, sample: SampleTurn
-    ) -> Completion: ...
-
-
 @dataclass(slots=True, kw_only=True)
 class Rollouts:
     engine: Engine
     rewards: Rewards
-    player: Plays | None = None  # without one, a completion is one turn
+    player: Player | AgentPlayer | None = None  # without one, a completion is one turn
     _numbers: Any = field(default_factory=itertools.count, init=False)  # of requests, groups and sessions
     _free: asyncio.Semaphore = field(init=False)
 
     def __post_init__(self) -> None:
-        _spare_the_collector()
+        if not gc.get_freeze_count():
+            # Python's collector would look at all modules again and again: with torch and transformers a fifth of a second, in which
+            # everything waits.
+            gc.collect()
+            gc.freeze()
         self._free = asyncio.Semaphore(1 if self.player is None else self.player.section.max_running)
 
     async def group(
@@ -72,23 +64,13 @@ class Rollouts:
         makers, started_s, name = Counter[str](), time.time(), str(next(self._numbers))
 
         async def one(place: int, seed: int) -> None:
-            order = (step, draw, place)
+            given: dict[str, Any] = {"seed": seed, "sampling": sampling, "order": (step, draw, place)}
             if self.player is None:
-                made = await self.engine.generate(
-                    Request(
-                        id=f"{name}/{place}",
-                        prompt_ids=prompt.token_ids,
-                        seed=seed,
-                        sampling=sampling,
-                        order=order,
-                        group=name,
-                    )
-                )
-                makers[made.worker] += 1
-                done[place] = made.completion
+                request = Request(id=f"{name}/{place}", prompt_ids=prompt.token_ids, group=name, **given)
+                done[place] = await self._generate(request, makers)
             else:
                 async with self._free:
-                    done[place] = await self._play(prompt, seed=seed, sampling=sampling, order=order, makers=makers)
+                    done[place] = await self._play(prompt, **given, makers=makers)
 
         with self.rewards.generating():
             await all_of(one(place, seed) for place, seed in enumerate(seeds) if place not in done)
@@ -104,9 +86,10 @@ class Rollouts:
             worker=makers.most_common(1)[0][0] if makers else LOCAL,
         )
 
-    async def score_again(self, group: Group, *, scorer: Scorer) -> Group:
-        """The same completions with new scores; the time at which it was finished is that of the completions."""
-        return replace(group, scores=await self.rewards.score(scorer, group.prompt, group.completions))
+    async def _generate(self, request: Request, makers: Counter[str]) -> Completion:
+        made = await self.engine.generate(request)
+        makers[made.worker] += 1
+        return made.completion
 
     async def _play(
         self, prompt: Prompt, *, seed: int, sampling: Sampling, order: tuple[int, int, int], makers: Counter[str]
@@ -117,18 +100,8 @@ class Rollouts:
 
         async def sample(prompt_ids: Ints, *, seed: int, sampling: Sampling, session: str) -> Completion:
             sessions.add(session)
-            made: Made = await self.engine.generate(
-                Request(
-                    id=str(next(self._numbers)),
-                    prompt_ids=prompt_ids,
-                    seed=seed,
-                    sampling=sampling,
-                    order=order,
-                    session=session,
-                )
-            )
-            makers[made.worker] += 1
-            return made.completion
+            given: dict[str, Any] = {"seed": seed, "sampling": sampling, "order": order, "session": session}
+            return await self._generate(Request(id=str(next(self._numbers)), prompt_ids=prompt_ids, **given), makers)
 
         self.engine.begin_session(own)
         try:
@@ -194,7 +167,7 @@ def player_of(
     scorer: Scorer,
     max_prompt_tokens: int,
     max_response_tokens: int,
-) -> Plays | None:
+) -> Player | AgentPlayer | None:
     """Returns None for a run without an environment, in which a completion is one turn."""
     if scorer.environment_readers and not isinstance(section, ClassEnvironment | StepEnvironment):
         raise ConfigError(
@@ -223,11 +196,3 @@ def sampling_seeds(run_seed: int, step: int, prompt_id: str, count: int) -> tupl
         digest = hashlib.blake2b(f"{run_seed}/{step}/{prompt_id}/{attempt}".encode(), digest_size=8).digest()
         seeds.append(int.from_bytes(digest, "little", signed=True))
     return tuple(seeds)
-
-
-@cache
-def _spare_the_collector() -> None:
-    """Keep Python's collector from looking again at what is loaded by now, and stays: with torch and transformers a full collection takes
-    a fifth of a second, in which everything waits."""
-    gc.collect()
-    gc.freeze()

@@ -70,7 +70,7 @@ def _with_advantages(
     ]  # group, attempt, row
 
     def per_attempt(value_of: Callable[[Sample], np.ndarray]) -> list[list[np.ndarray]]:
-        return [[_joined([value_of(row) for row in attempt]) for attempt in group] for group in by_group]
+        return [[np.concatenate([value_of(row) for row in attempt]) for attempt in group] for group in by_group]
 
     kl_in_reward = algorithm.kl_in == "reward" and algorithm.kl_coef > 0
     advantages = compute_advantages(
@@ -91,18 +91,12 @@ def _with_advantages(
 
 def _divided(attempt: list[Sample], tokens: TokenAdvantages) -> list[Sample]:
     """Each row with its part of what was computed for the whole attempt."""
-    if len(attempt) == 1:
-        return [attempt[0].with_(advantages=tokens.advantages, returns=tokens.returns)]
     ends = np.cumsum([len(row.response_ids) for row in attempt])[:-1]
     advantages = np.split(tokens.advantages, ends)
     returns = [None] * len(attempt) if tokens.returns is None else np.split(tokens.returns, ends)
     return [
         row.with_(advantages=own, returns=target) for row, own, target in zip(attempt, advantages, returns, strict=True)
     ]
-
-
-def _joined(arrays: list[np.ndarray]) -> np.ndarray:
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 def _token_kl(sample: Sample, algorithm: Algorithm) -> Floats:

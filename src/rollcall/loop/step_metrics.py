@@ -14,8 +14,6 @@ from rollcall.engine.protocol import Stats
 from rollcall.environments.protocol import DROPPED
 from rollcall.loop.supply import StepBatch
 
-MOST_NAMES = 500  # of environments' metrics in a step: those that most episodes have
-
 
 def peak_memory_gib() -> float:
     """The most memory that this process has held: by CUDA's allocator where a card is in use, else resident."""
@@ -91,7 +89,7 @@ def _episode_metrics(episodes: list[Episode]) -> dict[str, float]:
         for name, value in episode.metrics.items():
             own.setdefault(name, []).append(value)
     dropped = sum(own.pop(DROPPED, ()))
-    kept = sorted(own, key=lambda name: -len(own[name]))[:MOST_NAMES]
+    kept = sorted(own, key=lambda name: -len(own[name]))[:500]  # those that most episodes have
     return {
         "episode/turns_mean": float(np.mean([len(episode.turns) for episode in episodes])),
         "episode/tool_calls_mean": float(

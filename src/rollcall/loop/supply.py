@@ -54,7 +54,7 @@ class Cursor:
         pending, next_draw = state.get("pending", []), state.get("next_draw")
         if not is_count(next_draw) or not isinstance(pending, list) or not all(map(is_count, pending)):
             raise ValueError(
-                f"{where}: its state does not say which draw comes next; move this checkpoint away to go on from an earlier one"
+                f"{where}: its state does not say which draw comes next; move this checkpoint away to continue from an earlier one"
             )
         return cls(pending=tuple(pending), next_draw=int(next_draw))
 
@@ -122,7 +122,8 @@ class InOrder(Supply):
         demand, fills = self._demand, []
         try:
             for step in range(demand.start_step + 1, demand.steps + 1):
-                await self._reach(step - 1 - demand.staleness)
+                async with self._changed:
+                    await self._changed.wait_for(lambda oldest=step - 1 - demand.staleness: self._version >= oldest)
                 draws = self._take(demand.wanted)
                 fills.append(asyncio.create_task(self._fill(step, draws, self._cursor)))
                 self._fills.put_nowait(fills[-1])
@@ -139,10 +140,6 @@ class InOrder(Supply):
         batch = await (await self._fills.get())
         assert batch.step == step, "steps are asked for in order"
         return batch
-
-    async def _reach(self, version: int) -> None:
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._version >= version)
 
     def _take(self, count: int) -> list[int]:
         draws, self._cursor = self._cursor.take(count)
@@ -214,11 +211,6 @@ class AsCompleted(Supply):
         self._failure: Exception | None = None
         self._asked_s = time.perf_counter()
 
-    @property
-    def most_begun(self) -> int:
-        demand = self._demand
-        return demand.wanted * steps_ahead(demand.staleness, order="as_completed")
-
     async def run(self) -> None:
         total = self._demand.steps * self._demand.wanted
         try:
@@ -262,7 +254,8 @@ class AsCompleted(Supply):
 
     def _admit(self) -> None:
         demand = self._demand
-        most = min(self._version * demand.wanted + self.most_begun, demand.steps * demand.wanted)
+        ahead = steps_ahead(demand.staleness, order="as_completed")
+        most = min(self._version + ahead, demand.steps) * demand.wanted
         while self._num_taken + len(self._begun) < most:
             self._begin()
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,38 +19,18 @@ from rollcall.observe.live import Look
 from rollcall.reward.scorer import Scorer
 
 
-class Trainable(Protocol):
-    """The policy's learner, or the critic."""
+class Policy(Protocol):
+    num_tokens_trained: int
 
     def update(self, samples: Sequence[Sample]) -> dict[str, float]: ...
-
-
-class Policy(Trainable, Protocol):
-    num_tokens_trained: int
 
     def score(self, samples: Sequence[Sample]) -> list[TokenScores]: ...
 
 
-class ValueFunction(Trainable, Protocol):
+class ValueFunction(Protocol):
+    def update(self, samples: Sequence[Sample]) -> dict[str, float]: ...
+
     def values(self, samples: Sequence[Sample]) -> list[Floats]: ...
-
-
-class Repairs(Protocol):
-    """Rollout processes that take the place of lost ones."""
-
-    @property
-    def is_due(self) -> bool:
-        """Whether a new process waits for the current weights."""
-        ...
-
-    async def admit(self) -> None:
-        """Give the current weights, which the actor holds, to the new processes, and let them serve."""
-        ...
-
-
-def no_look(*, last: bool = False) -> Look:
-    """There is only this process, which the controller knows."""
-    return Look()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,8 +53,10 @@ class Workers:
     release: Callable[[], None] = lambda: None  # the processes, or the engine
     # On a cluster:
     is_remote: bool = False  # calls only wait for other processes, so they may run in threads while the loop continues
-    look: Callable[..., Look] = no_look  # at what the processes do, without asking them, unless it is the ``last`` look
-    repairs: Repairs | None = None
+    # Looks at what the processes do, without asking them, unless it is the ``last`` look.
+    look: Callable[..., Look] = lambda **_: Look()
+    # Gives the current weights, which the actor holds, to rollout processes that replace lost ones, and lets them serve.
+    admit: Callable[[], Awaitable[None]] | None = None
     regrow: Callable[[], str | None] = lambda: None  # why a new attempt could use more nodes than this one
 
     def close(self) -> None:

@@ -75,9 +75,10 @@ class Passes:
     compiled: bool = True
     recompute: Recompute = Recompute.NO
     frozen: bool = False  # embeddings and head have no gradient: an adapter of the layers is trained
+    held: int = 0  # bytes that are in memory during the passes: the sums of gradients
 
     def peak(self, tokens: int) -> int:
-        return max(self.at_head(tokens), self.at_layers(tokens), self.at_end(tokens))
+        return self.held + max(self.at_head(tokens), self.at_layers(tokens), self.at_end(tokens))
 
     def tokens_in(self, room: int) -> int:
         """The largest number of tokens whose peak is at most ``room``."""

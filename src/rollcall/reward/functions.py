@@ -117,11 +117,13 @@ def _countdown(format_score: float) -> RewardFunction:
         missing = [key for key in ("numbers", "target") if metadata.get(key) is None]
         if missing:
             raise ValueError(f"the row has no {' and no '.join(missing)}; `rollcall data countdown` makes such rows")
+        numbers, target = metadata["numbers"], Fraction(metadata["target"])  # files of others may hold them as text
+        numbers = sorted(map(Fraction, json.loads(numbers) if isinstance(numbers, str) else numbers))
         expression = extract_expression(completion)
         if expression is None:
             return 0.0
         value, used = evaluate(expression)
-        solved = value == metadata["target"] and sorted(used) == sorted(metadata["numbers"])
+        solved = value == target and sorted(used) == numbers
         return 1.0 if solved else format_score
 
     return countdown

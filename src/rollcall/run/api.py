@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollcall.base.errors import ConfigError
 from rollcall.base.importing import calm_transformers, uncollected
@@ -45,26 +45,7 @@ _SAMPLES = re.compile(r"(train|val)-(\d+)\.jsonl")
 _SAMPLE_COLUMNS = ("prompt_id", "prompt", "completion", "answer", "reward", "parts", "errors", "num_tokens", "finish")
 _Choice = TypeVar("_Choice", Phase, Split)
 Source = Config | Mapping[str, Any] | str | Path | None
-
-
-class Table(Protocol):
-    """The most used part of a ``pyarrow.Table``, which has no type hints and is what the properties of a ``Run`` return."""
-
-    @property
-    def num_rows(self) -> int: ...
-
-    @property
-    def column_names(self) -> list[str]: ...
-
-    def __getitem__(self, column: str) -> Any: ...
-
-    def select(self, columns: list[str]) -> Table: ...
-
-    def to_pydict(self) -> dict[str, list[Any]]: ...
-
-    def to_pylist(self) -> list[dict[str, Any]]: ...
-
-    def to_pandas(self) -> Any: ...
+Table = Any  # a ``pyarrow.Table``, which has no type hints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +186,10 @@ def train(
     settle_functions(resolved.run.dir, resolved.reward, are_given=are_given)
     resolved = in_one_process(resolved) if local_debug else resolved
     say_unused(resolved)
-    _knock(resolved)
+    cluster = resolved.cluster
+    # One slot needs no cluster, and neither does a run that has ended.
+    if cluster is not None and cluster.num_slots > 1 and not (resolved.run.dir / "summary.json").exists():
+        find_cluster(ray_address=cluster.ray_address).knock()  # refuse one that does not answer before torch is loaded
 
     def work() -> dict[str, Any]:
         if not quiet:
@@ -248,7 +232,7 @@ def evaluate(
         settle_functions(plan.config.run.dir, plan.config.reward, are_given=False)
     calm_transformers()
     with heed_if_possible(), speaking(in_silence if quiet else on_stdout):
-        return outside_loop(partial(run_evaluation, plan, on_progress=_nothing))
+        return outside_loop(partial(run_evaluation, plan, on_progress=lambda done, total, tokens: None))
 
 
 def read_config(source: Source, *, overrides: Sequence[str] = (), changes: Mapping[str, Any] | None = None) -> Config:
@@ -267,7 +251,7 @@ def read_config(source: Source, *, overrides: Sequence[str] = (), changes: Mappi
     file, defaults = run_file_of(_path_of(source, what=what))
     if defaults and REDACTED in file.read_text(errors="replace"):
         raise ConfigError(
-            f"{file} has no secrets (they are written as {REDACTED}), so the run cannot go on from it; give the run file that it "
+            f"{file} has no secrets (they are written as {REDACTED}), so the run cannot continue from it; give the run file that it "
             "was started with"
         )
     return load_config(file, list(overrides), defaults=defaults, changes=changes)
@@ -281,20 +265,8 @@ def _with_paths(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**values, "reward": name_functions(values["reward"])} if "reward" in values else values
 
 
-def _knock(config: Config) -> None:
-    """Refuse a cluster whose head does not answer before torch is loaded, which takes many seconds."""
-    section = config.cluster
-    # One slot needs no cluster, and neither does a run that has ended.
-    if section is not None and section.num_slots > 1 and not (config.run.dir / "summary.json").exists():
-        find_cluster(ray_address=section.ray_address).knock()
-
-
 def _choice(kind: type[_Choice], given: str, *, name: str) -> _Choice:
     try:
         return kind(given)
     except ValueError:
         raise ConfigError(f"{name}={given!r} does not exist; use {', '.join(kind)}") from None
-
-
-def _nothing(*_: object) -> None:
-    return None

@@ -80,15 +80,12 @@ def load_inputs(config: Config) -> Inputs:
     needs = columns_needed(config.reward)
     say(f"reading the tokenizer and the prompts of {config.data.train}")
     tokenizer = tokenizer_of(config, path)
-    load = partial(
-        load_prompts, data=config.data, tokenizer=tokenizer, rewards={reward.type for reward in config.reward}
-    )
+    load = partial(load_prompts, data=config.data, tokenizer=tokenizer)
     train = load(config.data.train, split="train", needs=needs)
     refuse_changed_rows(config.run.dir, "train", train)
     val = None
     if config.data.val is not None:
-        if all(reward.type in ("self_certainty", "model") for reward in config.reward):
-            needs = columns_needed([ExactReward()])  # `build_scorers` evaluates by it
+        needs = columns_needed(judges_of(config.reward))
         val = load(config.data.val, split="val", limit=config.eval.max_prompts, needs=needs)
         refuse_changed_rows(config.run.dir, "val", val, limit=config.eval.max_prompts)
     # An environment may tell rows of one text apart by their other columns.
@@ -350,6 +347,12 @@ def reference_of(config: Config, learner: Learner) -> Reference:
     return Reference(body=learner.body, section=config.actor, temperature=config.rollout.temperature, plain=True)
 
 
+def judges_of(rewards: Sequence[Reward]) -> Sequence[Reward]:
+    """The rewards by which an evaluation judges an answer. Where only models give rewards, the exact answer counts."""
+    judges = [reward for reward in rewards if reward.type != "self_certainty"]
+    return [ExactReward()] if all(reward.type == "model" for reward in judges) else judges
+
+
 def build_scorers(
     rewards: Sequence[Reward],
     *,
@@ -357,8 +360,7 @@ def build_scorers(
     models: Mapping[int, ModelRewardFunction],
     num_workers: int = NUM_REWARD_WORKERS,
 ) -> tuple[Scorer, Scorer]:
-    """The scorers of training and of evaluation. They are the same, unless only models give rewards: then an evaluation asks whether the
-    answer is right. ``score`` is the policy's; ``models`` has the reward models by their place in the run file."""
+    """The scorers of training and of evaluation: the same one, unless only models give rewards (``judges_of``). ``score`` is the policy's; ``models`` has the reward models by their place in the run file."""
     functions = dict(models)
     for index, reward in enumerate(rewards):
         if reward.type == "self_certainty":
@@ -366,7 +368,7 @@ def build_scorers(
     scorer = Scorer(rewards, num_workers=num_workers, model_rewards=functions)
     if len(functions) < len(rewards):
         return scorer, scorer
-    return scorer, Scorer([ExactReward()], num_workers=num_workers, model_rewards={})
+    return scorer, Scorer(judges_of(rewards), num_workers=num_workers, model_rewards={})
 
 
 def build_environments(

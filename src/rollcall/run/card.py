@@ -8,7 +8,7 @@ found. On a CPU ``auto`` is a fixed number, so nothing is done.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,20 +27,6 @@ from rollcall.plan.choose import KV_BLOCK, NO_KV, SAFE, Choice, KvNeed, Line, Ne
 from rollcall.plan.engine import EngineNeeds, kv_is_open
 from rollcall.plan.placement import Role, plan_for
 from rollcall.plan.room import on_kv, on_microbatch
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Summed:
-    """The needs of a pass while the sums of gradients are in memory too."""
-
-    passes: Needs
-    sums: int
-
-    def peak(self, tokens: int) -> int:
-        return self.sums + self.passes.peak(tokens)
-
-    def tokens_in(self, room: int) -> int:
-        return self.passes.tokens_in(room - self.sums)
 
 
 def settle(config: Config, model: Any, *, learners: Sequence[Learner | Critic], samples: bool) -> int | None:
@@ -104,7 +90,7 @@ def _size(learner: Learner | Critic, *, config: Config, kv: KvNeed, rows: Rows) 
     longest = -(-(rows.prompt + rows.response) // body.context.size)
 
     def estimate(recompute: Recompute) -> Needs:
-        return Summed(passes=passes_of(body, fit, recompute=recompute), sums=sums)
+        return replace(passes_of(body, fit, recompute=recompute), held=sums)
 
     if "auto" not in (section.tokens_per_microbatch, section.activation_checkpointing):
         return estimate(fit.recompute).peak(fit.tokens)

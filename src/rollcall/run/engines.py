@@ -30,14 +30,8 @@ from rollcall.run.router import RolloutWorker, Router
 from rollcall.run.team import Team
 from rollcall.run.weight_sync import WeightSync
 
-ANSWERS_S = 0.5  # the longest that the thread waits for the calls it knows
 CALLS = 2
 WAIT_S = 180.0
-SETTLE_S = 30.0  # for a sender to notice that a receiver is gone
-# An engine with nothing finished answers after this long, so that new requests and new weights reach it; with many
-# engines it is longer, or their answers would keep this process busy.
-SHORTEST_LOOK_S, LONGEST_LOOK_S = 0.05, 1.0
-LOOKS_PER_S = 160
 
 
 @dataclass(slots=True, eq=False)
@@ -87,7 +81,9 @@ class Engines:
         self._team = team
         self._weights = WeightSync(team)
         self._workers = team.members[Role.ROLLOUT]
-        self._look_s = min(max(len(self._workers) / LOOKS_PER_S, SHORTEST_LOOK_S), LONGEST_LOOK_S)
+        # An engine with nothing finished answers after this long, so that new requests and new weights reach it; with many engines it is
+        # longer, or their answers would keep this process busy.
+        self._look_s = min(max(len(self._workers) / 160, 0.05), 1.0)
         self._router = Router(list(map(self._new_worker, self._workers)), room=room, node_weights=node_weights)
         self._links = {worker: _Link() for worker in self._workers}
         self._numbers = itertools.count()  # of calls
@@ -242,7 +238,7 @@ class Engines:
     def _answers(self, calls: list[tuple[int, int, Any]]) -> list[tuple[int, int, Exchanged | WorkerDiedError]]:
         """Wait a moment, in a thread, for answers, and return those that are there."""
         group = self._team.group
-        done = set(map(id, group.wait_for_some([call for _, _, call in calls], timeout_s=ANSWERS_S)))
+        done = set(map(id, group.wait_for_some([call for _, _, call in calls], timeout_s=0.5)))
         ready = [each for each in calls if id(each[2]) in done]
         try:
             answers = group.get_all_worker_results([call for _, _, call in ready]) if ready else []
@@ -372,6 +368,6 @@ class Engines:
         dead = [worker for worker in serving if worker in named or not group.workers[worker].is_alive()]
         if not dead:
             raise error
-        await in_thread(self._weights.settle, lost=dead, timeout_s=SETTLE_S)
+        await in_thread(self._weights.settle, lost=dead, timeout_s=30.0)
         for worker in dead:
             self._lose(worker, error)

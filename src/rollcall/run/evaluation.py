@@ -20,7 +20,7 @@ from rollcall.checkpoint.exported import exported_model
 from rollcall.checkpoint.in_parts import is_in_parts
 from rollcall.checkpoint.run_dir import RUN_FILE, run_file_of
 from rollcall.checkpoint.store import store_of
-from rollcall.config import Config, DataSection, ExactReward, load_config
+from rollcall.config import Config, DataSection, load_config
 from rollcall.config.lora import LoraSection
 from rollcall.engine.protocol import Engine, Sampling
 from rollcall.engine.ticker import Ticker
@@ -28,7 +28,7 @@ from rollcall.loop.data.load import PromptSet, load_prompts
 from rollcall.loop.evaluate import Evaluation, evaluate
 from rollcall.loop.group_maker import sampling_of
 from rollcall.loop.rollout import Rewards, Rollouts, player_of
-from rollcall.loop.tasks import together
+from rollcall.loop.tasks import every, together
 from rollcall.model.files import model_folder, resolve_model
 from rollcall.model.load import resolve_device
 from rollcall.observe.headline import Headline, headline_of
@@ -40,29 +40,30 @@ from rollcall.run.build import (
     Sampler,
     build_environments,
     check_engine,
+    judges_of,
     load_sampler,
     set_threads,
     tokenizer_of,
 )
 
-NUM_SAMPLES_SHOWN = 6
-MODEL_DIR_RESPONSE_TOKENS = 512  # a model directory says nothing about how long its answers are
-PROGRESS_EVERY_S = 0.5
+GIVEN = "given by model.path"
 
 OnProgress = Callable[[int, int, int], None]  # prompts done, prompts in all, tokens of those done
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvalPlan:
+class ModelPlan:
+    """A model that is to be evaluated or served."""
+
     config: Config
     model_path: str
     origin: str  # which model of the run that is, in words
-    lora: LoraSection | None = None  # an adapter to add to it
+    lora: LoraSection | None  # an adapter to add to it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalReport:
-    plan: EvalPlan
+    plan: ModelPlan
     source: str
     num_overlong: int
     evaluation: Evaluation
@@ -77,7 +78,7 @@ class EvalReport:
 
     @property
     def samples(self) -> list[tuple[str, str, str, float]]:
-        return sample_rows(self.evaluation.groups, limit=NUM_SAMPLES_SHOWN)
+        return sample_rows(self.evaluation.groups, limit=6)
 
     def as_json(self) -> dict[str, Any]:
         evaluation, section = self.evaluation, self.plan.config.eval
@@ -112,7 +113,7 @@ def plan_evaluation(
     samples: int | None,
     temperature: float | None,
     max_prompts: int | None,
-) -> EvalPlan:
+) -> ModelPlan:
     """Plan which model to evaluate, on what and how. Refuses what cannot work before anything is loaded."""
     given = {
         "data.val": data,
@@ -127,7 +128,17 @@ def plan_evaluation(
             raise ConfigError(
                 f"{target} is a model directory or a checkpoint, which says nothing about data; add --data FILE"
             )
-        file, defaults = None, _model_dir_values(target, data=data)
+        # Keys of the embedded run file that another model, other rows and longer answers need.
+        file, defaults = (
+            None,
+            {
+                "run.name": target.name,
+                "model.path": str(target),
+                "data.train": data,
+                "data.max_prompt_tokens": DataSection.model_fields["max_prompt_tokens"].default,
+                "rollout.max_response_tokens": 512,
+            },
+        )
     else:
         file, defaults = run_file_of(target, what="a run file, or the directory of a run or of a model")
     load = partial(load_config, file, overrides, defaults=defaults)
@@ -137,18 +148,14 @@ def plan_evaluation(
         if samples > 1 and run.eval.temperature == 0:
             values["eval.temperature"] = run.rollout.temperature
     config = load(changes=values)
-    is_given = file is not None and sets_model(overrides, changes or {})
-    if file is None:
-        path, origin = config.model.path, "model directory"
-    else:
-        path, origin = newest_model_of(config, is_given=is_given)
     if config.data.val is None:
         raise ConfigError("data.val is null, so there is nothing to evaluate on; add --data FILE")
-    lora = adapter_beside(config, path=path, is_given=is_given)
-    return EvalPlan(config=config, model_path=path, origin=origin, lora=lora)
+    if file is None:
+        return plan_model(config, origin="model directory")
+    return plan_model(config, origin=GIVEN if sets_model(overrides, changes or {}) else None)
 
 
-def run_evaluation(plan: EvalPlan, *, on_progress: OnProgress) -> EvalReport:
+def run_evaluation(plan: ModelPlan, *, on_progress: OnProgress) -> EvalReport:
     refuse_few_files()
     config = plan.config
     started = time.perf_counter()
@@ -156,7 +163,7 @@ def run_evaluation(plan: EvalPlan, *, on_progress: OnProgress) -> EvalReport:
     check_engine(config.rollout)
     path = resolve_model(plan.model_path)
     say(f"loading {plan.model_path} ({plan.origin})")
-    tokenizer = tokenizer_of(config, path)
+    tokenizer, rewards = tokenizer_of(config, path), judges_of(config.reward)
     assert config.data.val is not None, "plan_evaluation refuses a run without data"
     prompts = load_prompts(
         config.data.val,
@@ -164,8 +171,7 @@ def run_evaluation(plan: EvalPlan, *, on_progress: OnProgress) -> EvalReport:
         tokenizer=tokenizer,
         split="val",
         limit=config.eval.max_prompts,
-        rewards={reward.type for reward in config.reward},
-        needs=columns_needed(_rewards(config)),
+        needs=columns_needed(rewards),
     )
     sampler = load_sampler(config.model, config.rollout, path, tokenizer, lora=plan.lora)
     sampling = _sampling(config, prompts, sampler)
@@ -174,7 +180,7 @@ def run_evaluation(plan: EvalPlan, *, on_progress: OnProgress) -> EvalReport:
         f"answering {counted(len(prompts.prompts), 'prompt')}, {counted(each, 'completion')} each, of at most "
         f"{sampling.max_tokens:,} tokens (rollout.max_response_tokens)"
     )
-    rewards, device = _rewards(config), resolve_device(config.model.device)
+    device = resolve_device(config.model.device)
     models = load_reward_models(rewards, device=device, trust_remote_code=config.model.trust_remote_code)
     with (
         closing(sampler.engine),
@@ -208,21 +214,23 @@ def sets_model(overrides: list[str], changes: Mapping[str, Any]) -> bool:
     return in_section or "model.path" in changes or any(text.startswith("model.path=") for text in overrides)
 
 
-def _model_dir_values(target: Path, *, data: str) -> dict[str, Any]:
-    """Values that replace keys of the embedded run file: this model, these rows and room for an answer."""
-    return {
-        "run.name": target.name,
-        "model.path": str(target),
-        "data.train": data,
-        "data.max_prompt_tokens": DataSection.model_fields["max_prompt_tokens"].default,
-        "rollout.max_response_tokens": MODEL_DIR_RESPONSE_TOKENS,
-    }
+def plan_model(config: Config, *, origin: str | None) -> ModelPlan:
+    """The model at ``model.path`` if the user gave that, with its ``origin`` in words; else the run's newest. The adapter that the run begins
+    with belongs to the model that it begins with; a model that the run has trained has it already."""
+    path, words = (config.model.path, origin) if origin is not None else newest_model_of(config)
+    lora = config.model.lora
+    if lora is None or lora.path is None or path != config.model.path:
+        lora = None
+    elif origin == GIVEN:
+        raise ConfigError(
+            f"model.path={path} is given, and model.lora.path={lora.path} is an adapter of the run's own model; add model.lora=null to leave it "
+            "out, or name the model in place of the run"
+        )
+    return ModelPlan(config=config, model_path=path, origin=words, lora=lora)
 
 
-def newest_model_of(config: Config, *, is_given: bool) -> tuple[str, str]:
-    """The newest model of a run: the exported one, else that of the newest checkpoint, else the one it starts from."""
-    if is_given:
-        return config.model.path, "given by model.path"
+def newest_model_of(config: Config) -> tuple[str, str]:
+    """The newest model of a run: the exported one, else that of the newest checkpoint, else the one it starts from; and which it is."""
     checkpoint = store_of(config.run.dir).latest()
     if (exported := exported_model(config.run.dir, last=checkpoint)) is not None:
         return str(exported), "trained model"
@@ -232,30 +240,11 @@ def newest_model_of(config: Config, *, is_given: bool) -> tuple[str, str]:
     return config.model.path, "not trained yet: the model the run starts from"
 
 
-def adapter_beside(config: Config, *, path: str, is_given: bool) -> LoraSection | None:
-    """The adapter that the run begins with, if ``path`` is the model that it begins with; a model that the run has trained has it already."""
-    lora = config.model.lora
-    if lora is None or lora.path is None or path != config.model.path:
-        return None
-    if is_given:
-        raise ConfigError(
-            f"model.path={path} is given, and model.lora.path={lora.path} is an adapter of the run's own model; add model.lora=null to leave it "
-            "out, or name the model in place of the run"
-        )
-    return lora
-
-
 def _sampling(config: Config, prompts: PromptSet, sampler: Sampler) -> Sampling:
     room = sampler.engine.max_positions - max(len(prompt.token_ids) for prompt in prompts.prompts)
     # No completion can pass the model's last position; without room for one token the engine refuses and says so.
     longest = max(1, min(config.rollout.max_response_tokens, room))
     return sampling_of(config.rollout, sampler.stop_token_ids, temperature=config.eval.temperature, max_tokens=longest)
-
-
-def _rewards(config: Config) -> list[Any]:
-    """The run's rewards that judge an answer. Where there are none, the exact answer counts."""
-    rewards: list[Any] = [reward for reward in config.reward if reward.type != "self_certainty"]
-    return [ExactReward()] if all(reward.type == "model" for reward in rewards) else rewards
 
 
 async def _evaluate(
@@ -294,15 +283,13 @@ async def _evaluate(
         seed=config.run.seed,
         step=0,
     )
+
+    async def show() -> None:
+        completions = (completion for group in done for completion in group.completions)
+        on_progress(len(done), len(prompts.prompts), sum(completion.num_sampled for completion in completions))
+
     try:
-        return await together(work, background=[_watch(done, len(prompts.prompts), on_progress)])
+        return await together(work, background=[every(0.5, show)])
     finally:
         if environments is not None:
             await environments.aclose()
-
-
-async def _watch(done: list[Group], total: int, on_progress: OnProgress) -> None:
-    while True:
-        await asyncio.sleep(PROGRESS_EVERY_S)
-        completions = (completion for group in done for completion in group.completions)
-        on_progress(len(done), total, sum(completion.num_sampled for completion in completions))

@@ -8,13 +8,11 @@ a half-decoded step.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from rollcall.base.atomic import staging, swap_in
 from rollcall.base.errors import PlacementError, SizesUnknown
 from rollcall.base.types import Completion, Floats, Prompt, Sample
 from rollcall.base.wait import say
@@ -173,7 +171,7 @@ def _fill(config: Config, site: Site, *, inputs: Inputs, in_parts: frozenset[Rol
         release=release,
         is_remote=True,
         look=partial(look_at, groups, missing_nodes=missing_nodes, on_ray=on_ray),
-        repairs=engines,
+        admit=engines.admit,
         regrow=partial(_regrow, missing_nodes),
     )
 
@@ -181,7 +179,8 @@ def _fill(config: Config, site: Site, *, inputs: Inputs, in_parts: frozenset[Rol
 def _start(config: Config, site: Site, *, inputs: Inputs, in_parts: frozenset[Role]) -> tuple[Team, Facts]:
     """Every process meets its gang and loads its roles; all of them must have the controller's tokenizer."""
     plan, processes = site.plan, site.plan.all_processes
-    path = _seen_by_all(inputs.model_path, config.model.path, run_dir=config.run.dir)
+    # The embedded model is in each node's own copy of the package.
+    path = config.model.path if config.model.path.startswith("builtin:") else inputs.model_path
     builder = WorkerBuilder("rollcall.run.worker.RoleWorker", config, path, in_parts=in_parts)
     group = site.start(builder, processes, name=config.run.name, purposes=PURPOSES)
     group.tolerate([])
@@ -230,17 +229,6 @@ def _refuse_impossible(config: Config, plan: Plan, in_parts: Collection[Role], *
     for role in TRAINED:
         if role in plan.processes:
             optimizer_class(getattr(config, role.value), name=role.value, in_parts=role in in_parts)
-
-
-def _seen_by_all(path: str, name: str, *, run_dir: Path) -> str:
-    """The embedded model is in this node's own package: a copy goes next to the run directory, which all nodes share."""
-    if not name.startswith("builtin:"):
-        return path
-    copy = (run_dir.parent / f".{run_dir.name}.start").resolve()
-    with staging(copy) as tmp:
-        shutil.copytree(path, tmp, dirs_exist_ok=True)
-        swap_in(tmp, copy)
-    return str(copy)
 
 
 def _reward(team: Team, index: int, prompt: Prompt, completions: tuple[Completion, ...]) -> list[float]:

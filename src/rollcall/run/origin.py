@@ -38,8 +38,6 @@ _KEPT = {
     "by the new code; held-out results from before cannot be compared with those from now on",
     "environment": "episodes that the journal has were played by the old code, and later ones are played by the new code",
 }
-MOST_BYTES = 1 << 31  # 16 for each row
-MOST_SCRIPT_BYTES = 1 << 20  # what an agent's command names may also be its data
 T = TypeVar("T")
 
 
@@ -49,7 +47,7 @@ T = TypeVar("T")
 def refuse_changed_rows(run_dir: Path, split: str, prompts: PromptSet, *, limit: int | None = None) -> None:
     """``prompts`` are the rows of ``data.train`` or ``data.val`` now. Of a run whose ``limit`` changes, those are compared that it had
     and still has."""
-    noted = _noted(run_dir, ROWS, lambda found: _read_rows(found, split), what="which rows the run began with")
+    noted = _noted(run_dir, ROWS, lambda found: _read_rows(found, split))
     if noted is None:
         return
     (before, limit_before), now = noted, _identities(prompts)
@@ -80,7 +78,7 @@ def note_rows(run_dir: Path, train: PromptSet, val: PromptSet | None, *, limit: 
             for split, (prompts, most) in sets.items()
         }
 
-    _note(run_dir, ROWS, rows, what="the identity of the rows")
+    _note(run_dir, ROWS, rows)
 
 
 def _identities(prompts: PromptSet) -> np.ndarray:
@@ -120,9 +118,7 @@ def base_of(learner: Learner, tokenizer: Any) -> dict[str, Any]:
 
 def refuse_changed_base(run_dir: Path, now: Mapping[str, Any], *, path: str) -> None:
     """``now`` is what ``base_of`` says of the model at ``path``."""
-    before = _noted(
-        run_dir, BASE, lambda found: {part: found[part] for part in now}, what="which model the run began with"
-    )
+    before = _noted(run_dir, BASE, lambda found: {part: found[part] for part in now})
     if before is None:
         return
     weights = {} if is_adapter(path) else before["base"]
@@ -138,7 +134,7 @@ def refuse_changed_base(run_dir: Path, now: Mapping[str, Any], *, path: str) -> 
 
 
 def note_base(run_dir: Path, found: Mapping[str, Any]) -> None:
-    _note(run_dir, BASE, lambda: found, what="the identity of the model")
+    _note(run_dir, BASE, lambda: found)
 
 
 # The user's code
@@ -151,16 +147,15 @@ def code_of(config: Config) -> dict[str, dict[str, str]]:
         found[key.partition(".")[0]] |= _modules(path.partition(":")[0])
     if isinstance(config.environment, AgentEnvironment):
         files = filter(os.path.isfile, (word.strip("'\"") for word in config.environment.run.split()))
-        texts = {name: Path(name).read_bytes() for name in files if os.path.getsize(name) < MOST_SCRIPT_BYTES}
+        # Large files that its command names are its data.
+        texts = {name: Path(name).read_bytes() for name in files if os.path.getsize(name) < 1 << 20}
         found["environment"] = {name: sha256(text).hexdigest() for name, text in texts.items() if b"\0" not in text}
     return found
 
 
 def changed_code(run_dir: Path, now: Mapping[str, Mapping[str, str]]) -> list[str]:
     """Describes the code that changed since the run last ran, and what that means: a line for the rewards, one for the environment."""
-    before = _noted(
-        run_dir, CODE, lambda found: {part: dict(found[part]) for part in _KEPT}, what="which code the run had"
-    )
+    before = _noted(run_dir, CODE, lambda found: {part: dict(found[part]) for part in _KEPT})
     if before is None:
         return []
     changes = []
@@ -175,7 +170,7 @@ def changed_code(run_dir: Path, now: Mapping[str, Mapping[str, str]]) -> list[st
 
 
 def note_code(run_dir: Path, found: Mapping[str, Any]) -> None:
-    _write(run_dir / CODE, found, what="the identity of the code")
+    _write(run_dir / CODE, found)
 
 
 def _modules(name: str) -> dict[str, str]:
@@ -222,18 +217,18 @@ def _imports(source: bytes, name: str, *, is_package: bool) -> Iterator[str]:
 # Files
 
 
-def _note(run_dir: Path, name: str, facts: Callable[[], Mapping[str, Any]], *, what: str) -> None:
+def _note(run_dir: Path, name: str, facts: Callable[[], Mapping[str, Any]]) -> None:
     """Once the run has begun, what is noted stays."""
     if not has_begun(run_dir):
-        _write(run_dir / name, facts(), what=what)
+        _write(run_dir / name, facts())
 
 
-def _write(path: Path, facts: Mapping[str, Any], *, what: str) -> None:
+def _write(path: Path, facts: Mapping[str, Any]) -> None:
     data = json.dumps({"format": FORMAT, **facts})
-    persist(lambda: write_atomic(path, data), path=path, what=what)
+    persist(lambda: write_atomic(path, data), path=path, what=f"what the run began with ({path.name})")
 
 
-def _noted(run_dir: Path, name: str, read: Callable[[Any], T], *, what: str) -> T | None:
+def _noted(run_dir: Path, name: str, read: Callable[[Any], T]) -> T | None:
     """Reads what was noted; None if the run has not begun."""
     path = run_dir / name
     if not has_begun(run_dir):
@@ -243,7 +238,7 @@ def _noted(run_dir: Path, name: str, read: Callable[[Any], T], *, what: str) -> 
         f"{ANOTHER_RUN}"
     )
     try:
-        found = json.loads(read_small(path, most=MOST_BYTES))
+        found = json.loads(read_small(path, most=1 << 31))
         if found["format"] < FORMAT:
             raise CheckpointError(f"{path} has the format {found['format']}: {earlier}")
         return read(found)
@@ -253,6 +248,5 @@ def _noted(run_dir: Path, name: str, read: Callable[[Any], T], *, what: str) -> 
         raise
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
-            f"{path} is not as Rollcall writes it ({type(error).__name__}: {error}), so it is not known {what}; restore the file, or "
-            f"{ANOTHER_RUN}"
+            f"{path} is not as Rollcall writes it ({type(error).__name__}: {error}); restore the file, or {ANOTHER_RUN}"
         ) from None

@@ -8,7 +8,6 @@ training are lost to it.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -18,8 +17,7 @@ import numpy as np
 from rollcall.base.limits import refuse_few_files
 from rollcall.base.types import Completion, Prompt
 from rollcall.config import Config
-from rollcall.config.rewards import AskedReward, Reward
-from rollcall.reward.functions import decode_entry
+from rollcall.config.rewards import AskedReward
 from rollcall.reward.scorer import Failure, Scorer, columns_needed
 
 SAMPLE_TEXT = "Let me think about it. I do not know the answer."
@@ -92,7 +90,12 @@ def try_run(config: Config, *, num_rows: int) -> Trial:
 
 def try_rewards(config: Config, prompts: list[Prompt]) -> Trial:
     """Score the prompts' own answers, nothing, and a text that answers nothing."""
-    rewards = [_not_waited_for(reward) for reward in config.reward if reward.type not in _NEED_THE_POLICY]
+    # A service that does not answer fails the trial at once.
+    rewards = [
+        reward.model_copy(update={"outage_s": 0.0}) if isinstance(reward, AskedReward) else reward
+        for reward in config.reward
+        if reward.type not in _NEED_THE_POLICY
+    ]
     left_out = [reward.type for reward in config.reward if reward.type in _NEED_THE_POLICY]
     if not rewards:
         return Trial(scored=[], failures=[], in_force={}, left_out=left_out)
@@ -113,21 +116,9 @@ def try_rewards(config: Config, prompts: list[Prompt]) -> Trial:
     return replace(try_rewards(config.model_copy(update={"reward": others}), prompts), left_out=[*left_out, *readers])
 
 
-def _not_waited_for(reward: Reward) -> Reward:
-    """A service that does not answer fails the trial at once."""
-    return reward.model_copy(update={"outage_s": 0.0}) if isinstance(reward, AskedReward) else reward
-
-
 def completions_for(prompt: Prompt) -> list[tuple[str, str]]:
     """The completions to try with a row; a row without a written answer has only the last two."""
-    answer = prompt.answer
-    made = prompt.metadata.get("reasoning_gym")
-    if not answer.strip() and isinstance(made, dict):
-        try:
-            answer = str(decode_entry(made["entry"])["answer"])
-        except (KeyError, TypeError, json.JSONDecodeError):
-            answer = ""  # the reward itself says what is wrong with the row
-    found = [(ANSWER, answer)] if answer.strip() else []
+    found = [(ANSWER, prompt.answer)] if prompt.answer.strip() else []
     return [*found, (EMPTY, ""), (SAMPLE, SAMPLE_TEXT)]
 
 

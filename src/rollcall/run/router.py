@@ -13,8 +13,8 @@ A request of a session goes to the worker that had the session's last one, if th
 the KV. Elsewhere it takes longer and gives the same.
 
 Speed is measured: completions per second while a worker has any, and seconds from sending a batch until all of it is back. Old
-measurements fade, so a node that slows down or recovers is noticed. A worker that was too slow for any work is tried again
-with one batch: first after two weight versions, then after longer and longer pauses.
+measurements fade, so a node that slows down or recovers is noticed. Those of a worker that got no work for ``RETRY_VERSIONS`` weight
+versions are forgotten: it then counts as fast as the others.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ import heapq
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rollcall.engine.protocol import Request
 
 KEPT = 0.98  # of what was measured before, with each finished batch
 TOLERANCE = 1.25  # completions differ in length, so workers of one speed look a little different
-RETRY_VERSIONS = 20  # a worker without work is tried again after at most this many
+RETRY_VERSIONS = 20
+_Turn = tuple[bool, float, int]  # whether it starts later, its load for its speed, the worker
 AHEAD = 8  # a worker gets this part of its room beyond it, or one batch if that is more
 
 
@@ -57,35 +58,21 @@ class RolloutWorker:
     given: dict[Batch, None] = field(default_factory=dict)
     load: int = 0  # completions it has
     num_waiting: int = 0  # completions that it has not begun, when it last answered
+    version: int = 0  # of the weights when it last got a batch
+    # Measured:
     done: float = 0.0  # completions, older ones counting less
     busy_s: float = 0.0  # the time they took, older ones counting less
     since_s: float = 0.0  # up to when busy_s is counted, while there is work
-    latency_s: float | None = None
-    version: int = 0  # of the weights when it last got a batch
-    on_trial: bool = False  # only its next batch says how fast it is
-    patience: int = 1  # versions without work until it is tried again
+    latency_s: float | None = None  # of a batch
+    # Computed from these by ``_Pool._compare``:
+    rate: float = 0.0  # completions per second, over all that it decodes at once
+    expected_s: float = 0.0  # of a batch
+    share: float = 1.0  # of the work, relative to the others
 
     def measured(self, now: float) -> tuple[float, float]:
         """Completions, and the seconds they took. Time beyond that of a usual batch counts too, because such a worker is slow or stuck."""
         overdue_s = now - self.since_s - (self.latency_s or 0.0) if self.load else 0.0
         return self.done, self.busy_s + max(overdue_s, 0.0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Speed:
-    rate: float  # completions per second, over all that a worker decodes at once
-    latency_s: float  # of one batch
-    share: float  # of the work, relative to the others
-
-
-@dataclass(slots=True, kw_only=True)
-class _Speeds:
-    """Of all workers of a pool, and together."""
-
-    of: dict[int, _Speed]
-    rate: float
-    latency_s: float  # of a worker in the middle
-    load: int
 
 
 class Router:
@@ -97,23 +84,21 @@ class Router:
         node_weights: Sequence[float] | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._pools: dict[int, _Pool] = {}
         self._weights: Mapping[int, float] = {0: 1.0}
         self._num_given: dict[int, int] = {}  # batches by pool
         self._batches: dict[str, Batch] = {}  # by request
         self._open: dict[str, Batch] = {}  # by group, of those that wait here
         self._arrivals = itertools.count()
         self._sessions: dict[str, list[int]] = {}  # session -> the workers that had requests of it, the latest last
+        self._seats: dict[int, RolloutWorker] = {}  # that can get requests
         self._by_node = node_weights is not None
-        if node_weights is None:
-            self._pools[0] = _Pool(workers, room=room, clock=clock, sessions=self._sessions)
-            return
-        nodes = sorted({one.node_rank for one in workers})
-        self._weights = {rank: node_weights[rank] for rank in nodes if node_weights[rank] > 0}
+        if node_weights is not None:
+            nodes = sorted({one.node_rank for one in workers})
+            self._weights = {rank: node_weights[rank] for rank in nodes if node_weights[rank] > 0}
         assert self._weights, "a plan whose node_weights leave no rollout process is refused"
-        for rank in self._weights:
-            here = [one for one in workers if one.node_rank == rank]
-            self._pools[rank] = _Pool(here, room=room, clock=clock, sessions=self._sessions)
+        self._pools = {rank: _Pool(room=room, clock=clock, sessions=self._sessions) for rank in self._weights}
+        for one in workers:
+            self.join(one)
 
     @property
     def num_unfinished(self) -> int:
@@ -122,11 +107,11 @@ class Router:
     @property
     def num_workers(self) -> int:
         """Workers that can get requests."""
-        return sum(len(pool.seats) for pool in self._pools.values())
+        return len(self._seats)
 
     def load(self, worker: int) -> int:
         """Completions that this worker has to make."""
-        return sum(pool.seats[worker].load for pool in self._pools.values() if worker in pool.seats)
+        return self._seats[worker].load if worker in self._seats else 0
 
     def add(self, request: Request) -> None:
         """Queue a request: with its group, else for the node of its session, else for the node that is furthest behind its share."""
@@ -195,9 +180,8 @@ class Router:
 
     def note_waiting(self, worker: int, num_waiting: int) -> None:
         """Note how many of its completions a worker has not begun."""
-        for pool in self._pools.values():
-            if worker in pool.seats:
-                pool.seats[worker].num_waiting = num_waiting
+        if worker in self._seats:
+            self._seats[worker].num_waiting = num_waiting
 
     def take_back(self) -> list[tuple[int, list[str]]]:
         """Take back requests that busy workers have not begun while others are idle. They wait here again; the caller cancels them there."""
@@ -210,6 +194,7 @@ class Router:
         for had in self._sessions.values():
             if worker in had:
                 had.remove(worker)
+        self._seats.pop(worker, None)
         for pool in self._pools.values():
             if worker in pool.seats:
                 for batch in pool.seats.pop(worker).given:
@@ -220,7 +205,7 @@ class Router:
         """Add a new process, which knows nothing of what was given out before."""
         rank = new.node_rank if self._by_node else 0
         if rank in self._pools:  # else its node has weight 0
-            self._pools[rank].seats[new.worker] = new
+            self._seats[new.worker] = self._pools[rank].seats[new.worker] = new
             self._spread()
 
     def _spread(self) -> None:
@@ -235,21 +220,18 @@ class Router:
 class _Pool:
     """Workers that share one queue."""
 
-    def __init__(
-        self,
-        workers: Iterable[RolloutWorker],
-        *,
-        room: int,
-        clock: Callable[[], float],
-        sessions: dict[str, list[int]],
-    ) -> None:
+    def __init__(self, *, room: int, clock: Callable[[], float], sessions: dict[str, list[int]]) -> None:
         """``sessions`` is the router's, and kept up here."""
-        self.seats = {one.worker: one for one in workers}
+        self.seats: dict[int, RolloutWorker] = {}
         self.queue: list[tuple[tuple[tuple[int, int, int], int], Batch]] = []  # a heap
         self._room = room
         self._size = 1  # completions of a batch, by the last one
         self._clock = clock
         self._sessions = sessions
+        # Of all workers together, by ``_compare``:
+        self._rate = 0.0
+        self._latency_s = 0.0  # of a worker in the middle
+        self._load = 0
 
     def wait(self, batch: Batch) -> None:
         batch.seat = None
@@ -267,24 +249,52 @@ class _Pool:
         return self.seats.get(had[-1]) if had else None
 
     def hand_out(self, version: int) -> list[tuple[RolloutWorker, Batch]]:
+        """Give the waiting batches to workers. Giving a worker a batch changes only that worker's turn, because the sum of what waits and what
+        is given out stays the same."""
         out: list[tuple[RolloutWorker, Batch]] = []
-        if self.first() is None or not any(self.may_get(seat, self._size) for seat in self.seats.values()):
+        if self.first() is None or not any(self._may_get(seat, self._size) for seat in self.seats.values()):
             return out
         now = self._clock()
+        for seat in self.seats.values():
+            if not seat.load and version - seat.version > RETRY_VERSIONS:
+                seat.done, seat.busy_s, seat.latency_s = 0.0, 0.0, None
+        self._compare(now)
         waiting = sum(len(batch.requests) for _, batch in self.queue)
-        choice = _Choice(self, waiting=waiting, version=version, speeds=self._speeds(now))
+        turns, size = list[_Turn](), 0
         while (batch := self.first()) is not None:
-            size = len(batch.requests)
+            if size != len(batch.requests):
+                size = len(batch.requests)
+                turns = [turn for seat in self.seats.values() if (turn := self._turn(seat, size, waiting)) is not None]
+                heapq.heapify(turns)
             seat = self.home(batch.session)
-            if seat is None or not self.has_place(seat, size):
-                seat = choice.best(size)
+            if seat is None or not self._has_place(seat, size):
+                seat = self._best(turns, size, waiting)
             if seat is None:
                 break
             heapq.heappop(self.queue)
             self._give(seat, batch, version=version, now=now)
-            choice.note_given(size)
+            waiting, self._load = waiting - size, self._load + size
             out.append((seat, batch))
         return out
+
+    def _best(self, turns: list[_Turn], size: int, waiting: int) -> RolloutWorker | None:
+        """The worker that is expected to finish a batch of this size first; None if the batch should wait."""
+        while turns:
+            seat = self.seats[turns[0][2]]
+            turn = self._turn(seat, size, waiting)
+            if turn == turns[0]:
+                return seat
+            if turn is None:
+                heapq.heappop(turns)
+            else:
+                heapq.heapreplace(turns, turn)
+        return None
+
+    def _turn(self, seat: RolloutWorker, size: int, waiting: int) -> _Turn | None:
+        """A worker's place in the order, the lowest first; None if it gets nothing."""
+        if not self._may_get(seat, size) or not self._in_time(seat, size, waiting=waiting):
+            return None
+        return not self._has_place(seat, size), (seat.load + size) / seat.share, seat.worker
 
     def _give(self, seat: RolloutWorker, batch: Batch, *, version: int, now: float) -> None:
         batch.seat, batch.when_s, batch.size = seat, now, len(batch.requests)
@@ -305,30 +315,16 @@ class _Pool:
         seat.busy_s = KEPT * seat.busy_s + now - seat.since_s
         seat.since_s = now
         took_s = now - batch.when_s
-        if seat.on_trial:
-            self._judge(seat, batch.size, took_s=took_s)
         seat.latency_s = took_s if seat.latency_s is None else 0.9 * seat.latency_s + 0.1 * took_s
-
-    def _judge(self, seat: RolloutWorker, size: int, *, took_s: float) -> None:
-        """Measure a worker that had no work for long by this batch, forgetting older measurements."""
-        speeds = self._speeds(self._clock()).of
-        others = [speed for worker, speed in speeds.items() if worker != seat.worker]
-        latency_s = statistics.median(speed.latency_s for speed in others)
-        share = min(latency_s / took_s, 1.0) if took_s and latency_s else 1.0
-        seat.done = size
-        seat.busy_s = size / (share * statistics.median(speed.rate for speed in others))
-        seat.latency_s = None
-        seat.on_trial = False
-        seat.patience = 1 if TOLERANCE * share >= 1 else min(2 * seat.patience, RETRY_VERSIONS)
 
     def take_back(self) -> list[tuple[RolloutWorker, Batch]]:
         if self.first() is not None or not any(seat.num_waiting for seat in self.seats.values()):
             return []
-        speeds = self._speeds(self._clock())
+        self._compare(self._clock())
         places = sum(
             self._room - seat.load
             for seat in self.seats.values()
-            if self.has_place(seat, self._size) and self.in_time(seat, self._size, waiting=0, speeds=speeds)
+            if self._has_place(seat, self._size) and self._in_time(seat, self._size, waiting=0)
         )
         taken: list[tuple[RolloutWorker, Batch]] = []
         for seat in sorted(self.seats.values(), key=lambda seat: -seat.load):
@@ -345,92 +341,35 @@ class _Pool:
                 taken.append((seat, batch))
         return taken
 
-    def may_get(self, seat: RolloutWorker, size: int) -> bool:
+    def _may_get(self, seat: RolloutWorker, size: int) -> bool:
         return not seat.load or seat.load < self._room + max(size, self._room // AHEAD)
 
-    def has_place(self, seat: RolloutWorker, size: int) -> bool:
+    def _has_place(self, seat: RolloutWorker, size: int) -> bool:
         """Whether the worker would begin a batch at once."""
         return seat.load + size <= self._room
 
-    def in_time(self, seat: RolloutWorker, size: int, *, waiting: int, speeds: _Speeds) -> bool:
+    def _in_time(self, seat: RolloutWorker, size: int, *, waiting: int) -> bool:
         """Whether this worker would finish a batch about when the others finish everything."""
-        load = speeds.load
-        if len(self.seats) == 1 or not load:
+        if len(self.seats) == 1 or not self._load:
             return True  # one worker has to start
-        own = speeds.of[seat.worker]
-        turns = 1 if self.has_place(seat, size) else 2  # it starts when another batch has ended
-        others_s = (waiting + load - seat.load) / (speeds.rate - own.rate)
-        return turns * own.latency_s <= TOLERANCE * max(speeds.latency_s, others_s)
+        turns = 1 if self._has_place(seat, size) else 2  # it starts when another batch has ended
+        others_s = (waiting + self._load - seat.load) / (self._rate - seat.rate)
+        return turns * seat.expected_s <= TOLERANCE * max(self._latency_s, others_s)
 
-    def _speeds(self, now: float) -> _Speeds:
-        """The speeds of all workers. One that is not measured yet counts as fast as the others, an assumption that weighs as much as one
-        batch."""
-        size = self._size
-        measured = {worker: seat.measured(now) for worker, seat in self.seats.items()}
-        known = [done / max(spent, 1e-6) for done, spent in measured.values() if done]
+    def _compare(self, now: float) -> None:
+        """Compute the speeds of all workers. One that is not measured yet counts as fast as the others, an assumption that weighs as much as
+        one batch."""
+        measured = [(seat, *seat.measured(now)) for seat in self.seats.values()]
+        known = [done / max(spent, 1e-6) for _, done, spent in measured if done]
         usual = sum(known) / len(known) if known else 1.0
         latencies = [seat.latency_s for seat in self.seats.values() if seat.latency_s is not None]
-        latency = statistics.median(latencies) if latencies else 0.0
-        speeds: dict[int, _Speed] = {}
-        for worker, (done, spent) in measured.items():
-            rate = (done + size) / (spent + size / usual)
-            own = self.seats[worker].latency_s
+        self._latency_s = statistics.median(latencies) if latencies else 0.0
+        for seat, done, spent in measured:
+            seat.rate = (done + self._size) / (spent + self._size / usual)
+            seat.expected_s = self._latency_s if seat.latency_s is None else seat.latency_s
             # With more work some engines have a higher rate at the same latency, others a higher latency at the same rate.
             # A speed made of both evens out the loads of either kind; only one of them would overload one kind.
-            share = (rate / usual) ** 0.75 * (latency / own if own else 1.0) ** 0.25
-            speeds[worker] = _Speed(rate=rate, latency_s=latency if own is None else own, share=share)
-        return _Speeds(
-            of=speeds,
-            rate=sum(speed.rate for speed in speeds.values()),
-            latency_s=latency,
-            load=sum(seat.load for seat in self.seats.values()),
-        )
-
-
-class _Choice:
-    """Chooses the best worker for one batch after the other. Giving a worker a batch changes only that worker's turn, because the sum of
-    what waits and what is given out stays the same."""
-
-    def __init__(self, pool: _Pool, *, waiting: int, version: int, speeds: _Speeds) -> None:
-        self._pool, self._waiting, self._speeds = pool, waiting, speeds
-        self._size = 0  # that the turns are of
-        self._turns: list[tuple[tuple[bool, float, int], RolloutWorker]] = []  # a heap
-        self._forgotten = [
-            seat
-            for seat in pool.seats.values()
-            if not seat.load and seat.latency_s is not None and version - seat.version > seat.patience
-        ]
-
-    def best(self, size: int) -> RolloutWorker | None:
-        """The worker that has room for a batch of this size and is expected to finish it first; None if the batch should wait."""
-        while self._forgotten and len(self._pool.seats) > 1:
-            seat = self._forgotten.pop(0)
-            if not seat.load:
-                seat.on_trial = True
-                return seat
-        if size != self._size:
-            self._size = size
-            self._turns = [(turn, seat) for seat in self._pool.seats.values() if (turn := self._turn(seat)) is not None]
-            heapq.heapify(self._turns)
-        while self._turns:
-            noted, seat = self._turns[0]
-            turn = self._turn(seat)
-            if turn == noted:
-                return seat
-            if turn is None:
-                heapq.heappop(self._turns)
-            else:
-                heapq.heapreplace(self._turns, (turn, seat))
-        return None
-
-    def note_given(self, size: int) -> None:
-        self._waiting -= size
-        self._speeds.load += size
-
-    def _turn(self, seat: RolloutWorker) -> tuple[bool, float, int] | None:
-        """A worker's place in the order, the lowest first; None if it gets nothing."""
-        pool, size = self._pool, self._size
-        if not pool.may_get(seat, size) or not pool.in_time(seat, size, waiting=self._waiting, speeds=self._speeds):
-            return None
-        share = self._speeds.of[seat.worker].share
-        return not pool.has_place(seat, size), (seat.load + size) / share, seat.worker
+            relative = self._latency_s / seat.latency_s if seat.latency_s else 1.0
+            seat.share = (seat.rate / usual) ** 0.75 * relative**0.25
+        self._rate = sum(seat.rate for seat in self.seats.values())
+        self._load = sum(seat.load for seat in self.seats.values())

@@ -11,20 +11,16 @@ import itertools
 import os
 import secrets
 import socket
-import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rollcall.base.errors import ConfigError
 from rollcall.base.types import Completion, Ints
 from rollcall.base.wait import say
-from rollcall.base.words import counted
 from rollcall.checkpoint.run_dir import RUN_FILE, run_file_of
-from rollcall.config import Config, load_config
-from rollcall.config.lora import LoraSection
+from rollcall.config import load_config
 from rollcall.engine.protocol import Engine, Refused, Request, Sampling
 from rollcall.engine.ticker import Ticker
 from rollcall.environments.callers import Caller, Callers, Open, Served
@@ -32,42 +28,26 @@ from rollcall.environments.conversation import Conversations
 from rollcall.environments.endpoint import Endpoint, EndpointServer, call_format_of, in_loop
 from rollcall.environments.histories import Histories, Templates
 from rollcall.loop.group_maker import sampling_of
-from rollcall.loop.tasks import together
 from rollcall.model.files import resolve_model
 from rollcall.nodes.http_door import listen
 from rollcall.run.build import check_engine, load_sampler, set_threads, tokenizer_of
-from rollcall.run.evaluation import adapter_beside, newest_model_of, sets_model
+from rollcall.run.evaluation import GIVEN, ModelPlan, plan_model, sets_model
 
 KEY = "ROLLCALL_SERVE_KEY"
 SHORTEST_KEY = 16
-KEPT_TOKENS = 4_000_000  # of answers whose exact ids a later request may extend
-LINE_EVERY_S = 10.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServePlan:
-    config: Config
-    model_path: str
-    origin: str  # which model that is, in words
-    name: str  # by which requests ask for it
-    lora: LoraSection | None = None  # an adapter to add to it
-
-
-def plan_serving(target: str, *, overrides: list[str], engine: str | None = None) -> ServePlan:
-    """Plan to serve the newest model of a run directory or run file, or the model with that path or name."""
+def plan_serving(target: str, *, overrides: list[str], engine: str | None = None) -> ModelPlan:
+    """Plan to serve the newest model of a run directory or run file, or the model with that path or name. Requests ask for it by ``run.name``."""
     changes = {"rollout.engine": engine} if engine else {}
     path = Path(target)
     if (path / RUN_FILE).is_file() or (path.is_file() and path.suffix in (".yaml", ".yml")):
         file, defaults = run_file_of(path)
         config = load_config(file, overrides, defaults=defaults, changes=changes)
-        is_given = sets_model(overrides, {})
-        model, origin = newest_model_of(config, is_given=is_given)
-        lora = adapter_beside(config, path=model, is_given=is_given)
-        return ServePlan(config=config, model_path=model, origin=origin, name=config.run.name, lora=lora)
+        return plan_model(config, origin=GIVEN if sets_model(overrides, {}) else None)
     name = path.name if path.exists() else target
     config = load_config(None, overrides, defaults={"run.name": name, "model.path": target}, changes=changes)
-    lora = adapter_beside(config, path=config.model.path, is_given=False)
-    return ServePlan(config=config, model_path=config.model.path, origin="given", name=name, lora=lora)
+    return plan_model(config, origin="given")
 
 
 def read_key(file: Path | None) -> str | None:
@@ -84,7 +64,7 @@ def read_key(file: Path | None) -> str | None:
     return key
 
 
-def serve(plan: ServePlan, *, host: str, port: int, key: str | None, show: Callable[[str], None]) -> None:
+def serve(plan: ModelPlan, *, host: str, port: int, key: str | None, show: Callable[[str], None]) -> None:
     """Serve until Ctrl-C. ``show`` gets the address, and the key unless it was given."""
     config = plan.config
     listener = listen(host, port)  # a port that is taken is refused before the model is loaded
@@ -95,7 +75,9 @@ def serve(plan: ServePlan, *, host: str, port: int, key: str | None, show: Calla
     tokenizer = tokenizer_of(config, path)
     sampler = load_sampler(config.model, config.rollout, path, tokenizer, lora=plan.lora)
     with closing(sampler.engine) as engine:
-        served = Served(name=plan.name, max_model_len=engine.max_positions, vocabulary=sampler.model.config.vocab_size)
+        served = Served(
+            name=config.run.name, max_model_len=engine.max_positions, vocabulary=sampler.model.config.vocab_size
+        )
         rules = Open(served=served, default=sampling_of(config.rollout, sampler.stop_token_ids))
         ticker = Ticker(engine, max_running=config.rollout.max_running)
         asyncio.run(_serve(ticker, rules, tokenizer=tokenizer, host=host, listener=listener, key=key, show=show))
@@ -128,7 +110,7 @@ async def _serve(
     if made:
         show(key)
     try:
-        await together(asyncio.wait_for(failed, timeout=None), background=[_report(caller, engine)])
+        await failed
     finally:
         rules.is_stopping = True
         server.close()
@@ -138,7 +120,7 @@ def open_caller(engine: Engine, rules: Open, *, tokenizer: Any, failed: asyncio.
     """A caller for a server of this event loop. Its tokenizer is a copy, because another thread uses the engine's. ``failed`` gets the error
     that ends the engine."""
     own = copy.deepcopy(tokenizer)
-    histories = Histories(Templates(Conversations(own)), own, name="serve", max_kept=KEPT_TOKENS)
+    histories = Histories(Templates(Conversations(own)), own, name="serve", max_kept=4_000_000)
     numbers = itertools.count()
 
     async def sample(prompt_ids: Ints, *, seed: int, sampling: Sampling, session: str) -> Completion:
@@ -154,18 +136,3 @@ def open_caller(engine: Engine, rules: Open, *, tokenizer: Any, failed: asyncio.
 
     here = asyncio.get_running_loop()
     return Caller(name="serve", rules=rules, histories=histories, sample=in_loop(sample, here))
-
-
-async def _report(caller: Caller, engine: Engine) -> None:
-    """Print a line from time to time about what was served since the last one."""
-    requests, tokens, since = 0, 0, time.monotonic()
-    while True:
-        await asyncio.sleep(LINE_EVERY_S)
-        new, now = engine.take_stats().num_tokens, time.monotonic()
-        tokens += new
-        if caller.num_requests != requests:
-            refused = f", {caller.num_refused} refused" if caller.num_refused else ""
-            say(
-                f"{counted(caller.num_requests, 'request')}{refused}, {tokens:,} tokens, {new / (now - since):,.0f} tokens/s"
-            )
-        requests, since = caller.num_requests, now

@@ -36,7 +36,6 @@ SHAPE = dict(
     hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=8,
     max_position_embeddings=64, tie_word_embeddings=False, rms_norm_eps=1e-6,
 )  # fmt: skip
-OBJECT_STORE_GIB = 0.25
 PROCESS_GIB, NODE_GIB = 0.4, 0.3  # resident, measured: a worker with torch and the tiny model; a node's own processes
 
 
@@ -129,11 +128,10 @@ def rehearsed(config: Config, root: Path, *, model: Path, reward_model: Path | N
 def _run(config: Config, root: Path) -> dict[str, Any]:
     from rollcall.run.training import train
 
-    asks_model = any(reward.type == "model" for reward in config.reward)
-    model = make_tiny_model(root / "model")
-    small = rehearsed(
-        config, root, model=model, reward_model=make_tiny_reward_model(root / "reward-model") if asks_model else None
-    )
+    model, reward_model = make_tiny_model(root / "model"), None
+    if any(reward.type == "model" for reward in config.reward):
+        reward_model = make_tiny_model(root / "reward-model", is_reward=True)
+    small = rehearsed(config, root, model=model, reward_model=reward_model)
     try:
         return train(small, quiet=True)
     finally:
@@ -154,7 +152,7 @@ def _nodes(plan: Plan, root: Path) -> Iterator[None]:
                     num_nodes=plan.num_nodes,
                     rendezvous=root / "rendezvous",
                     slots=slots,
-                    object_store_gib=OBJECT_STORE_GIB,
+                    object_store_gib=0.25,
                 )
                 up.append(rank)
                 with environment({STATE_DIR: str(root / f"node{rank}")}), speaking(in_silence):
@@ -167,32 +165,21 @@ def _nodes(plan: Plan, root: Path) -> Iterator[None]:
                     stop_node(NAME)
 
 
-def make_tiny_model(directory: Path) -> Path:
-    from transformers import LlamaForCausalLM
-
-    return _save_tiny(LlamaForCausalLM, directory)
-
-
-def make_tiny_reward_model(directory: Path) -> Path:
-    from transformers import LlamaForSequenceClassification
-
-    return _save_tiny(LlamaForSequenceClassification, directory, num_labels=1)
-
-
-def _save_tiny(kind: Any, directory: Path, **options: Any) -> Path:
-    """Random weights and a character tokenizer."""
+def make_tiny_model(directory: Path, *, is_reward: bool = False) -> Path:
+    """A Llama with random weights and a character tokenizer; a reward model gives one number."""
     import torch
-    from transformers import LlamaConfig
+    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
     from rollcall.model.tiny import ALPHABET, char_tokenizer
 
     tokenizer = char_tokenizer(ALPHABET)
     ids: dict[str, Any] = dict(
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None, num_labels=1
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = kind(LlamaConfig(vocab_size=len(tokenizer), **SHAPE, **ids, **options))
+        config = LlamaConfig(vocab_size=len(tokenizer), **SHAPE, **ids)
+        model = LlamaForSequenceClassification(config) if is_reward else LlamaForCausalLM(config)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory

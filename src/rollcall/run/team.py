@@ -27,7 +27,6 @@ from rollcall.process.groups.cluster import VirtualCluster
 from rollcall.process.groups.group import WorkerBuilder, WorkerGroup
 from rollcall.process.groups.sightings import Sighting
 
-REPLACE_S = 24 * 3600.0  # until a lost slot is back, while the other processes do the work
 T = TypeVar("T")
 
 
@@ -96,7 +95,7 @@ class Spares:
             with self._one:
                 self._budget.spend(loss)
             try:
-                self._group.replace(rank, timeout_s=REPLACE_S)
+                self._group.replace(rank, timeout_s=24 * 3600.0)  # the other processes do the work meanwhile
                 return start()
             except WorkerLostError as error:
                 if self.is_closed:

@@ -16,7 +16,6 @@ from rollcall.config import Config, parse_config
 from rollcall.loop.phases import Bounds
 
 PLACEMENT = {"actor": 0, "rollout": "all"}
-IMPLIED = ("num_nodes", "num_gpus_per_node", "nodes", "component_placement", "node_weights")
 
 
 def train_as_master(
@@ -62,10 +61,6 @@ def with_folder(config: Config, folder: Path, *, num_nodes: int, rank_weights: S
         raise ConfigError(
             f"--num-nodes {num_nodes}: a master without workers does not need a folder; leave --master out"
         )
-    if rank_weights is not None and len(rank_weights) != num_nodes:
-        raise ConfigError(
-            f"--rank-weights has {len(rank_weights)} numbers for {num_nodes} nodes; give one each, the master's first"
-        )
     if config.rollout.weights not in ("auto", "file"):
         raise ConfigError(
             f"rollout.weights={config.rollout.weights} needs a network between the nodes, and they share only a folder; leave "
@@ -85,11 +80,11 @@ def with_folder(config: Config, folder: Path, *, num_nodes: int, rank_weights: S
         "node_weights": None if rank_weights is None else list(rank_weights),
     }
     if config.cluster is not None:
-        for key in IMPLIED:
+        for key, value in implied.items():
             given = document["cluster"][key]
-            if key in config.cluster.model_fields_set and given != implied[key]:
+            if key != "accelerator" and key in config.cluster.model_fields_set and given != value:
                 raise ConfigError(
-                    f"cluster.{key}={given} in the run file, and the command line means {key}={implied[key]} (one slot on each "
+                    f"cluster.{key}={given} in the run file, and the command line means {key}={value} (one slot on each "
                     "of its nodes, the actor on node 0); leave it out of the run file"
                 )
     kept = {} if config.cluster is None else {key: document["cluster"][key] for key in ("env", "env_pass", "node_env")}
@@ -102,20 +97,13 @@ def with_folder(config: Config, folder: Path, *, num_nodes: int, rank_weights: S
 def _shared_dir(run_dir: Path, folder: Path) -> Path:
     """The run directory, if it is on the file system of the folder: checkpoints and weights are read by all nodes."""
     run_dir, folder = run_dir.absolute(), folder.absolute()
-    if folder.is_relative_to(run_dir):
+    there = [next(each for each in (path, *path.parents) if each.exists()) for path in (run_dir, folder)]
+    if folder.is_relative_to(run_dir) or there[0].stat().st_dev != there[1].stat().st_dev:
         raise ConfigError(
-            f"run.dir={run_dir} holds --log-path {folder}, whose messages are not part of a run; use run.dir={folder / 'run'}"
-        )
-    if _device(run_dir) != _device(folder):
-        raise ConfigError(
-            f"run.dir={run_dir} is not on the file system of --log-path {folder}, which is the only thing that the nodes share; use "
-            f"run.dir={folder / 'run'}"
+            f"run.dir={run_dir} must be on the file system of --log-path {folder}, which is all that the nodes share, and must not hold "
+            f"that folder; use run.dir={folder / 'run'}"
         )
     return run_dir
-
-
-def _device(path: Path) -> int:
-    return next(each for each in (path, *path.parents) if each.exists()).stat().st_dev
 
 
 def read_weights(text: str | None) -> list[float] | None:

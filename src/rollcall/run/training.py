@@ -6,13 +6,13 @@ import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rollcall.base.atomic import write_atomic
-from rollcall.base.errors import BatchTooLargeError, ConfigError, SizesUnknown, WorkerError
+from rollcall.base.errors import BatchTooLargeError, ConfigError, WorkerError
 from rollcall.base.journal import Journal
 from rollcall.base.lease import Lease, LeaseLostError, hold
 from rollcall.base.limits import refuse_few_files
@@ -23,7 +23,6 @@ from rollcall.base.wait import in_silence, on_stdout, say, speaking, warn
 from rollcall.base.words import counted
 from rollcall.checkpoint.exported import finished_summary
 from rollcall.checkpoint.run_dir import RUN_FILE, clear_leftovers, has_begun, move_aside, unless_begun
-from rollcall.checkpoint.size import run_size
 from rollcall.checkpoint.store import Checkpoint, CheckpointStore
 from rollcall.config import Config, dump_config
 from rollcall.loop.attempts import Budget, Regrow, causes, closing, headline, loss_of, run_attempts
@@ -31,10 +30,9 @@ from rollcall.loop.callbacks import Callbacks
 from rollcall.loop.controller import Controller
 from rollcall.loop.phases import Bounds, Split
 from rollcall.loop.record import Record
-from rollcall.loop.resume import Change, changes_on_resume, notes_on, refuse_changing_base
+from rollcall.loop.resume import Change, changes_on_resume, refuse_changing_base
 from rollcall.loop.step_metrics import peak_memory_gib
 from rollcall.loop.workers import Workers
-from rollcall.model.load import resolve_device, resolve_dtype
 from rollcall.observe.calls import BusySpans
 from rollcall.observe.console import Console, make_console
 from rollcall.observe.events import EVENTS, Events, Mark, MarkKind
@@ -45,7 +43,6 @@ from rollcall.observe.progress import Progress
 from rollcall.observe.recorder import Recorder
 from rollcall.observe.sinks import check_loggers, make_sinks, read_rows
 from rollcall.observe.timeline import ATTEMPT_LOST, RUN_FAILED
-from rollcall.plan.memory import element_size, read_sizes
 from rollcall.plan.placement import needed_roles
 from rollcall.process.debug.board import BOARD
 from rollcall.process.debug.here import post_mortem, serve
@@ -57,6 +54,7 @@ from rollcall.view.growing import MetricsTable
 from rollcall.view.summary import build_summary, finished, say_result, trained, write_summary
 
 TOKENIZER = "tokenizer.json"  # of a run directory
+FAILURE = ("reward", "kind", "prompt", "completion", "why")  # of a reward, in the summary
 
 
 def train(
@@ -161,14 +159,7 @@ class _Run:
                 run=config.run.name,
                 model_dir=str(run_dir / "model"),
                 reward_failures=[
-                    {
-                        "reward": one.reward,
-                        "kind": one.kind,
-                        "prompt": one.prompt_id,
-                        "completion": one.completion,
-                        "why": one.why,
-                    }
-                    for one in controller.workers.scorer.failures
+                    dict(zip(FAILURE, astuple(one), strict=True)) for one in controller.workers.scorer.failures
                 ],
             )
             if not self.bounds.trains:
@@ -225,7 +216,6 @@ class _Run:
                 start_step = resume.step if resume else 0
                 console.restart(start_step)
             _check_lengths(config, workers)
-            _say_size(config)
             changes = changes_on_resume(config, run_dir) if has_begun(run_dir) else []
             console.phase("reading the identity of the model")
             base = workers.saving.base()
@@ -250,7 +240,7 @@ class _Run:
             opened.callback(Recorder(run_dir, events=events, look=workers.look, rewards=rewards).close)
             kind = MarkKind.RECOVERY if number > 1 else MarkKind.NOTE
             events.mark(Mark(time.time(), f"attempt {number} begins", kind, None, f"from step {start_step}"))
-            _say_changes(events, changes, config, step=start_step, code=other_code)
+            _say_changes(events, changes, step=start_step, code=other_code)
             _say_where(run_dir, start_step, journal)
             controller = Controller(
                 config,
@@ -297,9 +287,10 @@ def _has_slots(config: Config) -> bool:
 
 def _mark_end(run_dir: Path, reason: Exception) -> None:
     """Note in the events why another attempt follows."""
-    if run_dir.is_dir():
-        kinds = ("node back", MarkKind.RECOVERY) if isinstance(reason, Regrow) else (ATTEMPT_LOST, MarkKind.FAULT)
-        _mark(run_dir, *kinds, reason=reason)
+    if isinstance(reason, Regrow):
+        _mark(run_dir, "node back", MarkKind.RECOVERY, reason=reason)
+    elif run_dir.is_dir():
+        _mark(run_dir, ATTEMPT_LOST, MarkKind.FAULT, reason=reason)
 
 
 @contextmanager
@@ -343,7 +334,7 @@ def _drive(controller: Controller, *, grace_s: float) -> None:
         if stop.asked is None:
             if loss_of(error) is None:  # then a checkpoint that is being written has nothing to do with it
                 with _saying_why("the checkpoint that was being written is lost"):
-                    controller.record.settle()
+                    controller.record.saves.settle()
             raise
         # The other processes were told to stop too, and are gone.
         say(f"told to stop by {stop.asked}, and then: {headline(error)}")
@@ -400,27 +391,7 @@ def _check_lengths(config: Config, workers: Workers) -> None:
             )
 
 
-def _say_size(config: Config) -> None:
-    try:
-        sizes = read_sizes(config.model.path)
-    except SizesUnknown:
-        return  # another check refuses such a model by the name of its architecture
-    width = element_size(config)
-    if not _has_slots(config):
-        width = resolve_dtype(config.model.dtype, resolve_device(config.model.device)).itemsize
-    size = run_size(
-        config,
-        num_parameters=sizes.num_parameters,
-        adapter_parameters=None if config.model.lora is None else sizes.adapter_parameters(config.model.lora),
-        critic_parameters=sizes.body_parameters if config.algorithm.name == "ppo" else 0,
-        width=width,
-        run_dir=config.run.dir,
-    )
-    if words := size.words(config.run.dir):
-        say(words)
-
-
-def _say_changes(events: Events, changes: list[Change], config: Config, *, step: int, code: list[str]) -> None:
+def _say_changes(events: Events, changes: list[Change], *, step: int, code: list[str]) -> None:
     """Show what this resume changes. The events keep it too, because the run file has only the newest values."""
     for line in code:
         warn(line)
@@ -428,7 +399,11 @@ def _say_changes(events: Events, changes: list[Change], config: Config, *, step:
     if not changes:
         return
     lines = [f"  {change}" for change in changes]
-    say("\n".join(["settings that this resume changes:", *lines, *notes_on(changes, config)]))
+    meaning = (
+        "groups that the journal has were made with the old values; steps after the checkpoint are trained with the new ones, and where "
+        "the learning rate depends on them it differs"
+    )
+    say("\n".join(["settings that this resume changes:", *lines, meaning]))
     events.write(
         {"resumed_at_step": step, "changed": {change.key: [change.before, change.after] for change in changes}}
     )
@@ -453,8 +428,8 @@ def _journaled_failures(directory: Path, *, shown: list[dict[str, str]]) -> list
                 for reward, error in score.errors.items():
                     kind, _, why = error.partition(": ")
                     if (reward, kind) not in known:
-                        failure = {"prompt": group.prompt.id, "completion": completion.text, "why": why}
-                        found.setdefault((reward, kind), {"reward": reward, "kind": kind, **failure})
+                        values = (reward, kind, group.prompt.id, completion.text, why)
+                        found.setdefault((reward, kind), dict(zip(FAILURE, values, strict=True)))
     return list(found.values())
 
 
@@ -473,6 +448,6 @@ def _say_rollout(run_dir: Path, controller: Controller, summary: dict[str, Any])
     say(
         f"the journal has {ready}; train on it with --phase update"
         if ready
-        else f"{trained(controller.start_step)}, so there is nothing to generate; raise trainer.steps to go on"
+        else f"{trained(controller.start_step)}, so there is nothing to generate; raise trainer.steps to continue"
     )
     return {**done, "groups": counts}

@@ -10,8 +10,9 @@ all receivers again, and the first update then carries all weights.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,11 @@ from torch import Tensor
 from rollcall.base.errors import MissingPeerError, WorkerTimeoutError
 from rollcall.config import WeightTransport
 from rollcall.engine.weights.line import decline
-from rollcall.engine.weights.parts import Parts, PartsReceiver, Take
-from rollcall.engine.weights.protocol import Invitation, StaleUpdateError, WeightReceiver
+from rollcall.engine.weights.parts import Parts, Take
+from rollcall.engine.weights.protocol import Invitation
 from rollcall.engine.weights.transports import FanOut, open_parts_receiver, open_receiver, open_sender
 from rollcall.plan.placement import HOLDERS, Role
 from rollcall.run.team import Team
-
-DECLINE_S = 2.0
 
 
 class WeightSync:
@@ -67,7 +66,7 @@ class WeightSync:
             # A sender that had connected to the receiver notices its loss, and no longer listens; another may listen only on its own host.
             for invitation in self._invitations[name]:
                 with suppress(MissingPeerError):
-                    decline(invitation, name=name, timeout_s=DECLINE_S)
+                    decline(invitation, name=name, timeout_s=2.0)
         for worker, future in zip(actors, self._broken_off, strict=False):
             left_s = max(deadline - time.monotonic(), 0.1)
             if not self._team.group.wait_for_some([future], timeout_s=left_s):
@@ -114,10 +113,8 @@ class WorkerWeights:
         self._on_gpu = on_gpu
         self._by_parts = by_parts
         self._sender: FanOut | None = None
-        self._shared: int | None = None  # version of the tensors that learner and engine both read
-        self._receiver: WeightReceiver | None = None
-        self._parts_receiver: PartsReceiver | None = None
-        self._invitations: Sequence[Invitation] = ()
+        self._receiver: Any = None  # of parts, or of whole tensors
+        self._invitations: Sequence[Invitation] = ()  # to which it belongs
 
     @property
     def sends(self) -> bool:
@@ -149,22 +146,10 @@ class WorkerWeights:
             for _ in tensors:
                 continue
 
-    def share(self, version: int) -> None:
-        """Nothing moves where learner and engine read the same tensors: an update is only a new version number."""
-        if self._shared is not None and version < self._shared:  # a push for a new process repeats the version
-            raise StaleUpdateError(
-                f"the actor's own process: version {version} is not newer than {self._shared}, which it has"
-            )
-        self._shared = version
-
     def receive(self, tensors: Mapping[str, Tensor], *, version: int, name: str, invitation: Invitation) -> None:
         """Receive into these tensors."""
-        if self._receiver is None or [invitation] != self._invitations:
-            if self._receiver is not None:
-                self._receiver.close()
-            self._receiver = open_receiver(invitation, name=name, tensors=tensors)
-            self._invitations = [invitation]
-        self._receiver.receive(version=version)
+        make = partial(open_receiver, invitation, name=name, tensors=tensors)
+        self._receiver_of([invitation], make).receive(version=version)
 
     def receive_each(
         self,
@@ -176,11 +161,12 @@ class WorkerWeights:
         invitations: Sequence[Invitation],
     ) -> None:
         """Tensors of the ``wanted`` shapes go to ``take`` one by one, put together in host memory from what each sender holds."""
-        if self._parts_receiver is None or invitations != self._invitations:
-            if self._parts_receiver is not None:
-                self._parts_receiver.close()
-            self._parts_receiver = open_parts_receiver(
-                invitations, name=name, wanted=wanted, device=torch.device("cpu")
-            )
-            self._invitations = invitations
-        self._parts_receiver.receive(take, version=version)
+        make = partial(open_parts_receiver, invitations, name=name, wanted=wanted, device=torch.device("cpu"))
+        self._receiver_of(invitations, make).receive(take, version=version)
+
+    def _receiver_of(self, invitations: Sequence[Invitation], make: Callable[[], Any]) -> Any:
+        if invitations != self._invitations:
+            if self._receiver is not None:
+                self._receiver.close()
+            self._receiver, self._invitations = make(), invitations
+        return self._receiver

@@ -33,6 +33,7 @@ from rollcall.engine.weights.protocol import Invitation
 from rollcall.learner.gang import Gang
 from rollcall.learner.layout import Block, module_shapes
 from rollcall.learner.learner import Body, Reference, TokenScores, score_samples, whole_body
+from rollcall.model.files import resolve_model
 from rollcall.model.load import WholeOnly, load_causal_lm, open_unread, outline_causal_lm, resolve_device, resolve_dtype
 from rollcall.model.stop_tokens import stop_token_ids
 from rollcall.model.stored.tensors import Stored
@@ -107,6 +108,8 @@ class RoleWorker(Trained):
 
     def __init__(self, config: Config, model_path: str, *, in_parts: frozenset[Role]) -> None:
         transformers_logging.disable_progress_bar()  # every process would draw its own
+        if model_path.startswith("builtin:"):
+            model_path = resolve_model(model_path)
         super().__init__(tokenizer=tokenizer_of(config, model_path), learner=None, critic=None)
         self.config = config
         self.model_path = model_path
@@ -322,7 +325,6 @@ class RoleWorker(Trained):
                 self._weights.send(self._own_parts(), version=version)
         else:
             self._weights.send(self._whole_policy(), version=version)
-        self._weights.share(version)
         self._serve(version)
 
     def _pass_on(self, version: int) -> None:

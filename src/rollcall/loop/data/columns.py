@@ -116,41 +116,6 @@ def row_name(value: Any) -> str:
     raise ColumnError(f"is {type(value).__name__} ({str(value)[:60]}); it must be text or a number")
 
 
-def countdown_columns(metadata: dict[str, Any]) -> dict[str, Any]:
-    """``numbers`` and ``target`` as numbers: they are compared with those that a completion uses, and text equals none."""
-    found = dict(metadata)
-    numbers, target = metadata.get("numbers"), metadata.get("target")
-    if isinstance(numbers, str):
-        try:
-            numbers = json.loads(numbers)
-        except (ValueError, RecursionError):
-            raise ColumnError(f"numbers is {numbers[:60]!r}; it must be a list such as [3, 5, 8]") from None
-    if numbers is not None:
-        if not isinstance(numbers, list) or not numbers:
-            raise ColumnError(f"numbers is {str(numbers)[:60]}; it must be a list such as [3, 5, 8]")
-        found["numbers"] = [_whole(each) for each in numbers]
-    if target is not None:
-        found["target"] = _number(target, "target")
-    return found
-
-
-def _whole(value: Any) -> int:
-    number = _number(value, "numbers")
-    if not isinstance(number, int):
-        raise ColumnError(f"numbers has {value!r}; the countdown reward takes whole numbers")
-    return number
-
-
-def _number(value: Any, column: str) -> int | float:
-    try:
-        number = float(value)
-        if isinstance(value, bool) or not math.isfinite(number):
-            raise ValueError
-        return int(value) if isinstance(value, int) else int(number) if number.is_integer() else number
-    except (TypeError, ValueError, OverflowError):
-        raise ColumnError(f"{column} has {str(value)[:60]!r}, which is not a number") from None
-
-
 def nearest(key: str, columns: Mapping[str, Any], option: str) -> str:
     """The columns there are, and which of them is probably meant by ``key``."""
     names = [name for name in list(columns)[:1000] if len(name) < 60]

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from rollcall.base.types import Prompt
-from rollcall.base.words import all_of, are, counted
+from rollcall.base.words import all_of, are
 from rollcall.config import DataSection
 from rollcall.loop.data.columns import (
     DataError,
     answer_text,
     check_texts,
-    countdown_columns,
-    listed,
     nearest,
     plain,
     row_name,
@@ -58,8 +55,11 @@ class _Asked:
     token_ids: list[int] | None = None  # absent where it is far too long
 
     @property
-    def num_characters(self) -> int:
-        return max(len(self.text), sum(len(message["content"]) for message in self.messages or ()))
+    def length(self) -> tuple[float, float, str]:
+        """Its tokens and characters, and what to say of them."""
+        num_tokens = math.inf if self.token_ids is None else len(self.token_ids)
+        words = f"{len(self.text):,} characters" if self.token_ids is None else f"{num_tokens} tokens"
+        return num_tokens, len(self.text), words + (_IN_TEMPLATE if self.messages is not None else "")
 
 
 def load_prompts(
@@ -69,11 +69,10 @@ def load_prompts(
     tokenizer: Any,
     limit: int | None = None,
     split: Split = "train",
-    rewards: Collection[str] = (),
     needs: Mapping[str, str] = MappingProxyType({}),
 ) -> PromptSet:
-    """The prompts of ``source``, at most ``limit``. ``split`` says which part of a built-in task is meant; ``rewards`` are the types of the
-    run's rewards, some of which read more columns; ``needs`` maps each column that a row must have to the reward that reads it."""
+    """The prompts of ``source``, at most ``limit``. ``split`` says which part of a built-in task is meant; ``needs`` maps each column that a
+    row must have to the reward that reads it."""
     _check_section(data, tokenizer)
     if source == NO_DATA:
         for column, reward in needs.items():
@@ -83,58 +82,30 @@ def load_prompts(
             )
         return _without_data(data, tokenizer, split=split, limit=limit)
     prompts: list[Prompt] = []
-    long = _Overlong(tokenizer, max_tokens=data.max_prompt_tokens)
+    num_overlong, shortest = 0, (math.inf, math.inf, "")
     seen: dict[str, tuple[str, int]] = {}
+    # Tokenising takes a second and a quarter of a gigabyte for each million characters, and cannot be interrupted. A text is too long in
+    # any case if as many of the longest tokens as there may be cannot hold it; times four, since one may join a letter with its accents.
+    most = max(_FEW_CHARACTERS, 4 * data.max_prompt_tokens * max(map(len, tokenizer.get_vocab())))
     for batch in _batches(_asked_rows(source, data=data, tokenizer=tokenizer, split=split, needs=needs)):
-        _render(batch, tokenizer, long)
-        _encode(batch, tokenizer, long)
+        _render(batch, tokenizer)
+        _encode([asked for asked in batch if len(asked.text) <= most], tokenizer)
         for asked in batch:
             if asked.token_ids is None or len(asked.token_ids) > data.max_prompt_tokens:
-                long.add(asked)
+                num_overlong, shortest = num_overlong + 1, min(shortest, asked.length)
                 continue
             _refuse_same_text(asked, seen)
-            prompts.append(_prompt(asked, asked.token_ids, data, rewards))
+            prompts.append(_prompt(asked, asked.token_ids, data))
             if len(prompts) == limit:
-                return PromptSet(prompts=prompts, num_overlong=long.count, source=source)
-    if not prompts and long.count:
+                return PromptSet(prompts=prompts, num_overlong=num_overlong, source=source)
+    if not prompts and num_overlong:
         raise DataError(
-            f"{source}: {all_of(long.count, 'prompt')} {are(long.count)} longer than "
-            f"data.max_prompt_tokens={data.max_prompt_tokens}; the shortest has {long.shortest}"
+            f"{source}: {all_of(num_overlong, 'prompt')} {are(num_overlong)} longer than "
+            f"data.max_prompt_tokens={data.max_prompt_tokens}; the shortest has {shortest[-1]}"
         )
     if not prompts:
         raise DataError(f"{source} has no rows; give at least one")
-    return PromptSet(prompts=prompts, num_overlong=long.count, source=source)
-
-
-class _Overlong:
-    """The prompts that are left out. One of far too many characters is not tokenised: that would take a second for each million, in
-    which nothing could interrupt it, and a gigabyte for each four million."""
-
-    def __init__(self, tokenizer: Any, *, max_tokens: int) -> None:
-        self._tokenizer = tokenizer
-        self._max_tokens = max_tokens
-        self.count = 0
-        self.shortest = ""  # its length in words
-        self._fewest = (math.inf, math.inf)  # tokens, characters
-
-    @cached_property
-    def _most_characters(self) -> int:
-        """Those of as many tokens as there may be, of the longest kind, times four: a tokenizer may join a letter with its accents."""
-        return 4 * self._max_tokens * max(map(len, self._tokenizer.get_vocab()))
-
-    def has(self, asked: _Asked) -> bool:
-        """Whether its number of characters is enough to leave it out. A chat counts as its template wrote it, which may have cut most of the
-        messages."""
-        return len(asked.text) > _FEW_CHARACTERS and len(asked.text) > self._most_characters
-
-    def add(self, asked: _Asked) -> None:
-        self.count += 1
-        token_ids = asked.token_ids
-        length = (math.inf if token_ids is None else len(token_ids), len(asked.text))
-        if length < self._fewest:
-            in_template = _IN_TEMPLATE if asked.messages is not None else ""
-            self.shortest = (f"{length[1]:,} characters" if token_ids is None else f"{length[0]} tokens") + in_template
-            self._fewest = length
+    return PromptSet(prompts=prompts, num_overlong=num_overlong, source=source)
 
 
 def _without_data(data: DataSection, tokenizer: Any, *, split: str, limit: int | None) -> PromptSet:
@@ -171,13 +142,12 @@ def _check_section(data: DataSection, tokenizer: Any) -> None:
 def _asked_rows(
     source: str, *, data: DataSection, tokenizer: Any, split: Split, needs: Mapping[str, str]
 ) -> Iterator[_Asked]:
-    rows = section_rows(source, data=data, split=split)
-    for place, row in enumerate(rows):
+    for row in section_rows(source, data=data, split=split):
         if data.prompt_key not in row.columns:
             raise DataError(
                 f"{row.where} has no column {data.prompt_key!r}; {nearest(data.prompt_key, row.columns, 'prompt_key')}"
             )
-        _check_needs(row, data, needs, is_first=not place, rest=rows)
+        _check_needs(row, data, needs)
         messages = _messages(row, data, has_template=bool(tokenizer.chat_template))
         text = _with_template(row.columns[data.prompt_key], data) if messages is None else ""
         if messages is None and not text:
@@ -190,7 +160,7 @@ def _batches(rows: Iterable[_Asked]) -> Iterator[list[_Asked]]:
     room = _CHARACTERS_PER_BATCH
     for asked in rows:
         batch.append(asked)
-        room -= asked.num_characters
+        room -= max(len(asked.text), sum(len(message["content"]) for message in asked.messages or ()))
         if room < 0 or len(batch) == _ROWS_PER_BATCH:
             yield batch
             batch, room = [], _CHARACTERS_PER_BATCH
@@ -236,7 +206,7 @@ def _checked_messages(value: Any, row: Row) -> list[dict[str, Any]]:
     return [{key: item for key, item in message.items() if item is not None} for message in value]
 
 
-def _render(batch: list[_Asked], tokenizer: Any, long: _Overlong) -> None:
+def _render(batch: list[_Asked], tokenizer: Any) -> None:
     """Give the batch's chats their texts."""
     chats = [asked for asked in batch if asked.messages is not None]
     try:
@@ -247,8 +217,7 @@ def _render(batch: list[_Asked], tokenizer: Any, long: _Overlong) -> None:
         raise DataError(f"{where}: the chat template refuses the messages: {error}") from None
     for asked, text in zip(chats, texts, strict=True):
         asked.text = text
-        if not long.has(asked):
-            of_column(asked.row, "what the chat template writes", check_texts, text)
+        of_column(asked.row, "what the chat template writes", check_texts, text)
 
 
 def _refuse_same_text(asked: _Asked, seen: dict[str, tuple[str, int]]) -> None:
@@ -280,46 +249,35 @@ def _answer(row: Row, data: DataSection) -> str:
     return of_column(row, "the answer", answer_text, row.columns[data.answer_key])
 
 
-def _check_needs(row: Row, data: DataSection, needs: Mapping[str, str], *, is_first: bool, rest: Iterable[Row]) -> None:
-    """Refuse a row without what a reward reads, since an empty completion would equal an empty answer. The message counts such rows in the
-    ``rest``."""
+def _check_needs(row: Row, data: DataSection, needs: Mapping[str, str]) -> None:
+    """Refuse a row without what a reward reads, since an empty completion would equal an empty answer."""
     for column, reward in needs.items():
         key = data.answer_key if column == "answer" else column
-        if not _is_empty(row, key):
-            continue
-        others = [_is_empty(other, key) for other in rest]
-        num_others = sum(others)
-        where = row.where + (f" (and {counted(num_others, 'other row')})" if num_others else "")
         if key not in row.columns:
             hint = nearest(key, row.columns, "answer_key" if column == "answer" else "columns")
-            if "did you mean" not in hint and not (is_first and all(others)):
-                hint = f"it has {listed(row.columns)}. Other rows have it: fill it in, or leave such rows out"
-            raise DataError(f"{where} has no column {key!r}, which the reward {reward} needs; {hint}")
-        raise DataError(
-            f"{where}: {key} is empty, and the reward {reward} needs it; fill it in, or leave such rows out. A function that "
-            "can do without it gives it a default"
-        )
-
-
-def _is_empty(row: Row, key: str) -> bool:
-    value = row.columns.get(key)
-    return value is None or (isinstance(value, str) and not value.strip())
+            raise DataError(f"{row.where} has no column {key!r}, which the reward {reward} needs; {hint}")
+        value = row.columns[key]
+        if value is None or (isinstance(value, str) and not value.strip()):
+            raise DataError(
+                f"{row.where}: {key} is empty, and the reward {reward} needs it; fill it in, or leave such rows out. A function that "
+                "can do without it gives it a default"
+            )
 
 
 # Tokens
 
 
-def _encode(batch: list[_Asked], tokenizer: Any, long: _Overlong) -> None:
+def _encode(batch: list[_Asked], tokenizer: Any) -> None:
     """Give the batch its token ids. A chat template writes the special tokens itself; plain text gets the tokenizer's own."""
     for is_chat in (False, True):
-        some = [asked for asked in batch if (asked.messages is not None) == is_chat and not long.has(asked)]
+        some = [asked for asked in batch if (asked.messages is not None) == is_chat]
         if some:
             encoded = tokenizer([asked.text for asked in some], add_special_tokens=not is_chat)["input_ids"]
             for asked, ids in zip(some, encoded, strict=True):
                 asked.token_ids = ids
 
 
-def _prompt(asked: _Asked, token_ids: list[int], data: DataSection, rewards: Collection[str]) -> Prompt:
+def _prompt(asked: _Asked, token_ids: list[int], data: DataSection) -> Prompt:
     row = asked.row
     if not token_ids:
         raise DataError(f"{row.where}: the prompt {asked.text[:40]!r} has no tokens")
@@ -333,8 +291,6 @@ def _prompt(asked: _Asked, token_ids: list[int], data: DataSection, rewards: Col
                 f"{row.where} has a column {name!r}, a name that Rollcall keeps for itself; rename the column, such as "
                 f"data.columns: {{{name}: own_{name}}}"
             )
-    if "countdown" in rewards:
-        metadata = of_column(row, "column", countdown_columns, metadata)
     if asked.messages is not None:
         metadata["prompt_messages"] = asked.messages  # a reward model renders them by its own template
         if isinstance(given := row.columns[data.prompt_key], str):

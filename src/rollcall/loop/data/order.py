@@ -8,24 +8,18 @@ import numpy as np
 
 from rollcall.base.types import Longs
 
-_EPOCHS_KEPT = 2  # draws of a run that looks ahead straddle the end of an epoch
-
 
 class DataOrder:
     """Each epoch visits every prompt exactly once, in an order that depends only on the seed and the epoch."""
 
     def __init__(self, num_prompts: int, *, seed: int, shuffle: bool) -> None:
-        if num_prompts < 1:
-            raise ValueError(f"num_prompts={num_prompts}; there is nothing to draw from")
         self.num_prompts = num_prompts
         self._seed = seed
         self._shuffle = shuffle
-        self._permutation = lru_cache(_EPOCHS_KEPT)(self._permute)
+        self._permutation = lru_cache(2)(self._permute)  # draws of a run that looks ahead straddle the end of an epoch
 
     def index(self, draw: int) -> int:
         """The prompt of this draw, counted from 0 over the whole run."""
-        if draw < 0:
-            raise ValueError(f"draw={draw}; draws count from 0")
         epoch, position = divmod(draw, self.num_prompts)
         return int(self._permutation(epoch)[position]) if self._shuffle else position
 

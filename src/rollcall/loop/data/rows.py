@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import stat
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
+from rollcall.base.errors import in_one_line
 from rollcall.base.wait import is_silent
 from rollcall.config import DataSection
 from rollcall.config.checks import HUB, is_hub
@@ -127,9 +127,8 @@ def _dataset_rows(source: str, *, data: DataSection, split: Split) -> Iterator[R
             datasets.disable_progress_bars()
         found = datasets.load_dataset(name, data.subset, split=part)
     except Exception as error:  # noqa: BLE001 - of the network, of files, of names: the library raises its own of each
-        first = (str(error) or type(error).__name__).strip().splitlines()[0]
         raise DataError(
-            f"{source} cannot be read (data.subset={data.subset or 'null'}, split {part}): {type(error).__name__}: {first}"
+            f"{source} cannot be read (data.subset={data.subset or 'null'}, split {part}): {type(error).__name__}: {in_one_line(error)}"
         ) from error
     finally:
         if hides_bars:
@@ -171,14 +170,9 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 columns = json.loads(line, object_pairs_hook=unique_keys)
             except ColumnError as error:
                 raise DataError(f"{path}, row {number} has {error}") from None
-            except RecursionError:
-                raise DataError(f"{path}, row {number} has lists or maps too deep in each other to be read") from None
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                raise DataError(f"{path}, row {number} is not JSON: {error}; each line holds one JSON object") from None
-            except ValueError:  # the only other one that json raises
+            except (ValueError, RecursionError) as error:  # the second of lists in lists in lists
                 raise DataError(
-                    f"{path}, row {number} has a number too long to be read, of more than {sys.get_int_max_str_digits():,} digits; "
-                    "write it as text, in quotes"
+                    f"{path}, row {number} is not JSON that can be read: {error}; each line holds one JSON object"
                 ) from None
             if not isinstance(columns, dict):
                 raise DataError(
@@ -189,21 +183,6 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    number = 0
-    for batch in _record_batches(path):
-        step = _ROWS_PER_READ if _unpacked_bytes(batch.to_struct_array()) <= MAX_ROW_BYTES else 1
-        for first in range(0, batch.num_rows, step):
-            rows = batch.slice(first, step)
-            if step == 1 and _unpacked_bytes(rows.to_struct_array()) > MAX_ROW_BYTES:
-                raise DataError(
-                    f"{path}, row {number + 1} has more than {MAX_ROW_BYTES >> 20} MiB when unpacked; shorten it, or leave it out"
-                )
-            for columns in _objects(rows, path, number):
-                number += 1
-                yield number, columns
-
-
-def _record_batches(path: Path) -> Iterator[Any]:
     import pyarrow
     import pyarrow.parquet
 
@@ -213,16 +192,21 @@ def _record_batches(path: Path) -> Iterator[Any]:
             if twice := sorted(name for name, count in Counter(file.schema_arrow.names).items() if count > 1):
                 raise DataError(f"{path} has the column {twice[0]!r} twice; leave one of them out")
             for batch in file.iter_batches(batch_size=_ROWS_PER_READ):
-                yield batch
-                number += batch.num_rows
+                step = _ROWS_PER_READ if _unpacked_bytes(batch.to_struct_array()) <= MAX_ROW_BYTES else 1
+                for rows in (batch.slice(first, step) for first in range(0, batch.num_rows, step)):
+                    if step == 1 and _unpacked_bytes(rows.to_struct_array()) > MAX_ROW_BYTES:
+                        raise DataError(
+                            f"{path}, row {number + 1} has more than {MAX_ROW_BYTES >> 20} MiB when unpacked; shorten it, or leave it out"
+                        )
+                    for cells in zip(*rows.columns, strict=True):
+                        number += 1
+                        columns = zip(rows.schema.names, cells, strict=True)
+                        yield number, {name: _object(cell, f"{path}, row {number}: {name}") for name, cell in columns}
     except DataError:
         raise
-    except MemoryError as error:
-        raise DataError(f"{path}: this machine has too little memory to read past row {number}: {error}") from None
-    except (pyarrow.ArrowException, ValueError, OverflowError) as error:
+    except (pyarrow.ArrowException, MemoryError, ValueError, OverflowError) as error:
         # A damaged file shows itself at its footer or at any page of it.
-        where = f"{path} is not a Parquet file" if not number else f"{path} cannot be read past row {number}"
-        raise DataError(f"{where}: {_first_line(error)}") from None
+        raise DataError(f"{path} cannot be read past row {number}: {in_one_line(error)}") from None
 
 
 def _unpacked_bytes(array: Any) -> int:
@@ -247,34 +231,17 @@ def _unpacked_bytes(array: Any) -> int:
     return places + array.nbytes
 
 
-def _objects(rows: Any, path: Path, number: int) -> list[dict[str, Any]]:
-    """The record batch, which follows row ``number``. Text that is not UTF-8 and dates that Python does not have show themselves
+def _object(cell: Any, where: str) -> Any:
+    """A value of Arrow in Python's terms. Text that is not UTF-8, unknown time zones and dates that Python does not have show themselves
     here."""
     import pyarrow
 
-    faults = (pyarrow.ArrowException, LookupError, ValueError, OverflowError)
     try:
-        return rows.to_pylist()
-    except faults:
-        for place in range(rows.num_rows):
-            for name, column in zip(rows.schema.names, rows.columns, strict=True):
-                try:
-                    column[place].as_py()
-                except faults as error:
-                    raise DataError(f"{path}, row {number + place + 1}: {name} {_why(column.type, error)}") from None
-        raise
-
-
-def _why(kind: Any, error: Exception) -> str:
-    if isinstance(error, LookupError) or "pytz" in str(error):  # with pytz, and without it
-        return f"has a time zone that this machine does not know ({kind}); convert the column to UTC"
-    if isinstance(error, UnicodeDecodeError):
-        return f"is not UTF-8 text: {error}; convert the column, or leave it out"
-    return f"has a value that Python cannot hold ({kind}): {_first_line(error)}; correct it, or leave the column out"
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
+        return cell.as_py()
+    except (pyarrow.ArrowException, LookupError, ValueError, OverflowError) as error:
+        raise DataError(
+            f"{where} has a value that Python cannot hold ({cell.type}): {in_one_line(error)}; convert the column, or leave it out"
+        ) from None
 
 
 READERS = {".jsonl": _read_jsonl, ".json": _read_jsonl, ".parquet": _read_parquet}
