@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ import numpy as np
 
 from rollcall.base.types import Completion, FinishReason, Segment
 from rollcall.engine.protocol import Sampling
-from rollcall.environments.callers import Caller, Callers, Open, Served
+from rollcall.environments.callers import Caller, Open, Served
 from rollcall.environments.calls import CallFormat
 from rollcall.environments.conversation import Conversations
 from rollcall.environments.endpoint import Endpoint, EndpointServer, in_loop
@@ -89,7 +90,6 @@ class Standing:
     """A server that runs."""
 
     server: EndpointServer
-    callers: Callers
     caller: Caller
     rules: Open
     key: str
@@ -135,10 +135,9 @@ def standing(
     with loop_thread() as loop:
         histories = Histories(Templates(Conversations(tokenizer)), tokenizer, name=NAME, max_kept=max_kept)
         caller = Caller(name=NAME, rules=rules, histories=histories, sample=in_loop(writer.sample, loop))
-        callers = Callers()
-        key = callers.add(caller)
-        server = EndpointServer(Endpoint(callers, served=served, tokenizer=tokenizer, call_format=call_format))
+        key = secrets.token_urlsafe(32)
+        server = EndpointServer(Endpoint({key: caller}, served=served, tokenizer=tokenizer, call_format=call_format))
         try:
-            yield Standing(server=server, callers=callers, caller=caller, rules=rules, key=key)
+            yield Standing(server=server, caller=caller, rules=rules, key=key)
         finally:
             server.close()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import secrets
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from rollcall.base.wait import warn
 from rollcall.base.words import visible
 from rollcall.config.environments import EnvironmentBase
 from rollcall.engine.protocol import Sampling
-from rollcall.environments.callers import Caller, Callers, Served, room_for
+from rollcall.environments.callers import Caller, Served, room_for
 from rollcall.environments.calls import CallFormat
 from rollcall.environments.conversation import Conversations
 from rollcall.environments.endpoint import (
@@ -58,23 +59,13 @@ class AgentEnvironments:
     def __init__(
         self, section: EnvironmentBase, *, chat_template: str | None, programs: Programs, address: str = LOOPBACK
     ) -> None:
-        self._section = section
-        self._programs = programs
-        self._address = address
+        self.section, self.programs, self.address = section, programs, address
+        self.call_format: CallFormat = call_format_of(chat_template)
         self._players: list[AgentPlayer] = []
-        self._call_format: CallFormat = call_format_of(chat_template)
 
     def player(self, *, tokenizer: Any, max_prompt_tokens: int, max_response_tokens: int) -> AgentPlayer:
-        player = AgentPlayer(
-            self._section,
-            programs=self._programs,
-            address=self._address,
-            tokenizer=tokenizer,
-            max_row=max_prompt_tokens + max_response_tokens,
-            call_format=self._call_format,
-        )
-        self._players.append(player)
-        return player
+        self._players.append(AgentPlayer(self, tokenizer=tokenizer, max_row=max_prompt_tokens + max_response_tokens))
+        return self._players[-1]
 
     async def find_host(self) -> Host:
         raise EnvironmentFailed("a program drives its own episode; there is nothing to step")
@@ -83,13 +74,12 @@ class AgentEnvironments:
         return ()  # a program brings its own with its requests
 
     async def aclose(self) -> None:
-        self._programs.ends()
+        self.programs.ends()
         try:
-            for player in self._players:
-                await player.aclose()
-            self._players.clear()
+            while self._players:
+                await self._players.pop().aclose()
         finally:
-            await self._programs.aclose()
+            await self.programs.aclose()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -155,24 +145,17 @@ class EpisodeRules:
 class AgentPlayer:
     """Plays the episodes of a run, in the thread of its server."""
 
-    def __init__(
-        self,
-        section: EnvironmentBase,
-        *,
-        programs: Programs,
-        address: str,
-        tokenizer: Any,
-        max_row: int,
-        call_format: CallFormat,
-    ) -> None:
-        self.section = section
-        self._programs = programs  # used in the server's loop only
+    def __init__(self, environments: AgentEnvironments, *, tokenizer: Any, max_row: int) -> None:
+        self.section = environments.section
+        self._programs = environments.programs  # used in the server's loop only
         self._tokenizer = copy.deepcopy(tokenizer)  # the run's is used by another thread
         self._templates = Templates(Conversations(self._tokenizer))
         self._served = Served(name="policy", max_model_len=max_row, vocabulary=len(tokenizer))
-        self._callers = Callers()
-        app = Endpoint(self._callers, served=self._served, tokenizer=self._tokenizer, call_format=call_format)
-        self._server = EndpointServer(app, host=address)
+        self._callers: dict[str, Caller] = {}
+        app = Endpoint(
+            self._callers, served=self._served, tokenizer=self._tokenizer, call_format=environments.call_format
+        )
+        self._server = EndpointServer(app, host=environments.address)
         self._playing: set[asyncio.Task[Any]] = set()
         self._has_warned = False
 
@@ -215,7 +198,8 @@ class AgentPlayer:
             section=self.section, served=self._served, base=sampling, seed_of_attempt=seed, histories=histories
         )
         caller = Caller(name=session, rules=rules, histories=histories, sample=sample, takes_reward=True)
-        key = self._callers.add(caller)
+        key = secrets.token_urlsafe(32)
+        self._callers[key] = caller
         variables = {
             "OPENAI_BASE_URL": f"{self._server.address}{EPISODES}{session}/v1",
             KEY: key,
@@ -224,7 +208,7 @@ class AgentPlayer:
         try:
             ended, error = await self._run_program(host, caller, rules, variables)
         finally:
-            self._callers.remove(key)
+            del self._callers[key]
             await caller.end_requests()
         return completion_of(prompt, caller, seed=seed, ended=ended, error=error)
 

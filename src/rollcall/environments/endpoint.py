@@ -22,7 +22,7 @@ import logging
 import secrets
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -37,13 +37,12 @@ from rollcall.environments.answers import (
     Answered,
     Choice,
     chat_body,
-    chat_events,
+    events_of,
     generate_body,
     text_body,
-    text_events,
     to_bytes,
 )
-from rollcall.environments.callers import Caller, Callers, Served, check_ids, too_long
+from rollcall.environments.callers import Caller, Served, too_long
 from rollcall.environments.calls import CallFormat, format_of, parse_calls
 from rollcall.environments.histories import Asked, Call
 from rollcall.environments.protocol import EnvironmentFailed, SampleTurn, add_metrics
@@ -70,9 +69,11 @@ class Reply:
 
 
 class Endpoint:
-    """``call_format``: how the model writes tool calls."""
+    """``callers``: by key, and read at each request. ``call_format``: how the model writes tool calls."""
 
-    def __init__(self, callers: Callers, *, served: Served, tokenizer: Any, call_format: CallFormat) -> None:
+    def __init__(
+        self, callers: Mapping[str, Caller], *, served: Served, tokenizer: Any, call_format: CallFormat
+    ) -> None:
         self._callers, self._served = callers, served
         self._tokenizer = tokenizer
         self._most_chars = served.max_model_len * max(map(len, tokenizer.get_vocab()))
@@ -112,7 +113,7 @@ class Endpoint:
         """Refuses without a key, with two, with an unknown one, and with one of another episode."""
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         kind, _, key = given[0].decode("latin-1").partition(" ") if len(given) == 1 else ("", "", "")
-        caller = self._callers.of(key.strip()) if kind.lower() == "bearer" else None
+        caller = self._callers.get(key.strip()) if kind.lower() == "bearer" else None
         path: str = scope["path"]
         if caller is not None and path.startswith(EPISODES):
             name, slash, rest = path.removeprefix(EPISODES).partition("/")
@@ -202,10 +203,7 @@ class Endpoint:
                 code="no_tools",
             )
         asked = caller.histories.chat(messages, tools=request.tools)
-        answered = await self._sample(caller, [asked], request, request)
-        if request.stream:
-            return Reply(body=b"", events=chat_events(answered, request))
-        return Reply(body=to_bytes(chat_body(answered, request)))
+        return _reply_to(request, chat_body(await self._sample(caller, [asked], request, request), request))
 
     async def _text(self, caller: Caller, body: bytes) -> Reply:
         request = read(TextRequest, body)
@@ -216,10 +214,7 @@ class Endpoint:
             caller.histories.plain(prompt) if isinstance(prompt, str) else self._by_ids(caller, prompt)
             for prompt in request.prompt
         ]
-        answered = await self._sample(caller, asked, request, None)
-        if request.stream:
-            return Reply(body=b"", events=text_events(answered, request))
-        return Reply(body=to_bytes(text_body(answered, request)))
+        return _reply_to(request, text_body(await self._sample(caller, asked, request, None), request))
 
     async def _generate(self, caller: Caller, body: bytes) -> Reply:
         request = read(GenerateRequest, body)
@@ -240,7 +235,10 @@ class Endpoint:
     def _by_ids(self, caller: Caller, given: list[int]) -> Asked:
         asked = caller.histories.ids(np.array(given, dtype=np.int32))
         # Sampled ids may lie beyond the tokenizer's, where the model has more outputs than tokens.
-        check_ids(asked.prompt_ids if asked.behind is None else asked.added, self._served)
+        ids = asked.prompt_ids if asked.behind is None else asked.added
+        if len(ids) and (largest := int(ids.max())) >= (vocabulary := self._served.vocabulary):
+            why = f"token id {largest} is unknown: the model has {vocabulary} tokens; give ids of its own tokenizer"
+            raise Refused(400, why, code="invalid_value", param="prompt")
         return asked
 
     # Sampling
@@ -277,7 +275,7 @@ class Endpoint:
                 content, calls = self._find_calls(content, chat.tools)
             place = index // wanted.n
             choice = Choice(index=index, prompt=place, completion=completion, content=content, calls=calls)
-            message = choice.message() if chat is not None else None
+            message = choice.message(as_text=False) if chat is not None else None
             caller.histories.note(asked[place], completion, session=session, message=message, calls=calls)
             choices.append(choice)
         prompts = tuple(one.prompt_ids for one in asked)
@@ -296,6 +294,12 @@ class Endpoint:
         before = text.partition("<tool_call>")[0].rstrip() if self._call_format == "hermes" else ""
         calls = (Call(id=f"call_{secrets.token_hex(12)}", name=call.name, arguments=call.arguments) for call in found)
         return before, tuple(calls)
+
+
+def _reply_to(request: ChatRequest | TextRequest, body: dict[str, Any]) -> Reply:
+    if request.stream:
+        return Reply(body=b"", events=events_of(body, has_usage=request.stream_options.include_usage))
+    return Reply(body=to_bytes(body))
 
 
 def call_format_of(chat_template: str | None) -> CallFormat:

@@ -27,7 +27,7 @@ from rollcall.config import Config, load_config
 from rollcall.config.lora import LoraSection
 from rollcall.engine.protocol import Engine, Refused, Request, Sampling
 from rollcall.engine.ticker import Ticker
-from rollcall.environments.callers import Caller, Callers, Open, Served
+from rollcall.environments.callers import Caller, Open, Served
 from rollcall.environments.conversation import Conversations
 from rollcall.environments.endpoint import Endpoint, EndpointServer, call_format_of, in_loop
 from rollcall.environments.histories import Histories, Templates
@@ -111,13 +111,12 @@ async def _serve(
     key: str | None,
     show: Callable[[str], None],
 ) -> None:
-    callers = Callers()
     failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     caller = open_caller(engine, rules, tokenizer=tokenizer, failed=failed)
     made = key is None
-    key = callers.add(caller, key=key or secrets.token_urlsafe(32))
+    key = key or secrets.token_urlsafe(32)
     app = Endpoint(
-        callers, served=rules.served, tokenizer=tokenizer, call_format=call_format_of(tokenizer.chat_template)
+        {key: caller}, served=rules.served, tokenizer=tokenizer, call_format=call_format_of(tokenizer.chat_template)
     )
     server = EndpointServer(app, host=host, listener=listener)
     say(
