@@ -10,7 +10,6 @@ import secrets
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rollcall.base.types import Ints
 from rollcall.engine.protocol import Sampling
 from rollcall.environments.histories import Histories
 from rollcall.environments.protocol import SampleTurn

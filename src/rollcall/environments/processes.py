@@ -22,12 +22,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
-
-from pydantic import ConfigDict, TypeAdapter
 
 from rollcall.base.errors import ConfigError
 from rollcall.base.limits import allow_files
@@ -37,12 +35,12 @@ from rollcall.environments.calls import format_of
 from rollcall.environments.program import variables_of
 from rollcall.environments.protocol import Environment, EnvironmentFailed, Opening, StepResult
 from rollcall.environments.zygote import MAX_ANSWER_BYTES
-from rollcall.nodes.framing import Body
+from rollcall.nodes.framing import Body, plain
 from rollcall.observe.prints import ChildPrints
 from rollcall.process.debug.here import POST_MORTEM, DebugLine
 from rollcall.process.ending import how_it_ended
 from rollcall.process.here import LinkHere, SocketLink
-from rollcall.process.worker import Ending, Lost, Raised, Worker
+from rollcall.process.worker import Ending, Lost, Raised, Worker, reader
 from rollcall.reward.confine import ROOT
 
 START_TIMEOUT_S = 120.0
@@ -51,18 +49,8 @@ _COLUMN = "environment"  # names the class where there are several, and is not p
 _GONE = "the process that environments are forked from is gone"
 
 
-def reader(kind: Any) -> Callable[[bytes], Any]:
-    """Reads JSON as this union of types; ValueError if it is something else."""
-    adapter: TypeAdapter[Any] = TypeAdapter(kind, config=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
-    return adapter.validate_json
-
-
-def _plain(value: Any) -> Any:
-    """A column's value that JSON does not have: an array as a list, a date as text. NaN is written: a row may hold it."""
-    return value.tolist() if hasattr(value, "tolist") else str(value)
-
-
-REQUEST = Body(lambda value: json.dumps(value, default=_plain).encode(), json.loads)
+# Unlike in other messages NaN is written: a row may hold it.
+REQUEST = Body(lambda value: json.dumps(value, default=plain).encode(), json.loads)
 ANSWERS = {  # by method; None says that a call is still running
     "reset": reader(str | None),
     "step": reader(StepResult | None),
@@ -88,11 +76,6 @@ class ProcessEnvironments:
         except BaseException:
             self._prints.close()
             raise
-
-    @property
-    def needs_ids(self) -> bool:
-        """Whether a step gets the turn's token ids."""
-        return isinstance(self._section, StepEnvironment)
 
     @property
     def pids(self) -> list[int]:
@@ -173,8 +156,8 @@ class ProcessEnvironments:
 class CalledEnvironment:
     """Implements ``protocol.Environment`` by calls to the process that plays it, or to its host."""
 
-    def __init__(self, *, tools: tuple[dict[str, Any], ...], needs_ids: bool) -> None:
-        self.tools, self._needs_ids = tools, needs_ids
+    def __init__(self, *, tools: tuple[dict[str, Any], ...]) -> None:
+        self.tools = tools
 
     async def call(self, method: str, *args: Any) -> Any:
         raise NotImplementedError
@@ -186,7 +169,7 @@ class CalledEnvironment:
         return Opening(text=await self.call("reset", dict(row)), tools=self.tools)
 
     async def step(self, text: str, token_ids: Sequence[int]) -> StepResult:
-        return await self.call("step", text, [int(token) for token in token_ids] if self._needs_ids else [])
+        return await self.call("step", text, list(token_ids))
 
     async def reward(self) -> float | None:
         return await self.call("reward")
@@ -197,7 +180,7 @@ class CalledEnvironment:
 
 class _ProcessEnvironment(CalledEnvironment):
     def __init__(self, owner: ProcessEnvironments, worker: Worker, *, kind: str) -> None:
-        super().__init__(tools=owner.tools_of(kind), needs_ids=owner.needs_ids)
+        super().__init__(tools=owner.tools_of(kind))
         self._owner = owner
         self.worker = worker
         self._kind = kind

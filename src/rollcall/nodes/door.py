@@ -21,6 +21,9 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+
+from rollcall.nodes.framing import read_exactly
 
 CHALLENGE = 32  # bytes, of a proof too
 PROOF_S = 5.0  # from connecting to the proof
@@ -28,6 +31,10 @@ MOST_WAITING = 128  # callers without a proof; one more, and one of the host wit
 BACKLOG = 1024
 PROBE_S = 2  # between two questions to an idle peer's kernel
 SILENT_S = 8  # after this long without an answer the peer is gone
+
+
+class StrangerError(ConnectionError):
+    """A listener could not prove that it knows the secret."""
 
 
 def new_secret() -> str:
@@ -45,6 +52,21 @@ def prove(read: Callable[[int], bytes], write: Callable[[bytes], object], *, sec
     reply, proof = answer(read(CHALLENGE), secret=secret)
     write(reply)
     return hmac.compare_digest(read(CHALLENGE), proof)
+
+
+def enter(address: str, port: int, *, secret: str, timeout_s: float) -> socket.socket:
+    """Connect through a door. StrangerError: what listens there does not know the secret."""
+    connection = socket.create_connection((address, port), timeout=timeout_s)
+    try:
+        connection.settimeout(PROOF_S)
+        if not prove(partial(read_exactly, connection.recv), connection.sendall, secret=secret):
+            raise StrangerError("what listens there does not know the secret of this run")
+        connection.settimeout(None)
+        watch_peer(connection)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 def listen_at(host: str, *, port: int = 0) -> socket.socket:
