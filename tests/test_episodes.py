@@ -188,7 +188,6 @@ async def _never() -> Any:
             "the episode took longer",
         ),
         (Scripted(lambda row, texts: ends(reward=float("nan"))), {}, EndReason.ERROR, "finite number"),
-        (Scripted(lambda row, texts: ends(metrics={"x": "y"})), {}, EndReason.ERROR, "finite number"),
         (Scripted(lambda row, texts: ends(reward=1e200)), {}, EndReason.ERROR, "between -1e+15 and 1e+15"),
         (Scripted(lambda row, texts: says("")), {}, EndReason.ERROR, "has no tokens"),
         (Scripted(three_turns, reward=lambda texts: float("inf")), {}, EndReason.ERROR, "reward of the episode"),

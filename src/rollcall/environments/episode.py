@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import math
 from collections.abc import Awaitable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -28,7 +27,6 @@ from rollcall.environments.protocol import (
     Host,
     Opening,
     SampleTurn,
-    StepResult,
     add_metrics,
 )
 from rollcall.environments.rows import Row
@@ -41,7 +39,6 @@ T = TypeVar("T")
 KIND = "environment"  # the column that names a row's environment, where there are several
 LONGEST_ERROR = 2000
 LOOK_S = 1.0
-GRACE_S = 0.05
 
 
 class TooLong(Exception):  # noqa: N818 - an outcome
@@ -84,8 +81,8 @@ class Player:
 
 
 async def within(work: Awaitable[T], limit_s: float, late: str) -> T:
-    """Its result, or ``TooLong`` with the text ``late``. It runs in the caller's task: an episode makes a call in each turn, and a task for
-    each would take longer than the call."""
+    """The result of ``work``, or ``TooLong`` with the text ``late``. It runs in the caller's task: an episode makes a call in each turn, and a
+    task for each would take longer than the call."""
     limit = _Limit(limit_s)
     try:
         return await work
@@ -141,7 +138,7 @@ class _Limit:
         if look_s > 0:
             self._next = self._task.get_loop().call_later(look_s, self._count, look_s, running_s())
         else:  # the loop may have stood still until now
-            self._next = self._task.get_loop().call_later(GRACE_S, self._end)
+            self._next = self._task.get_loop().call_later(0.05, self._end)
 
     def _count(self, look_s: float, began_s: float) -> None:
         if not BOARD.is_held:
@@ -212,20 +209,18 @@ class _OneEpisode:
             )
             row.add_sampled(turn)
             result = await self._player.call(environment.step(turn.text, turn.token_ids.tolist()), "step")
-            observed = None if result.done else self._observed(turn, result, tools)
+            observed: Ints | None = None
+            if not result.done:
+                is_chat, last_id = MESSAGES in self._prompt.metadata, int(turn.token_ids[-1])
+                extend = self._player.conversations.extend
+                observed = extend(result.messages, is_chat=is_chat, tools=tools, last_id=last_id)
             ended = self._why_ended(turn, observed)
-            told = {name: _number(value, f"the metric {name!r}") for name, value in result.metrics.items()}
             reward = None if result.reward is None else _reward(result.reward, "the reward of a turn")
-            add_metrics(self._metrics, told)
+            add_metrics(self._metrics, result.metrics)
             row.change_last(calls=result.calls, reward=reward)
             if observed is None or ended is not None:
                 return ended or EndReason.DONE
             row.add_observed(observed, "\n".join(message.content for message in result.messages))
-
-    def _observed(self, turn: Completion, result: StepResult, tools: Tools) -> Ints:
-        """The ids of what the environment said."""
-        is_chat, last_id = MESSAGES in self._prompt.metadata, int(turn.token_ids[-1])
-        return self._player.conversations.extend(result.messages, is_chat=is_chat, tools=tools, last_id=last_id)
 
     def _why_ended(self, turn: Completion, observed: Ints | None) -> EndReason | None:
         """None if it continues."""
@@ -268,15 +263,9 @@ def turn_seed(seed: int, turn: int) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def _number(value: Any, what: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise EnvironmentFailed(f"{what} is {repr(value)[:60]}; it must be a finite number")
+def _reward(value: float, what: str) -> float:
+    """A reward that is refused if what is computed from it would not stay finite."""
+    if not abs(value) <= LARGEST_SCORE:  # NaN neither
+        most = f"{LARGEST_SCORE:g}"
+        raise EnvironmentFailed(f"{what} is {value:g}; it must be a finite number between -{most} and {most}")
     return float(value)
-
-
-def _reward(value: Any, what: str) -> float:
-    """Of a turn too: what is computed from it must stay finite."""
-    found = _number(value, what)
-    if abs(found) > LARGEST_SCORE:
-        raise EnvironmentFailed(f"{what} is {found:g}; it must be between -{LARGEST_SCORE:g} and {LARGEST_SCORE:g}")
-    return found

@@ -17,8 +17,8 @@ from urllib.parse import urlsplit, urlunsplit
 from rollcall.base.types import Completion, Prompt
 from rollcall.config.rewards import JudgeReward
 from rollcall.observe.transcript import transcript
+from rollcall.reward.endpoint import Question, failed, read_json, whole_characters
 from rollcall.reward.functions import last_number
-from rollcall.reward.services import Question, failed, read_json, whole_characters
 from rollcall.reward.worker import RewardResult
 
 _PLACEHOLDER = re.compile(r"\{(prompt|completion|answer)\}")
@@ -162,8 +162,6 @@ def _text_of(answer: Any) -> str:
         content = choice["message"]["content"]
     except (LookupError, TypeError):
         raise ValueError("it is not a chat completion: it has no choices[0].message.content") from None
-    if isinstance(content, list):  # parts, as some services send them
-        content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
     ended = choice.get("finish_reason")
     if ended == "length":
         raise ValueError("it was cut off at the limit of tokens; raise max_tokens in options")

@@ -24,13 +24,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pydantic import ConfigDict, TypeAdapter
-
 from rollcall.base.words import visible
 from rollcall.observe.prints import ChildPrints
 from rollcall.process.debug.here import POST_MORTEM, DebugLine
 from rollcall.process.here import spawn
-from rollcall.process.worker import Call, Lost, Raised, Worker
+from rollcall.process.worker import Call, Lost, Raised, Worker, reader
 from rollcall.reward.confine import (
     Confinement,
     confinement_of,
@@ -47,9 +45,7 @@ from rollcall.reward.worker import MAX_ANSWER_BYTES, About, FailureKind, Item, R
 START_TIMEOUT_S = 120.0
 _MAX_STARTS_LOST = 3  # in a row; then something is wrong with the machine, not with an item
 _MAX_CHUNK = 32
-_STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-_READY: TypeAdapter[Any] = TypeAdapter(Ready | None, config=_STRICT)
-_RESULTS: TypeAdapter[Any] = TypeAdapter(list[RewardResult] | None, config=_STRICT)
+_READ_RESULTS = reader(list[RewardResult] | None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,9 +144,8 @@ class RewardPool(AbstractContextManager["RewardPool"]):
 
     def score(self, item: Item, *, timeout_s: float) -> asyncio.Future[list[RewardResult]]:
         """Queue an item at once; awaiting it brings a result for each of its completions."""
-        loop = asyncio.get_running_loop()
         crew = self._crew_of[item.reward]
-        task = _Task(item=item, timeout_s=timeout_s, done=loop.create_future())
+        task = _Task(item=item, timeout_s=timeout_s, done=asyncio.get_running_loop().create_future())
         crew.queue.append(task)
         _serve(crew)
         return task.done
@@ -195,13 +190,16 @@ class _Seat:
                 fds=(line.theirs.fileno(),),
                 output=self._output_fd,
                 line=line,
-                answers={"load": read_ready, "score": read_results},
+                answers={"load": reader(Ready | None), "score": read_results},
                 longest=MAX_ANSWER_BYTES,
             )
         finally:
             line.theirs.close()
-        is_examined = bool(os.environ.get(POST_MORTEM))
-        setup = Setup(self._crew.specs, _sys_path(confinement), confinement, self._folder, is_examined)
+        # Built-in scorers have no business in the user's working directory.
+        here, path = os.getcwd(), [os.getcwd(), *sys.path]
+        if confinement.own_files:
+            path = [entry for entry in sys.path if entry and os.path.abspath(entry) != here]
+        setup = Setup(self._crew.specs, path, confinement, self._folder, bool(os.environ.get(POST_MORTEM)))
         self._loading: Call | None = self.worker.begin("load", setup, deadline_s=self._start_timeout_s)
 
     def wait_until_ready(self) -> None:
@@ -312,17 +310,9 @@ def _failure(error: Lost | Raised | None, task: _Task) -> RewardResult:
     return RewardResult(0.0, kind, f"{why}\nit was at\n{error.stack}" if error.stack else why)
 
 
-def read_ready(body: bytes) -> Ready:
-    """ValueError: a worker of ours does not say this."""
-    ready = _READY.validate_json(body)
-    if ready is None:
-        raise ValueError("not what a worker that is ready says")
-    return ready
-
-
 def read_results(body: bytes) -> list[RewardResult] | None:
     """The results of an item, and at the end None. ValueError: a worker of ours does not say this."""
-    said = _RESULTS.validate_json(body)
+    said = _READ_RESULTS(body)
     return said and [
         replace(
             one,
@@ -341,11 +331,3 @@ def _crews(specs: dict[int, dict[str, Any]]) -> list[_Crew]:
         refuse_unset(confinement.env, key=f"reward.{index}.env")
         crews.setdefault(confinement, _Crew(specs={}, confinement=confinement)).specs[index] = spec
     return list(crews.values())
-
-
-def _sys_path(confinement: Confinement) -> list[str]:
-    """Where a worker finds modules. Built-in scorers have no business in the user's working directory."""
-    here = os.getcwd()
-    if confinement.own_files:
-        return [entry for entry in sys.path if entry and os.path.abspath(entry) != here]
-    return [here, *sys.path]

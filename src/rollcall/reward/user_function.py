@@ -84,24 +84,19 @@ class LeftEnvironment:
 
 def load_function(path: str, *, pickled: bytes | None = None) -> UserFunction:
     """The user's function at ``module:function``, or the one that ``rollcall.train`` was given as an object (given.py)."""
-    target = _named_target(path) if pickled is None else _unpickled(path, pickled)
+    if pickled is None:
+        try:
+            target = load_named(path, key="path", what="function", example="my_rewards:score")
+        except ValueError as error:
+            raise RewardLoadError(str(error)) from None
+    else:
+        try:
+            target = pickle.loads(pickled)
+        except BaseException:  # noqa: BLE001 - it imports what the function uses, which may raise anything
+            raise RewardLoadError(f"path={path!r}: it cannot be made again here\n{traceback.format_exc()}") from None
     if not callable(target):
         raise RewardLoadError(f"path={path!r} is {type(target).__name__}, not a function; give {_EXPECTED}")
     return user_function(path, target)
-
-
-def _named_target(path: str) -> Any:
-    try:
-        return load_named(path, key="path", what="function", example="my_rewards:score")
-    except ValueError as error:
-        raise RewardLoadError(str(error)) from None
-
-
-def _unpickled(path: str, pickled: bytes) -> Any:
-    try:
-        return pickle.loads(pickled)
-    except BaseException:  # noqa: BLE001 - it imports what the function uses, which may raise anything
-        raise RewardLoadError(f"path={path!r}: it cannot be made again here\n{traceback.format_exc()}") from None
 
 
 def user_function(path: str, target: Any) -> UserFunction:
