@@ -18,7 +18,7 @@ from rollcall.environments.callers import Caller, Open, Served
 from rollcall.environments.calls import CallFormat
 from rollcall.environments.conversation import Conversations
 from rollcall.environments.endpoint import Endpoint, EndpointServer, in_loop
-from rollcall.environments.histories import Histories, Templates
+from rollcall.environments.histories import Histories
 from rollcall.model.tiny import char_tokenizer
 
 ALPHABET = "".join(chr(code) for code in range(32, 127)) + "\n"
@@ -131,10 +131,10 @@ def standing(
 ) -> Iterator[Standing]:
     """``rollcall serve`` without its command: one key, and requests say how they are sampled."""
     served = Served(name=NAME, max_model_len=positions, vocabulary=len(tokenizer))
-    rules = Open(served=served, default=plain_sampling())
+    rules = Open(model=NAME, default=plain_sampling())
     with loop_thread() as loop:
-        histories = Histories(Templates(Conversations(tokenizer)), tokenizer, name=NAME, max_kept=max_kept)
-        caller = Caller(name=NAME, rules=rules, histories=histories, sample=in_loop(writer.sample, loop))
+        histories = Histories(Conversations(tokenizer), name=NAME, max_kept=max_kept)
+        caller = Caller(rules=rules, histories=histories, sample=in_loop(writer.sample, loop))
         key = secrets.token_urlsafe(32)
         server = EndpointServer(Endpoint({key: caller}, served=served, tokenizer=tokenizer, call_format=call_format))
         try:

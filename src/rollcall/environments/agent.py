@@ -23,11 +23,10 @@ from rollcall.base.wait import warn
 from rollcall.base.words import visible
 from rollcall.config.environments import EnvironmentBase
 from rollcall.engine.protocol import Sampling
-from rollcall.environments.callers import Caller, Served, room_for
+from rollcall.environments.callers import Caller, Served
 from rollcall.environments.calls import CallFormat
 from rollcall.environments.conversation import Conversations
 from rollcall.environments.endpoint import (
-    EPISODES,
     LOOPBACK,
     Endpoint,
     EndpointServer,
@@ -36,7 +35,7 @@ from rollcall.environments.endpoint import (
     take_reward,
 )
 from rollcall.environments.episode import LONGEST_ERROR, one_ends_within, row_of, turn_seed
-from rollcall.environments.histories import Histories, HistoryRow, Templates
+from rollcall.environments.histories import Histories, HistoryRow
 from rollcall.environments.program import KEY
 from rollcall.environments.protocol import (
     Ended,
@@ -87,10 +86,10 @@ class EpisodeRules:
     """The rules of an episode: what its program may ask for."""
 
     section: EnvironmentBase
-    served: Served
     base: Sampling  # of the run; its max_tokens bounds all histories together
     seed_of_attempt: int
     histories: Histories
+    model: str | None = None  # a program may have any name in its code
     num_turns: int = 0
     num_seeds: int = 0
     met: EndReason | None = None  # the limit that a request has met
@@ -107,19 +106,15 @@ class EpisodeRules:
     def _used(self) -> int:
         return sum(row.length for row in self.histories.rows)
 
-    def model(self, name: str | None) -> None:
-        return None  # a program may have any name in its code
-
     def admit(self, num_choices: int) -> None:
         most = self.section.max_turns
         if self.num_turns + num_choices > most:
             raise self._over(EndReason.TURNS, f"{most} turns (environment.max_turns)", code="turn_limit")
         self.num_turns += num_choices
 
-    def sampling(self, wanted: Wanted, *, num_prompt: int, num_added: int) -> Sampling:
+    def sampling(self, wanted: Wanted, *, room: int, num_added: int) -> Sampling:
         own = {"temperature": self.base.temperature, "top_p": self.base.top_p, "top_k": self.base.top_k, "seed": None}
         self.overruled |= {name for name, value in own.items() if getattr(wanted, name) not in (None, value)}
-        room = room_for(num_prompt, self.served)
         left = self.base.max_tokens - num_added - self._used
         if left < 1:
             text = f"{self.base.max_tokens} tokens (rollout.max_response_tokens)"
@@ -149,12 +144,10 @@ class AgentPlayer:
         self.section = environments.section
         self._programs = environments.programs  # used in the server's loop only
         self._tokenizer = copy.deepcopy(tokenizer)  # the run's is used by another thread
-        self._templates = Templates(Conversations(self._tokenizer))
-        self._served = Served(name="policy", max_model_len=max_row, vocabulary=len(tokenizer))
+        self._conversations = Conversations(self._tokenizer)
+        served = Served(name="policy", max_model_len=max_row, vocabulary=len(tokenizer))
         self._callers: dict[str, Caller] = {}
-        app = Endpoint(
-            self._callers, served=self._served, tokenizer=self._tokenizer, call_format=environments.call_format
-        )
+        app = Endpoint(self._callers, served=served, tokenizer=self._tokenizer, call_format=environments.call_format)
         self._server = EndpointServer(app, host=environments.address)
         self._playing: set[asyncio.Task[Any]] = set()
         self._has_warned = False
@@ -193,15 +186,13 @@ class AgentPlayer:
     async def _play_at(
         self, host: ProgramHost, prompt: Prompt, seed: int, sampling: Sampling, session: str, sample: SampleTurn
     ) -> Completion:
-        histories = Histories(self._templates, self._tokenizer, name=session)
-        rules = EpisodeRules(
-            section=self.section, served=self._served, base=sampling, seed_of_attempt=seed, histories=histories
-        )
-        caller = Caller(name=session, rules=rules, histories=histories, sample=sample, takes_reward=True)
+        histories = Histories(self._conversations, name=session)
+        rules = EpisodeRules(section=self.section, base=sampling, seed_of_attempt=seed, histories=histories)
+        caller = Caller(rules=rules, histories=histories, sample=sample, takes_reward=True)
         key = secrets.token_urlsafe(32)
         self._callers[key] = caller
         variables = {
-            "OPENAI_BASE_URL": f"{self._server.address}{EPISODES}{session}/v1",
+            "OPENAI_BASE_URL": f"{self._server.address}/v1",
             KEY: key,
             "ROLLCALL_ROW": json.dumps(row_of(prompt), default=str),
         }
@@ -234,8 +225,12 @@ class AgentPlayer:
             return rules.met, ""
         if program.how:
             return EndReason.ERROR, f"the program ended with {program.how}; stderr: {_tail(program.stderr)}"
+        if not caller.histories.rows and caller.num_requests + caller.num_refused:
+            refused = f"{caller.num_refused} requests of the program were refused"
+            return EndReason.ERROR, f"{refused}, and none was answered; the last: {caller.last_refusal}"
         if not caller.histories.rows:
-            return EndReason.ERROR, _why_no_answer(caller, program)
+            why = f"the program ended without a request to OPENAI_BASE_URL; stderr: {_tail(program.stderr)}"
+            return EndReason.ERROR, why
         return EndReason.TOKENS if rules.is_cut else EndReason.DONE, ""
 
 
@@ -268,13 +263,6 @@ def _take_printed_reward(caller: Caller, printed: str) -> None:
         take_reward(caller, last.encode())
     except Refused:
         caller.num_refused += 1  # not a reward; the program's own words
-
-
-def _why_no_answer(caller: Caller, program: Ended) -> str:
-    if caller.num_requests or caller.num_refused:
-        refused = f"{caller.num_refused} requests of the program were refused"
-        return f"{refused}, and none was answered; the last: {caller.last_refusal}"
-    return f"the program ended without a request to OPENAI_BASE_URL; stderr: {_tail(program.stderr)}"
 
 
 def _tail(text: str) -> str:

@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import Any
 
 from rollcall.base.types import Completion, FinishReason, Ints
-from rollcall.environments.histories import Call
+from rollcall.environments.calls import Call
 from rollcall.environments.wire import ChatRequest, GenerateRequest, TextRequest
 
 FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort"}

@@ -17,22 +17,20 @@ from rollcall.environments.wire import Refused, Wanted
 
 
 class Rules(Protocol):
-    """Decides on the requests of a caller. Each method refuses by raising ``Refused``."""
+    """Decides on the requests of a caller. A method refuses by raising ``Refused``."""
 
-    def model(self, name: str | None) -> None: ...
+    model: str | None  # the name that requests may ask for; None: any
 
-    def sampling(self, wanted: Wanted, *, num_prompt: int, num_added: int) -> Sampling:
-        """``num_added``: tokens of the prompt behind the answer that it extends."""
+    def sampling(self, wanted: Wanted, *, room: int, num_added: int) -> Sampling:
+        """``room``: tokens that can follow the prompt. ``num_added``: tokens of the prompt behind the answer that it extends."""
         ...
 
     def admit(self, num_choices: int) -> None: ...
-
     def seed(self, wanted: Wanted, place: int) -> int: ...
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Caller:
-    name: str
     rules: Rules
     histories: Histories
     sample: SampleTurn
@@ -61,37 +59,15 @@ class Served:
     vocabulary: int
 
 
-def too_long(served: Served, what: str) -> Refused:
-    text = f"This model's maximum context length is {served.max_model_len} tokens, and {what}; send fewer"
-    return Refused(400, text, code="context_length_exceeded", param="messages")
-
-
-def room_for(num_prompt: int, served: Served) -> int:
-    """How many tokens can follow a prompt; refuses one that leaves no room."""
-    if num_prompt >= served.max_model_len:
-        raise too_long(served, f"the request has {num_prompt} before the first new one")
-    return served.max_model_len - num_prompt
-
-
 @dataclass(slots=True, kw_only=True)
 class Open:
     """The request decides; what it leaves out is ``default``."""
 
-    served: Served
+    model: str | None
     default: Sampling
     is_stopping: bool = False
 
-    def model(self, name: str | None) -> None:
-        if name is not None and name != self.served.name:
-            raise Refused(
-                404,
-                f"the model {name[:200]!r} does not exist here; this endpoint serves {self.served.name!r}",
-                code="model_not_found",
-                param="model",
-            )
-
-    def sampling(self, wanted: Wanted, *, num_prompt: int, num_added: int) -> Sampling:
-        room = room_for(num_prompt, self.served)
+    def sampling(self, wanted: Wanted, *, room: int, num_added: int) -> Sampling:
         default = self.default
         return Sampling(
             temperature=default.temperature if wanted.temperature is None else wanted.temperature,

@@ -41,6 +41,7 @@ class Call:
     name: str  # empty: it could not be read
     arguments: dict[str, Any] = field(default_factory=dict)
     error: str = ""  # why it cannot be made, for the model
+    id: str = ""  # in an answer of the endpoint
 
 
 class _Unreadable(ValueError):

@@ -6,8 +6,7 @@
     GET  /v1/models              what is served, with `max_model_len`
     POST /v1/reward              the reward of an episode, from its program
 
-Every address needs a key. The same addresses below ``/episodes/NAME`` are those of one episode, and its key opens no others. The
-body is read only when the key is known, and up to ``MAX_BODY_BYTES``.
+Every address needs a key; an episode has its own. The body is read only when the key is known, and up to ``MAX_BODY_BYTES``.
 
 The server is uvicorn in a thread with its own event loop. An engine in this process decodes inside one call of the run's loop, for as
 long as a chunk of tokens takes; meanwhile this thread reads requests, renders and tokenises, so that the next chunk begins with all of
@@ -24,7 +23,7 @@ import socket
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
@@ -42,16 +41,15 @@ from rollcall.environments.answers import (
     text_body,
     to_bytes,
 )
-from rollcall.environments.callers import Caller, Served, too_long
-from rollcall.environments.calls import CallFormat, format_of, parse_calls
-from rollcall.environments.histories import Asked, Call
+from rollcall.environments.callers import Caller, Served
+from rollcall.environments.calls import Call, CallFormat, format_of, parse_calls
+from rollcall.environments.histories import Asked
 from rollcall.environments.protocol import EnvironmentFailed, SampleTurn, add_metrics
 from rollcall.environments.wire import ChatRequest, GenerateRequest, Refused, TextRequest, Wanted, Worth, read
 from rollcall.nodes.http_door import http_server, listen
 
 MAX_BODY_BYTES = 16 << 20  # ids of a million tokens have half of it
 READ_TIMEOUT_S = 60.0  # for a body, from its first byte to its last
-EPISODES = "/episodes/"
 LOOPBACK = "127.0.0.1"
 T = TypeVar("T")
 
@@ -89,8 +87,8 @@ class Endpoint:
         assert scope["type"] == "http", "the server has neither lifespan nor websockets"
         caller: Caller | None = None
         try:
-            caller, path = self._caller_of(scope)
-            reply = await self._reply(caller, path, scope, receive)
+            caller = self._caller_of(scope)
+            reply = await self._reply(caller, scope, receive)
         except Refused as refused:
             if caller is not None:
                 caller.num_refused += 1
@@ -109,29 +107,26 @@ class Endpoint:
 
     # Who asks, and for what
 
-    def _caller_of(self, scope: Message) -> tuple[Caller, str]:
-        """Refuses without a key, with two, with an unknown one, and with one of another episode."""
+    def _caller_of(self, scope: Message) -> Caller:
+        """The owner of the key. Refuses a request without a key, with two, and with an unknown one."""
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         kind, _, key = given[0].decode("latin-1").partition(" ") if len(given) == 1 else ("", "", "")
         caller = self._callers.get(key.strip()) if kind.lower() == "bearer" else None
-        path: str = scope["path"]
-        if caller is not None and path.startswith(EPISODES):
-            name, slash, rest = path.removeprefix(EPISODES).partition("/")
-            path, caller = slash + rest, caller if name == caller.name else None
         if caller is None:
             raise Refused(
                 401,
                 "this needs a valid key in one header `Authorization: Bearer KEY`; the key of an episode ends with the episode",
                 code="invalid_api_key",
             )
-        return caller, path
+        return caller
 
-    async def _reply(self, caller: Caller, path: str, scope: Message, receive: Receive) -> Reply:
-        method: str = scope["method"]
+    async def _reply(self, caller: Caller, scope: Message, receive: Receive) -> Reply:
+        method, path = scope["method"], scope["path"]
         if path == "/v1/models" and method == "GET":
-            return Reply(body=to_bytes({"object": "list", "data": [self._model()]}))
-        if path == f"/v1/models/{self._served.name}" and method == "GET":
-            return Reply(body=to_bytes(self._model()))
+            served = self._served
+            model = {"id": served.name, "object": "model", "created": 0, "owned_by": "rollcall"}
+            data = [model | {"max_model_len": served.max_model_len}]
+            return Reply(body=to_bytes({"object": "list", "data": data}))
         work = self._posts.get(path)
         if work is None or (path == "/v1/reward" and not caller.takes_reward):
             raise Refused(404, f"{method} {path[:200]} does not exist here", code="not_found")
@@ -140,11 +135,6 @@ class Endpoint:
         body = await _body(scope, receive)
         caller.num_requests += path != "/v1/reward"
         return await self._unless_left(caller, work(caller, body), receive)
-
-    def _model(self) -> dict[str, Any]:
-        served = self._served
-        model = {"id": served.name, "object": "model", "created": 0, "owned_by": "rollcall"}
-        return model | {"max_model_len": served.max_model_len}
 
     async def _unless_left(self, caller: Caller, work: Coroutine[Any, Any, Reply], receive: Receive) -> Reply:
         """The reply, unless the client hangs up before or the key ends: then the work ends too."""
@@ -178,7 +168,7 @@ class Endpoint:
 
     async def _chat(self, caller: Caller, body: bytes) -> Reply:
         request = read(ChatRequest, body)
-        caller.rules.model(request.model)
+        self._check_model(caller, request.model)
         if not self._tokenizer.chat_template:
             raise Refused(
                 400,
@@ -187,7 +177,7 @@ class Endpoint:
             )
         messages = request.conversation()
         if len(messages) > self._served.max_model_len:
-            raise too_long(self._served, f"the request has {len(messages):,} messages")
+            raise self._too_long(f"the request has {len(messages):,} messages")
         # A call's arguments are counted as the template may write them; names and keys are part of it too.
         others = [{key: value for key, value in message.items() if key != "content"} for message in messages]
         written = [
@@ -207,7 +197,7 @@ class Endpoint:
 
     async def _text(self, caller: Caller, body: bytes) -> Reply:
         request = read(TextRequest, body)
-        caller.rules.model(request.model)
+        self._check_model(caller, request.model)
         for prompt in request.prompt:
             self._refuse_endless([prompt] if isinstance(prompt, str) else [])
         asked = [
@@ -218,7 +208,7 @@ class Endpoint:
 
     async def _generate(self, caller: Caller, body: bytes) -> Reply:
         request = read(GenerateRequest, body)
-        caller.rules.model(request.model)
+        self._check_model(caller, request.model)
         asked = [self._by_ids(caller, request.token_ids)]
         answered = await self._sample(caller, asked, request.sampling_params, None)
         return Reply(body=to_bytes(generate_body(answered, request)))
@@ -227,10 +217,19 @@ class Endpoint:
         take_reward(caller, body)
         return Reply(body=to_bytes({"reward": caller.reward}))
 
+    def _check_model(self, caller: Caller, name: str | None) -> None:
+        if name is not None and caller.rules.model not in (None, name):
+            why = f"the model {name[:200]!r} does not exist here; this endpoint serves {caller.rules.model!r}"
+            raise Refused(404, why, code="model_not_found", param="model")
+
+    def _too_long(self, what: str) -> Refused:
+        text = f"This model's maximum context length is {self._served.max_model_len} tokens, and {what}; send fewer"
+        return Refused(400, text, code="context_length_exceeded", param="messages")
+
     def _refuse_endless(self, texts: Sequence[str]) -> None:
         """Refuse what cannot fit, whatever its tokens are: tokenising it could take minutes, and all others would wait."""
         if (num_chars := sum(map(len, texts))) > self._most_chars:
-            raise too_long(self._served, f"the request has {num_chars:,} characters, which cannot fit")
+            raise self._too_long(f"the request has {num_chars:,} characters, which cannot fit")
 
     def _by_ids(self, caller: Caller, given: list[int]) -> Asked:
         asked = caller.histories.ids(np.array(given, dtype=np.int32))
@@ -248,9 +247,12 @@ class Endpoint:
         turns: list[asyncio.Future[Completion]] = []
         try:
             # Before it is admitted: what is refused is not a turn.
-            samplings = [
-                caller.rules.sampling(wanted, num_prompt=len(one.prompt_ids), num_added=len(one.added)) for one in asked
-            ]
+            samplings: list[Sampling] = []
+            for one in asked:
+                room = self._served.max_model_len - len(one.prompt_ids)
+                if room < 1:
+                    raise self._too_long(f"the request has {len(one.prompt_ids)} before the first new one")
+                samplings.append(caller.rules.sampling(wanted, room=room, num_added=len(one.added)))
             caller.rules.admit(len(asked) * wanted.n)
             sessions: list[str] = []
             for one, sampling in zip(asked, samplings, strict=True):
@@ -292,8 +294,7 @@ class Endpoint:
         if not found or any(call.error for call in found):
             return text, ()
         before = text.partition("<tool_call>")[0].rstrip() if self._call_format == "hermes" else ""
-        calls = (Call(id=f"call_{secrets.token_hex(12)}", name=call.name, arguments=call.arguments) for call in found)
-        return before, tuple(calls)
+        return before, tuple(replace(call, id=f"call_{secrets.token_hex(12)}") for call in found)
 
 
 def _reply_to(request: ChatRequest | TextRequest, body: dict[str, Any]) -> Reply:

@@ -21,7 +21,7 @@ from rollcall.environments.host import HostPlace
 from rollcall.environments.processes import ANSWERS, REQUEST, CalledEnvironment, kind_of
 from rollcall.environments.protocol import Ended, Environment, EnvironmentFailed, EnvironmentLost
 from rollcall.environments.zygote import MAX_ANSWER_BYTES
-from rollcall.nodes.door import StrangerError, enter
+from rollcall.nodes.door import enter
 from rollcall.nodes.framing import Body
 from rollcall.process.here import SocketLink
 from rollcall.process.worker import Ending, Lost, Raised, Worker, reader
@@ -146,9 +146,6 @@ class _Connection(SocketLink):
         except OSError:  # the kernel has given its node up
             return b""
 
-    def log_tail(self, lines: int) -> str:
-        return ""
-
     def abort(self) -> None:
         with suppress(OSError):  # it has been closed
             self.connection.shutdown(socket.SHUT_RDWR)
@@ -264,7 +261,7 @@ async def _connect(place: HostPlace) -> socket.socket:
                 return await asyncio.to_thread(
                     enter, place.address, place.port, secret=place.secret, timeout_s=CONNECT_S
                 )
-            except (ConnectionRefusedError, StrangerError):  # nothing listens there any more
+            except ConnectionRefusedError:  # nothing listens there any more
                 raise
             except ConnectionError:
                 await asyncio.sleep(0.2)

@@ -24,7 +24,6 @@ import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from rollcall.base.errors import ConfigError
@@ -216,20 +215,17 @@ class Zygote:
         self._num_started = 0
         self._one_calls = threading.Lock()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        lifeline_fd, self._lifeline_fd = os.pipe()
         line = DebugLine(role="environment", number=0)
         try:
-            fds = (theirs.fileno(), lifeline_fd, line.theirs.fileno())
+            fds = (theirs.fileno(), line.theirs.fileno())
             command = command_for("rollcall.environments.zygote:Zygote", python=python)
             link = LinkHere(command, env=variables_of(env), fds=fds, output=output_fd)
         except BaseException:
             self._control.close()
-            os.close(self._lifeline_fd)
             line.close()
             raise
         finally:
             theirs.close()
-            os.close(lifeline_fd)
             line.theirs.close()
         answers = {"load": json.loads, "start": reader(int | None), "end": reader(int | None)}
         name = "the environment's process"
@@ -253,7 +249,13 @@ class Zygote:
         try:
             return await asyncio.shield(starting)
         except asyncio.CancelledError:
-            starting.add_done_callback(_end_unwanted)
+
+            def end(started: asyncio.Future[Worker]) -> None:
+                """Nobody waits for it any more."""
+                if not started.cancelled() and started.exception() is None:
+                    threading.Thread(target=started.result().close, daemon=True).start()
+
+            starting.add_done_callback(end)
             raise
 
     def end(self, number: int) -> tuple[str, int | None]:
@@ -278,7 +280,8 @@ class Zygote:
     def _load(self, setup: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
         check = "check what its module does when imported"
         try:
-            return self.worker.ask("load", setup, deadline_s=START_TIMEOUT_S)
+            with self._one_calls:
+                return self.worker.ask("load", setup, deadline_s=START_TIMEOUT_S)
         except Lost as lost:
             if lost.is_late:
                 raise ConfigError(f"the environment was not ready within {START_TIMEOUT_S:g} s; {check}") from None
@@ -310,12 +313,13 @@ class Zygote:
         return Worker(link, name="its process", hears=REQUEST, answers=ANSWERS, line=line, longest=longest)
 
     def _end_children_after(self) -> None:
-        """Close the lifeline of its children once it has ended, and kill what they started."""
+        """Once it has ended, close its lifeline, which ends its children too, and kill what they started."""
         with suppress(ChildProcessError):  # somebody has taken its status
             os.waitid(os.P_PID, self.worker.pid, os.WEXITED | os.WNOWAIT)
         # While its children live, each is still the parent of what left its group.
         started = descendants(*self.pids.values()) if self.pids else []
-        os.close(self._lifeline_fd)
+        with self._one_calls:
+            self.worker.close()
         for process in started:
             if process.is_alive():
                 with suppress(ProcessLookupError, PermissionError):
@@ -331,9 +335,6 @@ class _ForkedLink(SocketLink):
         self.pid = pid
         self.where = f"process {pid}"
 
-    def log_tail(self, lines: int) -> str:
-        return ""  # what it prints is shown
-
     def end(self, *, grace_s: float, ask_stack: bool = False) -> Ending:
         until_s = time.monotonic() + grace_s
         while (is_alive := Process.of(self.pid) is not None) and time.monotonic() < until_s:
@@ -343,12 +344,6 @@ class _ForkedLink(SocketLink):
         if grace_s and is_alive and status is not None:
             how = "user code closed the connection; it must not touch file descriptors that it did not open"
         return Ending(how=how, status=status)
-
-
-def _end_unwanted(starting: asyncio.Future[Worker]) -> None:
-    """End a child that nobody waits for any more."""
-    if not starting.cancelled() and starting.exception() is None:
-        threading.Thread(target=partial(starting.result().close), daemon=True).start()
 
 
 def setup_of(section: ClassEnvironment | StepEnvironment, *, chat_template: str | None) -> dict[str, Any]:

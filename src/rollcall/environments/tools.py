@@ -268,7 +268,7 @@ def _convert(value: Any, hint: Any) -> Any:
         made = json.loads(text) if text is not None else value
         if not isinstance(made, dict if kind is dict else list):
             raise ValueError
-        if kind is dict:
+        if isinstance(made, dict):
             return {key: _convert(each, args[1]) for key, each in made.items()} if len(args) == 2 else made
         if kind is tuple and args and len(made) != len(args):
             raise ValueError

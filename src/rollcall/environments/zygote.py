@@ -1,12 +1,12 @@
 """The process that environments are forked from, and its children: a child plays one environment, and is reset between episodes.
 
 The parent calls a ``Zygote`` (process/child.py). It imports the user's module once, so that a child starts in a millisecond and shares
-its memory. CONTROL brings the descriptors of each child: its socket and its line to the debugger (process/debug/child.py). LIFELINE, the read end
-of a pipe that only the parent holds, ends the children even when this process has been killed. LINE is for a breakpoint in a module that
-is imported here.
+its memory. CONTROL brings the descriptors of each child: its socket and its line to the debugger (process/debug/child.py). LINE is for a
+breakpoint in a module that is imported here.
 
 Nothing that a child starts outlives it: its group is killed before its status is taken, and what left its group is adopted here and
-killed. When the parent hangs up or dies, all children end, and then this process does.
+killed. When the parent hangs up or dies, all children end, and then this process does. If this process is killed, its lifeline, which the
+children share, ends them.
 
 What a child says may be controlled by the text that it was given, so it is JSON, and the parent reads it as data.
 """
@@ -14,6 +14,7 @@ What a child says may be controlled by the text that it was given, so it is JSON
 from __future__ import annotations
 
 import atexit
+import fcntl
 import gc
 import inspect
 import json
@@ -60,9 +61,8 @@ class Failed(Exception):  # noqa: N818 - an outcome of the user's code
 class Zygote:
     hears = says = JSON
 
-    def __init__(self, control_fd: int, lifeline_fd: int, line_fd: int) -> None:
+    def __init__(self, control_fd: int, line_fd: int) -> None:
         self._control = socket.socket(fileno=control_fd)
-        self._lifeline_fd = lifeline_fd
         self._line = ChildLine(line_fd, of="environment")
         self._kinds: dict[str, Player] = {}
         self._pids: dict[int, int] = {}  # number -> process
@@ -85,7 +85,10 @@ class Zygote:
         gc.freeze()  # a collection in a child would write to, and so copy, the pages that all share
         _adopt_orphans()
         self._not_ours = {*_children()}  # that the user's module started when it was imported
-        self._end_children_first()
+        # From here on this process outlives its parent for as long as it takes to end its children. One that is stopped is woken.
+        atexit.register(_end_all)
+        if hasattr(fcntl, "F_SETSIG"):
+            fcntl.fcntl(own_fds()[1], fcntl.F_SETSIG, signal.SIGCONT)
         return {name: kind.schemas for name, kind in self._kinds.items()}
 
     def start(self, number: int, kind: str) -> int:
@@ -118,23 +121,16 @@ class Zygote:
                 os.waitpid(each, 0)
         return os.waitstatus_to_exitcode(status)
 
-    def _end_children_first(self) -> None:
-        """From here on this process outlives its parent for as long as it takes to end its children. One that is stopped is woken."""
-        import fcntl
-
-        atexit.register(_end_all)
-        if hasattr(fcntl, "F_SETSIG"):
-            fcntl.fcntl(own_fds()[1], fcntl.F_SETSIG, signal.SIGCONT)
-
     def _become_child(self, connection_fd: int, line_fd: int, kind: str) -> None:
         """The life of a child after its fork, until the parent hangs up. Nothing gets back into the zygote's loop."""
         status = 1
         try:
+            connection, lifeline, _ = own_fds()
             self._control.close()
-            os.close(own_fds()[0])
+            os.close(connection)
             line = ChildLine(line_fd, of="environment", examined=self._examined)
             os.setsid()  # killing its group ends what user code started
-            _end_with_parent(self._lifeline_fd)
+            _end_with_parent(lifeline)
             _adopt_orphans()
             sys.breakpointhook = line.stop
             # Not the address space, which includes what browsers and GPU libraries reserve and never use.
@@ -246,7 +242,15 @@ class EnvironmentChild:
         self._runner: Any = None
 
     def reset(self, row: dict[str, Any]) -> str | None:
-        return self._tried(lambda: _readable(self._player.reset(row, self._run)))
+        def read() -> str | None:
+            text = self._player.reset(row, self._run)
+            if text is not None and len(text) > _MAX_OPENING_CHARS:
+                raise WrongResult(
+                    f"reset returned {len(text):,} characters; at most {_MAX_OPENING_CHARS:,} can be read"
+                )
+            return text
+
+        return self._tried(read)
 
     def step(self, text: str, token_ids: list[int]) -> dict[str, Any]:
         return self._tried(lambda: self._player.step(text, token_ids, self._run))
@@ -262,7 +266,12 @@ class EnvironmentChild:
             return work()
         except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit too
             self._player.examine(error)
-            raise Failed(self._why(error)) from None
+            if isinstance(error, WrongResult):
+                raise Failed(str(error)) from None
+            frames = _frames_of_user(error)
+            if isinstance(error, MemoryError):
+                error = MemoryError(f"{error} (this process may use memory_mb={self._memory_mb})".strip())
+            raise Failed("".join(traceback.format_exception(type(error), error, frames)).rstrip()) from None
         finally:
             _flush()
 
@@ -276,20 +285,6 @@ class EnvironmentChild:
 
         self._runner = self._runner or asyncio.Runner(loop_factory=patient_loop)
         return self._runner.run(wait())
-
-    def _why(self, error: BaseException) -> str:
-        if isinstance(error, WrongResult):
-            return str(error)
-        frames = _frames_of_user(error)
-        if isinstance(error, MemoryError):
-            error = MemoryError(f"{error} (this process may use memory_mb={self._memory_mb})".strip())
-        return "".join(traceback.format_exception(type(error), error, frames)).rstrip()
-
-
-def _readable(text: str | None) -> str | None:
-    if text is not None and len(text) > _MAX_OPENING_CHARS:
-        raise WrongResult(f"reset returned {len(text):,} characters; at most {_MAX_OPENING_CHARS:,} can be read")
-    return text
 
 
 def _attributes(instance: Any) -> dict[str, Any]:

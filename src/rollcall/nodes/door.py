@@ -33,10 +33,6 @@ PROBE_S = 2  # between two questions to an idle peer's kernel
 SILENT_S = 8  # after this long without an answer the peer is gone
 
 
-class StrangerError(ConnectionError):
-    """A listener could not prove that it knows the secret."""
-
-
 def new_secret() -> str:
     return secrets.token_hex(32)
 
@@ -54,18 +50,22 @@ def prove(read: Callable[[int], bytes], write: Callable[[bytes], object], *, sec
     return hmac.compare_digest(read(CHALLENGE), proof)
 
 
+class StrangerError(ConnectionError):
+    """What listens there does not know the secret."""
+
+
 def enter(address: str, port: int, *, secret: str, timeout_s: float) -> socket.socket:
-    """Connect through a door. StrangerError: what listens there does not know the secret."""
+    """Connect to the listener of a door. OSError: nobody listens there."""
     connection = socket.create_connection((address, port), timeout=timeout_s)
     try:
         connection.settimeout(PROOF_S)
         if not prove(partial(read_exactly, connection.recv), connection.sendall, secret=secret):
-            raise StrangerError("what listens there does not know the secret of this run")
-        connection.settimeout(None)
-        watch_peer(connection)
-    except BaseException:
+            raise ConnectionError("it does not know the secret")
+    except OSError as error:
         connection.close()
-        raise
+        raise StrangerError(str(error)) from None
+    connection.settimeout(None)
+    watch_peer(connection)
     return connection
 
 

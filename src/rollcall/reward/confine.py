@@ -46,7 +46,7 @@ _CAPABILITIES_TO_LOOK = (19, 27, 38)
 _PR_CAPBSET_DROP = 24
 _MB = 1 << 20
 _RESTRICTED = {
-    "files": "own folder and Python's alone (landlock)", "network": "off (seccomp)", "processes": "none (seccomp)",
+    "files": "only its own folder and Python's files (landlock)", "network": "off (seccomp)", "processes": "none (seccomp)",
 }  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Reward functions in worker processes, so that code which hangs, raises or crashes costs one score and nothing more.
 
-Rewards that may do the same (confine.py) share worker processes, a crew; each crew has its queue. While there is something in it, a
-task of the event loop that asked serves each worker:
+Rewards with the same limits (confine.py) share worker processes, a crew; each crew has its queue. While the queue has items, each worker
+is served by a task of the caller's event loop:
 
     queue --chunk--> worker: item, item, item --results, in order--> the caller of score
                         |
@@ -10,7 +10,7 @@ task of the event loop that asked serves each worker:
                             and the process is replaced
 
 The limit of an item runs from the worker's last sign of progress (process/worker.py), and never includes a worker's start, which has its
-own limit. It is paused while somebody debugs the worker (process/debug/here.py).
+own limit. It does not run while somebody debugs the worker (process/debug/here.py).
 """
 
 from __future__ import annotations
@@ -70,18 +70,18 @@ class _Task:
 
 @dataclass(slots=True, kw_only=True)
 class _Crew:
-    """The processes of rewards that may do the same, and what waits for them."""
+    """Processes with the same limits, and the items that wait for them."""
 
     specs: dict[int, dict[str, Any]]
     confinement: Confinement
-    ready: Ready | None = None  # what the worker said that was ready last
+    ready: Ready | None = None  # of the last worker that started
     queue: deque[_Task] = field(default_factory=deque)
     seats: list[_Seat] = field(default_factory=list)
     num_starts_lost: int = 0
 
     def take(self) -> deque[_Task]:
-        """A chunk for one worker: large when the queue is long, single items near its end, so that a slow one holds few others up. All
-        of it has the same limit."""
+        """A chunk for one worker: large when the queue is long, single items near its end, so that a slow item holds up few others. All
+        items of a chunk have the same limit."""
         share = min(_MAX_CHUNK, -(-len(self.queue) // (2 * len(self.seats))))
         chunk: deque[_Task] = deque()
         while self.queue and len(chunk) < share and (not chunk or self.queue[0].timeout_s == chunk[0].timeout_s):
@@ -91,7 +91,7 @@ class _Crew:
         return chunk
 
     def fail(self, error: BaseException) -> None:
-        """For all who wait."""
+        """Raise the error in all that wait."""
         waiting = [*self.queue, *(task for seat in self.seats for task in seat.chunk)]
         self.queue.clear()
         for task in waiting:
@@ -108,9 +108,12 @@ class RewardPool(AbstractContextManager["RewardPool"]):
     def __init__(
         self, specs: dict[int, dict[str, Any]], *, num_workers: int, start_timeout_s: float = START_TIMEOUT_S
     ) -> None:
-        if num_workers < 1:
-            raise ValueError(f"num_workers={num_workers}; rewards need at least one worker process")
-        self._crews = _crews(specs)
+        crews: dict[Confinement, _Crew] = {}
+        for index, spec in specs.items():
+            confinement = confinement_of(spec)
+            refuse_unset(confinement.env, key=f"reward.{index}.env")
+            crews.setdefault(confinement, _Crew(specs={}, confinement=confinement)).specs[index] = spec
+        self._crews = list(crews.values())
         self._crew_of = {index: crew for crew in self._crews for index in crew.specs}
         self._prints = ChildPrints()
         sweep_folders()
@@ -167,7 +170,7 @@ def _serve(crew: _Crew) -> None:
 
 
 class _Seat:
-    """The place of one worker, which is replaced when it is lost."""
+    """Holds one worker, and replaces it when it is lost."""
 
     def __init__(self, crew: _Crew, *, number: int, start_timeout_s: float, output_fd: int) -> None:
         self._crew, self._number = crew, number
@@ -322,12 +325,3 @@ def read_results(body: bytes) -> list[RewardResult] | None:
         )
         for one in said
     ]
-
-
-def _crews(specs: dict[int, dict[str, Any]]) -> list[_Crew]:
-    crews: dict[Confinement, _Crew] = {}
-    for index, spec in specs.items():
-        confinement = confinement_of(spec)
-        refuse_unset(confinement.env, key=f"reward.{index}.env")
-        crews.setdefault(confinement, _Crew(specs={}, confinement=confinement)).specs[index] = spec
-    return list(crews.values())

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from rollcall.base.types import Completion, Prompt
-from rollcall.config.rewards import AskedReward, HttpReward, JudgeReward
+from rollcall.config.rewards import HttpReward, JudgeReward
 from rollcall.reward.endpoint import (
     Endpoint,
     EndpointLostError,
@@ -35,7 +35,7 @@ ASKED_TYPES = ("judge", "http")
 class Asker:
     """Asks for the rewards in ``sections``, by their place in the run file's list."""
 
-    def __init__(self, sections: Mapping[int, AskedReward]) -> None:
+    def __init__(self, sections: Mapping[int, JudgeReward | HttpReward]) -> None:
         self._services = {
             place: Judge(section) if isinstance(section, JudgeReward) else HttpService(section)
             for place, section in sections.items()

@@ -30,7 +30,7 @@ from rollcall.engine.ticker import Ticker
 from rollcall.environments.callers import Caller, Open, Served
 from rollcall.environments.conversation import Conversations
 from rollcall.environments.endpoint import Endpoint, EndpointServer, call_format_of, in_loop
-from rollcall.environments.histories import Histories, Templates
+from rollcall.environments.histories import Histories
 from rollcall.loop.group_maker import sampling_of
 from rollcall.loop.tasks import together
 from rollcall.model.files import resolve_model
@@ -96,14 +96,17 @@ def serve(plan: ServePlan, *, host: str, port: int, key: str | None, show: Calla
     sampler = load_sampler(config.model, config.rollout, path, tokenizer, lora=plan.lora)
     with closing(sampler.engine) as engine:
         served = Served(name=plan.name, max_model_len=engine.max_positions, vocabulary=sampler.model.config.vocab_size)
-        rules = Open(served=served, default=sampling_of(config.rollout, sampler.stop_token_ids))
+        rules = Open(model=plan.name, default=sampling_of(config.rollout, sampler.stop_token_ids))
         ticker = Ticker(engine, max_running=config.rollout.max_running)
-        asyncio.run(_serve(ticker, rules, tokenizer=tokenizer, host=host, listener=listener, key=key, show=show))
+        asyncio.run(
+            _serve(ticker, rules, served, tokenizer=tokenizer, host=host, listener=listener, key=key, show=show)
+        )
 
 
 async def _serve(
     engine: Engine,
     rules: Open,
+    served: Served,
     *,
     tokenizer: Any,
     host: str,
@@ -116,11 +119,11 @@ async def _serve(
     made = key is None
     key = key or secrets.token_urlsafe(32)
     app = Endpoint(
-        {key: caller}, served=rules.served, tokenizer=tokenizer, call_format=call_format_of(tokenizer.chat_template)
+        {key: caller}, served=served, tokenizer=tokenizer, call_format=call_format_of(tokenizer.chat_template)
     )
     server = EndpointServer(app, host=host, listener=listener)
     say(
-        f"serving {rules.served.name!r} with {rules.served.max_model_len:,} positions; Ctrl-C ends it. The address"
+        f"serving {served.name!r} with {served.max_model_len:,} positions; Ctrl-C ends it. The address"
         f"{' and the key' if made else ''}:"
     )
     show(f"{server.address}/v1")
@@ -137,7 +140,7 @@ def open_caller(engine: Engine, rules: Open, *, tokenizer: Any, failed: asyncio.
     """A caller for a server of this event loop. Its tokenizer is a copy, because another thread uses the engine's. ``failed`` gets the error
     that ends the engine."""
     own = copy.deepcopy(tokenizer)
-    histories = Histories(Templates(Conversations(own)), own, name="serve", max_kept=KEPT_TOKENS)
+    histories = Histories(Conversations(own), name="serve", max_kept=KEPT_TOKENS)
     numbers = itertools.count()
 
     async def sample(prompt_ids: Ints, *, seed: int, sampling: Sampling, session: str) -> Completion:
@@ -152,7 +155,7 @@ def open_caller(engine: Engine, rules: Open, *, tokenizer: Any, failed: asyncio.
             raise
 
     here = asyncio.get_running_loop()
-    return Caller(name="serve", rules=rules, histories=histories, sample=in_loop(sample, here))
+    return Caller(rules=rules, histories=histories, sample=in_loop(sample, here))
 
 
 async def _report(caller: Caller, engine: Engine) -> None:
