@@ -83,7 +83,7 @@ class AgentEnvironments:
 
 @dataclass(slots=True, kw_only=True)
 class EpisodeRules:
-    """The rules of an episode: what its program may ask for."""
+    """Limits what the program of an episode may ask for."""
 
     section: EnvironmentBase
     base: Sampling  # of the run; its max_tokens bounds all histories together
@@ -155,7 +155,7 @@ class AgentPlayer:
     async def play(
         self, prompt: Prompt, *, seed: int, sampling: Sampling, session: str, sample: SampleTurn
     ) -> Completion:
-        """One attempt at a prompt. ``sampling.max_tokens`` bounds all tokens behind the prompts of its histories."""
+        """Play one attempt at a prompt. ``sampling.max_tokens`` bounds all tokens after the prompts of its histories."""
         crossing = in_loop(sample, asyncio.get_running_loop())
 
         async def there() -> Completion:
@@ -206,7 +206,7 @@ class AgentPlayer:
     async def _run_program(
         self, host: ProgramHost, caller: Caller, rules: EpisodeRules, variables: dict[str, str]
     ) -> tuple[EndReason, str]:
-        """Why the episode ended, and what was wrong."""
+        """Returns why the episode ended, and what went wrong."""
         limit_s = self.section.episode_timeout_s
         try:
             program, is_late = await _run_within(limit_s, host, variables, rules.is_over)
@@ -237,7 +237,7 @@ class AgentPlayer:
 async def _run_within(
     limit_s: float, host: ProgramHost, variables: dict[str, str], is_over: asyncio.Event
 ) -> tuple[Ended, bool]:
-    """The program, and whether it had to be ended: after the limit, or a short time after a limit of the episode was met."""
+    """Run the program. Returns it, and whether it had to be ended: after ``limit_s``, or shortly after a limit of the episode was met."""
     stop = asyncio.Event()
     running, over = asyncio.create_task(host.run(variables, stop=stop)), asyncio.create_task(is_over.wait())
     try:
@@ -255,7 +255,7 @@ async def _run_within(
 
 
 def _take_printed_reward(caller: Caller, printed: str) -> None:
-    """The last line that the program printed, if it is JSON with a reward."""
+    """Take the reward from the last line that the program printed, if it is JSON with one."""
     last = printed.rstrip().rpartition("\n")[2]
     if not (last.startswith("{") and '"reward"' in last):
         return
@@ -270,7 +270,7 @@ def _tail(text: str) -> str:
 
 
 def completion_of(prompt: Prompt, caller: Caller, *, seed: int, ended: EndReason, error: str) -> Completion:
-    """The first history, with the others as its branches."""
+    """Make a completion of the first history, with the others as its branches."""
     rows = caller.histories.rows
     first = rows[0] if rows else HistoryRow(prompt_ids=prompt.token_ids, session="")
     return first.completion(

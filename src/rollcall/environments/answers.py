@@ -32,7 +32,7 @@ class Choice:
         return "tool_calls" if self.calls else FINISH[self.completion.finish]
 
     def message(self, *, as_text: bool) -> dict[str, Any]:
-        """``as_text``: arguments of calls as the API writes them, not as a later request is read."""
+        """The message with arguments of calls as text, as the API has them, or as values, as a later request is read."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.calls:
             message["tool_calls"] = [
@@ -100,7 +100,7 @@ def generate_body(answered: Answered, request: GenerateRequest) -> dict[str, Any
 
 
 def events_of(body: dict[str, Any], *, has_usage: bool) -> Iterator[bytes]:
-    """The same as a stream. It begins when the completion is whole, so each choice comes in one piece."""
+    """Yields the body as the events of a stream. They begin when the completion is whole, so each choice comes in one piece."""
     head = {name: value for name, value in body.items() if name not in ("choices", "usage")}
     if has_usage:
         head["usage"] = None  # as the API has it, where the last event has the usage
@@ -144,7 +144,7 @@ def _prompt_ids(prompt: int, answered: Answered, request: ChatRequest | TextRequ
 
 
 def _tokens(choice: Choice, answered: Answered, request: ChatRequest | TextRequest | None) -> list[dict[str, Any]]:
-    """Each sampled token with its log-prob, as text, or by its id where the request wants that or has ids only."""
+    """Each sampled token with its log-prob. It is text, or its id if the request asks for ids or has only ids."""
     found: list[dict[str, Any]] = []
     completion, by_id = choice.completion, request is None or request.return_tokens_as_token_ids
     for token_id, logprob in zip(completion.token_ids.tolist(), completion.logprobs.tolist(), strict=True):

@@ -44,7 +44,7 @@ class Caller:
     is_ended: bool = False
 
     async def end_requests(self) -> None:
-        """Answer its open requests with the news that the episode has ended."""
+        """Answer the open requests: the episode has ended."""
         self.is_ended = True
         for task in (tasks := list(self.tasks)):
             task.cancel()
@@ -61,7 +61,7 @@ class Served:
 
 @dataclass(slots=True, kw_only=True)
 class Open:
-    """The request decides; what it leaves out is ``default``."""
+    """Lets the request decide; ``default`` fills in what it leaves out."""
 
     model: str | None
     default: Sampling

@@ -42,7 +42,7 @@ class Opened:
 
 
 class Conversations:
-    """Of one run: all have its tokenizer."""
+    """Turns messages into token ids with the tokenizer of a run."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -65,7 +65,7 @@ class Conversations:
         return self._opened(messages, tools)
 
     def open_chat(self, messages: Sequence[dict[str, Any]], *, tools: Tools) -> Opened:
-        """Somebody's messages. What the model said in them is left as it is: templates look into it."""
+        """Begin a conversation with a program's messages. Those of the model are left as they are: templates look into them."""
         said = [message if message["role"] == "assistant" else self._data(message) for message in messages]
         return self._opened(said, tools)
 
@@ -147,7 +147,7 @@ class Conversations:
         return {**message, **said}
 
     def _as_data(self, text: str) -> str:
-        """With a cut behind the first character of each special token that it spells."""
+        """Cut each special token that the text spells behind its first character."""
         return self._special.sub(lambda match: f"{match[0][0]}{self._cut}{match[0][1:]}", text)
 
     def _ids(self, text: str, *, special: bool = False) -> Ints:
@@ -178,7 +178,7 @@ def unknown_characters(text: str, token_ids: Ints, tokenizer: Any) -> list[str]:
 
 
 def _plain_backend(tokenizer: Any) -> Any:
-    """The part of the tokenizer that encodes as all of it does, in half the time; None if the tokenizer does more in Python."""
+    """The part of the tokenizer that gives the same ids in half the time; None if the tokenizer does more in Python."""
     from transformers import PreTrainedTokenizerFast
 
     kind, plain = type(tokenizer), PreTrainedTokenizerFast

@@ -137,7 +137,7 @@ class Endpoint:
         return await self._unless_left(caller, work(caller, body), receive)
 
     async def _unless_left(self, caller: Caller, work: Coroutine[Any, Any, Reply], receive: Receive) -> Reply:
-        """The reply, unless the client hangs up before or the key ends: then the work ends too."""
+        """Await the reply. If the client hangs up or the key ends first, the work ends too."""
         task = asyncio.current_task()
         assert task is not None
 
@@ -243,7 +243,7 @@ class Endpoint:
     # Sampling
 
     async def _sample(self, caller: Caller, asked: list[Asked], wanted: Wanted, chat: ChatRequest | None) -> Answered:
-        """``wanted.n`` completions of each prompt, side by side."""
+        """Sample ``wanted.n`` completions of each prompt at the same time."""
         turns: list[asyncio.Future[Completion]] = []
         try:
             # Before it is admitted: what is refused is not a turn.
@@ -284,7 +284,7 @@ class Endpoint:
         return Answered(model=self._served.name, prompts=prompts, choices=tuple(choices), tokenizer=self._tokenizer)
 
     def _find_calls(self, text: str, tools: list[dict[str, Any]]) -> tuple[str, tuple[Call, ...]]:
-        """The text without the calls, and the calls. If one of them cannot be read, all of it stays text."""
+        """Split a text into what it says and its calls. If one of the calls cannot be read, all of it stays text."""
         known: dict[str, list[str]] = {}
         for function in (tool["function"] for tool in tools):
             parameters = function.get("parameters")
@@ -304,7 +304,7 @@ def _reply_to(request: ChatRequest | TextRequest, body: dict[str, Any]) -> Reply
 
 
 def call_format_of(chat_template: str | None) -> CallFormat:
-    """That of the template; where it is not known, the one that most models know: a call in another one stays text."""
+    """The format of the template's calls. If it is unknown, the one that most models know: a call in another format stays text."""
     try:
         return format_of(chat_template)
     except ConfigError:
@@ -312,7 +312,7 @@ def call_format_of(chat_template: str | None) -> CallFormat:
 
 
 def take_reward(caller: Caller, body: bytes) -> None:
-    """The last one counts."""
+    """Take the reward that a program reports. The last one counts."""
     worth = read(Worth, body)
     caller.reward = worth.reward
     add_metrics(caller.metrics, worth.metrics or {})
@@ -370,7 +370,7 @@ def refuse_without_packages() -> None:
 
 
 class EndpointServer:
-    """Listens from the moment it is made. Coroutines that touch what the app owns run in its loop (``run``)."""
+    """Serves an app in a thread, from the moment it is made. Coroutines that touch what the app owns run in its loop (``run``)."""
 
     def __init__(self, app: Any, *, host: str = LOOPBACK, listener: socket.socket | None = None) -> None:
         refuse_without_packages()
@@ -387,11 +387,11 @@ class EndpointServer:
         return f"http://{host}:{self.port}"
 
     def run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """In this server's loop, from any thread."""
+        """Run a coroutine in this server's loop, from any thread."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def close(self) -> None:
-        """End requests on their way. The caller first ends what else runs in the loop."""
+        """End open requests. The caller first ends what else runs in the loop."""
         self._server.should_exit = True
         self._thread.join(10.0)
 
@@ -406,7 +406,7 @@ class EndpointServer:
 
 
 def in_loop(sample: SampleTurn, loop: asyncio.AbstractEventLoop) -> SampleTurn:
-    """``sample``, which belongs to ``loop``, for coroutines of another one."""
+    """Make ``sample``, which belongs to ``loop``, callable from another loop."""
 
     async def crossing(prompt_ids: Ints, /, *, seed: int, sampling: Sampling, session: str) -> Completion:
         async def there() -> Completion:

@@ -42,7 +42,7 @@ LOOK_S = 1.0
 
 
 class TooLong(Exception):  # noqa: N818 - an outcome
-    """A call, or the episode, went over its time."""
+    """A call or an episode took too long."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class Player:
     async def play(
         self, prompt: Prompt, *, seed: int, sampling: Sampling, session: str, sample: SampleTurn
     ) -> Completion:
-        """One attempt at a prompt. ``sampling.max_tokens`` bounds all tokens behind the prompt."""
+        """Play one attempt at a prompt. ``sampling.max_tokens`` bounds all tokens after the prompt."""
         limit_s = self.section.episode_timeout_s
         late = f"the episode took longer than environment.episode_timeout_s={limit_s:g}"
         while True:
@@ -75,7 +75,7 @@ class Player:
             return one.completion()
 
     async def call(self, work: Awaitable[T], name: str) -> T:
-        """A call of the environment, with its time limit."""
+        """Await a call of the environment within its time limit."""
         limit_s = self.section.call_timeout_s
         return await within(work, limit_s, f"{name} took longer than environment.call_timeout_s={limit_s:g}")
 
@@ -95,7 +95,7 @@ async def within(work: Awaitable[T], limit_s: float, late: str) -> T:
 
 
 async def one_ends_within(limit_s: float, *tasks: asyncio.Future[Any]) -> bool:
-    """Whether one of them ends in this time."""
+    """Whether one of the tasks ends in this time."""
     try:
         await within(asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED), limit_s, "")
     except TooLong:
@@ -181,7 +181,7 @@ class _OneEpisode:
             await environment.close(broken=broken)
 
     def fail(self, reason: EndReason, error: str) -> None:
-        """It failed; the turns so far stay, including the one that it failed at."""
+        """Note that the episode failed. Its turns stay, including the one at which it failed."""
         self._ended, self._error = reason, error[:LONGEST_ERROR] or "no reason was given"
 
     def _open(self, opening: Opening) -> None:
@@ -223,7 +223,7 @@ class _OneEpisode:
             row.add_observed(observed, "\n".join(message.content for message in result.messages))
 
     def _why_ended(self, turn: Completion, observed: Ints | None) -> EndReason | None:
-        """None if it continues."""
+        """Why the episode ends after this turn; None if it continues."""
         row, section, most = self._row, self._player.section, self._sampling.max_tokens
         if observed is None:
             # A class's episode ends with a turn without a call, and one that was cut short may have been on its way to a call.
@@ -256,7 +256,7 @@ def row_of(prompt: Prompt) -> dict[str, Any]:
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """The first turn has the attempt's own, so an episode of one turn samples what a plain completion would."""
+    """The seed of a turn. The first turn has the attempt's, so an episode of one turn samples what a plain completion would."""
     if turn == 0:
         return seed
     digest = hashlib.blake2b(f"{seed}/{turn}".encode(), digest_size=8).digest()
@@ -264,7 +264,7 @@ def turn_seed(seed: int, turn: int) -> int:
 
 
 def _reward(value: float, what: str) -> float:
-    """A reward that is refused if what is computed from it would not stay finite."""
+    """Refuse a reward if what is computed from it would not stay finite."""
     if not abs(value) <= LARGEST_SCORE:  # NaN neither
         most = f"{LARGEST_SCORE:g}"
         raise EnvironmentFailed(f"{what} is {value:g}; it must be a finite number between -{most} and {most}")

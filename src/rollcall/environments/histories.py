@@ -82,7 +82,7 @@ class Asked:
 
 
 class Histories:
-    """Of one key. ``max_kept``: forget the answers used longest ago beyond this many tokens, and keep no rows. Without it,
+    """The histories of one key. ``max_kept``: forget the answers used longest ago beyond this many tokens, and keep no rows. Without it,
     all are kept, and the rows."""
 
     def __init__(self, conversations: Conversations, *, name: str, max_kept: int | None = None) -> None:
@@ -126,7 +126,7 @@ class Histories:
         return self._extended(longest, token_ids[len(longest.ids) :])
 
     def plain(self, text: str) -> Asked:
-        """The same for text. Where an answer ended at a stop token, which its text does not show, the prompt has none either: it
+        """A prompt of text extends the longest answer that it begins with. Where an answer ended at a stop token, which its text does not show, the prompt has none either: it
         is the ids before that token, and begins another row."""
         begins = [answer for answer in self._answers.values() if answer.text and text.startswith(answer.text)]
         if not begins:
@@ -138,7 +138,7 @@ class Histories:
         return self._extended(longest, added, text=text)
 
     def give_up(self, asked: Asked) -> None:
-        """The request was refused or left, and nothing was sampled."""
+        """Note that nothing was sampled for a request: it was refused, or its client has left."""
         if asked.holds_row and asked.behind is not None:
             asked.behind.row.is_extended = False
 
@@ -153,7 +153,7 @@ class Histories:
         message: dict[str, Any] | None = None,
         calls: Sequence[Call] = (),
     ) -> None:
-        """``completion`` was sampled for this request in that session. ``message`` is the answer as it is returned."""
+        """Note a completion that was sampled for a request. ``message`` is the answer as it is returned."""
         self.give_up(asked)
         row = asked.behind.row if asked.behind is not None and asked.behind.row.tip is asked.behind else None
         if row is None:
@@ -224,7 +224,7 @@ class Histories:
 
 
 def _next_key(key: bytes, message: dict[str, Any]) -> bytes:
-    """Ids of calls do not count: they are not the model's, and programs change them."""
+    """The key of a conversation with one more message. Ids of calls do not count: they are not the model's, and programs change them."""
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
     name = message.get("name", "") if message["role"] != "tool" else ""
     return _digest(key, json.dumps([message["role"], message["content"], name, calls], sort_keys=True))

@@ -33,7 +33,7 @@ RunsHere = ProcessEnvironments | ProgramsHere | TasksetPrograms
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostPlace:
-    """Where a host is, as the controller knows it."""
+    """A host, as the controller knows it."""
 
     name: str  # for messages
     address: str
@@ -67,7 +67,7 @@ class EnvironmentHost:
         )
 
     def close(self) -> None:
-        """End what runs here. A second time does nothing."""
+        """End what runs here. A second call does nothing."""
         if self._is_closed:
             return
         self._is_closed = True

@@ -34,7 +34,7 @@ _ANSWERS = {**ANSWERS, "run": reader(Ended | None), "start": _NOTHING, "stop": _
 
 
 class _Host:
-    """``place`` is None while it is lost."""
+    """A host and the episodes that it plays. ``place`` is None while it is lost."""
 
     def __init__(self, place: HostPlace) -> None:
         self.place: HostPlace | None = place
@@ -130,7 +130,7 @@ class HostedEnvironments:
 
 
 class _Connection(SocketLink):
-    """To a host. Implements ``process.worker.Link``."""
+    """A link to a host (``process.worker.Link``)."""
 
     pid = 0
 
@@ -185,7 +185,7 @@ class _Hosted(CalledEnvironment):
         return self
 
     async def run(self, variables: Mapping[str, str], *, stop: asyncio.Event) -> Ended:
-        """``EnvironmentLost``: its host is gone, and the program is not to blame."""
+        """Run the program. ``EnvironmentLost``: its host is gone, and the program is not to blame."""
 
         async def tell() -> None:
             await stop.wait()
@@ -207,7 +207,7 @@ class _Hosted(CalledEnvironment):
             await self.close(broken=not has_ended)
 
     async def close(self, *, broken: bool) -> None:
-        """``EnvironmentLost``: a call was given up because the host is gone, and the environment is not to blame."""
+        """Hang up. ``EnvironmentLost``: a call was given up because the host is gone, and the environment is not to blame."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -222,7 +222,7 @@ class _Hosted(CalledEnvironment):
             self._worker.close()
 
     def abort(self) -> None:
-        """Its host is lost: end the call that waits for it."""
+        """End the call that waits for a lost host."""
         self._is_lost = True
         if hasattr(self, "link"):
             self.link.abort()
@@ -254,7 +254,7 @@ def _sendable(call: tuple[str, Any]) -> bytes:
 
 
 async def _connect(place: HostPlace) -> socket.socket:
-    """Again where the connection breaks off: its host may be busy, or strangers may crowd its door."""
+    """Connect, and try again if the connection breaks off: the host may be busy, or strangers may crowd its door."""
     async with asyncio.timeout(CONNECT_S):
         while True:
             try:

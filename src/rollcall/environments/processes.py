@@ -215,17 +215,20 @@ class Zygote:
         self._num_started = 0
         self._one_calls = threading.Lock()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        lifeline_fd, self._lifeline_fd = os.pipe()
         line = DebugLine(role="environment", number=0)
         try:
-            fds = (theirs.fileno(), line.theirs.fileno())
+            fds = (theirs.fileno(), lifeline_fd, line.theirs.fileno())
             command = command_for("rollcall.environments.zygote:Zygote", python=python)
             link = LinkHere(command, env=variables_of(env), fds=fds, output=output_fd)
         except BaseException:
             self._control.close()
+            os.close(self._lifeline_fd)
             line.close()
             raise
         finally:
             theirs.close()
+            os.close(lifeline_fd)
             line.theirs.close()
         answers = {"load": json.loads, "start": reader(int | None), "end": reader(int | None)}
         name = "the environment's process"
@@ -244,7 +247,7 @@ class Zygote:
         return self.worker.is_lost or not self._watcher.is_alive()
 
     async def start(self, kind: str) -> Worker:
-        """A new child."""
+        """Start a child."""
         starting = asyncio.ensure_future(asyncio.to_thread(self._start, kind))
         try:
             return await asyncio.shield(starting)
@@ -259,7 +262,7 @@ class Zygote:
             raise
 
     def end(self, number: int) -> tuple[str, int | None]:
-        """Kill a child with all that it started, unless it has ended: how it ended, in words and as a status."""
+        """Kill a child with all that it started, unless it has ended. Returns how it ended, in words and as a status."""
         with self._one_calls:
             try:
                 status = self.worker.ask("end", number, deadline_s=_END_S)
@@ -270,7 +273,7 @@ class Zygote:
         return how_it_ended(status), status
 
     def close(self) -> None:
-        """It ends its children, and itself."""
+        """End the process and its children."""
         with self._one_calls:
             self.pids.clear()
             self.worker.close(grace_s=_END_S)
@@ -280,8 +283,7 @@ class Zygote:
     def _load(self, setup: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
         check = "check what its module does when imported"
         try:
-            with self._one_calls:
-                return self.worker.ask("load", setup, deadline_s=START_TIMEOUT_S)
+            return self.worker.ask("load", setup, deadline_s=START_TIMEOUT_S)
         except Lost as lost:
             if lost.is_late:
                 raise ConfigError(f"the environment was not ready within {START_TIMEOUT_S:g} s; {check}") from None
@@ -313,13 +315,12 @@ class Zygote:
         return Worker(link, name="its process", hears=REQUEST, answers=ANSWERS, line=line, longest=longest)
 
     def _end_children_after(self) -> None:
-        """Once it has ended, close its lifeline, which ends its children too, and kill what they started."""
+        """Wait for its end. Then close the lifeline of its children, and kill what they started."""
         with suppress(ChildProcessError):  # somebody has taken its status
             os.waitid(os.P_PID, self.worker.pid, os.WEXITED | os.WNOWAIT)
         # While its children live, each is still the parent of what left its group.
         started = descendants(*self.pids.values()) if self.pids else []
-        with self._one_calls:
-            self.worker.close()
+        os.close(self._lifeline_fd)
         for process in started:
             if process.is_alive():
                 with suppress(ProcessLookupError, PermissionError):
@@ -327,7 +328,7 @@ class Zygote:
 
 
 class _ForkedLink(SocketLink):
-    """A child of the zygote. Implements ``process.worker.Link``."""
+    """A link to a child of the zygote (``process.worker.Link``)."""
 
     def __init__(self, zygote: Zygote, number: int, *, pid: int, connection: socket.socket) -> None:
         super().__init__(connection)
@@ -347,24 +348,25 @@ class _ForkedLink(SocketLink):
 
 
 def setup_of(section: ClassEnvironment | StepEnvironment, *, chat_template: str | None) -> dict[str, Any]:
-    """The setup that a zygote loads."""
-    setup: dict[str, Any] = {
-        "paths": kinds_of(section.path),  # kind -> module:Class; empty: functions only
-        "kwargs": {"": section.kwargs} if isinstance(section.path, str) else section.kwargs,  # of each kind
+    """The setup that a zygote loads, from the run file's section."""
+    chat: dict[str, Any] = {}
+    if isinstance(section, ClassEnvironment):
+        call_format = format_of(chat_template) if section.call_format == "auto" else section.call_format
+        chat = {"functions": section.tools, "call_format": call_format, "is_chat": chat_template is not None}
+    kwargs = {"": section.kwargs} if isinstance(section.path, str) else section.kwargs
+    return {
+        "kinds": {
+            name: {"path": path, "key": f"environment.path.{name}".rstrip("."), "kwargs": kwargs.get(name, {}), **chat}
+            for name, path in (kinds_of(section.path) or {"": None}).items()  # without a class there are only functions
+        },
         "env": section.env,
         "memory_mb": section.memory_mb,
         "post_mortem": bool(os.environ.get(POST_MORTEM)),  # what user code raises opens the debugger
-        "class": None,
     }
-    if isinstance(section, ClassEnvironment):
-        call_format = format_of(chat_template) if section.call_format == "auto" else section.call_format
-        chat = {"call_format": call_format, "is_chat": chat_template is not None}
-        setup["class"] = {"functions": list(section.tools), **chat}
-    return setup
 
 
 def find_python(given: str | None) -> str | None:
-    """Where ``environment.python`` is. Its link to another Python is what makes it an environment, so that is not followed."""
+    """The path of ``environment.python``. A virtual environment is a link to another Python, so links are not followed."""
     if given is None:
         return None
     found = shutil.which(os.path.expanduser(given))
@@ -377,7 +379,7 @@ def find_python(given: str | None) -> str | None:
 
 
 def command_for(target: str, *, python: str | None) -> list[str]:
-    """Runs ``module:Class`` as a child (process/child.py), or a module as a program, in this Python or in another one."""
+    """The command that runs ``module:Class`` as a child (process/child.py), or a module as a program, in this Python or another one."""
     module, *arguments = ["rollcall.process.child", target] if ":" in target else [target]
     if python is None:
         return [sys.executable, "-m", module, *arguments]
@@ -387,7 +389,7 @@ def command_for(target: str, *, python: str | None) -> list[str]:
 
 
 def kind_of(kind: str, kinds: Collection[str]) -> str:
-    """The name of a row's kind. The only one has no name, and takes whatever a column says."""
+    """The name of a row's kind. A single kind has no name, and takes whatever the column says."""
     if "" in kinds:
         return ""
     if kind not in kinds:

@@ -51,11 +51,11 @@ class StepResult:
 
 
 class WrongResult(ValueError):  # noqa: N818 - an outcome of the user's code
-    """A method returned what it must not; the message says what and what it may."""
+    """A method returned something that it must not; the message says what it may return."""
 
 
 def result_of(returned: Any) -> StepResult:
-    """Checks each field of what ``step`` returned; the observation becomes an ``Observation`` or None."""
+    """Check each field of what ``step`` returned; the observation becomes an ``Observation`` or None."""
     result = _as_result(returned)
     observation = result.observation
     if isinstance(observation, str):
@@ -94,7 +94,7 @@ def _as_result(returned: Any) -> StepResult:
 
 
 def number(value: Any, *, what: str) -> float:
-    """A finite float, also of a type that only becomes one (numpy, torch)."""
+    """Convert to a finite float, also from types that can become one (numpy, torch)."""
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         raise WrongResult(f"{what} {_shown(value)}; give a number")
     found = float(value)
@@ -125,7 +125,7 @@ class StepPlayer:
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """Such a class has no tools that others know."""
+        """Empty: such a class declares no tools."""
         return []
 
     def reset(self, row: Mapping[str, Any], run: Callable[[Any], Any]) -> str | None:
@@ -151,7 +151,7 @@ class StepPlayer:
 
 
 def load_stepwise(path: str, *, key: str, kwargs: Mapping[str, Any]) -> StepPlayer:
-    """ValueError: the class cannot be used; the message says what to do."""
+    """Load a class. ValueError says why it cannot be used, and what to do."""
     cls = load_named(path, key=key, what="Class", example="my_env:Game")
     wanted = "give a class with reset(self, row) and step(self, text, token_ids)"
     if not inspect.isclass(cls):
@@ -173,7 +173,7 @@ def load_stepwise(path: str, *, key: str, kwargs: Mapping[str, Any]) -> StepPlay
 
 
 def check_made(cls: type, *, kwargs: Mapping[str, Any], named: str) -> None:
-    """ValueError: the class cannot be made with these arguments."""
+    """Refuse a class that cannot be made with these arguments."""
     try:
         inspect.signature(cls).bind(**kwargs)
     except TypeError as error:

@@ -28,7 +28,7 @@ _MAX_DIGITS = 100  # of a number that a model wrote as text
 
 
 class ToolRefused(ValueError):  # noqa: N818 - the message is the user's
-    """A function cannot be a tool; the message says which and what to add."""
+    """A function cannot be a tool; the message names it and says what to add."""
 
 
 class WrongArguments(ValueError):  # noqa: N818 - an answer to the model
@@ -53,7 +53,7 @@ class Tool:
 
 
 def tools_of_class(cls: type, *, path: str) -> dict[str, Tool]:
-    """Its public methods, inherited ones too, by name. ToolRefused: one of them cannot be a tool."""
+    """Make tools of a class's public methods, inherited ones too, by name. ToolRefused: one of them cannot be a tool."""
     found: dict[str, Tool] = {}
     for name in dir(cls):
         if name.startswith("_") or name in RESERVED:
@@ -68,7 +68,7 @@ def tools_of_class(cls: type, *, path: str) -> dict[str, Tool]:
 
 
 def tool_of(function: Callable[..., Any], *, path: str, is_method: bool = False) -> Tool:
-    """``path`` names it in the message of ToolRefused."""
+    """Make a tool of a function. ``path`` names it in the message of ToolRefused."""
     parameters = _parameters(function, path=path, is_method=is_method)
     doc = (inspect.getdoc(function) or "").strip()
     if not doc:

@@ -65,7 +65,7 @@ def failed(why: str, *, note: str = "") -> RewardResult:
 
 
 def read_json(said: bytes) -> Any:
-    """ValueError: it is not JSON; the message shows how it begins."""
+    """Read JSON. The ValueError for anything else shows how it begins."""
     try:
         return json.loads(said)
     except (ValueError, RecursionError):
@@ -74,7 +74,7 @@ def read_json(said: bytes) -> Any:
 
 
 def whole_characters(text: str) -> str:
-    """A completion cut inside a character may hold half a surrogate pair, which many readers of JSON refuse."""
+    """Replace half of a surrogate pair, which many readers of JSON refuse: a completion may be cut inside a character."""
     return text.encode(errors="replace").decode()
 
 
@@ -133,7 +133,7 @@ class Endpoint:
 
     @property
     def is_out(self) -> bool:
-        """Whether everything waits for it."""
+        """Whether the service is away, and everything waits for it."""
         return self._outage is not None
 
     def _session(self, *, is_fresh: bool) -> Any:
@@ -212,7 +212,7 @@ class Endpoint:
             return self._answered_began_s >= after_s
 
     async def _wait_until_back(self, problem: Problem) -> bool:
-        """Until another question was answered (true), or it is this question's turn to ask."""
+        """Wait until another question was answered (true), or until it is this question's turn to ask."""
         advice = _advice(problem.cause, self._place)
         if problem.cause is Cause.REFUSED and self._answered is None:
             raise EndpointLostError(f"{self._name} refuses: {problem}. {advice}, then run the same command again")
@@ -259,7 +259,7 @@ class Endpoint:
             raise Problem(f"{type(error).__name__}: {error}", Cause.PASSING) from None
 
     async def _follow(self, question: bytes, *, session: Any) -> bytes:
-        """The answer, also behind redirects within the same service."""
+        """Post the question, and follow redirects within the same service."""
         url = self._url
         for _ in range(_MAX_REDIRECTS + 1):
             async with session.post(
@@ -272,7 +272,7 @@ class Endpoint:
 
 
 async def _body(answer: Any) -> bytes:
-    """The body of an answer; Problem if it is none."""
+    """Read the body of an answer. Problem: it cannot be used."""
     is_good = 200 <= answer.status < 300
     said, most = bytearray(), MAX_ANSWER_BYTES if is_good else 4096
     async for piece in answer.content.iter_chunked(1 << 16):
@@ -299,7 +299,7 @@ def _problem_of(status: int, said: bytes, retry_after: str | None) -> Problem:
 
 
 def _redirected(url: str, status: int, location: str) -> str:
-    """Where to ask instead: only within the same service, which may have the key and the completions."""
+    """The address to ask instead, only within the same service: another must not get the key and the completions."""
     try:
         target = urljoin(url, location)
         before, after = urlsplit(url), urlsplit(target)
@@ -312,7 +312,7 @@ def _redirected(url: str, status: int, location: str) -> str:
 
 
 def _retry_after_s(value: str | None) -> float | None:
-    """Seconds, as services write them; HTTP's other form, a date, is not read.
+    """Read the seconds to wait; HTTP's other form, a date, is not read.
 
     >>> _retry_after_s("3"), _retry_after_s("1e9"), _retry_after_s("-1"), _retry_after_s("soon"), _retry_after_s(None)
     (3.0, 120.0, 0.0, None, None)
@@ -325,7 +325,7 @@ def _retry_after_s(value: str | None) -> float | None:
 
 
 def _pause_s(number: int) -> float:
-    """Before try ``number`` + 1; not the same for all questions, which would come back together."""
+    """The pause before try ``number`` + 1. It differs between questions, which would otherwise come back together."""
     return min(FIRST_PAUSE_S * 2 ** min(number - 1, 30), LONGEST_PAUSE_S) * random.uniform(0.5, 1.0)
 
 
@@ -349,7 +349,7 @@ def _authorization(key_env: str | None, *, place: int) -> dict[str, str]:
 
 
 def _proxy_for(url: str, *, place: int) -> str | None:
-    """By HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY."""
+    """The proxy for an address, by HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY."""
     parts = urlsplit(url)
     if urllib.request.proxy_bypass(parts.netloc):
         return None

@@ -22,7 +22,7 @@ _of_runs: dict[tuple[Path, str], bytes] = {}  # by run directory too: each run m
 
 
 def name_functions(rewards: Any) -> Any:
-    """The rewards as a run file has them: each function, or ``path`` that is one, by its path."""
+    """Write rewards as a run file does: each function, or ``path`` that is one, by its path."""
     if callable(rewards) or isinstance(rewards, Mapping):
         rewards = [rewards]
     if not isinstance(rewards, Sequence) or isinstance(rewards, str):
@@ -32,7 +32,7 @@ def name_functions(rewards: Any) -> Any:
 
 
 def settle_functions(run_dir: Path, rewards: Sequence[Any], *, are_given: bool) -> None:
-    """Which functions the names of a run stand for: those of this call, else those that the run was given before."""
+    """Settle which functions the names of a run stand for: those of this call, else those that the run was given before."""
     for path in (reward.path for reward in rewards if reward.type == "function" and reward.path.startswith(PREFIX)):
         key = (run_dir.resolve(), path)
         if are_given and path in _pickled:

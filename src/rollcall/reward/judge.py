@@ -71,7 +71,7 @@ class Judge:
 
 
 def chat_address(url: str) -> str:
-    """Where chat completions are asked for.
+    """The address of chat completions.
 
     >>> chat_address("http://node7:8000"), chat_address("https://api.example.com/v1/")
     ('http://node7:8000/v1/chat/completions', 'https://api.example.com/v1/chat/completions')

@@ -163,7 +163,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
 
 
 def _serve(crew: _Crew) -> None:
-    """Have a task at each worker that has none."""
+    """Start a task for each worker that has none."""
     for seat in crew.seats:
         if seat.task is None:
             seat.task = asyncio.get_running_loop().create_task(seat.serve())
@@ -224,7 +224,7 @@ class _Seat:
         return RuntimeError(f"a reward worker {what}{at}\ncheck what the reward's module does when imported")
 
     async def serve(self) -> None:
-        """Until the queue is empty."""
+        """Score chunks until the queue is empty."""
         crew = self._crew
         try:
             while crew.queue:
@@ -245,7 +245,7 @@ class _Seat:
             self.task = None
 
     async def _become_ready(self) -> bool:
-        """False: its process was lost at its start, and another one begins."""
+        """Wait for the process to start. False: it was lost, and another one starts."""
         if self._loading is None:
             return True
         try:
@@ -314,7 +314,7 @@ def _failure(error: Lost | Raised | None, task: _Task) -> RewardResult:
 
 
 def read_results(body: bytes) -> list[RewardResult] | None:
-    """The results of an item, and at the end None. ValueError: a worker of ours does not say this."""
+    """Read the results of an item, or None at the end. ValueError: no worker of ours says this."""
     said = _READ_RESULTS(body)
     return said and [
         replace(

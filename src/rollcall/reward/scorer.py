@@ -227,7 +227,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         return tuple(scores)
 
     def _note_episode(self, prompt: Prompt, completion: Completion) -> None:
-        """Of a run whose rewards leave out the environment's."""
+        """Note what the environment said, in a run whose rewards leave it out."""
         if completion.episode is not None and completion.episode.reward is not None and not self._said_unused:
             self._said_unused = True
             warn(
@@ -245,7 +245,7 @@ class Scorer(AbstractContextManager["Scorer"]):
 
 
 def _has_failed(completion: Completion) -> bool:
-    """Whether its environment did."""
+    """Whether its environment failed."""
     return completion.episode is not None and bool(completion.episode.error)
 
 
@@ -269,7 +269,7 @@ def environment_reward(completion: Completion) -> RewardResult:
 
 
 def why_unscored(groups: Sequence[Group], *, reward: str, scorer: Scorer) -> str:
-    """Explains that a reward failed on every completion of these groups: how, and the first failure in full."""
+    """Explain how a reward failed on every completion of these groups, with the first failure in full."""
     scores = [score for group in groups for score in group.scores]
     told = scores[0].errors[reward]
     # An evaluation may have failed before, in another way.

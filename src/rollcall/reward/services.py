@@ -50,7 +50,7 @@ class Asker:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether some service answers nothing, and its questions wait until it does."""
+        """Whether some service is away, and its questions wait for it."""
         return any(endpoint.is_out for endpoint in self._endpoints.values())
 
     async def ask(self, place: int, prompt: Prompt, completions: tuple[Completion, ...]) -> list[RewardResult]:
@@ -59,7 +59,7 @@ class Asker:
         return await asyncio.wrap_future(asking)
 
     def close(self) -> None:
-        """Ask no more; what is unanswered is dropped."""
+        """Stop asking; unanswered questions are dropped."""
         if self._thread.is_alive():
             asyncio.run_coroutine_threadsafe(self._end(), self._loop)
             self._thread.join(5.0)
@@ -115,7 +115,7 @@ def _question(prompt: Prompt, count: int, **completions: Any) -> Question:
 
 
 def read_scores(said: bytes, *, count: int) -> list[RewardResult]:
-    """One result for each completion."""
+    """Read one result for each completion."""
     try:
         scores, notes = _scores_in(read_json(said), count=count)
     except ValueError as error:

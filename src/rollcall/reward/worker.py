@@ -98,7 +98,7 @@ class RewardWorker:
         self._runner: Any = None  # of async functions, so that a client they keep open stays usable
 
     def load(self, setup: Setup) -> dict[str, Any]:
-        """``Ready``. ValueError: a reward cannot be made ready."""
+        """Load the rewards. Returns ``Ready``. ValueError: one of them cannot be loaded."""
         # User code may print the variables that it was given, and its output does not pass through the parent's streams.
         remember(os.environ.get(name, "") for name in setup.confinement.env)
         guard_streams()
@@ -140,7 +140,7 @@ class RewardWorker:
         return [replace(one, why=cut(one.why, longest)) for one in results]
 
     def _batch(self, call: Callable[[], Any], count: int, *, is_trl: bool = False) -> list[RewardResult]:
-        """One call for all completions: it fails for all of them, or each has a score."""
+        """Make one call for all completions: it fails for all of them, or each has a score."""
         started_s = running_s()
         try:
             returned = call()
@@ -157,7 +157,7 @@ class RewardWorker:
         ]
 
     async def _together(self, function: UserFunction, item: Item, *, limit_s: float) -> list[RewardResult]:
-        """A call for each completion, all at once."""
+        """Call the function for each completion, all at once."""
         import asyncio
 
         async def one(completion: str) -> RewardResult:
@@ -186,7 +186,7 @@ class RewardWorker:
 
     @contextmanager
     def _without_cpu_limit(self) -> Iterator[None]:
-        """While a debugger's prompt is open."""
+        """Suspend the CPU limit while a debugger's prompt is open."""
         unlimit_cpu()
         try:
             yield
@@ -224,7 +224,7 @@ async def _within(function: UserFunction, item: Item, completion: str | list[str
 
 
 def checked(returned: Any, *, elapsed_s: float = 0.0) -> RewardResult:
-    """Makes a result of what a function returned for one completion."""
+    """Make a result of what a function returned for one completion."""
     try:
         return RewardResult(check_score(returned), elapsed_s=elapsed_s)
     except Exception as error:  # noqa: BLE001 - a __float__ of the user's may raise anything
