@@ -27,11 +27,11 @@ from rollcall.base.types import Ints, Prompt
 from rollcall.base.wait import warn
 from rollcall.environments.protocol import EnvironmentFailed, Message
 from rollcall.model.chat_template import TemplateError, render_chats
+from rollcall.reward.trl import MESSAGES
 
 _MARKERS = ("ROLLCALLFIRST", "ROLLCALLSECOND")
 _THINKS = "<think>\nhm\n</think>\n\n"
 _TEXTS_EXAMINED = 64
-MESSAGES = "prompt_messages"  # of a prompt's metadata: it is a chat
 Tools = Sequence[dict[str, Any]]
 
 

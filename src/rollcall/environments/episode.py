@@ -18,7 +18,7 @@ from rollcall.base.types import Completion, EndReason, FinishReason, Ints, Promp
 from rollcall.config import EnvironmentBase
 from rollcall.config.environments import ClassEnvironment
 from rollcall.engine.protocol import Sampling
-from rollcall.environments.conversation import MESSAGES, Conversations, Tools
+from rollcall.environments.conversation import Conversations, Tools
 from rollcall.environments.protocol import (
     Environment,
     EnvironmentFailed,
@@ -33,7 +33,7 @@ from rollcall.environments.rows import Row
 from rollcall.process.debug.board import BOARD
 from rollcall.process.pause import running_s
 from rollcall.reward.functions import LARGEST_SCORE
-from rollcall.reward.trl import TEXT
+from rollcall.reward.trl import MESSAGES, TEXT
 
 T = TypeVar("T")
 KIND = "environment"  # the column that names a row's environment, where there are several
@@ -81,8 +81,8 @@ class Player:
 
 
 async def within(work: Awaitable[T], limit_s: float, late: str) -> T:
-    """The result of ``work``, or ``TooLong`` with the text ``late``. It runs in the caller's task: an episode makes a call in each turn, and a
-    task for each would take longer than the call."""
+    """Await ``work``, or raise ``TooLong`` with the text ``late``. It runs in the caller's task: an episode makes a call in each turn, and
+    a task for each would take longer than the call."""
     limit = _Limit(limit_s)
     try:
         return await work

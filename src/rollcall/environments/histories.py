@@ -126,8 +126,8 @@ class Histories:
         return self._extended(longest, token_ids[len(longest.ids) :])
 
     def plain(self, text: str) -> Asked:
-        """A prompt of text extends the longest answer that it begins with. Where an answer ended at a stop token, which its text does not show, the prompt has none either: it
-        is the ids before that token, and begins another row."""
+        """A prompt of text extends the longest answer that it begins with. If that answer ended at a stop token, which its text does not
+        show, the prompt does not have the token either: it is the ids before it, and begins another row."""
         begins = [answer for answer in self._answers.values() if answer.text and text.startswith(answer.text)]
         if not begins:
             return self._opened(self._encode(text, special=True), text=text)

@@ -52,8 +52,8 @@ class StepResult:
 
 
 def add_metrics(known: dict[str, float], new: Mapping[str, float]) -> None:
-    """Add metrics of an episode. Names are data, perhaps a model's words: an empty one, one that reads like another of the same call, and those
-    beyond the limit are dropped and counted."""
+    """Add metrics of an episode. Names are data, perhaps a model's words: an empty one, one that reads like another of the same call, and
+    those beyond the limit are dropped and counted."""
     taken: set[str] = set()
     for given, value in new.items():
         name = visible(" ".join(given.split()))[:LONGEST_NAME]

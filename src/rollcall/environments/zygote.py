@@ -1,9 +1,9 @@
 """The process that environments are forked from, and its children: a child plays one environment, and is reset between episodes.
 
 The parent calls a ``Zygote`` (process/child.py). It imports the user's module once, so that a child starts in a millisecond and shares
-its memory. CONTROL brings the descriptors of each child: its socket and its line to the debugger (process/debug/child.py). LIFELINE, the read
-end of a pipe that only the parent holds, ends the children even when this process has been killed: its own lifeline closes too early for
-the parent to find what the children started. LINE is for a breakpoint in a module that is imported here.
+its memory. CONTROL brings the descriptors of each child: its socket and its line to the debugger (process/debug/child.py). LIFELINE, the
+read end of a pipe that only the parent holds, ends the children even when this process has been killed. The process's own lifeline cannot
+do that: it closes before the parent has found what the children started. LINE is for a breakpoint in a module that is imported here.
 
 Nothing that a child starts outlives it: its group is killed before its status is taken, and what left its group is adopted here and
 killed. When the parent hangs up or dies, all children end, and then this process does.

@@ -19,6 +19,7 @@ from rollcall.config.rewards import JudgeReward
 from rollcall.observe.transcript import transcript
 from rollcall.reward.endpoint import Question, failed, read_json, whole_characters
 from rollcall.reward.functions import last_number
+from rollcall.reward.trl import MESSAGES
 from rollcall.reward.worker import RewardResult
 
 _PLACEHOLDER = re.compile(r"\{(prompt|completion|answer)\}")
@@ -87,7 +88,7 @@ def chat_address(url: str) -> str:
 
 def asked_text(prompt: Prompt) -> str:
     """The prompt for a reader: its messages, without the marks of the policy's chat template."""
-    messages = prompt.metadata.get("prompt_messages") or ()
+    messages = prompt.metadata.get(MESSAGES) or ()
     if len(messages) == 1:
         return str(messages[0]["content"])
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages) or prompt.text

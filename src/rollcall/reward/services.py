@@ -1,4 +1,4 @@
-"""Rewards that a service gives: a judge, or a service of the user's own (``http``), which gets completions and answers scores, both as JSON.
+"""Rewards that a service gives: a judge, or the user's own service (``http``), which gets completions and answers scores, both as JSON.
 
 ``Asker`` asks many questions at once, in a thread with its own event loop. So answers arrive while the run's event loop decodes. An error
 that ends all asking (a service that stays away) is raised in the caller.
