@@ -19,12 +19,13 @@ from rollcall.config.environments import ClassEnvironment
 from rollcall.config.rewards import EnvironmentReward
 from rollcall.engine.protocol import Core, Request, Sampling
 from rollcall.engine.ticker import Ticker
-from rollcall.environments.conversation import MESSAGES, Conversations
+from rollcall.environments.conversation import Conversations
 from rollcall.environments.episode import Player
 from rollcall.environments.make import make_environments
 from rollcall.environments.protocol import Message
 from rollcall.loop.rollout import Rewards, Rollouts
 from rollcall.reward.scorer import Scorer
+from rollcall.reward.trl import MESSAGES
 
 BEGIN, END = "<unused0>", "<unused1>"  # of a message: one token each
 TEMPLATE = (

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import secrets
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,10 +16,10 @@ from benchmarks.sides import Lengths
 from rollcall.base.types import Completion, Ints
 from rollcall.engine.protocol import Request, Sampling
 from rollcall.engine.ticker import Ticker
-from rollcall.environments.callers import Caller, Callers, Open, Served
+from rollcall.environments.callers import Caller, Open, Served
 from rollcall.environments.conversation import Conversations
 from rollcall.environments.endpoint import Endpoint, EndpointServer, in_loop
-from rollcall.environments.histories import Histories, Templates
+from rollcall.environments.histories import Histories
 
 KEPT_TOKENS = 4_000_000
 PATH = "/inference/v1/generate"
@@ -31,10 +32,10 @@ class EndpointSide:
         self._loop = asyncio.new_event_loop()
         self._ticker = Ticker(engine, max_running=running)
         self._numbers = itertools.count()
-        self._callers = Callers()
+        self._callers: dict[str, Caller] = {}
         served = Served(name="policy", max_model_len=engine.max_positions, vocabulary=1 << 30)
         plain = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=1, stop_token_ids=(), stop_strings=())
-        self._rules = Open(served=served, default=plain)
+        self._rules = Open(model="policy", default=plain)
         self._tokenizer = engine.tokenizer
         app = Endpoint(self._callers, served=served, tokenizer=self._tokenizer, call_format="hermes")
         self._server = EndpointServer(app)
@@ -49,11 +50,10 @@ class EndpointSide:
 
     def round(self, plans: Sequence[Lengths], *, tag: str) -> int:
         """How many tokens were sampled."""
-        histories = Histories(
-            Templates(Conversations(self._tokenizer)), self._tokenizer, name=tag, max_kept=KEPT_TOKENS
-        )
+        histories = Histories(Conversations(self._tokenizer), name=tag, max_kept=KEPT_TOKENS)
         sample = in_loop(self._sample, self._loop)
-        key = self._callers.add(Caller(name=tag, rules=self._rules, histories=histories, sample=sample))
+        key = secrets.token_urlsafe(32)
+        self._callers[key] = Caller(rules=self._rules, histories=histories, sample=sample)
         lengths = [
             {
                 "prompt": one.prompt.tolist(),
@@ -64,7 +64,7 @@ class EndpointSide:
         ]
         where = {"host": self._server.host, "port": self._server.port, "key": key, "path": PATH}
         count = self._loop.run_until_complete(self._play(json.dumps({**where, "episodes": lengths}).encode() + b"\n"))
-        self._callers.remove(key)
+        del self._callers[key]
         return count
 
     async def _sample(self, prompt_ids: Ints, **given: Any) -> Completion:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,11 +14,11 @@ import numpy as np
 
 from rollcall.base.types import Completion, FinishReason, Segment
 from rollcall.engine.protocol import Sampling
-from rollcall.environments.callers import Caller, Callers, Open, Served
+from rollcall.environments.callers import Caller, Open, Served
 from rollcall.environments.calls import CallFormat
 from rollcall.environments.conversation import Conversations
 from rollcall.environments.endpoint import Endpoint, EndpointServer, in_loop
-from rollcall.environments.histories import Histories, Templates
+from rollcall.environments.histories import Histories
 from rollcall.model.tiny import char_tokenizer
 
 ALPHABET = "".join(chr(code) for code in range(32, 127)) + "\n"
@@ -89,7 +90,6 @@ class Standing:
     """A server that runs."""
 
     server: EndpointServer
-    callers: Callers
     caller: Caller
     rules: Open
     key: str
@@ -131,14 +131,13 @@ def standing(
 ) -> Iterator[Standing]:
     """``rollcall serve`` without its command: one key, and requests say how they are sampled."""
     served = Served(name=NAME, max_model_len=positions, vocabulary=len(tokenizer))
-    rules = Open(served=served, default=plain_sampling())
+    rules = Open(model=NAME, default=plain_sampling())
     with loop_thread() as loop:
-        histories = Histories(Templates(Conversations(tokenizer)), tokenizer, name=NAME, max_kept=max_kept)
-        caller = Caller(name=NAME, rules=rules, histories=histories, sample=in_loop(writer.sample, loop))
-        callers = Callers()
-        key = callers.add(caller)
-        server = EndpointServer(Endpoint(callers, served=served, tokenizer=tokenizer, call_format=call_format))
+        histories = Histories(Conversations(tokenizer), name=NAME, max_kept=max_kept)
+        caller = Caller(rules=rules, histories=histories, sample=in_loop(writer.sample, loop))
+        key = secrets.token_urlsafe(32)
+        server = EndpointServer(Endpoint({key: caller}, served=served, tokenizer=tokenizer, call_format=call_format))
         try:
-            yield Standing(server=server, callers=callers, caller=caller, rules=rules, key=key)
+            yield Standing(server=server, caller=caller, rules=rules, key=key)
         finally:
             server.close()

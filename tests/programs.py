@@ -24,9 +24,9 @@ base, key = urlparse(os.environ["OPENAI_BASE_URL"]), os.environ["OPENAI_API_KEY"
 row = json.loads(os.environ["ROLLCALL_ROW"])
 line = http.client.HTTPConnection(base.hostname, base.port, timeout=120)
 
-def post(path, body, key=key, base_path=base.path):
+def post(path, body, key=key):
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    line.request("POST", base_path + path, data, {"Authorization": "Bearer " + key, "Content-Type": "application/json"})
+    line.request("POST", base.path + path, data, {"Authorization": "Bearer " + key, "Content-Type": "application/json"})
     answer = line.getresponse()
     return answer.status, json.loads(answer.read())
 

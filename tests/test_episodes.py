@@ -38,13 +38,14 @@ from rollcall.cli.main import app
 from rollcall.config import ClassEnvironment, Config, DataSection
 from rollcall.engine.native.engine import NativeEngine
 from rollcall.engine.protocol import Request
-from rollcall.environments.conversation import MESSAGES, Conversations
+from rollcall.environments.conversation import Conversations
 from rollcall.environments.episode import Player, TooLong, turn_seed, within
 from rollcall.environments.processes import kind_of
 from rollcall.environments.protocol import EnvironmentFailed, Message
 from rollcall.loop.attempts import RunError
 from rollcall.loop.data.load import DataError, PromptSet
 from rollcall.observe.transcript import transcript
+from rollcall.reward.trl import MESSAGES
 from rollcall.run.build import build_environments
 from rollcall.view.audit import audit
 
@@ -188,7 +189,6 @@ async def _never() -> Any:
             "the episode took longer",
         ),
         (Scripted(lambda row, texts: ends(reward=float("nan"))), {}, EndReason.ERROR, "finite number"),
-        (Scripted(lambda row, texts: ends(metrics={"x": "y"})), {}, EndReason.ERROR, "finite number"),
         (Scripted(lambda row, texts: ends(reward=1e200)), {}, EndReason.ERROR, "between -1e+15 and 1e+15"),
         (Scripted(lambda row, texts: says("")), {}, EndReason.ERROR, "has no tokens"),
         (Scripted(three_turns, reward=lambda texts: float("inf")), {}, EndReason.ERROR, "reward of the episode"),

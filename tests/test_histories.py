@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from endpoints import chat_tokenizer, made
 
+from rollcall.environments.calls import Call
 from rollcall.environments.conversation import Conversations
-from rollcall.environments.histories import Asked, Call, Histories, Templates
+from rollcall.environments.histories import Asked, Histories
 from rollcall.environments.protocol import EnvironmentFailed
 
 USER, AGAIN = {"role": "user", "content": "hi"}, {"role": "user", "content": "go on"}
@@ -21,7 +22,7 @@ def tokenizer() -> Any:
 
 
 def histories(tokenizer: Any, **options: Any) -> Histories:
-    return Histories(Templates(Conversations(tokenizer)), tokenizer, name="e", **options)
+    return Histories(Conversations(tokenizer), name="e", **options)
 
 
 def answer(tokenizer: Any, asked: Asked, text: str, to: Histories, *, ends: bool = True, version: int = 0) -> Any:

@@ -57,7 +57,7 @@ def never(number: int) -> HostPlace:
 def environments_at(
     *places: HostPlace, renew: Callable[[int], HostPlace] = never, wait_s: float = 20.0
 ) -> HostedEnvironments:
-    return HostedEnvironments(places, renew=renew, needs_ids=True, wait_s=wait_s)
+    return HostedEnvironments(places, renew=renew, wait_s=wait_s)
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:

@@ -34,7 +34,7 @@ from rollcall.environments.hosted import HostedEnvironments
 from rollcall.environments.make import make_here
 from rollcall.environments.program import KEY, past_proxies
 from rollcall.environments.protocol import Ended, EnvironmentFailed, EnvironmentLost
-from rollcall.nodes.door import CHALLENGE, new_secret
+from rollcall.nodes.door import CHALLENGE, enter, new_secret
 from rollcall.nodes.framing import CALL, HEAD, JSON, frame
 from rollcall.plan.judge import workable_plan
 from rollcall.process.groups.cluster import VirtualCluster
@@ -111,7 +111,7 @@ def never(number: int) -> HostPlace:
 
 
 def hosted_at(*places: HostPlace, renew: Callable[[int], HostPlace] = never) -> HostedEnvironments:
-    return HostedEnvironments(places, renew=renew, needs_ids=False, wait_s=20.0)
+    return HostedEnvironments(places, renew=renew, wait_s=20.0)
 
 
 def play(
@@ -402,14 +402,14 @@ def test_a_host_goes_on_speaking_while_it_ends_programs(
 def test_a_broken_handshake_is_tried_again_before_a_host_counts_as_lost(
     tmp_path: Path, tokenizer: Any, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    connect, breaks = hosted._connect, [ConnectionResetError("by a crowd"), asyncio.IncompleteReadError(b"", 32)]
+    breaks = [ConnectionResetError("by a crowd"), ConnectionError("the connection was closed")]
 
-    async def crowded(place: HostPlace) -> Any:
+    def crowded(*place: Any, **options: Any) -> Any:
         if breaks:
             raise breaks.pop()
-        return await connect(place)
+        return enter(*place, **options)
 
-    monkeypatch.setattr(hosted, "_connect", crowded)
+    monkeypatch.setattr(hosted, "enter", crowded)
     completion = played(tokenizer, hosted_at(hosts.open(programs.write(tmp_path, ASK))))
     assert completion.episode and completion.episode.ended is EndReason.DONE and not breaks
 
@@ -574,9 +574,8 @@ def test_a_stranger_without_the_secret_starts_nothing(tmp_path: Path, hosts: Hos
                 assert line.recv(1) == b"", "the door stays shut"
             except ConnectionError:
                 pass
-    stranger = HostPlace(name="node 1", address=place.address, port=place.port, secret="another", num_cpus=1, tools={})
-    with pytest.raises((OSError, EOFError)):
-        asyncio.run(asyncio.wait_for(hosted._connect(stranger), WAIT_S))
+    with pytest.raises(OSError):
+        enter(place.address, place.port, secret="another", timeout_s=WAIT_S)
     assert not (tmp_path / "started").exists()
 
 

@@ -319,7 +319,7 @@ def test_code_in_a_built_in_worker_reaches_no_secret_network_process_or_file(
         "memory": "4096 MB",
         "file size": "16 MB",
         "processes": "none (seccomp)",
-        "files": "own folder and Python's alone (landlock)",
+        "files": "only its own folder and Python's files (landlock)",
         "network": "off (seccomp)",
     }
 

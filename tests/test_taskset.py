@@ -173,7 +173,7 @@ def play_on_a_host(given: VerifiersEnvironment, *, count: int) -> list[Completio
 
     try:
         place = host.listen("127.0.0.1", name="node 1", secret=new_secret())
-        programs = HostedEnvironments([place], renew=renew, needs_ids=False, wait_s=20.0)
+        programs = HostedEnvironments([place], renew=renew, wait_s=20.0)
         return play_in(AgentEnvironments(given, chat_template=None, programs=programs), count=count)
     finally:
         host.close()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import secrets
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,11 +23,10 @@ from rollcall.base.wait import warn
 from rollcall.base.words import visible
 from rollcall.config.environments import EnvironmentBase
 from rollcall.engine.protocol import Sampling
-from rollcall.environments.callers import Caller, Callers, Served, room_for
+from rollcall.environments.callers import Caller, Served
 from rollcall.environments.calls import CallFormat
 from rollcall.environments.conversation import Conversations
 from rollcall.environments.endpoint import (
-    EPISODES,
     LOOPBACK,
     Endpoint,
     EndpointServer,
@@ -35,7 +35,7 @@ from rollcall.environments.endpoint import (
     take_reward,
 )
 from rollcall.environments.episode import LONGEST_ERROR, one_ends_within, row_of, turn_seed
-from rollcall.environments.histories import Histories, HistoryRow, Templates
+from rollcall.environments.histories import Histories, HistoryRow
 from rollcall.environments.program import KEY
 from rollcall.environments.protocol import (
     Ended,
@@ -58,23 +58,13 @@ class AgentEnvironments:
     def __init__(
         self, section: EnvironmentBase, *, chat_template: str | None, programs: Programs, address: str = LOOPBACK
     ) -> None:
-        self._section = section
-        self._programs = programs
-        self._address = address
+        self.section, self.programs, self.address = section, programs, address
+        self.call_format: CallFormat = call_format_of(chat_template)
         self._players: list[AgentPlayer] = []
-        self._call_format: CallFormat = call_format_of(chat_template)
 
     def player(self, *, tokenizer: Any, max_prompt_tokens: int, max_response_tokens: int) -> AgentPlayer:
-        player = AgentPlayer(
-            self._section,
-            programs=self._programs,
-            address=self._address,
-            tokenizer=tokenizer,
-            max_row=max_prompt_tokens + max_response_tokens,
-            call_format=self._call_format,
-        )
-        self._players.append(player)
-        return player
+        self._players.append(AgentPlayer(self, tokenizer=tokenizer, max_row=max_prompt_tokens + max_response_tokens))
+        return self._players[-1]
 
     async def find_host(self) -> Host:
         raise EnvironmentFailed("a program drives its own episode; there is nothing to step")
@@ -83,24 +73,23 @@ class AgentEnvironments:
         return ()  # a program brings its own with its requests
 
     async def aclose(self) -> None:
-        self._programs.ends()
+        self.programs.ends()
         try:
-            for player in self._players:
-                await player.aclose()
-            self._players.clear()
+            while self._players:
+                await self._players.pop().aclose()
         finally:
-            await self._programs.aclose()
+            await self.programs.aclose()
 
 
 @dataclass(slots=True, kw_only=True)
 class EpisodeRules:
-    """The rules of an episode: what its program may ask for."""
+    """Limits what the program of an episode may ask for."""
 
     section: EnvironmentBase
-    served: Served
     base: Sampling  # of the run; its max_tokens bounds all histories together
     seed_of_attempt: int
     histories: Histories
+    model: str | None = None  # a program may have any name in its code
     num_turns: int = 0
     num_seeds: int = 0
     met: EndReason | None = None  # the limit that a request has met
@@ -117,19 +106,15 @@ class EpisodeRules:
     def _used(self) -> int:
         return sum(row.length for row in self.histories.rows)
 
-    def model(self, name: str | None) -> None:
-        return None  # a program may have any name in its code
-
     def admit(self, num_choices: int) -> None:
         most = self.section.max_turns
         if self.num_turns + num_choices > most:
             raise self._over(EndReason.TURNS, f"{most} turns (environment.max_turns)", code="turn_limit")
         self.num_turns += num_choices
 
-    def sampling(self, wanted: Wanted, *, num_prompt: int, num_added: int) -> Sampling:
+    def sampling(self, wanted: Wanted, *, room: int, num_added: int) -> Sampling:
         own = {"temperature": self.base.temperature, "top_p": self.base.top_p, "top_k": self.base.top_k, "seed": None}
         self.overruled |= {name for name, value in own.items() if getattr(wanted, name) not in (None, value)}
-        room = room_for(num_prompt, self.served)
         left = self.base.max_tokens - num_added - self._used
         if left < 1:
             text = f"{self.base.max_tokens} tokens (rollout.max_response_tokens)"
@@ -155,31 +140,22 @@ class EpisodeRules:
 class AgentPlayer:
     """Plays the episodes of a run, in the thread of its server."""
 
-    def __init__(
-        self,
-        section: EnvironmentBase,
-        *,
-        programs: Programs,
-        address: str,
-        tokenizer: Any,
-        max_row: int,
-        call_format: CallFormat,
-    ) -> None:
-        self.section = section
-        self._programs = programs  # used in the server's loop only
+    def __init__(self, environments: AgentEnvironments, *, tokenizer: Any, max_row: int) -> None:
+        self.section = environments.section
+        self._programs = environments.programs  # used in the server's loop only
         self._tokenizer = copy.deepcopy(tokenizer)  # the run's is used by another thread
-        self._templates = Templates(Conversations(self._tokenizer))
-        self._served = Served(name="policy", max_model_len=max_row, vocabulary=len(tokenizer))
-        self._callers = Callers()
-        app = Endpoint(self._callers, served=self._served, tokenizer=self._tokenizer, call_format=call_format)
-        self._server = EndpointServer(app, host=address)
+        self._conversations = Conversations(self._tokenizer)
+        served = Served(name="policy", max_model_len=max_row, vocabulary=len(tokenizer))
+        self._callers: dict[str, Caller] = {}
+        app = Endpoint(self._callers, served=served, tokenizer=self._tokenizer, call_format=environments.call_format)
+        self._server = EndpointServer(app, host=environments.address)
         self._playing: set[asyncio.Task[Any]] = set()
         self._has_warned = False
 
     async def play(
         self, prompt: Prompt, *, seed: int, sampling: Sampling, session: str, sample: SampleTurn
     ) -> Completion:
-        """One attempt at a prompt. ``sampling.max_tokens`` bounds all tokens behind the prompts of its histories."""
+        """Play one attempt at a prompt. ``sampling.max_tokens`` bounds all tokens after the prompts of its histories."""
         crossing = in_loop(sample, asyncio.get_running_loop())
 
         async def there() -> Completion:
@@ -210,28 +186,27 @@ class AgentPlayer:
     async def _play_at(
         self, host: ProgramHost, prompt: Prompt, seed: int, sampling: Sampling, session: str, sample: SampleTurn
     ) -> Completion:
-        histories = Histories(self._templates, self._tokenizer, name=session)
-        rules = EpisodeRules(
-            section=self.section, served=self._served, base=sampling, seed_of_attempt=seed, histories=histories
-        )
-        caller = Caller(name=session, rules=rules, histories=histories, sample=sample, takes_reward=True)
-        key = self._callers.add(caller)
+        histories = Histories(self._conversations, name=session)
+        rules = EpisodeRules(section=self.section, base=sampling, seed_of_attempt=seed, histories=histories)
+        caller = Caller(rules=rules, histories=histories, sample=sample, takes_reward=True)
+        key = secrets.token_urlsafe(32)
+        self._callers[key] = caller
         variables = {
-            "OPENAI_BASE_URL": f"{self._server.address}{EPISODES}{session}/v1",
+            "OPENAI_BASE_URL": f"{self._server.address}/v1",
             KEY: key,
             "ROLLCALL_ROW": json.dumps(row_of(prompt), default=str),
         }
         try:
             ended, error = await self._run_program(host, caller, rules, variables)
         finally:
-            self._callers.remove(key)
+            del self._callers[key]
             await caller.end_requests()
         return completion_of(prompt, caller, seed=seed, ended=ended, error=error)
 
     async def _run_program(
         self, host: ProgramHost, caller: Caller, rules: EpisodeRules, variables: dict[str, str]
     ) -> tuple[EndReason, str]:
-        """Why the episode ended, and what was wrong."""
+        """Returns why the episode ended, and what went wrong."""
         limit_s = self.section.episode_timeout_s
         try:
             program, is_late = await _run_within(limit_s, host, variables, rules.is_over)
@@ -250,15 +225,19 @@ class AgentPlayer:
             return rules.met, ""
         if program.how:
             return EndReason.ERROR, f"the program ended with {program.how}; stderr: {_tail(program.stderr)}"
+        if not caller.histories.rows and caller.num_requests + caller.num_refused:
+            refused = f"{caller.num_refused} requests of the program were refused"
+            return EndReason.ERROR, f"{refused}, and none was answered; the last: {caller.last_refusal}"
         if not caller.histories.rows:
-            return EndReason.ERROR, _why_no_answer(caller, program)
+            why = f"the program ended without a request to OPENAI_BASE_URL; stderr: {_tail(program.stderr)}"
+            return EndReason.ERROR, why
         return EndReason.TOKENS if rules.is_cut else EndReason.DONE, ""
 
 
 async def _run_within(
     limit_s: float, host: ProgramHost, variables: dict[str, str], is_over: asyncio.Event
 ) -> tuple[Ended, bool]:
-    """The program, and whether it had to be ended: after the limit, or a short time after a limit of the episode was met."""
+    """Run the program. Returns it, and whether it had to be ended: after ``limit_s``, or shortly after a limit of the episode was met."""
     stop = asyncio.Event()
     running, over = asyncio.create_task(host.run(variables, stop=stop)), asyncio.create_task(is_over.wait())
     try:
@@ -276,7 +255,7 @@ async def _run_within(
 
 
 def _take_printed_reward(caller: Caller, printed: str) -> None:
-    """The last line that the program printed, if it is JSON with a reward."""
+    """Take the reward from the last line that the program printed, if it is JSON with one."""
     last = printed.rstrip().rpartition("\n")[2]
     if not (last.startswith("{") and '"reward"' in last):
         return
@@ -286,19 +265,12 @@ def _take_printed_reward(caller: Caller, printed: str) -> None:
         caller.num_refused += 1  # not a reward; the program's own words
 
 
-def _why_no_answer(caller: Caller, program: Ended) -> str:
-    if caller.num_requests or caller.num_refused:
-        refused = f"{caller.num_refused} requests of the program were refused"
-        return f"{refused}, and none was answered; the last: {caller.last_refusal}"
-    return f"the program ended without a request to OPENAI_BASE_URL; stderr: {_tail(program.stderr)}"
-
-
 def _tail(text: str) -> str:
     return visible(text.strip()[-LONGEST_ERROR // 2 :]) or "(nothing)"
 
 
 def completion_of(prompt: Prompt, caller: Caller, *, seed: int, ended: EndReason, error: str) -> Completion:
-    """The first history, with the others as its branches."""
+    """Make a completion of the first history, with the others as its branches."""
     rows = caller.histories.rows
     first = rows[0] if rows else HistoryRow(prompt_ids=prompt.token_ids, session="")
     return first.completion(

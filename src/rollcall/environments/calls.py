@@ -6,8 +6,8 @@
 ``text``     a separate line, ``add(a=1, b="x")`` or ``add: {"a": 1}``, that begins with the name of a tool. Inside the brackets
              are Python literals, by name or in the order of the tool's arguments; nothing is ever evaluated.
 
-What a model wrote before ``</think>`` is thought, not said. A call that cannot be read is a ``Call`` with an ``error`` for the model. The
-text may be anything, so the work is linear in its length, and JSON is neither deep nor large.
+What a model wrote before ``</think>`` is no call. One that cannot be read is a ``Call`` with an ``error`` for the model. The text may be
+anything, so the work is linear in its length, and JSON is neither deep nor large.
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ class Call:
     name: str  # empty: it could not be read
     arguments: dict[str, Any] = field(default_factory=dict)
     error: str = ""  # why it cannot be made, for the model
+    id: str = ""  # in an answer of the endpoint
 
 
 class _Unreadable(ValueError):
-    """Why a call cannot be read, for the model."""
+    """Tells the model why a call cannot be read."""
 
 
 def format_of(chat_template: str | None) -> CallFormat:
-    """How a model with this chat template writes calls; ConfigError: in a way that is not known here."""
+    """The format in which a model with this chat template writes calls. ConfigError: the format is unknown."""
     template = chat_template or ""
     if _OPEN in template and "<function=" not in template:
         return "hermes"
@@ -63,7 +64,7 @@ def format_of(chat_template: str | None) -> CallFormat:
 
 
 def parse_calls(text: str, *, call_format: CallFormat, tools: Mapping[str, Sequence[str]]) -> list[Call]:
-    """The calls in their order; empty: there is none. ``tools``: name -> arguments in their order."""
+    """Find the calls in a text, in their order. ``tools``: name -> arguments in their order."""
     _, thought, said = text.rpartition(_THOUGHT)
     if not thought and text.lstrip().startswith(_THINK):
         return []
@@ -78,20 +79,15 @@ def _hermes(text: str, tools: Mapping[str, Sequence[str]]) -> Iterator[Call]:
     while (start := text.find(_OPEN, at)) >= 0:
         start += len(_OPEN)
         end = text.find(_CLOSE, start)
-        yield _from_json(text[start : end if end >= 0 else start + _MAX_CALL_CHARS + 1], is_closed=end >= 0)
+        try:
+            yield _call(_load(text[start : end if end >= 0 else start + _MAX_CALL_CHARS + 1].strip()))
+        except _Unreadable as error:
+            why = str(error) if end >= 0 else f"{_OPEN} without {_CLOSE}"
+            example = '{"name": "...", "arguments": {...}}'
+            yield Call(name="", error=f"the call cannot be read: {why}; write {_OPEN}{example}{_CLOSE}")
         if end < 0:
             return
         at = end + len(_CLOSE)
-
-
-def _from_json(body: str, *, is_closed: bool) -> Call:
-    try:
-        found = _load(body.strip())
-        return _call(found)
-    except _Unreadable as error:
-        why = str(error) if is_closed else f"{_OPEN} without {_CLOSE}"
-        example = '{"name": "...", "arguments": {...}}'
-        return Call(name="", error=f"the call cannot be read: {why}; write {_OPEN}{example}{_CLOSE}")
 
 
 def _llama(text: str, tools: Mapping[str, Sequence[str]]) -> Iterator[Call]:
@@ -147,7 +143,14 @@ def _line_arguments(line: str, name: str, *, is_json: bool, names: Sequence[str]
         found = _load(line[len(name) + 1 :].strip())
         assert isinstance(found, dict), "it begins with a brace"
         return found
-    call = _parse_line(line)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the parser, about what a model wrote
+            call = ast.parse(line, mode="eval").body
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        raise _Unreadable("it is not written as Python writes a call") from None
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+        raise _Unreadable("it is more than one call")
     if len(call.args) > len(names):
         raise _Unreadable(f"{name} takes {len(names)} arguments, and there are {len(call.args)}")
     given = [*zip(names, call.args, strict=False), *((each.arg, each.value) for each in call.keywords)]
@@ -162,18 +165,6 @@ def _line_arguments(line: str, name: str, *, is_json: bool, names: Sequence[str]
     return arguments
 
 
-def _parse_line(line: str) -> ast.Call:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the parser, about what a model wrote
-            node = ast.parse(line, mode="eval").body
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
-        raise _Unreadable("it is not written as Python writes a call") from None
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
-        raise _Unreadable("it is more than one call")
-    return node
-
-
 # JSON
 
 
@@ -185,10 +176,10 @@ def _load(text: str) -> Any:
 
 
 def _decode(text: str, at: int) -> tuple[Any, int]:
-    """The JSON value at a place, and where it ends."""
+    """The JSON value that begins at ``at``, and where it ends."""
     part = text if at == 0 and len(text) <= _MAX_CALL_CHARS else text[at : at + _MAX_CALL_CHARS]
     try:
-        found, end = _DECODER.raw_decode(part)
+        found, end = json.JSONDecoder().raw_decode(part)
     except RecursionError:
         raise _Unreadable(f"its JSON is nested more than {MAX_DEPTH} deep") from None
     except ValueError as error:
@@ -200,15 +191,8 @@ def _decode(text: str, at: int) -> tuple[Any, int]:
     return _plain(found), at + end
 
 
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a number")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
-
-
 def _plain(value: Any, depth: int = 0) -> Any:
-    """The value in JSON's types; _Unreadable: it has others, is too deep, or has a number that is not finite."""
+    """Check that a value has only types of JSON. _Unreadable: it is too deep, or has a number that is not finite (Python reads NaN)."""
     if depth > MAX_DEPTH:
         raise _Unreadable(f"its JSON is nested more than {MAX_DEPTH} deep")
     if value is None or (isinstance(value, bool | int) and abs(value) <= _LARGEST_INT):
@@ -225,7 +209,7 @@ def _plain(value: Any, depth: int = 0) -> Any:
 
 
 def _call(found: Any) -> Call:
-    """From ``{"name": ..., "arguments": {...}}``; some models write ``parameters``, or the arguments as text."""
+    """Make a call of ``{"name": ..., "arguments": {...}}``; some models write ``parameters``, or the arguments as text."""
     if not isinstance(found, dict) or not isinstance(found.get("name"), str):
         raise _Unreadable('it has no "name"')
     arguments = found.get("arguments", found.get("parameters"))

@@ -44,7 +44,7 @@ class ClassPlayer:
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """For the chat template."""
+        """The schemas of the tools, for the chat template."""
         return [] if self.call_format == "text" else [tool.schema for tool in self.tools.values()]
 
     def reset(self, row: Mapping[str, Any], run: Callable[[Any], Any]) -> str | None:
@@ -70,7 +70,7 @@ class ClassPlayer:
         return None if get_reward is None else number(run(get_reward()), what="get_reward returned")
 
     def _answer(self, call: Call, run: Callable[[Any], Any]) -> dict[str, Any]:
-        """Make a call. The model reads what a tool raises, except where its process is no longer sound."""
+        """Make a call. The model reads what a tool raises, except where the process is no longer sound."""
         error = call.error
         result = ""
         if not error:
@@ -121,7 +121,7 @@ def load_class(
     call_format: CallFormat,
     is_chat: bool,
 ) -> ClassPlayer:
-    """ValueError: the class or a function cannot be used; the message says which and what to do."""
+    """Load a class and functions as tools. ValueError says which of them cannot be used, and what to do."""
     tools: dict[str, Tool] = {}
     cls: Any = None
     if path is not None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,11 +27,11 @@ from rollcall.base.types import Ints, Prompt
 from rollcall.base.wait import warn
 from rollcall.environments.protocol import EnvironmentFailed, Message
 from rollcall.model.chat_template import TemplateError, render_chats
+from rollcall.reward.trl import MESSAGES
 
 _MARKERS = ("ROLLCALLFIRST", "ROLLCALLSECOND")
 _THINKS = "<think>\nhm\n</think>\n\n"
 _TEXTS_EXAMINED = 64
-MESSAGES = "prompt_messages"  # of a prompt's metadata: it is a chat
 Tools = Sequence[dict[str, Any]]
 
 
@@ -41,12 +42,13 @@ class Opened:
 
 
 class Conversations:
-    """Of one run: all have its tokenizer."""
+    """Turns messages into token ids with the tokenizer of a run."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._backend = _plain_backend(tokenizer)
         self._special = _special_tokens(tokenizer)
+        self._known: OrderedDict[tuple[bytes, str], str] = OrderedDict()  # of why_not_after
         self._num_examined = 0
         self._cut = f"ROLLCALLCUT{secrets.token_hex(8)}"  # in nothing that anybody says
 
@@ -63,7 +65,7 @@ class Conversations:
         return self._opened(messages, tools)
 
     def open_chat(self, messages: Sequence[dict[str, Any]], *, tools: Tools) -> Opened:
-        """Somebody's messages. What the model said in them is left as it is: templates look into it."""
+        """Begin a conversation with a program's messages. Those of the model are left as they are: templates look into them."""
         said = [message if message["role"] == "assistant" else self._data(message) for message in messages]
         return self._opened(said, tools)
 
@@ -75,7 +77,13 @@ class Conversations:
         """The ids behind a turn that ended with ``last_id``: the end of the model's message, the new messages, and the beginning
         of the model's next one."""
         if is_chat:
-            text = self._after_marker([self._data(_plain(message)) for message in messages], tools)
+            new = [
+                {"role": one.role, "content": one.content} | ({"name": one.name} if one.name else {})
+                for one in messages
+            ]
+            stand_in = [{"role": "user", "content": "begin"}, {"role": "assistant", "content": _MARKERS[0]}]
+            text = self._render([*stand_in, *map(self._data, new)], tools)
+            text = text.partition(_MARKERS[0])[2]  # the first: an observation may hold the marker too
         else:
             text = "".join(message.content for message in messages)
         ids = self._ids(text)
@@ -90,7 +98,7 @@ class Conversations:
     def check_extension(self, *, tools: Tools, role: str) -> None:
         """Refuse a chat template that writes earlier messages differently once later ones follow."""
         first, second = _MARKERS
-        thinks = _THINKS if "<think>" in (self._tokenizer.chat_template or "") else ""
+        thinks = _THINKS if "<think>" in (self.tokenizer.chat_template or "") else ""
         said = {"role": role, "content": "seen"}
         opening: list[dict[str, Any]] = [{"role": "user", "content": "begin"}, {"role": "assistant", "content": first}]
         again = {"role": "assistant", "content": f"{thinks}{second}"}
@@ -112,15 +120,25 @@ class Conversations:
                 "messages as they are (often a template that keeps earlier thoughts)"
             )
 
-    def _after_marker(self, messages: Sequence[dict[str, Any]], tools: Tools) -> str:
-        marker = _MARKERS[0]
-        stand_in = [{"role": "user", "content": "begin"}, {"role": "assistant", "content": marker}]
-        text = self._render([*stand_in, *messages], tools)
-        return text.partition(marker)[2]  # the first: an observation may hold the marker too
+    def why_not_after(self, messages: Sequence[dict[str, Any]], *, tools: Tools, key: bytes) -> str:
+        """Why these messages cannot follow an answer as they are; empty: they can. The template is tried once for each set of tools, which
+        ``key`` stands for, and role."""
+        for role in sorted({message["role"] for message in messages}):
+            if (key, role) not in self._known:
+                try:
+                    self.check_extension(tools=tools, role=role)
+                    self._known[key, role] = ""
+                except ConfigError as error:
+                    self._known[key, role] = str(error)
+                while len(self._known) > 1000:
+                    self._known.popitem(last=False)
+            if why := self._known[key, role]:
+                return why
+        return ""
 
     def _render(self, messages: Sequence[dict[str, Any]], tools: Tools) -> str:
         try:
-            return render_chats(self._tokenizer, [messages], tools=tools)[0]
+            return render_chats(self.tokenizer, [messages], tools=tools)[0]
         except TemplateError as error:
             raise EnvironmentFailed(f"the chat template refuses the messages: {error}") from None
 
@@ -129,28 +147,27 @@ class Conversations:
         return {**message, **said}
 
     def _as_data(self, text: str) -> str:
-        """With a cut behind the first character of each special token that it spells."""
+        """Cut each special token that the text spells behind its first character."""
         return self._special.sub(lambda match: f"{match[0][0]}{self._cut}{match[0][1:]}", text)
 
     def _ids(self, text: str, *, special: bool = False) -> Ints:
-        pieces = [
-            self._encode(piece, special=special and not place) for place, piece in enumerate(text.split(self._cut))
-        ]
-        found = np.array([one for ids in pieces for one in ids], dtype=np.int32)
+        ids: list[int] = []
+        for place, piece in enumerate(text.split(self._cut)):
+            begins = special and not place
+            if self._backend is None:
+                ids += self.tokenizer(piece, add_special_tokens=begins)["input_ids"]
+            else:
+                ids += self._backend.encode(piece, add_special_tokens=begins).ids
+        found = np.array(ids, dtype=np.int32)
         if self._num_examined < _TEXTS_EXAMINED:
             self._num_examined += 1
-            if lost := unknown_characters(text.replace(self._cut, ""), found, self._tokenizer):
+            if lost := unknown_characters(text.replace(self._cut, ""), found, self.tokenizer):
                 self._num_examined = _TEXTS_EXAMINED
                 warn(
                     f"the tokenizer has no tokens for {', '.join(map(repr, lost[:8]))} of what the environment says "
                     f"({text[:40]!r}), so the model does not see them; use another model, or words that its tokenizer can write"
                 )
         return found
-
-    def _encode(self, text: str, *, special: bool) -> list[int]:
-        if self._backend is None:
-            return self._tokenizer(text, add_special_tokens=special)["input_ids"]
-        return self._backend.encode(text, add_special_tokens=special).ids
 
 
 def unknown_characters(text: str, token_ids: Ints, tokenizer: Any) -> list[str]:
@@ -161,7 +178,7 @@ def unknown_characters(text: str, token_ids: Ints, tokenizer: Any) -> list[str]:
 
 
 def _plain_backend(tokenizer: Any) -> Any:
-    """The part of the tokenizer that encodes as all of it does, in half the time; None if the tokenizer does more in Python."""
+    """The part of the tokenizer that gives the same ids in half the time; None if the tokenizer does more in Python."""
     from transformers import PreTrainedTokenizerFast
 
     kind, plain = type(tokenizer), PreTrainedTokenizerFast
@@ -177,8 +194,3 @@ def _special_tokens(tokenizer: Any) -> re.Pattern[str]:
     added = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
     names = (name for name in {*tokenizer.all_special_tokens, *added} if len(name) > 1)
     return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or r"(?!)")  # the last: nothing
-
-
-def _plain(message: Message) -> dict[str, Any]:
-    named = {"name": message.name} if message.name else {}
-    return {"role": message.role, "content": message.content, **named}

@@ -6,8 +6,7 @@
     GET  /v1/models              what is served, with `max_model_len`
     POST /v1/reward              the reward of an episode, from its program
 
-Every address needs a key. The same addresses below ``/episodes/NAME`` are those of one episode, and its key opens no others. The
-body is read only when the key is known, and up to ``MAX_BODY_BYTES``.
+Every address needs a key; an episode has its own. The body is read only when the key is known, and up to ``MAX_BODY_BYTES``.
 
 The server is uvicorn in a thread with its own event loop. An engine in this process decodes inside one call of the run's loop, for as
 long as a chunk of tokens takes; meanwhile this thread reads requests, renders and tokenises, so that the next chunk begins with all of
@@ -22,9 +21,9 @@ import logging
 import secrets
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
@@ -37,22 +36,20 @@ from rollcall.environments.answers import (
     Answered,
     Choice,
     chat_body,
-    chat_events,
+    events_of,
     generate_body,
     text_body,
-    text_events,
     to_bytes,
 )
-from rollcall.environments.callers import Caller, Callers, Served, check_ids, too_long
-from rollcall.environments.calls import CallFormat, format_of, parse_calls
-from rollcall.environments.histories import Asked, Call
+from rollcall.environments.callers import Caller, Served
+from rollcall.environments.calls import Call, CallFormat, format_of, parse_calls
+from rollcall.environments.histories import Asked
 from rollcall.environments.protocol import EnvironmentFailed, SampleTurn, add_metrics
 from rollcall.environments.wire import ChatRequest, GenerateRequest, Refused, TextRequest, Wanted, Worth, read
 from rollcall.nodes.http_door import http_server, listen
 
 MAX_BODY_BYTES = 16 << 20  # ids of a million tokens have half of it
 READ_TIMEOUT_S = 60.0  # for a body, from its first byte to its last
-EPISODES = "/episodes/"
 LOOPBACK = "127.0.0.1"
 T = TypeVar("T")
 
@@ -70,9 +67,11 @@ class Reply:
 
 
 class Endpoint:
-    """``call_format``: how the model writes tool calls."""
+    """``callers``: by key, and read at each request. ``call_format``: how the model writes tool calls."""
 
-    def __init__(self, callers: Callers, *, served: Served, tokenizer: Any, call_format: CallFormat) -> None:
+    def __init__(
+        self, callers: Mapping[str, Caller], *, served: Served, tokenizer: Any, call_format: CallFormat
+    ) -> None:
         self._callers, self._served = callers, served
         self._tokenizer = tokenizer
         self._most_chars = served.max_model_len * max(map(len, tokenizer.get_vocab()))
@@ -88,8 +87,8 @@ class Endpoint:
         assert scope["type"] == "http", "the server has neither lifespan nor websockets"
         caller: Caller | None = None
         try:
-            caller, path = self._caller_of(scope)
-            reply = await self._reply(caller, path, scope, receive)
+            caller = self._caller_of(scope)
+            reply = await self._reply(caller, scope, receive)
         except Refused as refused:
             if caller is not None:
                 caller.num_refused += 1
@@ -108,29 +107,26 @@ class Endpoint:
 
     # Who asks, and for what
 
-    def _caller_of(self, scope: Message) -> tuple[Caller, str]:
-        """Refuses without a key, with two, with an unknown one, and with one of another episode."""
+    def _caller_of(self, scope: Message) -> Caller:
+        """The owner of the key. Refuses a request without a key, with two, and with an unknown one."""
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         kind, _, key = given[0].decode("latin-1").partition(" ") if len(given) == 1 else ("", "", "")
-        caller = self._callers.of(key.strip()) if kind.lower() == "bearer" else None
-        path: str = scope["path"]
-        if caller is not None and path.startswith(EPISODES):
-            name, slash, rest = path.removeprefix(EPISODES).partition("/")
-            path, caller = slash + rest, caller if name == caller.name else None
+        caller = self._callers.get(key.strip()) if kind.lower() == "bearer" else None
         if caller is None:
             raise Refused(
                 401,
                 "this needs a valid key in one header `Authorization: Bearer KEY`; the key of an episode ends with the episode",
                 code="invalid_api_key",
             )
-        return caller, path
+        return caller
 
-    async def _reply(self, caller: Caller, path: str, scope: Message, receive: Receive) -> Reply:
-        method: str = scope["method"]
+    async def _reply(self, caller: Caller, scope: Message, receive: Receive) -> Reply:
+        method, path = scope["method"], scope["path"]
         if path == "/v1/models" and method == "GET":
-            return Reply(body=to_bytes({"object": "list", "data": [self._model()]}))
-        if path == f"/v1/models/{self._served.name}" and method == "GET":
-            return Reply(body=to_bytes(self._model()))
+            served = self._served
+            model = {"id": served.name, "object": "model", "created": 0, "owned_by": "rollcall"}
+            data = [model | {"max_model_len": served.max_model_len}]
+            return Reply(body=to_bytes({"object": "list", "data": data}))
         work = self._posts.get(path)
         if work is None or (path == "/v1/reward" and not caller.takes_reward):
             raise Refused(404, f"{method} {path[:200]} does not exist here", code="not_found")
@@ -140,13 +136,8 @@ class Endpoint:
         caller.num_requests += path != "/v1/reward"
         return await self._unless_left(caller, work(caller, body), receive)
 
-    def _model(self) -> dict[str, Any]:
-        served = self._served
-        model = {"id": served.name, "object": "model", "created": 0, "owned_by": "rollcall"}
-        return model | {"max_model_len": served.max_model_len}
-
     async def _unless_left(self, caller: Caller, work: Coroutine[Any, Any, Reply], receive: Receive) -> Reply:
-        """The reply, unless the client hangs up before or the key ends: then the work ends too."""
+        """Await the reply. If the client hangs up or the key ends first, the work ends too."""
         task = asyncio.current_task()
         assert task is not None
 
@@ -177,7 +168,7 @@ class Endpoint:
 
     async def _chat(self, caller: Caller, body: bytes) -> Reply:
         request = read(ChatRequest, body)
-        caller.rules.model(request.model)
+        self._check_model(caller, request.model)
         if not self._tokenizer.chat_template:
             raise Refused(
                 400,
@@ -186,7 +177,7 @@ class Endpoint:
             )
         messages = request.conversation()
         if len(messages) > self._served.max_model_len:
-            raise too_long(self._served, f"the request has {len(messages):,} messages")
+            raise self._too_long(f"the request has {len(messages):,} messages")
         # A call's arguments are counted as the template may write them; names and keys are part of it too.
         others = [{key: value for key, value in message.items() if key != "content"} for message in messages]
         written = [
@@ -202,28 +193,22 @@ class Endpoint:
                 code="no_tools",
             )
         asked = caller.histories.chat(messages, tools=request.tools)
-        answered = await self._sample(caller, [asked], request, request)
-        if request.stream:
-            return Reply(body=b"", events=chat_events(answered, request))
-        return Reply(body=to_bytes(chat_body(answered, request)))
+        return _reply_to(request, chat_body(await self._sample(caller, [asked], request, request), request))
 
     async def _text(self, caller: Caller, body: bytes) -> Reply:
         request = read(TextRequest, body)
-        caller.rules.model(request.model)
+        self._check_model(caller, request.model)
         for prompt in request.prompt:
             self._refuse_endless([prompt] if isinstance(prompt, str) else [])
         asked = [
             caller.histories.plain(prompt) if isinstance(prompt, str) else self._by_ids(caller, prompt)
             for prompt in request.prompt
         ]
-        answered = await self._sample(caller, asked, request, None)
-        if request.stream:
-            return Reply(body=b"", events=text_events(answered, request))
-        return Reply(body=to_bytes(text_body(answered, request)))
+        return _reply_to(request, text_body(await self._sample(caller, asked, request, None), request))
 
     async def _generate(self, caller: Caller, body: bytes) -> Reply:
         request = read(GenerateRequest, body)
-        caller.rules.model(request.model)
+        self._check_model(caller, request.model)
         asked = [self._by_ids(caller, request.token_ids)]
         answered = await self._sample(caller, asked, request.sampling_params, None)
         return Reply(body=to_bytes(generate_body(answered, request)))
@@ -232,27 +217,42 @@ class Endpoint:
         take_reward(caller, body)
         return Reply(body=to_bytes({"reward": caller.reward}))
 
+    def _check_model(self, caller: Caller, name: str | None) -> None:
+        if name is not None and caller.rules.model not in (None, name):
+            why = f"the model {name[:200]!r} does not exist here; this endpoint serves {caller.rules.model!r}"
+            raise Refused(404, why, code="model_not_found", param="model")
+
+    def _too_long(self, what: str) -> Refused:
+        text = f"This model's maximum context length is {self._served.max_model_len} tokens, and {what}; send fewer"
+        return Refused(400, text, code="context_length_exceeded", param="messages")
+
     def _refuse_endless(self, texts: Sequence[str]) -> None:
         """Refuse what cannot fit, whatever its tokens are: tokenising it could take minutes, and all others would wait."""
         if (num_chars := sum(map(len, texts))) > self._most_chars:
-            raise too_long(self._served, f"the request has {num_chars:,} characters, which cannot fit")
+            raise self._too_long(f"the request has {num_chars:,} characters, which cannot fit")
 
     def _by_ids(self, caller: Caller, given: list[int]) -> Asked:
         asked = caller.histories.ids(np.array(given, dtype=np.int32))
         # Sampled ids may lie beyond the tokenizer's, where the model has more outputs than tokens.
-        check_ids(asked.prompt_ids if asked.behind is None else asked.added, self._served)
+        ids = asked.prompt_ids if asked.behind is None else asked.added
+        if len(ids) and (largest := int(ids.max())) >= (vocabulary := self._served.vocabulary):
+            why = f"token id {largest} is unknown: the model has {vocabulary} tokens; give ids of its own tokenizer"
+            raise Refused(400, why, code="invalid_value", param="prompt")
         return asked
 
     # Sampling
 
     async def _sample(self, caller: Caller, asked: list[Asked], wanted: Wanted, chat: ChatRequest | None) -> Answered:
-        """``wanted.n`` completions of each prompt, side by side."""
+        """Sample ``wanted.n`` completions of each prompt at the same time."""
         turns: list[asyncio.Future[Completion]] = []
         try:
             # Before it is admitted: what is refused is not a turn.
-            samplings = [
-                caller.rules.sampling(wanted, num_prompt=len(one.prompt_ids), num_added=len(one.added)) for one in asked
-            ]
+            samplings: list[Sampling] = []
+            for one in asked:
+                room = self._served.max_model_len - len(one.prompt_ids)
+                if room < 1:
+                    raise self._too_long(f"the request has {len(one.prompt_ids)} before the first new one")
+                samplings.append(caller.rules.sampling(wanted, room=room, num_added=len(one.added)))
             caller.rules.admit(len(asked) * wanted.n)
             sessions: list[str] = []
             for one, sampling in zip(asked, samplings, strict=True):
@@ -277,14 +277,14 @@ class Endpoint:
                 content, calls = self._find_calls(content, chat.tools)
             place = index // wanted.n
             choice = Choice(index=index, prompt=place, completion=completion, content=content, calls=calls)
-            message = choice.message() if chat is not None else None
+            message = choice.message(as_text=False) if chat is not None else None
             caller.histories.note(asked[place], completion, session=session, message=message, calls=calls)
             choices.append(choice)
         prompts = tuple(one.prompt_ids for one in asked)
         return Answered(model=self._served.name, prompts=prompts, choices=tuple(choices), tokenizer=self._tokenizer)
 
     def _find_calls(self, text: str, tools: list[dict[str, Any]]) -> tuple[str, tuple[Call, ...]]:
-        """The text without the calls, and the calls. If one of them cannot be read, all of it stays text."""
+        """Split a text into what it says and its calls. If one of the calls cannot be read, all of it stays text."""
         known: dict[str, list[str]] = {}
         for function in (tool["function"] for tool in tools):
             parameters = function.get("parameters")
@@ -294,12 +294,17 @@ class Endpoint:
         if not found or any(call.error for call in found):
             return text, ()
         before = text.partition("<tool_call>")[0].rstrip() if self._call_format == "hermes" else ""
-        calls = (Call(id=f"call_{secrets.token_hex(12)}", name=call.name, arguments=call.arguments) for call in found)
-        return before, tuple(calls)
+        return before, tuple(replace(call, id=f"call_{secrets.token_hex(12)}") for call in found)
+
+
+def _reply_to(request: ChatRequest | TextRequest, body: dict[str, Any]) -> Reply:
+    if request.stream:
+        return Reply(body=b"", events=events_of(body, has_usage=request.stream_options.include_usage))
+    return Reply(body=to_bytes(body))
 
 
 def call_format_of(chat_template: str | None) -> CallFormat:
-    """That of the template; where it is not known, the one that most models know: a call in another one stays text."""
+    """The format of the template's calls. If it is unknown, the one that most models know: a call in another format stays text."""
     try:
         return format_of(chat_template)
     except ConfigError:
@@ -307,7 +312,7 @@ def call_format_of(chat_template: str | None) -> CallFormat:
 
 
 def take_reward(caller: Caller, body: bytes) -> None:
-    """The last one counts."""
+    """Take the reward that a program reports. The last one counts."""
     worth = read(Worth, body)
     caller.reward = worth.reward
     add_metrics(caller.metrics, worth.metrics or {})
@@ -365,7 +370,7 @@ def refuse_without_packages() -> None:
 
 
 class EndpointServer:
-    """Listens from the moment it is made. Coroutines that touch what the app owns run in its loop (``run``)."""
+    """Serves an app in a thread, from the moment it is made. Coroutines that touch what the app owns run in its loop (``run``)."""
 
     def __init__(self, app: Any, *, host: str = LOOPBACK, listener: socket.socket | None = None) -> None:
         refuse_without_packages()
@@ -382,11 +387,11 @@ class EndpointServer:
         return f"http://{host}:{self.port}"
 
     def run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """In this server's loop, from any thread."""
+        """Run a coroutine in this server's loop, from any thread."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def close(self) -> None:
-        """End requests on their way. The caller first ends what else runs in the loop."""
+        """End open requests. The caller first ends what else runs in the loop."""
         self._server.should_exit = True
         self._thread.join(10.0)
 
@@ -401,7 +406,7 @@ class EndpointServer:
 
 
 def in_loop(sample: SampleTurn, loop: asyncio.AbstractEventLoop) -> SampleTurn:
-    """``sample``, which belongs to ``loop``, for coroutines of another one."""
+    """Make ``sample``, which belongs to ``loop``, callable from another loop."""
 
     async def crossing(prompt_ids: Ints, /, *, seed: int, sampling: Sampling, session: str) -> Completion:
         async def there() -> Completion:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import math
 from collections.abc import Awaitable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -19,7 +18,7 @@ from rollcall.base.types import Completion, EndReason, FinishReason, Ints, Promp
 from rollcall.config import EnvironmentBase
 from rollcall.config.environments import ClassEnvironment
 from rollcall.engine.protocol import Sampling
-from rollcall.environments.conversation import MESSAGES, Conversations, Tools
+from rollcall.environments.conversation import Conversations, Tools
 from rollcall.environments.protocol import (
     Environment,
     EnvironmentFailed,
@@ -28,24 +27,22 @@ from rollcall.environments.protocol import (
     Host,
     Opening,
     SampleTurn,
-    StepResult,
     add_metrics,
 )
 from rollcall.environments.rows import Row
 from rollcall.process.debug.board import BOARD
 from rollcall.process.pause import running_s
 from rollcall.reward.functions import LARGEST_SCORE
-from rollcall.reward.trl import TEXT
+from rollcall.reward.trl import MESSAGES, TEXT
 
 T = TypeVar("T")
 KIND = "environment"  # the column that names a row's environment, where there are several
 LONGEST_ERROR = 2000
 LOOK_S = 1.0
-GRACE_S = 0.05
 
 
 class TooLong(Exception):  # noqa: N818 - an outcome
-    """A call, or the episode, went over its time."""
+    """A call or an episode took too long."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,7 +58,7 @@ class Player:
     async def play(
         self, prompt: Prompt, *, seed: int, sampling: Sampling, session: str, sample: SampleTurn
     ) -> Completion:
-        """One attempt at a prompt. ``sampling.max_tokens`` bounds all tokens behind the prompt."""
+        """Play one attempt at a prompt. ``sampling.max_tokens`` bounds all tokens after the prompt."""
         limit_s = self.section.episode_timeout_s
         late = f"the episode took longer than environment.episode_timeout_s={limit_s:g}"
         while True:
@@ -78,14 +75,14 @@ class Player:
             return one.completion()
 
     async def call(self, work: Awaitable[T], name: str) -> T:
-        """A call of the environment, with its time limit."""
+        """Await a call of the environment within its time limit."""
         limit_s = self.section.call_timeout_s
         return await within(work, limit_s, f"{name} took longer than environment.call_timeout_s={limit_s:g}")
 
 
 async def within(work: Awaitable[T], limit_s: float, late: str) -> T:
-    """Its result, or ``TooLong`` with the text ``late``. It runs in the caller's task: an episode makes a call in each turn, and a task for
-    each would take longer than the call."""
+    """Await ``work``, or raise ``TooLong`` with the text ``late``. It runs in the caller's task: an episode makes a call in each turn, and
+    a task for each would take longer than the call."""
     limit = _Limit(limit_s)
     try:
         return await work
@@ -98,7 +95,7 @@ async def within(work: Awaitable[T], limit_s: float, late: str) -> T:
 
 
 async def one_ends_within(limit_s: float, *tasks: asyncio.Future[Any]) -> bool:
-    """Whether one of them ends in this time."""
+    """Whether one of the tasks ends in this time."""
     try:
         await within(asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED), limit_s, "")
     except TooLong:
@@ -141,7 +138,7 @@ class _Limit:
         if look_s > 0:
             self._next = self._task.get_loop().call_later(look_s, self._count, look_s, running_s())
         else:  # the loop may have stood still until now
-            self._next = self._task.get_loop().call_later(GRACE_S, self._end)
+            self._next = self._task.get_loop().call_later(0.05, self._end)
 
     def _count(self, look_s: float, began_s: float) -> None:
         if not BOARD.is_held:
@@ -184,7 +181,7 @@ class _OneEpisode:
             await environment.close(broken=broken)
 
     def fail(self, reason: EndReason, error: str) -> None:
-        """It failed; the turns so far stay, including the one that it failed at."""
+        """Note that the episode failed. Its turns stay, including the one at which it failed."""
         self._ended, self._error = reason, error[:LONGEST_ERROR] or "no reason was given"
 
     def _open(self, opening: Opening) -> None:
@@ -212,23 +209,21 @@ class _OneEpisode:
             )
             row.add_sampled(turn)
             result = await self._player.call(environment.step(turn.text, turn.token_ids.tolist()), "step")
-            observed = None if result.done else self._observed(turn, result, tools)
+            observed: Ints | None = None
+            if not result.done:
+                is_chat, last_id = MESSAGES in self._prompt.metadata, int(turn.token_ids[-1])
+                extend = self._player.conversations.extend
+                observed = extend(result.messages, is_chat=is_chat, tools=tools, last_id=last_id)
             ended = self._why_ended(turn, observed)
-            told = {name: _number(value, f"the metric {name!r}") for name, value in result.metrics.items()}
             reward = None if result.reward is None else _reward(result.reward, "the reward of a turn")
-            add_metrics(self._metrics, told)
+            add_metrics(self._metrics, result.metrics)
             row.change_last(calls=result.calls, reward=reward)
             if observed is None or ended is not None:
                 return ended or EndReason.DONE
             row.add_observed(observed, "\n".join(message.content for message in result.messages))
 
-    def _observed(self, turn: Completion, result: StepResult, tools: Tools) -> Ints:
-        """The ids of what the environment said."""
-        is_chat, last_id = MESSAGES in self._prompt.metadata, int(turn.token_ids[-1])
-        return self._player.conversations.extend(result.messages, is_chat=is_chat, tools=tools, last_id=last_id)
-
     def _why_ended(self, turn: Completion, observed: Ints | None) -> EndReason | None:
-        """None if it continues."""
+        """Why the episode ends after this turn; None if it continues."""
         row, section, most = self._row, self._player.section, self._sampling.max_tokens
         if observed is None:
             # A class's episode ends with a turn without a call, and one that was cut short may have been on its way to a call.
@@ -261,22 +256,16 @@ def row_of(prompt: Prompt) -> dict[str, Any]:
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """The first turn has the attempt's own, so an episode of one turn samples what a plain completion would."""
+    """The seed of a turn. The first turn has the attempt's, so an episode of one turn samples what a plain completion would."""
     if turn == 0:
         return seed
     digest = hashlib.blake2b(f"{seed}/{turn}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
-def _number(value: Any, what: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise EnvironmentFailed(f"{what} is {repr(value)[:60]}; it must be a finite number")
+def _reward(value: float, what: str) -> float:
+    """Refuse a reward if what is computed from it would not stay finite."""
+    if not abs(value) <= LARGEST_SCORE:  # NaN neither
+        most = f"{LARGEST_SCORE:g}"
+        raise EnvironmentFailed(f"{what} is {value:g}; it must be a finite number between -{most} and {most}")
     return float(value)
-
-
-def _reward(value: Any, what: str) -> float:
-    """Of a turn too: what is computed from it must stay finite."""
-    found = _number(value, what)
-    if abs(found) > LARGEST_SCORE:
-        raise EnvironmentFailed(f"{what} is {found:g}; it must be between -{LARGEST_SCORE:g} and {LARGEST_SCORE:g}")
-    return found

@@ -22,13 +22,12 @@ from typing import Any
 
 import numpy as np
 
-from rollcall.base.errors import ConfigError
 from rollcall.base.types import Branch, Completion, FinishReason, Ints, ToolCall
+from rollcall.environments.calls import Call
 from rollcall.environments.conversation import Conversations
 from rollcall.environments.protocol import EnvironmentFailed, Message
 from rollcall.environments.rows import Row
 
-MAX_TEMPLATES = 1000
 FOLLOWING = ("user", "tool", "system")  # roles of messages that may follow an answer
 
 
@@ -41,19 +40,6 @@ class HistoryRow(Row):
 
     def branch(self) -> Branch:
         return Branch(prompt_ids=self.prompt_ids, **self.joined())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """A tool call that was found in an answer."""
-
-    id: str
-    name: str
-    arguments: Any  # what the model wrote, read as JSON
-
-    @property
-    def shown(self) -> dict[str, Any]:
-        return self.arguments if isinstance(self.arguments, dict) else {"": self.arguments}
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -95,36 +81,12 @@ class Asked:
         row.change_last(calls=tuple(replace(call, result=results.get(found.id, "")) for call, found in made))
 
 
-class Templates:
-    """Whether the chat template can be extended behind an answer, asked once for each set of tools and role."""
-
-    def __init__(self, conversations: Conversations) -> None:
-        self.conversations = conversations
-        self._known: OrderedDict[tuple[bytes, str], str] = OrderedDict()
-
-    def why_not(self, messages: Sequence[dict[str, Any]], *, tools: Sequence[dict[str, Any]], key: bytes) -> str:
-        """Why these messages cannot follow an answer as they are; empty: they can. ``key`` is of the tools."""
-        for role in sorted({message["role"] for message in messages}):
-            if (key, role) not in self._known:
-                try:
-                    self.conversations.check_extension(tools=tools, role=role)
-                    self._known[key, role] = ""
-                except ConfigError as error:
-                    self._known[key, role] = str(error)
-                while len(self._known) > MAX_TEMPLATES:
-                    self._known.popitem(last=False)
-            if why := self._known[key, role]:
-                return why
-        return ""
-
-
 class Histories:
-    """Of one key. ``max_kept``: forget the answers used longest ago beyond this many tokens, and keep no rows. Without it,
+    """The histories of one key. ``max_kept``: forget the answers used longest ago beyond this many tokens, and keep no rows. Without it,
     all are kept, and the rows."""
 
-    def __init__(self, templates: Templates, tokenizer: Any, *, name: str, max_kept: int | None = None) -> None:
-        self._templates, self._tokenizer = templates, tokenizer
-        self._conversations = templates.conversations
+    def __init__(self, conversations: Conversations, *, name: str, max_kept: int | None = None) -> None:
+        self._conversations, self._tokenizer = conversations, conversations.tokenizer
         self._name, self._max_kept = name, max_kept
         self._answers: OrderedDict[int, _Answer] = OrderedDict()
         self._by_key: dict[bytes, _Answer] = {}
@@ -143,13 +105,13 @@ class Histories:
             answer = self._by_key.get(keys[count])
             new = messages[count:]
             if answer is not None and new and all(message["role"] in FOLLOWING for message in new):
-                if why := self._templates.why_not(new, tools=tools, key=keys[0]):
+                if why := self._conversations.why_not_after(new, tools=tools, key=keys[0]):
                     if self._max_kept is None:
                         raise EnvironmentFailed(why)
                     break  # nobody trains on it, so it is rendered as it is
-                added = self._conversations.extend(
-                    [_plain(message) for message in new], is_chat=True, tools=tools, last_id=int(answer.ids[-1])
-                )
+                said = [Message(role=one["role"], content=one["content"], name=one.get("name", "")) for one in new]
+                last_id = int(answer.ids[-1])
+                added = self._conversations.extend(said, is_chat=True, tools=tools, last_id=last_id)
                 return self._extended(answer, added, key=keys[-1], messages=tuple(new))
         opened = self._conversations.open_chat(messages, tools=tools)
         return self._opened(opened.token_ids, key=keys[-1], messages=tuple(messages))
@@ -164,8 +126,8 @@ class Histories:
         return self._extended(longest, token_ids[len(longest.ids) :])
 
     def plain(self, text: str) -> Asked:
-        """The same for text. Where an answer ended at a stop token, which its text does not show, the prompt has none either: it
-        is the ids before that token, and begins another row."""
+        """A prompt of text extends the longest answer that it begins with. If that answer ended at a stop token, which its text does not
+        show, the prompt does not have the token either: it is the ids before it, and begins another row."""
         begins = [answer for answer in self._answers.values() if answer.text and text.startswith(answer.text)]
         if not begins:
             return self._opened(self._encode(text, special=True), text=text)
@@ -176,7 +138,7 @@ class Histories:
         return self._extended(longest, added, text=text)
 
     def give_up(self, asked: Asked) -> None:
-        """The request was refused or left, and nothing was sampled."""
+        """Note that nothing was sampled for a request: it was refused, or its client has left."""
         if asked.holds_row and asked.behind is not None:
             asked.behind.row.is_extended = False
 
@@ -191,7 +153,7 @@ class Histories:
         message: dict[str, Any] | None = None,
         calls: Sequence[Call] = (),
     ) -> None:
-        """``completion`` was sampled for this request in that session. ``message`` is the answer as it is returned."""
+        """Note a completion that was sampled for a request. ``message`` is the answer as it is returned."""
         self.give_up(asked)
         row = asked.behind.row if asked.behind is not None and asked.behind.row.tip is asked.behind else None
         if row is None:
@@ -202,7 +164,7 @@ class Histories:
         elif self._max_kept is None:
             asked.note_in(row)
         if self._max_kept is None:
-            made = [ToolCall(name=call.name, arguments=call.shown, result="", failed=False) for call in calls]
+            made = [ToolCall(name=call.name, arguments=call.arguments, result="", failed=False) for call in calls]
             row.add_sampled(completion, tuple(made))
         stops = completion.finish is FinishReason.STOP and bool(len(completion.token_ids))
         shown = "" if not stops else self._tokenizer.decode(completion.token_ids[-1:], skip_special_tokens=True)
@@ -262,7 +224,7 @@ class Histories:
 
 
 def _next_key(key: bytes, message: dict[str, Any]) -> bytes:
-    """Ids of calls do not count: they are not the model's, and programs change them."""
+    """The key of a conversation with one more message. Ids of calls do not count: they are not the model's, and programs change them."""
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
     name = message.get("name", "") if message["role"] != "tool" else ""
     return _digest(key, json.dumps([message["role"], message["content"], name, calls], sort_keys=True))
@@ -270,7 +232,3 @@ def _next_key(key: bytes, message: dict[str, Any]) -> bytes:
 
 def _digest(key: bytes, text: str) -> bytes:
     return hashlib.blake2b(key + text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-
-
-def _plain(message: dict[str, Any]) -> Message:
-    return Message(role=message["role"], content=message["content"], name=message.get("name", ""))

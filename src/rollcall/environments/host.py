@@ -33,7 +33,7 @@ RunsHere = ProcessEnvironments | ProgramsHere | TasksetPrograms
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostPlace:
-    """Where a host is, as the controller knows it."""
+    """A host, as the controller knows it."""
 
     name: str  # for messages
     address: str
@@ -67,7 +67,7 @@ class EnvironmentHost:
         )
 
     def close(self) -> None:
-        """End what runs here. A second time does nothing."""
+        """End what runs here. A second call does nothing."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -107,8 +107,8 @@ class EnvironmentHost:
 class _Episode:
     """The environment or program that a connection has started."""
 
-    def __init__(self, here: RunsHere) -> None:
-        self._here = here
+    def __init__(self, here: Any) -> None:
+        self._here = here  # the controller knows what it is
         self._environment: Environment | None = None
         self._stop = asyncio.Event()  # of its program
         self._is_broken = True  # unless it is closed as sound
@@ -122,20 +122,16 @@ class _Episode:
             return None
         self._num_running += 1
         try:
-            return await self._play(method, arguments)
+            if method == "run":
+                return await self._here.run(*arguments, stop=self._stop)
+            if method == "start":
+                self._environment = await self._here.start(*arguments)
+                return None
+            assert method in ("reset", "step", "reward", "attributes"), f"the controller asked for {method!r}"
+            returned = await getattr(self._environment, method)(*arguments)
+            return returned.text if method == "reset" else returned
         finally:
             self._num_running -= 1
-
-    async def _play(self, method: str, arguments: list[Any]) -> Any:
-        if not isinstance(self._here, ProcessEnvironments):
-            assert method == "run", f"the controller asked a program for {method!r}"
-            return await self._here.run(*arguments, stop=self._stop)
-        if method == "start":
-            self._environment = await self._here.start(*arguments)
-            return None
-        assert method in ("reset", "step", "reward", "attributes") and self._environment is not None, method
-        returned = await getattr(self._environment, method)(*arguments)
-        return returned.text if method == "reset" else returned
 
     async def end(self) -> None:
         if self._environment is not None:

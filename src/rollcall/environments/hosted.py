@@ -1,15 +1,14 @@
-"""Environments and programs on the nodes that the placement names, as the controller uses them (host.py is the other side).
+"""Environments and programs on the nodes that the placement names: the controller's side (host.py is the other).
 
 An episode goes to the host with the fewest episodes for its CPUs, over its own connection. A host is lost when a connection to it breaks
 off, cannot be made within ``CONNECT_S``, or says nothing for ``SILENT_S`` while a call runs, or for ``ANSWER_S`` when an episode is
-closed; the kernel finds a node that is gone within ``net.door.SILENT_S``. A lost host is not the fault of its episodes:
+closed; the kernel notices a node that is gone within ``nodes.door.SILENT_S``. A lost host is not the fault of its episodes:
 ``EnvironmentLost`` has them played again on another host. ``renew`` makes a new host in a thread; with none left, the run waits for one.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -19,16 +18,15 @@ from typing import Any
 from rollcall.base.errors import ConfigError, WorkerLostError
 from rollcall.base.wait import say, warn
 from rollcall.environments.host import HostPlace
-from rollcall.environments.processes import ANSWERS, REQUEST, CalledEnvironment, kind_of, reader
+from rollcall.environments.processes import ANSWERS, REQUEST, CalledEnvironment, kind_of
 from rollcall.environments.protocol import Ended, Environment, EnvironmentFailed, EnvironmentLost
 from rollcall.environments.zygote import MAX_ANSWER_BYTES
-from rollcall.nodes.door import CHALLENGE, answer, watch_peer
+from rollcall.nodes.door import enter
 from rollcall.nodes.framing import Body
 from rollcall.process.here import SocketLink
-from rollcall.process.worker import Ending, Lost, Raised, Worker
+from rollcall.process.worker import Ending, Lost, Raised, Worker, reader
 
 CONNECT_S = 20.0
-AGAIN_S = 0.2
 ANSWER_S = 15.0
 SILENT_S = 60.0  # a host speaks of a running call every BEAT_S (answering.py)
 _NOTHING = reader(None)
@@ -36,27 +34,19 @@ _ANSWERS = {**ANSWERS, "run": reader(Ended | None), "start": _NOTHING, "stop": _
 
 
 class _Host:
-    """``place`` is None while it is lost."""
+    """A host and the episodes that it plays. ``place`` is None while it is lost."""
 
     def __init__(self, place: HostPlace) -> None:
         self.place: HostPlace | None = place
         self.num_cpus = place.num_cpus
         self.playing: set[_Hosted] = set()
-        self.num_coming = 0
-
-    @property
-    def load(self) -> float:
-        return (len(self.playing) + self.num_coming) / self.num_cpus
 
 
 class HostedEnvironments:
     """Implements ``protocol.Environments`` and ``protocol.Programs``, for one event loop. ``renew`` puts a new host in the
     place of a lost one, and raises if it cannot; it runs in a thread. With no host left, an episode waits ``wait_s`` for one."""
 
-    def __init__(
-        self, places: Sequence[HostPlace], *, renew: Callable[[int], HostPlace], needs_ids: bool, wait_s: float
-    ) -> None:
-        self.needs_ids = needs_ids
+    def __init__(self, places: Sequence[HostPlace], *, renew: Callable[[int], HostPlace], wait_s: float) -> None:
         self._tools = places[0].tools
         self._hosts = [_Host(place) for place in places]
         self._renew = renew
@@ -71,22 +61,19 @@ class HostedEnvironments:
     async def find_host(self) -> _Hosted:
         while True:
             host = await self._choose()
-            place = host.place
-            assert place is not None
-            host.num_coming += 1
-            try:
-                connection = await _connect_in_time(place)
-            except (OSError, EOFError) as error:  # a wait that is over is an OSError too
-                self.lose(host, place, f"it cannot be reached: {str(error) or 'no answer in time'}")
-                continue
-            finally:
-                host.num_coming -= 1
-            if host.place is not place:  # lost meanwhile
-                connection.close()
-                continue
-            found = _Hosted(self, host, place, connection=connection)
+            assert host.place is not None
+            found = _Hosted(self, host, host.place)
             host.playing.add(found)
-            return found
+            try:
+                await found.connect()
+            except BaseException as error:
+                host.playing.discard(found)
+                if not isinstance(error, OSError):  # a wait that is over is an OSError too
+                    raise
+                self.lose(host, found.place, f"it cannot be reached: {str(error) or 'no answer in time'}")
+            else:
+                if host.place is found.place:  # else it was lost meanwhile
+                    return found
 
     def ends(self) -> None:
         self._is_closed = True
@@ -105,18 +92,14 @@ class HostedEnvironments:
             if self._is_closed:
                 raise EnvironmentFailed("environments are closed: the run has ended")
             if there := [host for host in self._hosts if host.place is not None]:
-                return min(there, key=lambda host: host.load)
+                return min(there, key=lambda host: len(host.playing) / host.num_cpus)
             self._changed.clear()
             try:
                 async with asyncio.timeout(self._wait_s):  # wait_for (3.11) may forget that it is cancelled
                     await self._changed.wait()
             except TimeoutError:
-                raise WorkerLostError(
-                    f"no node for environments is left, and none came back within {self._wait_s:g} s",
-                    role="environment",
-                    ranks=range(len(self._hosts)),
-                    node_ranks=[],
-                ) from None
+                why = f"no node for environments is left, and none came back within {self._wait_s:g} s"
+                raise WorkerLostError(why, role="environment", ranks=range(len(self._hosts)), node_ranks=[]) from None
 
     def lose(self, host: _Host, place: HostPlace, why: str) -> None:
         if host.place is not place or self._is_closed:
@@ -147,7 +130,7 @@ class HostedEnvironments:
 
 
 class _Connection(SocketLink):
-    """To a host. Implements ``process.worker.Link``."""
+    """A link to a host (``process.worker.Link``)."""
 
     pid = 0
 
@@ -163,9 +146,6 @@ class _Connection(SocketLink):
         except OSError:  # the kernel has given its node up
             return b""
 
-    def log_tail(self, lines: int) -> str:
-        return ""
-
     def abort(self) -> None:
         with suppress(OSError):  # it has been closed
             self.connection.shutdown(socket.SHUT_RDWR)
@@ -176,21 +156,22 @@ class _Connection(SocketLink):
 
 
 class _Hosted(CalledEnvironment):
-    """A connection to a host, and what is behind it. Implements ``protocol.Host`` with ``protocol.Environment``, and
+    """A connection to a host, and the environment or program behind it. Implements ``protocol.Host`` with ``protocol.Environment``, and
     ``protocol.ProgramHost``."""
 
-    def __init__(self, owner: HostedEnvironments, host: _Host, place: HostPlace, *, connection: socket.socket) -> None:
-        super().__init__(tools=(), needs_ids=owner.needs_ids)
-        self.host = host
-        self.place = place
+    def __init__(self, owner: HostedEnvironments, host: _Host, place: HostPlace) -> None:
+        super().__init__(tools=())
+        self.host, self.place = host, place
         self._owner = owner
-        self.link = _Connection(connection, where=place.name)
-        hears = Body(_sendable, REQUEST.loads)
-        self._worker = Worker(
-            self.link, name=place.name, hears=hears, answers=_ANSWERS, longest=MAX_ANSWER_BYTES + 1024
-        )
+        self.link: _Connection
+        self._worker: Worker
         self._is_lost = False
         self._is_closed = False
+
+    async def connect(self) -> None:
+        self.link = _Connection(await _connect(self.place), where=self.place.name)
+        hears, longest = Body(_sendable, REQUEST.loads), MAX_ANSWER_BYTES + 1024
+        self._worker = Worker(self.link, name=self.place.name, hears=hears, answers=_ANSWERS, longest=longest)
 
     async def start(self, kind: str) -> Environment:
         try:
@@ -204,7 +185,7 @@ class _Hosted(CalledEnvironment):
         return self
 
     async def run(self, variables: Mapping[str, str], *, stop: asyncio.Event) -> Ended:
-        """``EnvironmentLost``: its host is gone, and the program is not to blame."""
+        """Run the program. ``EnvironmentLost``: its host is gone, and the program is not to blame."""
 
         async def tell() -> None:
             await stop.wait()
@@ -226,7 +207,7 @@ class _Hosted(CalledEnvironment):
             await self.close(broken=not has_ended)
 
     async def close(self, *, broken: bool) -> None:
-        """``EnvironmentLost``: a call was given up because the host is gone, and the environment is not to blame."""
+        """Hang up. ``EnvironmentLost``: a call was given up because the host is gone, and the environment is not to blame."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -241,9 +222,10 @@ class _Hosted(CalledEnvironment):
             self._worker.close()
 
     def abort(self) -> None:
-        """Its host is lost: end the call that waits for it."""
+        """End the call that waits for a lost host."""
         self._is_lost = True
-        self.link.abort()
+        if hasattr(self, "link"):
+            self.link.abort()
 
     async def call(self, method: str, *args: Any) -> Any:
         try:
@@ -271,45 +253,15 @@ def _sendable(call: tuple[str, Any]) -> bytes:
     return body
 
 
-async def _connect_in_time(place: HostPlace) -> socket.socket:
-    """Again where the connection breaks off: its host may be busy, or strangers may crowd its door."""
+async def _connect(place: HostPlace) -> socket.socket:
+    """Connect, and try again if the connection breaks off: the host may be busy, or strangers may crowd its door."""
     async with asyncio.timeout(CONNECT_S):
         while True:
             try:
-                return await _connect(place)
-            except (ConnectionRefusedError, _Stranger):  # nothing listens there any more
+                return await asyncio.to_thread(
+                    enter, place.address, place.port, secret=place.secret, timeout_s=CONNECT_S
+                )
+            except ConnectionRefusedError:  # nothing listens there any more
                 raise
-            except (ConnectionError, EOFError):
-                await asyncio.sleep(AGAIN_S)
-
-
-class _Stranger(ConnectionError):
-    pass
-
-
-async def _connect(place: HostPlace) -> socket.socket:
-    """To a host that has proved that it knows the secret."""
-    loop = asyncio.get_running_loop()
-    family, kind, protocol, _, address = (await loop.getaddrinfo(place.address, place.port, type=socket.SOCK_STREAM))[0]
-    connection = socket.socket(family, kind, protocol)
-    connection.setblocking(False)
-
-    async def read() -> bytes:
-        found = b""
-        while len(found) < CHALLENGE:
-            if not (data := await loop.sock_recv(connection, CHALLENGE - len(found))):
-                raise EOFError("the connection broke off")
-            found += data
-        return found
-
-    try:
-        await loop.sock_connect(connection, address)
-        watch_peer(connection)
-        reply, proof = answer(await read(), secret=place.secret)
-        await loop.sock_sendall(connection, reply)
-        if not hmac.compare_digest(await read(), proof):
-            raise _Stranger("who answers there does not know the secret of this run")
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+            except ConnectionError:
+                await asyncio.sleep(0.2)

@@ -22,12 +22,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
-
-from pydantic import ConfigDict, TypeAdapter
 
 from rollcall.base.errors import ConfigError
 from rollcall.base.limits import allow_files
@@ -37,12 +34,12 @@ from rollcall.environments.calls import format_of
 from rollcall.environments.program import variables_of
 from rollcall.environments.protocol import Environment, EnvironmentFailed, Opening, StepResult
 from rollcall.environments.zygote import MAX_ANSWER_BYTES
-from rollcall.nodes.framing import Body
+from rollcall.nodes.framing import Body, plain
 from rollcall.observe.prints import ChildPrints
 from rollcall.process.debug.here import POST_MORTEM, DebugLine
 from rollcall.process.ending import how_it_ended
 from rollcall.process.here import LinkHere, SocketLink
-from rollcall.process.worker import Ending, Lost, Raised, Worker
+from rollcall.process.worker import Ending, Lost, Raised, Worker, reader
 from rollcall.reward.confine import ROOT
 
 START_TIMEOUT_S = 120.0
@@ -51,18 +48,8 @@ _COLUMN = "environment"  # names the class where there are several, and is not p
 _GONE = "the process that environments are forked from is gone"
 
 
-def reader(kind: Any) -> Callable[[bytes], Any]:
-    """Reads JSON as this union of types; ValueError if it is something else."""
-    adapter: TypeAdapter[Any] = TypeAdapter(kind, config=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
-    return adapter.validate_json
-
-
-def _plain(value: Any) -> Any:
-    """A column's value that JSON does not have: an array as a list, a date as text. NaN is written: a row may hold it."""
-    return value.tolist() if hasattr(value, "tolist") else str(value)
-
-
-REQUEST = Body(lambda value: json.dumps(value, default=_plain).encode(), json.loads)
+# Unlike in other messages NaN is written: a row may hold it.
+REQUEST = Body(lambda value: json.dumps(value, default=plain).encode(), json.loads)
 ANSWERS = {  # by method; None says that a call is still running
     "reset": reader(str | None),
     "step": reader(StepResult | None),
@@ -88,11 +75,6 @@ class ProcessEnvironments:
         except BaseException:
             self._prints.close()
             raise
-
-    @property
-    def needs_ids(self) -> bool:
-        """Whether a step gets the turn's token ids."""
-        return isinstance(self._section, StepEnvironment)
 
     @property
     def pids(self) -> list[int]:
@@ -173,8 +155,8 @@ class ProcessEnvironments:
 class CalledEnvironment:
     """Implements ``protocol.Environment`` by calls to the process that plays it, or to its host."""
 
-    def __init__(self, *, tools: tuple[dict[str, Any], ...], needs_ids: bool) -> None:
-        self.tools, self._needs_ids = tools, needs_ids
+    def __init__(self, *, tools: tuple[dict[str, Any], ...]) -> None:
+        self.tools = tools
 
     async def call(self, method: str, *args: Any) -> Any:
         raise NotImplementedError
@@ -186,7 +168,7 @@ class CalledEnvironment:
         return Opening(text=await self.call("reset", dict(row)), tools=self.tools)
 
     async def step(self, text: str, token_ids: Sequence[int]) -> StepResult:
-        return await self.call("step", text, [int(token) for token in token_ids] if self._needs_ids else [])
+        return await self.call("step", text, list(token_ids))
 
     async def reward(self) -> float | None:
         return await self.call("reward")
@@ -197,7 +179,7 @@ class CalledEnvironment:
 
 class _ProcessEnvironment(CalledEnvironment):
     def __init__(self, owner: ProcessEnvironments, worker: Worker, *, kind: str) -> None:
-        super().__init__(tools=owner.tools_of(kind), needs_ids=owner.needs_ids)
+        super().__init__(tools=owner.tools_of(kind))
         self._owner = owner
         self.worker = worker
         self._kind = kind
@@ -265,16 +247,22 @@ class Zygote:
         return self.worker.is_lost or not self._watcher.is_alive()
 
     async def start(self, kind: str) -> Worker:
-        """A new child."""
+        """Start a child."""
         starting = asyncio.ensure_future(asyncio.to_thread(self._start, kind))
         try:
             return await asyncio.shield(starting)
         except asyncio.CancelledError:
-            starting.add_done_callback(_end_unwanted)
+
+            def end(started: asyncio.Future[Worker]) -> None:
+                """Nobody waits for it any more."""
+                if not started.cancelled() and started.exception() is None:
+                    threading.Thread(target=started.result().close, daemon=True).start()
+
+            starting.add_done_callback(end)
             raise
 
     def end(self, number: int) -> tuple[str, int | None]:
-        """Kill a child with all that it started, unless it has ended: how it ended, in words and as a status."""
+        """Kill a child with all that it started, unless it has ended. Returns how it ended, in words and as a status."""
         with self._one_calls:
             try:
                 status = self.worker.ask("end", number, deadline_s=_END_S)
@@ -285,7 +273,7 @@ class Zygote:
         return how_it_ended(status), status
 
     def close(self) -> None:
-        """It ends its children, and itself."""
+        """End the process and its children."""
         with self._one_calls:
             self.pids.clear()
             self.worker.close(grace_s=_END_S)
@@ -327,7 +315,7 @@ class Zygote:
         return Worker(link, name="its process", hears=REQUEST, answers=ANSWERS, line=line, longest=longest)
 
     def _end_children_after(self) -> None:
-        """Close the lifeline of its children once it has ended, and kill what they started."""
+        """Wait for its end. Then close the lifeline of its children, and kill what they started."""
         with suppress(ChildProcessError):  # somebody has taken its status
             os.waitid(os.P_PID, self.worker.pid, os.WEXITED | os.WNOWAIT)
         # While its children live, each is still the parent of what left its group.
@@ -340,16 +328,13 @@ class Zygote:
 
 
 class _ForkedLink(SocketLink):
-    """A child of the zygote. Implements ``process.worker.Link``."""
+    """A link to a child of the zygote (``process.worker.Link``)."""
 
     def __init__(self, zygote: Zygote, number: int, *, pid: int, connection: socket.socket) -> None:
         super().__init__(connection)
         self._zygote, self._number = zygote, number
         self.pid = pid
         self.where = f"process {pid}"
-
-    def log_tail(self, lines: int) -> str:
-        return ""  # what it prints is shown
 
     def end(self, *, grace_s: float, ask_stack: bool = False) -> Ending:
         until_s = time.monotonic() + grace_s
@@ -362,31 +347,26 @@ class _ForkedLink(SocketLink):
         return Ending(how=how, status=status)
 
 
-def _end_unwanted(starting: asyncio.Future[Worker]) -> None:
-    """End a child that nobody waits for any more."""
-    if not starting.cancelled() and starting.exception() is None:
-        threading.Thread(target=partial(starting.result().close), daemon=True).start()
-
-
 def setup_of(section: ClassEnvironment | StepEnvironment, *, chat_template: str | None) -> dict[str, Any]:
-    """The setup that a zygote loads."""
-    setup: dict[str, Any] = {
-        "paths": kinds_of(section.path),  # kind -> module:Class; empty: functions only
-        "kwargs": {"": section.kwargs} if isinstance(section.path, str) else section.kwargs,  # of each kind
+    """The setup that a zygote loads, from the run file's section."""
+    chat: dict[str, Any] = {}
+    if isinstance(section, ClassEnvironment):
+        call_format = format_of(chat_template) if section.call_format == "auto" else section.call_format
+        chat = {"functions": section.tools, "call_format": call_format, "is_chat": chat_template is not None}
+    kwargs = {"": section.kwargs} if isinstance(section.path, str) else section.kwargs
+    return {
+        "kinds": {
+            name: {"path": path, "key": f"environment.path.{name}".rstrip("."), "kwargs": kwargs.get(name, {}), **chat}
+            for name, path in (kinds_of(section.path) or {"": None}).items()  # without a class there are only functions
+        },
         "env": section.env,
         "memory_mb": section.memory_mb,
         "post_mortem": bool(os.environ.get(POST_MORTEM)),  # what user code raises opens the debugger
-        "class": None,
     }
-    if isinstance(section, ClassEnvironment):
-        call_format = format_of(chat_template) if section.call_format == "auto" else section.call_format
-        chat = {"call_format": call_format, "is_chat": chat_template is not None}
-        setup["class"] = {"functions": list(section.tools), **chat}
-    return setup
 
 
 def find_python(given: str | None) -> str | None:
-    """Where ``environment.python`` is. Its link to another Python is what makes it an environment, so that is not followed."""
+    """The path of ``environment.python``. A virtual environment is a link to another Python, so links are not followed."""
     if given is None:
         return None
     found = shutil.which(os.path.expanduser(given))
@@ -399,7 +379,7 @@ def find_python(given: str | None) -> str | None:
 
 
 def command_for(target: str, *, python: str | None) -> list[str]:
-    """Runs ``module:Class`` as a child (process/child.py), or a module as a program, in this Python or in another one."""
+    """The command that runs ``module:Class`` as a child (process/child.py), or a module as a program, in this Python or another one."""
     module, *arguments = ["rollcall.process.child", target] if ":" in target else [target]
     if python is None:
         return [sys.executable, "-m", module, *arguments]
@@ -409,7 +389,7 @@ def command_for(target: str, *, python: str | None) -> list[str]:
 
 
 def kind_of(kind: str, kinds: Collection[str]) -> str:
-    """The name of a row's kind. The only one has no name, and takes whatever a column says."""
+    """The name of a row's kind. A single kind has no name, and takes whatever the column says."""
     if "" in kinds:
         return ""
     if kind not in kinds:

@@ -36,13 +36,13 @@ exec 3<&-
 
 
 def variables_of(env: Sequence[str]) -> dict[str, str]:
-    """The variables of what plays episodes: those that every program needs, and those that `environment.env` names."""
+    """The variables of a process that plays episodes: those that every program needs, and those that `environment.env` names."""
     confinement = Confinement(own_files=False, network=True, env=tuple(env), processes=0, memory_mb=0, file_mb=0)
     return environment(confinement, folder=tempfile.gettempdir(), key="environment.env")
 
 
 class ProgramsHere:
-    """Implements ``protocol.Programs``: the programs of a run, as children of this process."""
+    """Runs programs as children of this process. Implements ``protocol.Programs``."""
 
     def __init__(self, command: str, *, env: Sequence[str], memory_mb: int, max_running: int) -> None:
         self._variables = variables_of(env)
@@ -77,7 +77,7 @@ class ProgramsHere:
         return  # nothing here is replaced
 
     async def aclose(self) -> None:
-        return  # who runs a program ends it
+        return  # each program is ended by the task that runs it
 
     async def _run_in(self, folder: str, variables: Mapping[str, str], stop: asyncio.Event) -> Ended:
         variables = past_proxies({**self._variables, "TMPDIR": folder, **variables})
@@ -96,19 +96,19 @@ class ProgramsHere:
 
 
 def past_proxies(variables: Mapping[str, str]) -> dict[str, str]:
-    """With the endpoint among what no proxy is asked for: a key must not go through one, and it may not reach this node."""
+    """Have no proxy asked for the endpoint: a key must not go through one, and a proxy may not reach this node."""
     host = urlsplit(variables.get("OPENAI_BASE_URL", "")).hostname
     found = {name: ",".join(filter(None, [variables.get(name), host])) for name in ("NO_PROXY", "no_proxy")}
     return {**variables, **{name: value for name, value in found.items() if value}}
 
 
 async def _in_thread(work: Callable[..., Any], *args: Any, **keys: Any) -> None:
-    """To its end, even where this is given up. The thread starts at once, also while the loop is being closed."""
+    """Run to the end in a thread, even if the caller gives up. The thread starts at once, also while the loop is being closed."""
     await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, partial(work, *args, **keys)))
 
 
 class Program:
-    """Made by ``start``."""
+    """A running program. ``start`` makes it."""
 
     def __init__(self, process: asyncio.subprocess.Process, *, mark: tuple[str, str]) -> None:
         assert process.stdout is not None and process.stderr is not None
@@ -120,7 +120,7 @@ class Program:
 
     @classmethod
     async def start(cls, command: str, *, variables: Mapping[str, str], memory_mb: int, own: str) -> Program:
-        """``own`` names a variable whose value no other process has: what leaves the program's session is known by it."""
+        """Start a program. ``own`` names a variable with a unique value, by which what leaves the program's session is found."""
         most = resource.getrlimit(resource.RLIMIT_DATA)[1]
         kilobytes = memory_mb << 10 if most == resource.RLIM_INFINITY else min(memory_mb << 10, most >> 10)
         script = _LIMITED.format(kilobytes=kilobytes, command=command)
@@ -131,7 +131,7 @@ class Program:
         return cls(process, mark=(own, variables[own]))
 
     async def wait(self) -> None:
-        """Until it has ended. asyncio's own wait (3.11) lasts until no process holds its output, and what it left behind may hold it."""
+        """Wait for its end. asyncio's own wait (3.11) lasts until no process holds its output, and what it left behind may hold it."""
         ending = asyncio.ensure_future(self._process.wait())
         try:
             while self._process.returncode is None:
@@ -140,7 +140,7 @@ class Program:
             ending.cancel()
 
     async def end(self) -> Ended:
-        """Kill what is left of it, and take in what it has printed."""
+        """Kill what is left of it, and collect what it has printed."""
         if self._process.returncode is not None:
             with suppress(ProcessLookupError, PermissionError):  # of another user, as what `sudo` starts is
                 os.killpg(
@@ -166,7 +166,7 @@ async def _keep_tail(stream: asyncio.StreamReader, tail: bytearray) -> None:
 
 
 def kill_leftovers(leader: int, *, mark: tuple[str, str]) -> None:
-    """All that is left of the session that this process leads, and all processes that have this variable with this value."""
+    """Kill all that is left of the session that this process leads, and all processes that have this variable with this value."""
     for _ in range(3):  # they may start others while they are killed
         victims = _leftovers(leader, mark)
         for victim in victims:

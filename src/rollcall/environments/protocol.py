@@ -52,8 +52,8 @@ class StepResult:
 
 
 def add_metrics(known: dict[str, float], new: Mapping[str, float]) -> None:
-    """Of an episode. Names are data, perhaps a model's words: an empty one, one that reads like another of the same call, and those
-    beyond the limit are dropped and counted."""
+    """Add metrics of an episode. Names are data, perhaps a model's words: an empty one, one that reads like another of the same call, and
+    those beyond the limit are dropped and counted."""
     taken: set[str] = set()
     for given, value in new.items():
         name = visible(" ".join(given.split()))[:LONGEST_NAME]
@@ -92,25 +92,25 @@ class Environment(Protocol):
         ...
 
     async def close(self, *, broken: bool) -> None:
-        """The episode has ended. ``broken``: a call failed or was given up, so what still runs is killed."""
+        """End the episode. ``broken``: a call failed or was given up, so what still runs is killed."""
         ...
 
 
 class Host(Protocol):
-    """Where one environment starts. ``kind`` is the row's `environment` column; empty: there is only one kind."""
+    """A place where one environment starts. ``kind`` is the row's `environment` column; empty: there is only one kind."""
 
     async def start(self, kind: str) -> Environment: ...
 
 
 class Environments(Protocol):
-    """Where environments come from."""
+    """The source of environments."""
 
     async def find_host(self) -> Host:
         """For the next episode. Waits while all hosts are lost, and no limit of an episode counts that wait."""
         ...
 
     def tools_of(self, kind: str) -> tuple[dict[str, Any], ...]:
-        """The schemas of its tools, which the check at the start renders."""
+        """The schemas of a kind's tools, which the check at the start renders."""
         ...
 
     async def aclose(self) -> None: ...
@@ -118,7 +118,7 @@ class Environments(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """A program of which nothing is left."""
+    """A program that has ended, with all that it started."""
 
     how: str  # in words; empty: with status 0
     stdout: str  # its end
@@ -126,22 +126,22 @@ class Ended:
 
 
 class ProgramHost(Protocol):
-    """Where one program runs."""
+    """A place where one program runs."""
 
     async def run(self, variables: Mapping[str, str], *, stop: asyncio.Event) -> Ended:
-        """To its end, or until ``stop`` is set. ``variables`` are those of the episode; every program gets others too."""
+        """Run a program to its end, or until ``stop`` is set. ``variables`` are those of the episode; every program gets others too."""
         ...
 
 
 class Programs(Protocol):
-    """Where programs run: here, or on other nodes."""
+    """The places where programs run: this node or others."""
 
     async def find_host(self) -> ProgramHost:
         """For the next episode. Waits while all hosts are lost, and no limit of an episode counts that wait."""
         ...
 
     def ends(self) -> None:
-        """The run is about to end: what is lost from now on is not replaced."""
+        """Note that the run is about to end: what is lost from now on is not replaced."""
         ...
 
     async def aclose(self) -> None: ...

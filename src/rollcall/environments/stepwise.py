@@ -27,7 +27,6 @@ from typing import Any, Literal
 
 from rollcall.base.importing import load_named
 
-_ROLES = ("user", "tool", "system")
 _ARGUMENTS = {"reset": "a row", "step": "text and token_ids"}
 _MAX_METRICS = 100
 
@@ -52,37 +51,34 @@ class StepResult:
 
 
 class WrongResult(ValueError):  # noqa: N818 - an outcome of the user's code
-    """A method returned what it must not; the message says what and what it may."""
-
-
-def opening_of(returned: Any) -> str | None:
-    """Makes text of what ``reset`` returned."""
-    if isinstance(returned, Observation):
-        returned = returned.text
-    if returned is not None and not isinstance(returned, str):
-        raise WrongResult(f"reset returned {_shown(returned)}; return an Observation, a string or None")
-    return returned
+    """A method returned something that it must not; the message says what it may return."""
 
 
 def result_of(returned: Any) -> StepResult:
-    """Checks each field of what ``step`` returned; the observation becomes an ``Observation`` or None."""
+    """Check each field of what ``step`` returned; the observation becomes an ``Observation`` or None."""
     result = _as_result(returned)
     observation = result.observation
     if isinstance(observation, str):
         observation = Observation(observation)
-    is_observation = isinstance(observation, Observation) and isinstance(observation.text, str)
-    if observation is not None and not (
-        is_observation and observation.role in _ROLES and isinstance(observation.name, str)
-    ):
-        raise WrongResult(
-            f"step returned the observation {_shown(result.observation)}; give text, with a role of {', '.join(_ROLES)}"
-        )
+    match observation:
+        case None | Observation(text=str(), role="user" | "tool" | "system", name=str()):
+            pass
+        case _:
+            raise WrongResult(
+                f"step returned the observation {_shown(result.observation)}; give text, with a role of user, tool or system"
+            )
     if not isinstance(result.done, bool | int) or result.done not in (0, 1):
         raise WrongResult(f"step returned done={_shown(result.done)}; give True or False")
     if observation is None and not result.done:
         raise WrongResult("step returned no observation and is not done; give what the model reads next, or done=True")
     reward = None if result.reward is None else number(result.reward, what="step returned the reward")
-    return StepResult(observation, reward, bool(result.done), _metrics(result.metrics))
+    found = result.metrics
+    if not isinstance(found, Mapping) or len(found) > _MAX_METRICS or not all(isinstance(key, str) for key in found):
+        raise WrongResult(
+            f"step returned metrics={_shown(found)}; give at most {_MAX_METRICS} names, each with a number"
+        )
+    metrics = {key: number(value, what=f"step returned the metric {key[:80]} as") for key, value in found.items()}
+    return StepResult(observation, reward, bool(result.done), metrics)
 
 
 def _as_result(returned: Any) -> StepResult:
@@ -97,16 +93,8 @@ def _as_result(returned: Any) -> StepResult:
     )
 
 
-def _metrics(found: Any) -> dict[str, float]:
-    if not isinstance(found, Mapping) or len(found) > _MAX_METRICS or not all(isinstance(key, str) for key in found):
-        raise WrongResult(
-            f"step returned metrics={_shown(found)}; give at most {_MAX_METRICS} names, each with a number"
-        )
-    return {key: number(value, what=f"step returned the metric {key[:80]} as") for key, value in found.items()}
-
-
 def number(value: Any, *, what: str) -> float:
-    """A finite float, also of a type that only becomes one (numpy, torch)."""
+    """Convert to a finite float, also from types that can become one (numpy, torch)."""
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         raise WrongResult(f"{what} {_shown(value)}; give a number")
     found = float(value)
@@ -133,19 +121,21 @@ class StepPlayer:
     cls: type
     kwargs: Mapping[str, Any]
     instance: Any = None
-    examine: Callable[[BaseException], None] = lambda error: (
-        None
-    )  # whatever it raises fails the episode, and is examined there
+    examine: Callable[[BaseException], None] = lambda error: None
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """Such a class has no tools that others know."""
+        """Empty: such a class declares no tools."""
         return []
 
     def reset(self, row: Mapping[str, Any], run: Callable[[Any], Any]) -> str | None:
         if self.instance is None:
             self.instance = self.cls(**self.kwargs)
-        return opening_of(run(self.instance.reset(dict(row))))
+        returned = run(self.instance.reset(dict(row)))
+        text = returned.text if isinstance(returned, Observation) else returned
+        if text is not None and not isinstance(text, str):
+            raise WrongResult(f"reset returned {_shown(returned)}; return an Observation, a string or None")
+        return text
 
     def step(self, text: str, token_ids: list[int], run: Callable[[Any], Any]) -> dict[str, Any]:
         result = result_of(run(self.instance.step(text, token_ids)))
@@ -161,7 +151,7 @@ class StepPlayer:
 
 
 def load_stepwise(path: str, *, key: str, kwargs: Mapping[str, Any]) -> StepPlayer:
-    """ValueError: the class cannot be used; the message says what to do."""
+    """Load a class. ValueError says why it cannot be used, and what to do."""
     cls = load_named(path, key=key, what="Class", example="my_env:Game")
     wanted = "give a class with reset(self, row) and step(self, text, token_ids)"
     if not inspect.isclass(cls):
@@ -183,7 +173,7 @@ def load_stepwise(path: str, *, key: str, kwargs: Mapping[str, Any]) -> StepPlay
 
 
 def check_made(cls: type, *, kwargs: Mapping[str, Any], named: str) -> None:
-    """ValueError: the class cannot be made with these arguments."""
+    """Refuse a class that cannot be made with these arguments."""
     try:
         inspect.signature(cls).bind(**kwargs)
     except TypeError as error:

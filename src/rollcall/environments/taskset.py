@@ -129,7 +129,7 @@ class TasksetServer:
             raise ConfigError(_why_not_ready(error)) from None
 
     def close(self) -> None:
-        """It ends its episodes; what is left of it and of its harnesses is killed."""
+        """End its episodes, and kill what is left of it and of its harnesses."""
         self.worker.close(grace_s=END_TIMEOUT_S)
         kill_leftovers(self.worker.pid, mark=(MARK, self._folder))
         self._prints.close()

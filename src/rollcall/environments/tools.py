@@ -28,7 +28,7 @@ _MAX_DIGITS = 100  # of a number that a model wrote as text
 
 
 class ToolRefused(ValueError):  # noqa: N818 - the message is the user's
-    """A function cannot be a tool; the message says which and what to add."""
+    """A function cannot be a tool; the message names it and says what to add."""
 
 
 class WrongArguments(ValueError):  # noqa: N818 - an answer to the model
@@ -53,7 +53,7 @@ class Tool:
 
 
 def tools_of_class(cls: type, *, path: str) -> dict[str, Tool]:
-    """Its public methods, inherited ones too, by name. ToolRefused: one of them cannot be a tool."""
+    """Make tools of a class's public methods, inherited ones too, by name. ToolRefused: one of them cannot be a tool."""
     found: dict[str, Tool] = {}
     for name in dir(cls):
         if name.startswith("_") or name in RESERVED:
@@ -68,7 +68,7 @@ def tools_of_class(cls: type, *, path: str) -> dict[str, Tool]:
 
 
 def tool_of(function: Callable[..., Any], *, path: str, is_method: bool = False) -> Tool:
-    """``path`` names it in the message of ToolRefused."""
+    """Make a tool of a function. ``path`` names it in the message of ToolRefused."""
     parameters = _parameters(function, path=path, is_method=is_method)
     doc = (inspect.getdoc(function) or "").strip()
     if not doc:
@@ -81,7 +81,10 @@ def tool_of(function: Callable[..., Any], *, path: str, is_method: bool = False)
             f"{path} has no docstring; say there what the tool does, and each argument under `Args:`, for the model to read ({other})"
         )
     description, told, returned = _read_docstring(doc)
-    hints = _hints(function, path=path)
+    try:
+        hints = typing.get_type_hints(function)
+    except Exception as error:  # noqa: BLE001 - a hint in quotes is the user's code
+        raise ToolRefused(f"{path}: its type hints cannot be read ({type(error).__name__}: {error})") from None
     properties: dict[str, Any] = {}
     for name, parameter in parameters.items():
         if parameter.annotation is inspect.Parameter.empty:
@@ -121,13 +124,6 @@ def _parameters(function: Callable[..., Any], *, path: str, is_method: bool) -> 
                 else f"{path}: argument {name} cannot be given by name; take the `/` out of its signature"
             )
     return parameters
-
-
-def _hints(function: Callable[..., Any], *, path: str) -> dict[str, Any]:
-    try:
-        return typing.get_type_hints(function)
-    except Exception as error:  # noqa: BLE001 - a hint in quotes is the user's code
-        raise ToolRefused(f"{path}: its type hints cannot be read ({type(error).__name__}: {error})") from None
 
 
 def _schema(hint: Any, *, path: str) -> dict[str, Any]:
@@ -246,7 +242,7 @@ def check_arguments(tool: Tool, given: Mapping[str, Any]) -> dict[str, Any]:
             found[name] = _convert(value, tool.hints[name])
             if "enum" in properties[name] and found[name] not in properties[name]["enum"]:
                 raise ValueError
-        except (ValueError, RecursionError):
+        except (ValueError, OverflowError, RecursionError):
             raise WrongArguments(
                 f"{tool.name}: {name} is {cut_end(json.dumps(value, default=str), 80)}, and it must be {_kind(properties[name])}"
             ) from None
@@ -254,25 +250,47 @@ def check_arguments(tool: Tool, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _convert(value: Any, hint: Any) -> Any:
-    """The value as the hint wants it; ValueError: it cannot be. A hint that JSON has no type for takes anything."""
+    """The value as the hint wants it; ValueError: it cannot be. A hint that JSON has no type for takes anything. A model may write a
+    list, an object, a number or true as text, and a whole number as 2.0."""
     origin, args = get_origin(hint), get_args(hint)
+    kind, text = origin or hint, value if isinstance(value, str) else None
     if origin is Annotated:
         return _convert(value, args[0])
     if origin in (Union, types.UnionType):
         return _convert_to_one(value, args)
     if origin is Literal:
-        return _choose(value, args)
-    kind = origin or hint
-    if kind in (list, tuple):
-        items = _parsed(value, list)
-        if kind is tuple and args and len(items) != len(args):
+        same = [each for each in args if type(each) is type(value) and each == value]
+        found = same or [each for each in args if not isinstance(each, str) and str(each) == value]
+        if not found:
             raise ValueError
-        hints = args if kind is tuple else args * len(items)
-        return kind(_convert(item, arg) for item, arg in zip(items, hints, strict=True)) if args else kind(items)
-    if kind is dict:
-        found = _parsed(value, dict)
-        return {key: _convert(each, args[1]) for key, each in found.items()} if len(args) == 2 else found
-    return _convert_plain(value, kind)
+        return found[0]
+    if kind in (list, tuple, dict):
+        made = json.loads(text) if text is not None else value
+        if not isinstance(made, dict if kind is dict else list):
+            raise ValueError
+        if isinstance(made, dict):
+            return {key: _convert(each, args[1]) for key, each in made.items()} if len(args) == 2 else made
+        if kind is tuple and args and len(made) != len(args):
+            raise ValueError
+        hints = args if kind is tuple else args * len(made)
+        return kind(_convert(item, arg) for item, arg in zip(made, hints, strict=True)) if args else kind(made)
+    if kind in (int, float):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        is_whole = not isinstance(value, float) or value.is_integer()
+        if not (is_number or (text and len(text) <= _MAX_DIGITS)) or (kind is int and not is_whole):
+            raise ValueError
+        if not math.isfinite(found := kind(value)):
+            raise ValueError
+        return found
+    if kind is bool and text is not None and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if kind is str and text is None and value is not None and not isinstance(value, list | dict):
+        return json.dumps(value)
+    if kind is type(None) and value == "null":
+        return None
+    if kind in (bool, str, type(None)) and not isinstance(value, kind):
+        raise ValueError
+    return value
 
 
 def _convert_to_one(value: Any, args: tuple[Any, ...]) -> Any:
@@ -284,50 +302,6 @@ def _convert_to_one(value: Any, args: tuple[Any, ...]) -> Any:
             if type(value) is (get_origin(arg) or arg):
                 raise
     raise ValueError
-
-
-def _choose(value: Any, choices: tuple[Any, ...]) -> Any:
-    found = [each for each in choices if type(each) is type(value) and each == value]
-    found = found or [each for each in choices if not isinstance(each, str) and str(each) == value]
-    if not found:
-        raise ValueError
-    return found[0]
-
-
-def _parsed(value: Any, kind: type) -> Any:
-    """A list or an object, which a model may have written as text."""
-    if isinstance(value, str):
-        value = json.loads(value)
-    if not isinstance(value, kind):
-        raise ValueError
-    return value
-
-
-def _convert_plain(value: Any, kind: Any) -> Any:
-    """A model may write a number or true as text, and a whole number as 2.0."""
-    text = value if isinstance(value, str) else None
-    if kind in (int, float):
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number and (text is None or len(text) > _MAX_DIGITS):
-            raise ValueError
-        if isinstance(value, float) and kind is int and not value.is_integer():
-            raise ValueError
-        try:
-            found = kind(value)
-        except OverflowError:
-            raise ValueError from None
-        if isinstance(found, float) and not math.isfinite(found):
-            raise ValueError
-        return found
-    if kind is bool and text is not None and text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    if kind is str and text is None and value is not None and not isinstance(value, list | dict):
-        return json.dumps(value)
-    if kind is type(None) and value in (None, "null"):
-        return None
-    if kind in (bool, str, type(None)) and not isinstance(value, kind):
-        raise ValueError
-    return value
 
 
 def cut_end(text: str, longest: int) -> str:

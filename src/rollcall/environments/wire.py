@@ -1,4 +1,4 @@
-"""Reads what the endpoint is sent: requests of the OpenAI API, and the reward that a program reports.
+"""The requests of the OpenAI API, and the reward that a program reports.
 
 A parameter that this endpoint cannot honour is refused by its name, never ignored. ``LABELS`` only describe a request; ``NEUTRAL``
 parameters are accepted with the value that asks for nothing, which some clients always send. A list is checked up to its first mistake.
@@ -26,16 +26,10 @@ from pydantic_core import PydanticCustomError, from_json
 from rollcall.reward.functions import LARGEST_SCORE
 
 MAX_PROMPTS = 256
-MAX_ALTOGETHER = 4096  # choices of all prompts of a request
-LABELS = {
-    "user",
-    "metadata",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "cache_salt",
-    "priority",
-}
+MAX_CHOICES = 4096  # of all prompts of a request
+LABELS = (
+    "user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "cache_salt", "priority"
+)  # fmt: skip
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,), "min_p": (0,), "min_tokens": (0,),
     "logit_bias": ({},), "response_format": ({"type": "text"},), "modalities": (["text"],), "store": (False,),
@@ -226,18 +220,14 @@ class ChatRequest(_Request):
         found: list[dict[str, Any]] = []
         for message in self.messages:
             role = "system" if message.role == "developer" else message.role
-            name = message.name
-            if name is None and role == "tool":
-                name = names.get(message.tool_call_id or "")
-            given = {
-                "name": name,
-                "tool_call_id": message.tool_call_id,
-                "tool_calls": [call.model_dump() for call in message.tool_calls or ()] or None,
-            }
-            found.append(
-                {"role": role, "content": message.content or ""}
-                | {key: value for key, value in given.items() if value is not None}
-            )
+            plain: dict[str, Any] = {"role": role, "content": message.content or ""}
+            if name := message.name or (names.get(message.tool_call_id or "") if role == "tool" else None):
+                plain["name"] = name
+            if message.tool_call_id is not None:
+                plain["tool_call_id"] = message.tool_call_id
+            if message.tool_calls:
+                plain["tool_calls"] = [call.model_dump() for call in message.tool_calls]
+            found.append(plain)
         return found
 
 
@@ -267,10 +257,9 @@ class TextRequest(_Request):
 
     @model_validator(mode="after")
     def _check(self) -> TextRequest:
-        if self.n * len(self.prompt) > MAX_ALTOGETHER:
+        if self.n * len(self.prompt) > MAX_CHOICES:
             raise invalid(
-                "n",
-                f"is {self.n} for {len(self.prompt)} prompts; one request has at most {MAX_ALTOGETHER} choices",
+                "n", f"is {self.n} for {len(self.prompt)} prompts; a request has at most {MAX_CHOICES} choices"
             )
         return self
 

@@ -1,9 +1,9 @@
 """The process that environments are forked from, and its children: a child plays one environment, and is reset between episodes.
 
 The parent calls a ``Zygote`` (process/child.py). It imports the user's module once, so that a child starts in a millisecond and shares
-its memory. CONTROL brings the descriptors of each child: its socket and its line to the debugger (process/debug/child.py). LIFELINE, the read end
-of a pipe that only the parent holds, ends the children even when this process has been killed. LINE is for a breakpoint in a module that
-is imported here.
+its memory. CONTROL brings the descriptors of each child: its socket and its line to the debugger (process/debug/child.py). LIFELINE, the
+read end of a pipe that only the parent holds, ends the children even when this process has been killed. The process's own lifeline cannot
+do that: it closes before the parent has found what the children started. LINE is for a breakpoint in a module that is imported here.
 
 Nothing that a child starts outlives it: its group is killed before its status is taken, and what left its group is adopted here and
 killed. When the parent hangs up or dies, all children end, and then this process does.
@@ -14,6 +14,7 @@ What a child says may be controlled by the text that it was given, so it is JSON
 from __future__ import annotations
 
 import atexit
+import fcntl
 import gc
 import inspect
 import json
@@ -25,7 +26,6 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -50,7 +50,7 @@ Player = ClassPlayer | StepPlayer
 
 
 class Refused(ValueError):  # noqa: N818 - the message is the user's
-    """A class cannot be used; the message says which and what to do."""
+    """A class cannot be used; the message names it and says what to do."""
 
 
 class Failed(Exception):  # noqa: N818 - an outcome of the user's code
@@ -69,7 +69,7 @@ class Zygote:
         self._examined = Examined()
 
     def load(self, setup: dict[str, Any]) -> dict[str, Any]:
-        """The tools of each kind."""
+        """Load the classes. Returns the tools of each kind."""
         # User code may print the variables that it was given.
         remember(os.environ.get(name, "") for name in setup["env"])
         guard_streams()
@@ -78,18 +78,24 @@ class Zygote:
         sys.breakpointhook = self._line.stop
         self._memory_mb, self._post_mortem = setup["memory_mb"], setup["post_mortem"]
         try:
-            self._kinds = _load(setup)
+            self._kinds = {
+                name: load_stepwise(**given) if "call_format" not in given else load_class(**given)
+                for name, given in setup["kinds"].items()
+            }
         except ValueError as error:
             raise Refused(error) from None
         gc.collect()
         gc.freeze()  # a collection in a child would write to, and so copy, the pages that all share
         _adopt_orphans()
         self._not_ours = {*_children()}  # that the user's module started when it was imported
-        self._end_children_first()
+        # From here on this process outlives its parent for as long as it takes to end its children. One that is stopped is woken.
+        atexit.register(_end_all)
+        if hasattr(fcntl, "F_SETSIG"):
+            fcntl.fcntl(own_fds()[1], fcntl.F_SETSIG, signal.SIGCONT)
         return {name: kind.schemas for name, kind in self._kinds.items()}
 
     def start(self, number: int, kind: str) -> int:
-        """Fork a child; its process id."""
+        """Fork a child. Returns its process id."""
         _, fds, _, _ = socket.recv_fds(self._control, 1, 2)
         connection_fd, line_fd = fds
         try:
@@ -105,7 +111,7 @@ class Zygote:
         return pid
 
     def end(self, number: int) -> int:
-        """Kill a child with all that it started, unless it has ended; its status."""
+        """Kill a child with all that it started, unless it has ended. Returns its status."""
         pid = self._pids.pop(number)
         _kill(pid)
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
@@ -118,16 +124,8 @@ class Zygote:
                 os.waitpid(each, 0)
         return os.waitstatus_to_exitcode(status)
 
-    def _end_children_first(self) -> None:
-        """From here on this process outlives its parent for as long as it takes to end its children. One that is stopped is woken."""
-        import fcntl
-
-        atexit.register(_end_all)
-        if hasattr(fcntl, "F_SETSIG"):
-            fcntl.fcntl(own_fds()[1], fcntl.F_SETSIG, signal.SIGCONT)
-
     def _become_child(self, connection_fd: int, line_fd: int, kind: str) -> None:
-        """The life of a child after its fork, until the parent hangs up. Nothing gets back into the zygote's loop."""
+        """Live as a child, from the fork until the parent hangs up. This never returns into the zygote's loop."""
         status = 1
         try:
             self._control.close()
@@ -158,19 +156,6 @@ class Zygote:
             os._exit(status)
 
 
-def _load(setup: dict[str, Any]) -> dict[str, Player]:
-    """The classes by kind; ValueError: one of them cannot be used."""
-    players: dict[str, Player] = {}
-    paths: dict[str, Any] = setup["paths"] or {"": None}
-    for name, path in paths.items():
-        key = f"environment.path.{name}" if name else "environment.path"
-        kwargs = setup["kwargs"].get(name, {})
-        given = setup["class"]
-        load = load_stepwise if given is None else partial(load_class, **given)
-        players[name] = load(path, key=key, kwargs=kwargs)
-    return players
-
-
 def _end_all() -> None:
     while children := _children():
         for pid in children:
@@ -179,7 +164,7 @@ def _end_all() -> None:
 
 
 def _kill(pid: int) -> None:
-    """With its group. Its status has not been taken, so the number is still its own."""
+    """Kill a process with its group. Its status has not been taken, so the number is still its own."""
     try:
         os.killpg(pid, signal.SIGKILL)
     except ProcessLookupError:  # it leads no group, or not yet
@@ -187,7 +172,7 @@ def _kill(pid: int) -> None:
 
 
 def _children() -> list[int]:
-    """Of this process, adopted ones too."""
+    """The children of this process, adopted ones too."""
     try:
         lists = [path.read_text() for path in Path("/proc/self/task").glob("*/children")]
     except OSError:  # a thread ended meanwhile
@@ -211,7 +196,8 @@ def _adopt_orphans() -> None:
 
 
 def _end_with_parent(lifeline_fd: int) -> None:
-    """Opened again: the signal is a property of an open file, and children share the one that they inherit."""
+    """Have the kernel end this process with the parent. The pipe is opened again: the signal is a property of an open file, and children
+    share the one that they inherit."""
     try:
         own_fd = os.open(f"/proc/self/fd/{lifeline_fd}", os.O_RDONLY | os.O_NONBLOCK)
     except OSError:  # no /proc: it ends when its socket closes
@@ -221,7 +207,7 @@ def _end_with_parent(lifeline_fd: int) -> None:
 
 
 def _reseed() -> None:
-    """Python's own random numbers differ after a fork; those of numpy would be the same in every child."""
+    """Seed numpy and torch again, whose random numbers would be the same in every child. Python's own differ after a fork."""
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and hasattr(numpy, "random"):
         numpy.random.seed()
@@ -246,7 +232,15 @@ class EnvironmentChild:
         self._runner: Any = None
 
     def reset(self, row: dict[str, Any]) -> str | None:
-        return self._tried(lambda: _readable(self._player.reset(row, self._run)))
+        def read() -> str | None:
+            text = self._player.reset(row, self._run)
+            if text is not None and len(text) > _MAX_OPENING_CHARS:
+                raise WrongResult(
+                    f"reset returned {len(text):,} characters; at most {_MAX_OPENING_CHARS:,} can be read"
+                )
+            return text
+
+        return self._tried(read)
 
     def step(self, text: str, token_ids: list[int]) -> dict[str, Any]:
         return self._tried(lambda: self._player.step(text, token_ids, self._run))
@@ -262,12 +256,17 @@ class EnvironmentChild:
             return work()
         except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit too
             self._player.examine(error)
-            raise Failed(self._why(error)) from None
+            if isinstance(error, WrongResult):
+                raise Failed(str(error)) from None
+            frames = _frames_of_user(error)
+            if isinstance(error, MemoryError):
+                error = MemoryError(f"{error} (this process may use memory_mb={self._memory_mb})".strip())
+            raise Failed("".join(traceback.format_exception(type(error), error, frames)).rstrip()) from None
         finally:
             _flush()
 
     def _run(self, returned: Any) -> Any:
-        """The result of a method; if it is async, once that is done. One loop for the process, so that clients stay open."""
+        """Wait for what a method returned, if it is async. The process has one loop, so that clients stay open."""
         if not inspect.isawaitable(returned):
             return returned
 
@@ -277,23 +276,9 @@ class EnvironmentChild:
         self._runner = self._runner or asyncio.Runner(loop_factory=patient_loop)
         return self._runner.run(wait())
 
-    def _why(self, error: BaseException) -> str:
-        if isinstance(error, WrongResult):
-            return str(error)
-        frames = _frames_of_user(error)
-        if isinstance(error, MemoryError):
-            error = MemoryError(f"{error} (this process may use memory_mb={self._memory_mb})".strip())
-        return "".join(traceback.format_exception(type(error), error, frames)).rstrip()
-
-
-def _readable(text: str | None) -> str | None:
-    if text is not None and len(text) > _MAX_OPENING_CHARS:
-        raise WrongResult(f"reset returned {len(text):,} characters; at most {_MAX_OPENING_CHARS:,} can be read")
-    return text
-
 
 def _attributes(instance: Any) -> dict[str, Any]:
-    """Its data, properties too, as far as JSON can hold it."""
+    """The attributes of an object, properties too, as far as JSON can hold them."""
     found: dict[str, Any] = {}
     for name in dir(instance):
         if name.startswith("__"):
@@ -323,7 +308,7 @@ def _flush() -> None:
 
 
 def _frames_of_user(error: BaseException) -> TracebackType | None:
-    """Its traceback from the first frame that is not ours."""
+    """The traceback from the first frame of the user's code."""
     frames = error.__traceback__
     while frames is not None:
         file = frames.tb_frame.f_code.co_filename

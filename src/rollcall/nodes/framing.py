@@ -32,10 +32,10 @@ class Body:
 
 def _as_json(value: Any) -> bytes:
     # Half of a surrogate pair, which Python's text may hold, is no text for anybody else.
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain).encode("utf-8", "replace")
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, default=plain).encode("utf-8", "replace")
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """A value that JSON does not have: an array as a list, a date as text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 

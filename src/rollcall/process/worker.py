@@ -26,6 +26,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from pydantic import ConfigDict, TypeAdapter
+
 from rollcall.base.words import visible
 from rollcall.nodes.framing import CALL, DONE, HEAD, LONGEST, PART, PICKLE, RAISED, Body, Frames, frame
 from rollcall.process.pause import running_s
@@ -430,3 +432,9 @@ class Worker:
                 if self.line is not None:
                     self.line.close()
             return self._ended
+
+
+def reader(kind: Any) -> Reader:
+    """Reads JSON as this union of types; ValueError if it is something else."""
+    adapter: TypeAdapter[Any] = TypeAdapter(kind, config=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
+    return adapter.validate_json

@@ -46,7 +46,7 @@ _CAPABILITIES_TO_LOOK = (19, 27, 38)
 _PR_CAPBSET_DROP = 24
 _MB = 1 << 20
 _RESTRICTED = {
-    "files": "own folder and Python's alone (landlock)", "network": "off (seccomp)", "processes": "none (seccomp)",
+    "files": "only its own folder and Python's files (landlock)", "network": "off (seccomp)", "processes": "none (seccomp)",
 }  # fmt: skip
 
 
@@ -66,7 +66,7 @@ BUILT_IN = Confinement(own_files=True, network=False, env=(), processes=0, memor
 
 
 def confinement_of(spec: Mapping[str, Any]) -> Confinement:
-    """From a reward's fields. A test may leave out the limits of a function."""
+    """The limits of a reward, from its fields. A test may leave out those of a function."""
     if spec["type"] != "function":
         return BUILT_IN
     return Confinement(
@@ -101,7 +101,7 @@ def environment(confinement: Confinement, *, folder: str, key: str) -> dict[str,
 
 
 def refuse_unset(names: Iterable[str], *, key: str) -> None:
-    """ConfigError: one of these variables, which ``key`` of the run file names, is not set."""
+    """Refuse variables that ``key`` of the run file names and that are not set here (ConfigError)."""
     if missing := [name for name in names if name not in os.environ]:
         from rollcall.base.errors import ConfigError  # a worker does without
 
@@ -121,7 +121,7 @@ def _process_space() -> int:
 
 
 def remove_folder(folder: str) -> None:
-    """Remove it, however deep a reward has made it. A warning names what cannot be removed."""
+    """Remove a private folder, however deep a reward has made it, or warn that it cannot be removed."""
     with suppress(RecursionError):
         shutil.rmtree(folder, ignore_errors=True)
     if not os.path.lexists(folder):
@@ -154,7 +154,7 @@ def sweep_folders() -> None:
 
 
 def confine(confinement: Confinement, *, folder: str, readable: list[str]) -> dict[str, str]:
-    """Restrict this process; returns what is in force, by name. ``readable``: where code is."""
+    """Restrict this process. Returns what is in force, by name. ``readable``: the folders with code."""
     # For a user's function the memory that it writes to: address space includes what GPU libraries reserve and never use.
     memory = resource.RLIMIT_AS if confinement.own_files else resource.RLIMIT_DATA
     told = {
@@ -179,7 +179,7 @@ def confine(confinement: Confinement, *, folder: str, readable: list[str]) -> di
 
 
 def limit_cpu(seconds: float) -> None:
-    """This process may use ``seconds`` more CPU seconds; then the kernel ends it, even without a parent that watches."""
+    """Allow this process ``seconds`` more CPU seconds; then the kernel ends it, even if no parent watches."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     soft = int(usage.ru_utime + usage.ru_stime + seconds) + 2
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
@@ -187,7 +187,7 @@ def limit_cpu(seconds: float) -> None:
 
 
 def unlimit_cpu() -> None:
-    """Take that limit away, for as long as somebody debugs this process."""
+    """Take the CPU limit away while somebody debugs this process."""
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))
 
@@ -204,7 +204,7 @@ def _restricted(thing: str, why_not: str) -> str:
 
 
 def _limit_processes(confinement: Confinement) -> str:
-    """The kernel counts all processes and threads of the user, so those that already exist are added."""
+    """Limit the number of processes. The kernel counts all processes and threads of the user, so those that exist are added."""
     if confinement.processes == 0:
         return ""  # the filter refuses them
     if os.geteuid() == 0:
@@ -214,7 +214,7 @@ def _limit_processes(confinement: Confinement) -> str:
 
 
 def limit(kind: int, most: int) -> str:
-    """Set a limit, never above what this process was given; why not, or ""."""
+    """Set a limit, never above what this process was given. Returns why this failed, or ""."""
     hard = resource.getrlimit(kind)[1]
     most = min(most, sys.maxsize) if hard == resource.RLIM_INFINITY else min(most, hard)
     try:
@@ -237,7 +237,7 @@ def _num_tasks(uid: int) -> int:
 
 
 def see_no_others() -> None:
-    """A process of root, and what it starts, can then no longer read the memory of root's other processes."""
+    """Keep a process of root, and what it starts, from reading the memory of root's other processes."""
     if sys.platform == "linux":
         for capability in _CAPABILITIES_TO_LOOK:
             ctypes.CDLL(None).prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)  # no program that it starts gets it back
@@ -245,7 +245,7 @@ def see_no_others() -> None:
 
 
 def _keep_capabilities(kept: int) -> None:
-    """Without root's other powers: to raise its own limits again, to make a device file of the disk, to restart the machine."""
+    """Drop root's other powers: to raise its own limits again, to make a device file of the disk, to restart the machine."""
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None)

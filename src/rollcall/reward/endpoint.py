@@ -13,22 +13,21 @@
 A status 429 is never the question's fault, except for longer than ``outage_s``. A wrong key, address or model is refused for every
 question: where nothing was ever answered, it ends the run at once.
 
-Everything here runs in the event loop of asker.py. The key goes to the address of the run file and nowhere else.
+Everything here runs in the event loop of ``Asker`` (services.py). The key goes to the address of the run file and nowhere else.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
 import random
-import re
 import ssl
 import time
 import urllib.request
-from contextlib import AsyncExitStack
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 from urllib.parse import urljoin, urlsplit
@@ -39,7 +38,7 @@ from rollcall.base.wait import Wait, warn
 from rollcall.base.words import visible
 from rollcall.config.rewards import AskedReward
 from rollcall.reward.confine import refuse_unset
-from rollcall.reward.worker import FailureKind
+from rollcall.reward.worker import FailureKind, RewardResult
 
 MAX_ANSWER_BYTES = 4 << 20
 FIRST_PAUSE_S = 0.5  # before the second try; each pause is twice as long as the one before
@@ -50,6 +49,33 @@ _MAX_REDIRECTS = 3
 # 403 is here, because some services say so of one text that they do not like.
 _LATER = (403, 408, 409, 425, 500, 502, 503, 504)
 _REFUSED = (401, 402, 404, 405, 407)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """One request on ``count`` completions. ``read`` makes their results of the answer's body."""
+
+    count: int
+    body: bytes
+    read: Callable[[bytes], list[RewardResult]]
+
+
+def failed(why: str, *, note: str = "") -> RewardResult:
+    return RewardResult(0.0, "raised", visible(why), note=note)
+
+
+def read_json(said: bytes) -> Any:
+    """Read JSON. The ValueError for anything else shows how it begins."""
+    try:
+        return json.loads(said)
+    except (ValueError, RecursionError):
+        begin = " ".join(said[:200].decode(errors="replace").split())
+        raise ValueError(f"it is not JSON: {begin[:80]!r}" if begin else "it is empty") from None
+
+
+def whole_characters(text: str) -> str:
+    """Replace half of a surrogate pair, which many readers of JSON refuse: a completion may be cut inside a character."""
+    return text.encode(errors="replace").decode()
 
 
 class EndpointLostError(RuntimeError, ValueError):
@@ -103,29 +129,28 @@ class Endpoint:
         self._answered_began_s = -math.inf  # when the request of an answer began, the latest
         self._unanswered_began_s = -math.inf  # the same for the last one that was asked once more, in vain
         self._not_before_s = -math.inf  # by Retry-After
-        self._kept_open: Any = None  # sessions of aiohttp
-        self._fresh: Any = None
+        self._sessions: dict[bool, Any] = {}  # of aiohttp; the second one takes a fresh connection for each question
 
     @property
     def is_out(self) -> bool:
-        """Whether everything waits for it."""
+        """Whether the service is away, and everything waits for it."""
         return self._outage is not None
 
-    async def open(self, stack: AsyncExitStack) -> None:
+    def _session(self, *, is_fresh: bool) -> Any:
         import aiohttp
 
-        # A second try takes a fresh connection: an open one may lead to a machine that is gone.
-        self._kept_open, self._fresh = [
-            await stack.enter_async_context(
-                aiohttp.ClientSession(
-                    connector=aiohttp.TCPConnector(limit=0, force_close=is_fresh),
-                    timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0),
-                    cookie_jar=aiohttp.DummyCookieJar(),
-                    auto_decompress=False,  # a small answer must not become a large one
-                )
+        if is_fresh not in self._sessions:
+            self._sessions[is_fresh] = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, force_close=is_fresh),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False,  # a small answer must not become a large one
             )
-            for is_fresh in (False, True)
-        ]
+        return self._sessions[is_fresh]
+
+    async def close(self) -> None:
+        for session in self._sessions.values():
+            await session.close()
 
     async def ask(self, question: bytes) -> bytes:
         """The answer's body. Problem: this question has none. EndpointLostError: no question has."""
@@ -164,7 +189,8 @@ class Endpoint:
         while (early_s := self._not_before_s - time.monotonic()) > 0:
             await asyncio.sleep(early_s)
         began_s = time.monotonic()
-        answer = await self._post(question, session=self._kept_open if is_first else self._fresh)
+        # An open connection may lead to a machine that is gone.
+        answer = await self._post(question, session=self._session(is_fresh=not is_first))
         self._answered, self._answered_began_s = question, max(began_s, self._answered_began_s)
         if (outage := self._outage) is not None:
             self._outage = None
@@ -186,7 +212,7 @@ class Endpoint:
             return self._answered_began_s >= after_s
 
     async def _wait_until_back(self, problem: Problem) -> bool:
-        """Until another question was answered (true), or it is this question's turn to ask."""
+        """Wait until another question was answered (true), or until it is this question's turn to ask."""
         advice = _advice(problem.cause, self._place)
         if problem.cause is Cause.REFUSED and self._answered is None:
             raise EndpointLostError(f"{self._name} refuses: {problem}. {advice}, then run the same command again")
@@ -233,7 +259,7 @@ class Endpoint:
             raise Problem(f"{type(error).__name__}: {error}", Cause.PASSING) from None
 
     async def _follow(self, question: bytes, *, session: Any) -> bytes:
-        """The answer, also behind redirects within the same service."""
+        """Post the question, and follow redirects within the same service."""
         url = self._url
         for _ in range(_MAX_REDIRECTS + 1):
             async with session.post(
@@ -246,7 +272,7 @@ class Endpoint:
 
 
 async def _body(answer: Any) -> bytes:
-    """The body of an answer; Problem if it is none."""
+    """Read the body of an answer. Problem: it cannot be used."""
     is_good = 200 <= answer.status < 300
     said, most = bytearray(), MAX_ANSWER_BYTES if is_good else 4096
     async for piece in answer.content.iter_chunked(1 << 16):
@@ -266,15 +292,14 @@ async def _body(answer: Any) -> bytes:
 def _problem_of(status: int, said: bytes, retry_after: str | None) -> Problem:
     text = " ".join(said.decode(errors="replace").split())[:300]
     told = f"status {status}{f': {text}' if text else ''}"
-    if status == 429:
-        return Problem(told, Cause.LIMIT, retry_after_s=_retry_after_s(retry_after))
-    if status in _LATER or status > 504:
-        return Problem(told, Cause.PASSING, retry_after_s=_retry_after_s(retry_after))
+    if status == 429 or status in _LATER or status > 504:
+        cause = Cause.LIMIT if status == 429 else Cause.PASSING
+        return Problem(told, cause, retry_after_s=_retry_after_s(retry_after))
     return Problem(told, Cause.REFUSED if status in _REFUSED else Cause.QUESTION)
 
 
 def _redirected(url: str, status: int, location: str) -> str:
-    """Where to ask instead: only within the same service, which may have the key and the completions."""
+    """The address to ask instead, only within the same service: another must not get the key and the completions."""
     try:
         target = urljoin(url, location)
         before, after = urlsplit(url), urlsplit(target)
@@ -287,26 +312,20 @@ def _redirected(url: str, status: int, location: str) -> str:
 
 
 def _retry_after_s(value: str | None) -> float | None:
-    """
+    """Read the seconds to wait; HTTP's other form, a date, is not read.
+
     >>> _retry_after_s("3"), _retry_after_s("1e9"), _retry_after_s("-1"), _retry_after_s("soon"), _retry_after_s(None)
     (3.0, 120.0, 0.0, None, None)
-    >>> _retry_after_s("Mon, 01 Jan 2024 00:00:00 +99999999999")  # no time zone is that far away
     """
-    if value is None:
-        return None
     try:
-        if re.fullmatch(r"[-+.\deE]+", value.strip()):
-            seconds = float(value)
-        else:
-            when = parsedate_to_datetime(value)
-            seconds = ((when if when.tzinfo else when.replace(tzinfo=UTC)) - datetime.now(UTC)).total_seconds()
-    except (ValueError, OverflowError):
+        seconds = float(value or "nan")
+    except ValueError:
         return None
-    return min(max(seconds, 0.0), 120.0) if math.isfinite(seconds) else None
+    return None if math.isnan(seconds) else min(max(seconds, 0.0), 120.0)
 
 
 def _pause_s(number: int) -> float:
-    """Before try ``number`` + 1; not the same for all questions, which would come back together."""
+    """The pause before try ``number`` + 1. It differs between questions, which would otherwise come back together."""
     return min(FIRST_PAUSE_S * 2 ** min(number - 1, 30), LONGEST_PAUSE_S) * random.uniform(0.5, 1.0)
 
 
@@ -330,7 +349,7 @@ def _authorization(key_env: str | None, *, place: int) -> dict[str, str]:
 
 
 def _proxy_for(url: str, *, place: int) -> str | None:
-    """By HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY."""
+    """The proxy for an address, by HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY."""
     parts = urlsplit(url)
     if urllib.request.proxy_bypass(parts.netloc):
         return None

@@ -71,7 +71,7 @@ def build_function(spec: dict[str, Any]) -> RewardFunction | UserFunction:
 
 
 def check_score(value: Any) -> float:
-    """The returned value as a finite float, or ValueError."""
+    """Convert the returned value to a finite float, or raise ValueError."""
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         raise ValueError(f"returned {_short(value)} ({type(value).__name__}); a reward returns a number")
     score = float(value)
@@ -188,8 +188,11 @@ def reasoning_gym_score(prompt: str, completion: str, answer: str, metadata: dic
     score = _reasoning_gym_scorer(made["task"])
     tagged = last_tagged(completion)
     given = (completion if tagged is None else tagged).strip()
+    # Some scorers evaluate texts of the row too.
+    known = entry.get("metadata")
+    texts = (entry.get("answer"), *(known.values() if isinstance(known, dict) else ()))
     try:
-        with guarded(trusted=_texts_of(entry)):
+        with guarded(trusted=frozenset(text for text in texts if isinstance(text, str))):
             value = float(score(answer=given, entry=entry))
     except Exception:  # noqa: BLE001
         # Some scorers raise on text that they cannot read: that is a wrong answer. A scorer that also fails on its own
@@ -197,13 +200,6 @@ def reasoning_gym_score(prompt: str, completion: str, answer: str, metadata: dic
         score(answer=entry["answer"], entry=entry)
         return 0.0
     return min(max(value, 0.0), 1.0)
-
-
-def _texts_of(entry: dict[str, Any]) -> frozenset[str]:
-    """Texts of the row, which some scorers evaluate too."""
-    metadata = entry.get("metadata")
-    values = (entry.get("answer"), *(metadata.values() if isinstance(metadata, dict) else ()))
-    return frozenset(value for value in values if isinstance(value, str))
 
 
 def encode_entry(entry: dict[str, Any]) -> str:

@@ -22,7 +22,7 @@ _of_runs: dict[tuple[Path, str], bytes] = {}  # by run directory too: each run m
 
 
 def name_functions(rewards: Any) -> Any:
-    """The rewards as a run file has them: each function, or ``path`` that is one, by its path."""
+    """Write rewards as a run file does: each function, or ``path`` that is one, by its path."""
     if callable(rewards) or isinstance(rewards, Mapping):
         rewards = [rewards]
     if not isinstance(rewards, Sequence) or isinstance(rewards, str):
@@ -32,7 +32,7 @@ def name_functions(rewards: Any) -> Any:
 
 
 def settle_functions(run_dir: Path, rewards: Sequence[Any], *, are_given: bool) -> None:
-    """Which functions the names of a run stand for: those of this call, else those that the run was given before."""
+    """Settle which functions the names of a run stand for: those of this call, else those that the run was given before."""
     for path in (reward.path for reward in rewards if reward.type == "function" and reward.path.startswith(PREFIX)):
         key = (run_dir.resolve(), path)
         if are_given and path in _pickled:
@@ -68,7 +68,15 @@ def _named(reward: Any, taken: set[str]) -> Any:
         numbered = (f"{PREFIX}{name}{f'_{number}' if number > 1 else ''}" for number in itertools.count(1))
         path = next(each for each in numbered if each not in taken)
         taken.add(path)
-        _pickled[path] = _pickle(function, path)
+        import cloudpickle
+
+        try:
+            _pickled[path] = cloudpickle.dumps(function)
+        except Exception as error:  # noqa: BLE001 - what cannot be pickled says so in many ways
+            raise ConfigError(
+                f"the reward {name} cannot be sent to the processes that run rewards: {type(error).__name__}: {error}; make what it "
+                "holds inside the function, or put it in a module and give module:name"
+            ) from None
     return {"type": "function", **reward, "path": path}
 
 
@@ -84,15 +92,3 @@ def _import_path(function: Any) -> str | None:
     except (ImportError, AttributeError):
         return None
     return f"{module}:{name}" if found is function else None
-
-
-def _pickle(function: Any, path: str) -> bytes:
-    import cloudpickle
-
-    try:
-        return cloudpickle.dumps(function)
-    except Exception as error:  # noqa: BLE001 - what cannot be pickled says so in many ways
-        raise ConfigError(
-            f"the reward {path.removeprefix(PREFIX)} cannot be sent to the processes that run rewards: {type(error).__name__}: "
-            f"{error}; make what it holds inside the function, or put it in a module and give module:name"
-        ) from None

@@ -17,8 +17,9 @@ from urllib.parse import urlsplit, urlunsplit
 from rollcall.base.types import Completion, Prompt
 from rollcall.config.rewards import JudgeReward
 from rollcall.observe.transcript import transcript
+from rollcall.reward.endpoint import Question, failed, read_json, whole_characters
 from rollcall.reward.functions import last_number
-from rollcall.reward.services import Question, failed, read_json, whole_characters
+from rollcall.reward.trl import MESSAGES
 from rollcall.reward.worker import RewardResult
 
 _PLACEHOLDER = re.compile(r"\{(prompt|completion|answer)\}")
@@ -71,7 +72,7 @@ class Judge:
 
 
 def chat_address(url: str) -> str:
-    """Where chat completions are asked for.
+    """The address of chat completions.
 
     >>> chat_address("http://node7:8000"), chat_address("https://api.example.com/v1/")
     ('http://node7:8000/v1/chat/completions', 'https://api.example.com/v1/chat/completions')
@@ -87,7 +88,7 @@ def chat_address(url: str) -> str:
 
 def asked_text(prompt: Prompt) -> str:
     """The prompt for a reader: its messages, without the marks of the policy's chat template."""
-    messages = prompt.metadata.get("prompt_messages") or ()
+    messages = prompt.metadata.get(MESSAGES) or ()
     if len(messages) == 1:
         return str(messages[0]["content"])
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages) or prompt.text
@@ -162,8 +163,6 @@ def _text_of(answer: Any) -> str:
         content = choice["message"]["content"]
     except (LookupError, TypeError):
         raise ValueError("it is not a chat completion: it has no choices[0].message.content") from None
-    if isinstance(content, list):  # parts, as some services send them
-        content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
     ended = choice.get("finish_reason")
     if ended == "length":
         raise ValueError("it was cut off at the limit of tokens; raise max_tokens in options")

@@ -125,7 +125,7 @@ def final_answer(text: str) -> str | None:
 
 
 def _final(text: str) -> str:
-    """The final answer with what is around it."""
+    """The final answer with its surroundings."""
     marked = last_marked(text)
     # A box or a #### may stand inside a tag, a box after a ####.
     while marked is not None and (inner := last_marked(marked)) is not None:
@@ -195,7 +195,7 @@ def _unmarked(text: str) -> str:
 
 
 def _bare(text: str) -> str:
-    """Strips an answer of what is around it: spaces, Markdown's stars, a full stop, dollar signs."""
+    """Strip an answer of its surroundings: spaces, Markdown's stars, a full stop, dollar signs."""
     text = text.strip().strip("*").strip().rstrip(".,;").strip().strip("*")
     if wrapped := _WRAPPED.fullmatch(text):
         return next(part for part in wrapped.groups() if part is not None).strip().rstrip(".,;")
@@ -226,7 +226,7 @@ def _after_words(sentence: str) -> str:
 
 @lru_cache(maxsize=256)
 def _parse(text: str) -> tuple[Any, ...]:
-    """Kept, because the completions of a group are compared with one answer."""
+    """Parse with math-verify. Results are kept, because all completions of a group are compared with one answer."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
     # In a formula of ours what it takes for units are factors: 2ab. Of a sentence that it reads by itself it may drop them.
@@ -304,7 +304,7 @@ def mark_units(number: str) -> str:
 
 
 def with_inner_units(found: Quantity) -> Quantity:
-    """With the marked units taken out: one unit for all numbers (``3<cm>, 4``), else a tuple of each (``5<ft> 6``)."""
+    """Take the marked units out: one unit for all numbers (``3<cm>, 4``), else a tuple of each (``5<ft> 6``)."""
     inner = _MARKED.findall(found.number)
     if set(inner) <= {found.unit}:
         return replace(found, number=_MARKED.sub("", found.number))

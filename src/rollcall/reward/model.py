@@ -21,6 +21,7 @@ from rollcall.config.rewards import Reward
 from rollcall.model.chat_template import render_chats
 from rollcall.model.hub import hub_options
 from rollcall.model.load import loading, refuse_cast, refuse_loaded
+from rollcall.reward.trl import MESSAGES
 
 _ROWS_PER_FORWARD = 16
 
@@ -73,7 +74,7 @@ class RewardModel:
 
     def _encode(self, prompt: Prompt, completion: Completion) -> list[int]:
         if self._tokenizer.chat_template:
-            before = prompt.metadata.get("prompt_messages") or [{"role": "user", "content": prompt.text}]
+            before = prompt.metadata.get(MESSAGES) or [{"role": "user", "content": prompt.text}]
             messages = [*before, {"role": "assistant", "content": completion.text}]
             (text,) = render_chats(self._tokenizer, [messages], add_generation_prompt=False)
             ids = self._tokenizer.encode(text, add_special_tokens=False)

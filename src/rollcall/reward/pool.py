@@ -1,7 +1,7 @@
 """Reward functions in worker processes, so that code which hangs, raises or crashes costs one score and nothing more.
 
-Rewards that may do the same (confine.py) share worker processes, a crew; each crew has its queue. While there is something in it, a
-task of the event loop that asked serves each worker:
+Rewards with the same limits (confine.py) share worker processes, a crew; each crew has its queue. While the queue has items, each worker
+is served by a task of the caller's event loop:
 
     queue --chunk--> worker: item, item, item --results, in order--> the caller of score
                         |
@@ -10,7 +10,7 @@ task of the event loop that asked serves each worker:
                             and the process is replaced
 
 The limit of an item runs from the worker's last sign of progress (process/worker.py), and never includes a worker's start, which has its
-own limit. It is paused while somebody debugs the worker (process/debug/here.py).
+own limit. It does not run while somebody debugs the worker (process/debug/here.py).
 """
 
 from __future__ import annotations
@@ -24,13 +24,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pydantic import ConfigDict, TypeAdapter
-
 from rollcall.base.words import visible
 from rollcall.observe.prints import ChildPrints
 from rollcall.process.debug.here import POST_MORTEM, DebugLine
 from rollcall.process.here import spawn
-from rollcall.process.worker import Call, Lost, Raised, Worker
+from rollcall.process.worker import Call, Lost, Raised, Worker, reader
 from rollcall.reward.confine import (
     Confinement,
     confinement_of,
@@ -47,9 +45,7 @@ from rollcall.reward.worker import MAX_ANSWER_BYTES, About, FailureKind, Item, R
 START_TIMEOUT_S = 120.0
 _MAX_STARTS_LOST = 3  # in a row; then something is wrong with the machine, not with an item
 _MAX_CHUNK = 32
-_STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-_READY: TypeAdapter[Any] = TypeAdapter(Ready | None, config=_STRICT)
-_RESULTS: TypeAdapter[Any] = TypeAdapter(list[RewardResult] | None, config=_STRICT)
+_READ_RESULTS = reader(list[RewardResult] | None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,18 +70,18 @@ class _Task:
 
 @dataclass(slots=True, kw_only=True)
 class _Crew:
-    """The processes of rewards that may do the same, and what waits for them."""
+    """Processes with the same limits, and the items that wait for them."""
 
     specs: dict[int, dict[str, Any]]
     confinement: Confinement
-    ready: Ready | None = None  # what the worker said that was ready last
+    ready: Ready | None = None  # of the last worker that started
     queue: deque[_Task] = field(default_factory=deque)
     seats: list[_Seat] = field(default_factory=list)
     num_starts_lost: int = 0
 
     def take(self) -> deque[_Task]:
-        """A chunk for one worker: large when the queue is long, single items near its end, so that a slow one holds few others up. All
-        of it has the same limit."""
+        """A chunk for one worker: large when the queue is long, single items near its end, so that a slow item holds up few others. All
+        items of a chunk have the same limit."""
         share = min(_MAX_CHUNK, -(-len(self.queue) // (2 * len(self.seats))))
         chunk: deque[_Task] = deque()
         while self.queue and len(chunk) < share and (not chunk or self.queue[0].timeout_s == chunk[0].timeout_s):
@@ -95,7 +91,7 @@ class _Crew:
         return chunk
 
     def fail(self, error: BaseException) -> None:
-        """For all who wait."""
+        """Raise the error in all that wait."""
         waiting = [*self.queue, *(task for seat in self.seats for task in seat.chunk)]
         self.queue.clear()
         for task in waiting:
@@ -112,9 +108,12 @@ class RewardPool(AbstractContextManager["RewardPool"]):
     def __init__(
         self, specs: dict[int, dict[str, Any]], *, num_workers: int, start_timeout_s: float = START_TIMEOUT_S
     ) -> None:
-        if num_workers < 1:
-            raise ValueError(f"num_workers={num_workers}; rewards need at least one worker process")
-        self._crews = _crews(specs)
+        crews: dict[Confinement, _Crew] = {}
+        for index, spec in specs.items():
+            confinement = confinement_of(spec)
+            refuse_unset(confinement.env, key=f"reward.{index}.env")
+            crews.setdefault(confinement, _Crew(specs={}, confinement=confinement)).specs[index] = spec
+        self._crews = list(crews.values())
         self._crew_of = {index: crew for crew in self._crews for index in crew.specs}
         self._prints = ChildPrints()
         sweep_folders()
@@ -148,9 +147,8 @@ class RewardPool(AbstractContextManager["RewardPool"]):
 
     def score(self, item: Item, *, timeout_s: float) -> asyncio.Future[list[RewardResult]]:
         """Queue an item at once; awaiting it brings a result for each of its completions."""
-        loop = asyncio.get_running_loop()
         crew = self._crew_of[item.reward]
-        task = _Task(item=item, timeout_s=timeout_s, done=loop.create_future())
+        task = _Task(item=item, timeout_s=timeout_s, done=asyncio.get_running_loop().create_future())
         crew.queue.append(task)
         _serve(crew)
         return task.done
@@ -165,14 +163,14 @@ class RewardPool(AbstractContextManager["RewardPool"]):
 
 
 def _serve(crew: _Crew) -> None:
-    """Have a task at each worker that has none."""
+    """Start a task for each worker that has none."""
     for seat in crew.seats:
         if seat.task is None:
             seat.task = asyncio.get_running_loop().create_task(seat.serve())
 
 
 class _Seat:
-    """The place of one worker, which is replaced when it is lost."""
+    """Holds one worker, and replaces it when it is lost."""
 
     def __init__(self, crew: _Crew, *, number: int, start_timeout_s: float, output_fd: int) -> None:
         self._crew, self._number = crew, number
@@ -195,13 +193,16 @@ class _Seat:
                 fds=(line.theirs.fileno(),),
                 output=self._output_fd,
                 line=line,
-                answers={"load": read_ready, "score": read_results},
+                answers={"load": reader(Ready | None), "score": read_results},
                 longest=MAX_ANSWER_BYTES,
             )
         finally:
             line.theirs.close()
-        is_examined = bool(os.environ.get(POST_MORTEM))
-        setup = Setup(self._crew.specs, _sys_path(confinement), confinement, self._folder, is_examined)
+        # Built-in scorers have no business in the user's working directory.
+        here, path = os.getcwd(), [os.getcwd(), *sys.path]
+        if confinement.own_files:
+            path = [entry for entry in sys.path if entry and os.path.abspath(entry) != here]
+        setup = Setup(self._crew.specs, path, confinement, self._folder, bool(os.environ.get(POST_MORTEM)))
         self._loading: Call | None = self.worker.begin("load", setup, deadline_s=self._start_timeout_s)
 
     def wait_until_ready(self) -> None:
@@ -223,7 +224,7 @@ class _Seat:
         return RuntimeError(f"a reward worker {what}{at}\ncheck what the reward's module does when imported")
 
     async def serve(self) -> None:
-        """Until the queue is empty."""
+        """Score chunks until the queue is empty."""
         crew = self._crew
         try:
             while crew.queue:
@@ -244,7 +245,7 @@ class _Seat:
             self.task = None
 
     async def _become_ready(self) -> bool:
-        """False: its process was lost at its start, and another one begins."""
+        """Wait for the process to start. False: it was lost, and another one starts."""
         if self._loading is None:
             return True
         try:
@@ -312,17 +313,9 @@ def _failure(error: Lost | Raised | None, task: _Task) -> RewardResult:
     return RewardResult(0.0, kind, f"{why}\nit was at\n{error.stack}" if error.stack else why)
 
 
-def read_ready(body: bytes) -> Ready:
-    """ValueError: a worker of ours does not say this."""
-    ready = _READY.validate_json(body)
-    if ready is None:
-        raise ValueError("not what a worker that is ready says")
-    return ready
-
-
 def read_results(body: bytes) -> list[RewardResult] | None:
-    """The results of an item, and at the end None. ValueError: a worker of ours does not say this."""
-    said = _RESULTS.validate_json(body)
+    """Read the results of an item, or None at the end. ValueError: no worker of ours says this."""
+    said = _READ_RESULTS(body)
     return said and [
         replace(
             one,
@@ -332,20 +325,3 @@ def read_results(body: bytes) -> list[RewardResult] | None:
         )
         for one in said
     ]
-
-
-def _crews(specs: dict[int, dict[str, Any]]) -> list[_Crew]:
-    crews: dict[Confinement, _Crew] = {}
-    for index, spec in specs.items():
-        confinement = confinement_of(spec)
-        refuse_unset(confinement.env, key=f"reward.{index}.env")
-        crews.setdefault(confinement, _Crew(specs={}, confinement=confinement)).specs[index] = spec
-    return list(crews.values())
-
-
-def _sys_path(confinement: Confinement) -> list[str]:
-    """Where a worker finds modules. Built-in scorers have no business in the user's working directory."""
-    here = os.getcwd()
-    if confinement.own_files:
-        return [entry for entry in sys.path if entry and os.path.abspath(entry) != here]
-    return [here, *sys.path]

@@ -1,8 +1,8 @@
-"""The weighted sum of a run's rewards over the completions of a prompt, with every failure counted and shown.
+"""The weighted sum of a run's rewards over the completions of a prompt. Every failure is counted and shown.
 
-Reward functions run in worker processes (pool.py), and services (``judge``, ``http``) are asked from a thread (asker.py). Rewards that
-need a model (``self_certainty``, ``model``) are called here, while the workers are busy. A reward that fails adds 0, and the Score has the
-reason. A function of TRL's that declines adds 0; if all decline, the Score says so.
+Reward functions run in worker processes (pool.py), and services (``judge``, ``http``) are asked from a thread (services.py). Rewards that
+need a model (``self_certainty``, ``model``) are called in this process while the workers are busy. A reward that fails adds 0, and the
+Score has the reason. A TRL function that declines adds 0; if all decline, the Score says so.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import os
 import traceback
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -19,13 +19,13 @@ from typing import Any
 from rollcall.base.errors import WorkerLostError
 from rollcall.base.redact import redact, remember
 from rollcall.base.stop import heeded
-from rollcall.base.types import Completion, EndReason, Episode, Group, Prompt, Score
+from rollcall.base.types import Completion, EndReason, Group, Prompt, Score
 from rollcall.base.wait import warn
 from rollcall.base.words import all_of, visible
-from rollcall.reward.asker import ASKED_TYPES, Asker
 from rollcall.reward.functions import PROCESS_TYPES
 from rollcall.reward.given import with_pickled
 from rollcall.reward.pool import RewardPool
+from rollcall.reward.services import ASKED_TYPES, Asker
 from rollcall.reward.trl import lists_of
 from rollcall.reward.worker import ASYNC_GRACE_S, FailureKind, Item, RewardResult, checked
 
@@ -36,9 +36,6 @@ AskModel = Callable[..., Awaitable[Any]]
 ENVIRONMENT = "environment"  # the reward that comes with an episode
 MAX_NOTE = 4000  # characters that are kept of what a service said
 _COLUMNS = {"countdown": ("numbers", "target"), "reasoning_gym": ("reasoning_gym",)}
-_MAX_FAILURES_KEPT = 3  # for each reward and kind of failure
-_MAX_LINES_TOLD = 25  # of a traceback
-_STOP_LOOK_S = 0.5  # between two looks whether to stop while a service is away
 Results = list[RewardResult]  # of a reward, one for each completion of a group
 
 
@@ -80,30 +77,26 @@ class Scorer(AbstractContextManager["Scorer"]):
         self._rewards = list(rewards)
         self.names = reward_names(self._rewards)
         self._model_rewards = dict(model_rewards)
-        specs: dict[int, dict[str, Any]] = {}
-        asked: dict[int, Any] = {}
-        for index, reward in enumerate(self._rewards):
-            if reward.type in PROCESS_TYPES:
-                specs[index] = _spec(reward, index=index)
-            elif reward.type in ASKED_TYPES:
-                asked[index] = reward
-            elif reward.type != ENVIRONMENT and index not in self._model_rewards:
-                raise ValueError(f"reward.{index} ({reward.type}) runs in this process; give model_rewards[{index}]")
+        by_type = list(enumerate(reward.type for reward in self._rewards))
+        specs = {index: _spec(self._rewards[index], index=index) for index, kind in by_type if kind in PROCESS_TYPES}
+        asked = {index: self._rewards[index] for index, kind in by_type if kind in ASKED_TYPES}
+        self._environment_rewards = [index for index, kind in by_type if kind == ENVIRONMENT]
+        for index, kind in by_type:
+            if not any(index in given for given in (specs, asked, self._environment_rewards, self._model_rewards)):
+                raise ValueError(f"reward.{index} ({kind}) runs in this process; give model_rewards[{index}]")
         self.counts = {name: Counts() for name in self.names}
-        self.failures: list[Failure] = []
+        self.failures: list[Failure] = []  # the first three of each reward and kind
         self._kept: Counter[tuple[str, str]] = Counter()
-        self._environment_rewards = [index for index, reward in enumerate(self._rewards) if reward.type == ENVIRONMENT]
-        self._asked_rewards = list(asked)
+        self._said_unused = False
+        self._process_rewards, self._asked_rewards = list(specs), list(asked)
         self._asker = Asker(asked) if asked else None
+        self._pool: RewardPool | None = None
         try:
             self._pool = RewardPool(specs, num_workers=num_workers) if specs else None
         except BaseException:
-            if self._asker is not None:
-                self._asker.close()
+            self.close()
             raise
-        self._process_rewards = list(specs)
         self._functions = self._pool.functions if self._pool else {}
-        self._said_unused = False
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -135,19 +128,21 @@ class Scorer(AbstractContextManager["Scorer"]):
         """The scores of a group's completions. Models are called in the event loop, or by ``ask_model``."""
         if not completions:
             return ()
-        waiting = {index: self._ask_pool(index, prompt, completions) for index in self._process_rewards}
-        for index in self._asked_rewards:
-            waiting[index] = asyncio.ensure_future(self._ask_service(index, prompt, completions))
+        asked = {index: self._ask_pool(index, prompt, completions) for index in self._process_rewards}
+        asked |= {index: self._ask_service(index, prompt, completions) for index in self._asked_rewards}
+        waiting = {index: asyncio.ensure_future(work) for index, work in asked.items()}
         results: dict[int, Results] = {}
         try:
             for index in self._environment_rewards:
                 results[index] = list(map(environment_reward, completions))
             if waiting and self._model_rewards:
-                await asyncio.sleep(0)  # the workers begin
+                for _ in range(2):  # the items are queued, then the workers begin
+                    await asyncio.sleep(0)
             for index in self._model_rewards:
-                call = self._call_model
-                asked = ask_model(call, index, prompt, completions) if ask_model is not None else None
-                results[index] = call(index, prompt, completions) if asked is None else await asked
+                if ask_model is None:
+                    results[index] = self._call_model(index, prompt, completions)
+                else:
+                    results[index] = await ask_model(self._call_model, index, prompt, completions)
             await asyncio.gather(*waiting.values())
         except BaseException:
             for one in waiting.values():
@@ -156,8 +151,8 @@ class Scorer(AbstractContextManager["Scorer"]):
         results |= {index: one.result() for index, one in waiting.items()}
         return self._scores_of(prompt, completions, results)
 
-    def _ask_pool(self, index: int, prompt: Prompt, completions: tuple[Completion, ...]) -> asyncio.Future[Results]:
-        """Queues an item for each completion, or one for all of them where the function takes groups."""
+    async def _ask_pool(self, index: int, prompt: Prompt, completions: tuple[Completion, ...]) -> Results:
+        """Queue an item for each completion, or one for all of them where the function takes groups."""
         assert self._pool is not None
         about, limit_s = self._functions.get(index), self._rewards[index].timeout_s
         kind, is_trl = (about.kind, bool(about.trl)) if about else ("", False)
@@ -171,24 +166,17 @@ class Scorer(AbstractContextManager["Scorer"]):
             texts = [completions[place].text for place in group]
             item = Item(index, prompt.text, texts if kind else texts[0], prompt.answer, prompt.metadata, lists)
             asked.append(self._pool.score(item, timeout_s=limit_s))
-        together = asyncio.gather(*asked)
-
-        async def collect() -> Results:
-            found = [RewardResult(0.0)] * len(completions)
-            for group, results in zip(groups, await together, strict=True):
-                for place, result in zip(group, results, strict=True):
-                    found[place] = result
-            return found
-
-        collecting = asyncio.ensure_future(collect())
-        collecting.add_done_callback(lambda _: together.cancel())  # if it was cancelled before it began
-        return collecting
+        found = [RewardResult(0.0)] * len(completions)
+        for group, results in zip(groups, await asyncio.gather(*asked), strict=True):
+            for place, result in zip(group, results, strict=True):
+                found[place] = result
+        return found
 
     async def _ask_service(self, index: int, prompt: Prompt, completions: tuple[Completion, ...]) -> Results:
         assert self._asker is not None
         asking = asyncio.ensure_future(self._asker.ask(index, prompt, completions))
         try:
-            while not (await asyncio.wait({asking}, timeout=_STOP_LOOK_S))[0]:
+            while not (await asyncio.wait({asking}, timeout=0.5))[0]:
                 if self._asker.is_waiting:
                     heeded().check()  # a step whose service is away does not end by itself
         finally:
@@ -220,23 +208,26 @@ class Scorer(AbstractContextManager["Scorer"]):
                 if result.value is not None:
                     parts[name], is_given = result.value, True
                 setattr(self.counts[name], kind or "scored", getattr(self.counts[name], kind or "scored") + 1)
-                if result.note:
-                    notes[name] = _kept_note(result.note)
+                if result.note:  # it goes to the journal, and must not be long, hold a secret or control a terminal
+                    note = redact(visible(result.note))
+                    half = MAX_NOTE // 2
+                    notes[name] = note if len(note) <= MAX_NOTE else f"{note[:half]}\n[...]\n{note[-half:]}"
                 if kind:
                     errors[name] = _short(kind, why)
                     self._keep(prompt, completion, kind, why, name=name)
             if not self._environment_rewards:
                 self._note_episode(prompt, completion)
             value = sum(reward.weight * parts[name] for name, reward in zip(self.names, self._rewards, strict=True))
-            scores.append(
-                _failed_score(self.names, completion.episode)
-                if completion.episode is not None and completion.episode.error
-                else Score(value=value, parts=parts, errors=errors, notes=notes, is_given=is_given)
-            )
+            score = Score(value=value, parts=parts, errors=errors, notes=notes, is_given=is_given)
+            if _has_failed(completion):  # whatever the other rewards say of its text
+                failed = environment_reward(completion)
+                told = {ENVIRONMENT: _short(failed.kind, failed.why)}
+                score = Score(value=0.0, parts=dict.fromkeys(self.names, 0.0), errors=told)
+            scores.append(score)
         return tuple(scores)
 
     def _note_episode(self, prompt: Prompt, completion: Completion) -> None:
-        """Of a run whose rewards leave out the environment's."""
+        """Note what the environment said, in a run whose rewards leave it out."""
         if completion.episode is not None and completion.episode.reward is not None and not self._said_unused:
             self._said_unused = True
             warn(
@@ -248,21 +239,13 @@ class Scorer(AbstractContextManager["Scorer"]):
 
     def _keep(self, prompt: Prompt, completion: Completion, kind: FailureKind, why: str, *, name: str) -> None:
         self._kept[name, kind] += 1
-        if self._kept[name, kind] <= _MAX_FAILURES_KEPT:
-            text = completion.text
-            self.failures.append(
-                Failure(reward=name, kind=kind, prompt_id=prompt.id, completion=text, why=why.rstrip())
-            )
-
-
-def _kept_note(note: str) -> str:
-    """It goes to the journal, and must not be long, hold a secret or control a terminal."""
-    note = redact(visible(note))
-    return note if len(note) <= MAX_NOTE else f"{note[: MAX_NOTE // 2]}\n[...]\n{note[-MAX_NOTE // 2 :]}"
+        if self._kept[name, kind] <= 3:
+            failure = Failure(reward=name, kind=kind, prompt_id=prompt.id, completion=completion.text, why=why.rstrip())
+            self.failures.append(failure)
 
 
 def _has_failed(completion: Completion) -> bool:
-    """Whether its environment did."""
+    """Whether its environment failed."""
     return completion.episode is not None and bool(completion.episode.error)
 
 
@@ -285,15 +268,8 @@ def environment_reward(completion: Completion) -> RewardResult:
     return checked(sum(given) + (episode.reward or 0.0))
 
 
-def _failed_score(names: Iterable[str], episode: Episode) -> Score:
-    """Of an episode whose environment failed: 0, whatever the other rewards say of its text."""
-    kind = "hung" if episode.ended is EndReason.TIMEOUT else "raised"
-    why = redact(episode.error).strip()
-    return Score(value=0.0, parts=dict.fromkeys(names, 0.0), errors={ENVIRONMENT: f"{kind}: {_headline(why)}"})
-
-
 def why_unscored(groups: Sequence[Group], *, reward: str, scorer: Scorer) -> str:
-    """Explains that a reward failed on every completion of these groups: how, and the first failure in full."""
+    """Explain how a reward failed on every completion of these groups, with the first failure in full."""
     scores = [score for group in groups for score in group.scores]
     told = scores[0].errors[reward]
     # An evaluation may have failed before, in another way.
@@ -303,7 +279,7 @@ def why_unscored(groups: Sequence[Group], *, reward: str, scorer: Scorer) -> str
     kinds = Counter(score.errors[reward].partition(":")[0] for score in scores)
     how = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
     lines = first.strip().splitlines()
-    shown = lines if len(lines) <= _MAX_LINES_TOLD else ["...", *lines[-_MAX_LINES_TOLD:]]
+    shown = lines if len(lines) <= 25 else ["...", *lines[-25:]]
     what = "environment" if reward == ENVIRONMENT else f"reward {reward}"
     whole = "\n".join(f"  {line}" for line in shown)
     return f"the {what} failed on {all_of(len(scores), 'completion')} ({how}). The first failure:\n{whole}"
@@ -344,11 +320,8 @@ def reward_names(rewards: Sequence[Any]) -> list[str]:
 
 
 def _short(kind: FailureKind, why: str) -> str:
-    what = _headline(why) if kind == "raised" else why.partition("\n")[0]
+    what = why.partition("\n")[0]
+    if kind == "raised":  # the line of a traceback that names the error
+        lines = [line for line in why.splitlines() if line.strip() and not line.startswith((" ", "\t"))]
+        what = lines[-1] if lines else why
     return f"{kind}: {what}"
-
-
-def _headline(why: str) -> str:
-    """The line of a traceback that names the error."""
-    lines = [line for line in why.splitlines() if line.strip() and not line.startswith((" ", "\t"))]
-    return lines[-1] if lines else why

@@ -1,49 +1,95 @@
-"""Questions to a service that scores, and a service of the user's own (``http``): completions as JSON, scores as JSON.
+"""Rewards that a service gives: a judge, or the user's own service (``http``), which gets completions and answers scores, both as JSON.
 
-It gets ``{"prompt", "completion", "answer", "metadata"}``, or with ``whole_group`` ``completions``, a list. It answers a number
-or ``{"score": number}`` for one completion, or ``{"scores": [...]}`` with one number for each. ``note`` or ``notes`` next to them
-are texts that are kept with the completion.
+``Asker`` asks many questions at once, in a thread with its own event loop. So answers arrive while the run's event loop decodes. An error
+that ends all asking (a service that stays away) is raised in the caller.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import threading
+import traceback
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from rollcall.base.types import Completion, Prompt
-from rollcall.base.words import visible
-from rollcall.config.rewards import HttpReward
+from rollcall.config.rewards import HttpReward, JudgeReward
+from rollcall.reward.endpoint import (
+    Endpoint,
+    EndpointLostError,
+    Problem,
+    Question,
+    failed,
+    read_json,
+    whole_characters,
+)
+from rollcall.reward.judge import Judge
 from rollcall.reward.worker import RewardResult, checked
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """One request on ``count`` completions. ``read`` makes their results of the answer's body."""
-
-    count: int
-    body: bytes
-    read: Callable[[bytes], list[RewardResult]]
+ASKED_TYPES = ("judge", "http")
 
 
-def failed(why: str, *, note: str = "") -> RewardResult:
-    return RewardResult(0.0, "raised", visible(why), note=note)
+class Asker:
+    """Asks for the rewards in ``sections``, by their place in the run file's list."""
 
+    def __init__(self, sections: Mapping[int, JudgeReward | HttpReward]) -> None:
+        self._services = {
+            place: Judge(section) if isinstance(section, JudgeReward) else HttpService(section)
+            for place, section in sections.items()
+        }
+        self._endpoints = {
+            place: Endpoint(section, url=self._services[place].url, what=self._services[place].what, place=place)
+            for place, section in sections.items()
+        }
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="judges", daemon=True)
+        self._thread.start()
 
-def read_json(said: bytes) -> Any:
-    """ValueError: it is not JSON; the message shows how it begins."""
-    try:
-        return json.loads(said)
-    except (ValueError, RecursionError):
-        begin = " ".join(said[:200].decode(errors="replace").split())
-        raise ValueError(f"it is not JSON: {begin[:80]!r}" if begin else "it is empty") from None
+    @property
+    def is_waiting(self) -> bool:
+        """Whether some service is away, and its questions wait for it."""
+        return any(endpoint.is_out for endpoint in self._endpoints.values())
 
+    async def ask(self, place: int, prompt: Prompt, completions: tuple[Completion, ...]) -> list[RewardResult]:
+        """The results of the reward at this place on a group's completions."""
+        asking = asyncio.run_coroutine_threadsafe(self._ask(place, prompt, completions), self._loop)
+        return await asyncio.wrap_future(asking)
 
-def whole_characters(text: str) -> str:
-    """A completion cut inside a character may hold half a surrogate pair, which many readers of JSON refuse."""
-    return text.encode(errors="replace").decode()
+    def close(self) -> None:
+        """Stop asking; unanswered questions are dropped."""
+        if self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(self._end(), self._loop)
+            self._thread.join(5.0)
+
+    async def _end(self) -> None:
+        asking = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+        for endpoint in self._endpoints.values():
+            await endpoint.close()
+        self._loop.stop()
+
+    async def _ask(self, place: int, prompt: Prompt, completions: tuple[Completion, ...]) -> list[RewardResult]:
+        try:
+            questions = self._services[place].questions(prompt, completions)
+        except Exception:  # noqa: BLE001 - a column that JSON does not take, for one
+            return [RewardResult(0.0, "raised", traceback.format_exc())] * len(completions)
+        answers = await asyncio.gather(*(self._answer(place, one) for one in questions))
+        return [result for answer in answers for result in answer]
+
+    async def _answer(self, place: int, question: Question) -> list[RewardResult]:
+        try:
+            return question.read(await self._endpoints[place].ask(question.body))
+        except EndpointLostError:
+            raise
+        except Problem as problem:
+            return [RewardResult(0.0, problem.kind, str(problem))] * question.count
+        except Exception:  # noqa: BLE001 - counted like any failure of a reward, and the run continues
+            return [RewardResult(0.0, "raised", traceback.format_exc())] * question.count
 
 
 class HttpService:
@@ -69,7 +115,7 @@ def _question(prompt: Prompt, count: int, **completions: Any) -> Question:
 
 
 def read_scores(said: bytes, *, count: int) -> list[RewardResult]:
-    """One result for each completion."""
+    """Read one result for each completion."""
     try:
         scores, notes = _scores_in(read_json(said), count=count)
     except ValueError as error:

@@ -17,7 +17,7 @@ _CALL = re.compile(r"<tool_call>|<\|python_tag\|>|^\s*\{")
 
 
 def lists_of(prompt: Prompt, completions: Sequence[Completion]) -> dict[str, Any]:
-    """The arguments by name: each column of the row too."""
+    """The arguments by name, including each column of the row."""
     columns = {"id": prompt.id, "answer": prompt.answer} | prompt.metadata
     lists = {name: [value] * len(completions) for name, value in columns.items() if name not in (MESSAGES, TEXT)}
     is_text = TEXT in prompt.metadata or MESSAGES not in prompt.metadata

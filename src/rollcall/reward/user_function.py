@@ -27,7 +27,7 @@ _EXPECTED = (
 
 
 class RewardLoadError(ValueError):
-    """A reward cannot be made ready; the message says which and what to do."""
+    """A reward cannot be loaded; the message names it and says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,28 +84,23 @@ class LeftEnvironment:
 
 def load_function(path: str, *, pickled: bytes | None = None) -> UserFunction:
     """The user's function at ``module:function``, or the one that ``rollcall.train`` was given as an object (given.py)."""
-    target = _named_target(path) if pickled is None else _unpickled(path, pickled)
+    if pickled is None:
+        try:
+            target = load_named(path, key="path", what="function", example="my_rewards:score")
+        except ValueError as error:
+            raise RewardLoadError(str(error)) from None
+    else:
+        try:
+            target = pickle.loads(pickled)
+        except BaseException:  # noqa: BLE001 - it imports what the function uses, which may raise anything
+            raise RewardLoadError(f"path={path!r}: it cannot be made again here\n{traceback.format_exc()}") from None
     if not callable(target):
         raise RewardLoadError(f"path={path!r} is {type(target).__name__}, not a function; give {_EXPECTED}")
     return user_function(path, target)
 
 
-def _named_target(path: str) -> Any:
-    try:
-        return load_named(path, key="path", what="function", example="my_rewards:score")
-    except ValueError as error:
-        raise RewardLoadError(str(error)) from None
-
-
-def _unpickled(path: str, pickled: bytes) -> Any:
-    try:
-        return pickle.loads(pickled)
-    except BaseException:  # noqa: BLE001 - it imports what the function uses, which may raise anything
-        raise RewardLoadError(f"path={path!r}: it cannot be made again here\n{traceback.format_exc()}") from None
-
-
 def user_function(path: str, target: Any) -> UserFunction:
-    """How to call it, by its signature; refuses what could never be called as a reward, or never return a number."""
+    """Decide by its signature how a function is called. Refuses one that cannot be called as a reward, or cannot return a number."""
     if inspect.isclass(target):
         raise RewardLoadError(f"path={path!r} is a class; give {_EXPECTED}, or a method of one of its objects")
     called = target
@@ -145,7 +140,7 @@ def user_function(path: str, target: Any) -> UserFunction:
 
 
 def _is_trl(path: str, signature: inspect.Signature) -> bool:
-    """Whether it is called as TRL does; refuses what could be meant either way."""
+    """Whether it is called as TRL calls it. Refuses a signature that could be meant either way."""
     parameters = signature.parameters.values()
     takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
     required, names = _required(signature), set(signature.parameters)
@@ -201,7 +196,7 @@ def _named(signature: inspect.Signature) -> tuple[str, ...] | None:
 
 
 def check_scores(values: Any, *, count: int) -> list[Any]:
-    """Checks that a function that takes ``completions`` returned a value for each."""
+    """Check that a function that takes ``completions`` returned a value for each."""
     if isinstance(values, str | bytes | dict) or not hasattr(values, "__iter__"):
         raise ValueError(
             f"returned {repr(values)[:80]} ({type(values).__name__}); a reward of completions returns a list of numbers"

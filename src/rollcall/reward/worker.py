@@ -91,14 +91,14 @@ class RewardWorker:
     says = JSON
 
     def __init__(self, line_fd: int) -> None:
-        self._cpu = _CpuLimit()
-        self._line = ChildLine(line_fd, of="reward", around=self._cpu.lifted)
+        self._cpu_s = 0.0  # that the item at hand may use; 0: there is none yet
+        self._line = ChildLine(line_fd, of="reward", around=self._without_cpu_limit)
         self._loaded: dict[int, RewardFunction | UserFunction] = {}
         self._setup: Setup
         self._runner: Any = None  # of async functions, so that a client they keep open stays usable
 
     def load(self, setup: Setup) -> dict[str, Any]:
-        """``Ready``. ValueError: a reward cannot be made ready."""
+        """Load the rewards. Returns ``Ready``. ValueError: one of them cannot be loaded."""
         # User code may print the variables that it was given, and its output does not pass through the parent's streams.
         remember(os.environ.get(name, "") for name in setup.confinement.env)
         guard_streams()
@@ -120,7 +120,8 @@ class RewardWorker:
 
     def score(self, items: list[tuple[Item, float]]) -> Iterator[list[dict[str, Any]]]:
         for item, timeout_s in items:
-            self._cpu.begin(timeout_s)
+            self._cpu_s = timeout_s
+            limit_cpu(timeout_s)
             yield [asdict(one) for one in self._score(self._loaded[item.reward], item, timeout_s=timeout_s)]
 
     def _score(self, function: Any, item: Item, *, timeout_s: float) -> list[RewardResult]:
@@ -139,7 +140,7 @@ class RewardWorker:
         return [replace(one, why=cut(one.why, longest)) for one in results]
 
     def _batch(self, call: Callable[[], Any], count: int, *, is_trl: bool = False) -> list[RewardResult]:
-        """One call for all completions: it fails for all of them, or each has a score."""
+        """Make one call for all completions: it fails for all of them, or each has a score."""
         started_s = running_s()
         try:
             returned = call()
@@ -156,7 +157,7 @@ class RewardWorker:
         ]
 
     async def _together(self, function: UserFunction, item: Item, *, limit_s: float) -> list[RewardResult]:
-        """A call for each completion, all at once."""
+        """Call the function for each completion, all at once."""
         import asyncio
 
         async def one(completion: str) -> RewardResult:
@@ -183,31 +184,21 @@ class RewardWorker:
         why = "".join(traceback.format_exception(type(error), error, frames))
         return RewardResult(0.0, "raised", cut(why), elapsed_s)
 
+    @contextmanager
+    def _without_cpu_limit(self) -> Iterator[None]:
+        """Suspend the CPU limit while a debugger's prompt is open."""
+        unlimit_cpu()
+        try:
+            yield
+        finally:
+            if self._cpu_s:
+                limit_cpu(self._cpu_s)
+
     def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
         import asyncio
 
         self._runner = self._runner or asyncio.Runner(loop_factory=patient_loop)
         return self._runner.run(work)
-
-
-class _CpuLimit:
-    """Of the item at hand, in CPU seconds. It does not hold while a debugger's prompt is open."""
-
-    def __init__(self) -> None:
-        self._seconds = 0.0  # 0: there is no item yet
-
-    def begin(self, seconds: float) -> None:
-        self._seconds = seconds
-        limit_cpu(seconds)
-
-    @contextmanager
-    def lifted(self) -> Iterator[None]:
-        unlimit_cpu()
-        try:
-            yield
-        finally:
-            if self._seconds:
-                limit_cpu(self._seconds)
 
 
 class _LateError(Exception):
@@ -233,7 +224,7 @@ async def _within(function: UserFunction, item: Item, completion: str | list[str
 
 
 def checked(returned: Any, *, elapsed_s: float = 0.0) -> RewardResult:
-    """Makes a result of what a function returned for one completion."""
+    """Make a result of what a function returned for one completion."""
     try:
         return RewardResult(check_score(returned), elapsed_s=elapsed_s)
     except Exception as error:  # noqa: BLE001 - a __float__ of the user's may raise anything

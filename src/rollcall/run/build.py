@@ -25,7 +25,7 @@ from rollcall.engine.native.engine import NativeEngine
 from rollcall.engine.vllm.child import Child
 from rollcall.engine.vllm.engine import VllmEngine
 from rollcall.engine.vllm.setup import find_python
-from rollcall.environments.conversation import MESSAGES, Conversations, unknown_characters
+from rollcall.environments.conversation import Conversations, unknown_characters
 from rollcall.environments.episode import KIND
 from rollcall.environments.protocol import Environments
 from rollcall.learner.gang import Gang
@@ -53,6 +53,7 @@ from rollcall.model.stored.tensors import Stored
 from rollcall.plan.activations import COMPILE_FROM
 from rollcall.plan.engine import kv_fraction
 from rollcall.reward.scorer import ModelRewardFunction, Scorer, columns_needed
+from rollcall.reward.trl import MESSAGES
 from rollcall.run.host_memory import keep_freed_memory
 from rollcall.run.origin import refuse_changed_rows
 

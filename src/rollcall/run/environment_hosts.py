@@ -13,7 +13,6 @@ from pathlib import Path
 
 from rollcall.base.errors import ConfigError
 from rollcall.config import EnvironmentSection, TrainerSection
-from rollcall.config.environments import StepEnvironment
 from rollcall.environments.agent import AgentEnvironments
 from rollcall.environments.endpoint import refuse_without_packages
 from rollcall.environments.host import EnvironmentHost, HostPlace
@@ -94,7 +93,6 @@ class EnvironmentHosts:
         hosted = HostedEnvironments(
             places,
             renew=lambda rank: self.spares.replace(rank, lambda: self._listen([rank])[0]),
-            needs_ids=isinstance(section, StepEnvironment),
             wait_s=elastic.wait_s if elastic else WAIT_S,
         )
         if not isinstance(section, Driven):

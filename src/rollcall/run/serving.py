@@ -23,10 +23,10 @@ from rollcall.checkpoint.run_dir import RUN_FILE, run_file_of
 from rollcall.config import load_config
 from rollcall.engine.protocol import Engine, Refused, Request, Sampling
 from rollcall.engine.ticker import Ticker
-from rollcall.environments.callers import Caller, Callers, Open, Served
+from rollcall.environments.callers import Caller, Open, Served
 from rollcall.environments.conversation import Conversations
 from rollcall.environments.endpoint import Endpoint, EndpointServer, call_format_of, in_loop
-from rollcall.environments.histories import Histories, Templates
+from rollcall.environments.histories import Histories
 from rollcall.loop.group_maker import sampling_of
 from rollcall.model.files import resolve_model
 from rollcall.nodes.http_door import listen
@@ -78,14 +78,17 @@ def serve(plan: ModelPlan, *, host: str, port: int, key: str | None, show: Calla
         served = Served(
             name=config.run.name, max_model_len=engine.max_positions, vocabulary=sampler.model.config.vocab_size
         )
-        rules = Open(served=served, default=sampling_of(config.rollout, sampler.stop_token_ids))
+        rules = Open(model=config.run.name, default=sampling_of(config.rollout, sampler.stop_token_ids))
         ticker = Ticker(engine, max_running=config.rollout.max_running)
-        asyncio.run(_serve(ticker, rules, tokenizer=tokenizer, host=host, listener=listener, key=key, show=show))
+        asyncio.run(
+            _serve(ticker, rules, served, tokenizer=tokenizer, host=host, listener=listener, key=key, show=show)
+        )
 
 
 async def _serve(
     engine: Engine,
     rules: Open,
+    served: Served,
     *,
     tokenizer: Any,
     host: str,
@@ -93,17 +96,16 @@ async def _serve(
     key: str | None,
     show: Callable[[str], None],
 ) -> None:
-    callers = Callers()
     failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     caller = open_caller(engine, rules, tokenizer=tokenizer, failed=failed)
     made = key is None
-    key = callers.add(caller, key=key or secrets.token_urlsafe(32))
+    key = key or secrets.token_urlsafe(32)
     app = Endpoint(
-        callers, served=rules.served, tokenizer=tokenizer, call_format=call_format_of(tokenizer.chat_template)
+        {key: caller}, served=served, tokenizer=tokenizer, call_format=call_format_of(tokenizer.chat_template)
     )
     server = EndpointServer(app, host=host, listener=listener)
     say(
-        f"serving {rules.served.name!r} with {rules.served.max_model_len:,} positions; Ctrl-C ends it. The address"
+        f"serving {served.name!r} with {served.max_model_len:,} positions; Ctrl-C ends it. The address"
         f"{' and the key' if made else ''}:"
     )
     show(f"{server.address}/v1")
@@ -120,7 +122,7 @@ def open_caller(engine: Engine, rules: Open, *, tokenizer: Any, failed: asyncio.
     """A caller for a server of this event loop. Its tokenizer is a copy, because another thread uses the engine's. ``failed`` gets the error
     that ends the engine."""
     own = copy.deepcopy(tokenizer)
-    histories = Histories(Templates(Conversations(own)), own, name="serve", max_kept=4_000_000)
+    histories = Histories(Conversations(own), name="serve", max_kept=4_000_000)
     numbers = itertools.count()
 
     async def sample(prompt_ids: Ints, *, seed: int, sampling: Sampling, session: str) -> Completion:
@@ -135,4 +137,4 @@ def open_caller(engine: Engine, rules: Open, *, tokenizer: Any, failed: asyncio.
             raise
 
     here = asyncio.get_running_loop()
-    return Caller(name="serve", rules=rules, histories=histories, sample=in_loop(sample, here))
+    return Caller(rules=rules, histories=histories, sample=in_loop(sample, here))
