@@ -275,52 +275,44 @@ def _scan_groups(data: bytes) -> _Scan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFile:
-    """A step's file as it is on the disk, with nothing repaired."""
+    """A step's groups, or its attempts, as they are on the disk, with nothing repaired."""
 
     path: Path
     step: int
     draws: tuple[int, ...]  # of all whole records, in order, repeats included, but for groups that were scored again
-    whole: bytes  # only the whole records
+    places: tuple[tuple[int, int], ...]  # of attempts: draw and place in the group, repeats included
     num_bad_bytes: int  # torn or damaged
 
 
-def inspect(dir: Path) -> list[StepFile]:
-    """The journal's files in order of step; for reports and repairs."""
+def inspect(dir: Path, kind: str = GROUPS) -> list[StepFile]:
+    """The journal's files of this kind in order of step; for reports and repairs."""
     found = []
-    for step, path in _step_files(dir):
+    for step, path in _step_files(dir, kind):
         data = _read_bytes(path)
-        read = [(start, payload, draw_of(payload)) for start, payload in records(data)]
-        groups = [(start, payload, draw) for start, payload, draw in read if draw is not None]
-        whole = b"".join(data[start : start + HEAD_BYTES + len(payload)] for start, payload, _ in groups)
-        draws = tuple(draw for _, payload, draw in groups if not header_of(payload).get("scored_again"))
-        found.append(StepFile(path=path, step=step, draws=draws, whole=whole, num_bad_bytes=len(data) - len(whole)))
+        payloads = [payload for _, payload in records(data) if draw_of(payload) is not None]
+        headers = [header_of(payload) for payload in payloads]
+        found.append(
+            StepFile(
+                path=path,
+                step=step,
+                draws=tuple(header["draw"] for header in headers if not header.get("scored_again")),
+                places=tuple((one["draw"], one["attempt"]) for one in headers if is_count(one.get("attempt"))),
+                num_bad_bytes=len(data) - sum(HEAD_BYTES + len(payload) for payload in payloads),
+            )
+        )
     return found
 
 
-def _step_files(dir: Path) -> list[tuple[int, Path]]:
-    """The files with whole groups, by their steps."""
-    return sorted((int(path.stem), path) for path in dir.glob(f"*.{GROUPS}") if re.fullmatch(r"\d{6,}", path.stem))
+def whole_records(path: Path) -> bytes:
+    """A file of the journal without what is torn or damaged."""
+    data = _read_bytes(path)
+    kept = ((start, payload) for start, payload in records(data) if draw_of(payload) is not None)
+    return b"".join(data[start : start + HEAD_BYTES + len(payload)] for start, payload in kept)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptsFile:
-    """A step's attempts as they are on the disk."""
-
-    path: Path
-    places: tuple[tuple[int, int], ...]  # draw and place in its group, of all whole records, repeats included
-    num_bad_bytes: int
-
-
-def inspect_attempts(dir: Path) -> list[AttemptsFile]:
-    """Single attempts that were kept before their groups were finished; for reports."""
-    found = []
-    for path in sorted(dir.glob(f"*.{ATTEMPTS}")) if dir.is_dir() else []:
-        scan = _scan_groups(data := _read_bytes(path))
-        headers = [header_of(payload) for payload in scan.payloads if draw_of(payload) is not None]
-        places = tuple((header["draw"], header["attempt"]) for header in headers if is_count(header.get("attempt")))
-        bad = len(data) - scan.good_end + sum(end - start for start, end in scan.damage)
-        found.append(AttemptsFile(path=path, places=places, num_bad_bytes=bad))
-    return found
+def _step_files(dir: Path, kind: str = GROUPS) -> list[tuple[int, Path]]:
+    """The files of one kind, by their steps."""
+    return sorted((int(path.stem), path) for path in dir.glob(f"*.{kind}") if re.fullmatch(r"\d{6,}", path.stem))
 
 
 def is_trained_row(row: dict[str, Any]) -> bool:

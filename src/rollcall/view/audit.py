@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollcall.base.append_file import lines_end, parse_row
-from rollcall.base.journal import AttemptsFile, StepFile, inspect, inspect_attempts, is_trained_row
+from rollcall.base.journal import ATTEMPTS, StepFile, inspect, is_trained_row
 from rollcall.base.words import are, counted
 from rollcall.checkpoint.run_dir import WRITTEN_WHOLE
 from rollcall.checkpoint.store import CheckpointEntry, read_state, store_of
@@ -67,7 +67,7 @@ def audit(run_dir: Path) -> Audit:
     if not (run_dir / "journal").is_dir():
         raise ValueError(f"{run_dir} has no journal, so it is not a run directory; give the run.dir of a run")
     files = inspect(run_dir / "journal")
-    attempts = inspect_attempts(run_dir / "journal")
+    attempts = inspect(run_dir / "journal", ATTEMPTS)
     records = Counter(draw for file in files for draw in file.draws)
     episodes = Counter(place for file in attempts for place in file.places)
     rows = [json.loads(line) for line, good in judge_file(run_dir / "journal" / TRAINED) if good]
@@ -92,9 +92,7 @@ def audit(run_dir: Path) -> Audit:
     )
 
 
-def find_torn(
-    run_dir: Path, *, files: Sequence[StepFile | AttemptsFile], checkpoints: Sequence[CheckpointEntry]
-) -> list[Torn]:
+def find_torn(run_dir: Path, *, files: Sequence[StepFile], checkpoints: Sequence[CheckpointEntry]) -> list[Torn]:
     """Everything that a killed write may have left."""
     torn = [
         Torn(path=file.path, why=f"{counted(file.num_bad_bytes, 'byte')} {are(file.num_bad_bytes)} no whole record")
