@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from rollcall.base.errors import CheckpointError, ConfigError, WorkerDiedError
 from rollcall.checkpoint.exported import exported_model
-from rollcall.checkpoint.size import GIB, RunSize, run_size
+from rollcall.checkpoint.size import GIB, checkpoint_bytes, size_words
 from rollcall.checkpoint.store import CheckpointStore
 from rollcall.loop.record import Record
 from rollcall.model.stored.find import PROBE
@@ -226,29 +226,37 @@ def test_the_size_of_a_run_is_what_it_leaves(tmp_path: Path) -> None:
     config = make_run(tmp_path, "trainer.steps=4", "trainer.save_every=1", "trainer.keep_last=2", "trainer.keep_best=0")
     finish(config)
     num_parameters = _num_parameters(tmp_path / "model")
-    size = run_size(config, num_parameters=num_parameters, critic_parameters=0, width=4, run_dir=config.run.dir)
     (*_, last) = sorted((config.run.dir / "checkpoints").iterdir())
     held = sum(path.stat().st_size for path in last.rglob("*") if path.is_file())
-    assert size.num_checkpoints == len(list((config.run.dir / "checkpoints").iterdir())) == 2
-    assert size.most_checkpoints == 3 and size.checkpoint == pytest.approx(held, rel=0.1)
-    assert size.words(config.run.dir) is None, "a small run is not worth a word"
+    checkpoint = checkpoint_bytes(config, trained=num_parameters, critic=0, width=4)
+    assert checkpoint == pytest.approx(held, rel=0.1)
+    assert size_words(config, checkpoint=checkpoint, model=4 * num_parameters) is None, (
+        "a small run is not worth a word"
+    )
 
 
-def test_a_large_run_is_told_before_it_fills_the_disk() -> None:
-    size = RunSize(checkpoint=2 * GIB, num_checkpoints=3, most_checkpoints=4, model=GIB // 2, free=100 * GIB)
-    assert size.words(Path("runs/x")) == (
-        "runs/x will hold 3 checkpoints of 2.0 GiB and a model of 0.5 GiB: 6.5 GiB in all, up to 8.0 GiB while it saves; the "
-        "disk has 100.0 GiB for it"
+def test_a_large_run_is_told_before_it_fills_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = 100 * GIB
+    monkeypatch.setattr("rollcall.checkpoint.size.free_bytes", lambda path: free)
+    config = make_run(
+        Path("runs"), "trainer.steps=9", "trainer.save_every=1", "trainer.keep_last=3", "trainer.keep_best=0"
     )
-    on_nodes = RunSize(
-        checkpoint=2 * GIB, num_checkpoints=3, most_checkpoints=4, model=GIB // 2, free=GIB, on_nodes=True
+    run_dir = config.run.dir
+
+    def words(place: str) -> str | None:
+        local = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"place": place})})
+        return size_words(local, checkpoint=2 * GIB, model=GIB // 2)
+
+    assert words("shared") == (
+        f"{run_dir} will hold a model of 0.5 GiB and 3 checkpoints of 2.0 GiB: up to 8.5 GiB in {run_dir} while it saves, and its disk "
+        "has 100.0 GiB for it"
     )
-    assert on_nodes.words(Path("runs/x")) == (
-        "the nodes' temporary folders will hold 3 checkpoints of 2.0 GiB, up to 8.0 GiB in all while it saves, and runs/x a model "
-        "of 0.5 GiB: 0.5 GiB in all, up to 0.5 GiB while it saves; the disk has 1.0 GiB for it"
+    assert words("local") == (
+        f"{run_dir} will hold a model of 0.5 GiB and each node its parts of 3 checkpoints of 2.0 GiB: up to 0.5 GiB in {run_dir} while "
+        "it saves, and its disk has 100.0 GiB for it"
     )
-    small_disk = RunSize(checkpoint=2 * GIB, num_checkpoints=3, most_checkpoints=4, model=GIB // 2, free=7 * GIB)
-    assert "too little. Lower trainer.keep_last" in str(small_disk.words(Path("runs/x")))
+    free = 7 * GIB
+    assert "too little. Lower trainer.keep_last" in str(words("shared"))
 
 
 def _num_parameters(model: Path) -> int:

@@ -2,95 +2,48 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-
 from rollcall.base.patience import free_bytes
+from rollcall.base.words import counted
 from rollcall.config import Config, OptimizerSection
 
-GIB, MIB = 1 << 30, 1 << 20
-LARGE = GIB  # a smaller run is not worth a message
+GIB = 1 << 30
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunSize:
-    """Bytes. ``free`` is what the disk has for the run, what the run already holds there included."""
-
-    checkpoint: int
-    num_checkpoints: int  # kept at the end
-    most_checkpoints: int  # at once: a new one is whole before an old one goes
-    model: int
-    free: int
-    on_nodes: bool = False  # checkpoints are on the nodes' own disks
-
-    @property
-    def end(self) -> int:
-        return (0 if self.on_nodes else self.num_checkpoints * self.checkpoint) + self.model
-
-    @property
-    def peak(self) -> int:
-        return max(0 if self.on_nodes else self.most_checkpoints * self.checkpoint, self.end)
-
-    def words(self, run_dir: Path) -> str | None:
-        """A message for the user; None if the run is small and fits."""
-        fits = self.peak <= self.free
-        if fits and self.num_checkpoints * self.checkpoint + self.model < LARGE:
-            return None
-        count = "1 checkpoint" if self.num_checkpoints == 1 else f"{self.num_checkpoints} checkpoints"
-        held = f"{run_dir} will hold {count} of {_shown(self.checkpoint)} and a model of {_shown(self.model)}"
-        if self.on_nodes:
-            peak = _shown(self.most_checkpoints * self.checkpoint)
-            held = (
-                f"the nodes' temporary folders will hold {count} of {_shown(self.checkpoint)}, up to {peak} in all while it "
-                f"saves, and {run_dir} a model of {_shown(self.model)}"
-            )
-        room = f"{_shown(self.end)} in all, up to {_shown(self.peak)} while it saves; the disk has {_shown(self.free)} for it"
-        if fits:
-            return f"{held}: {room}"
-        return (
-            f"warning: {held}: {room}, which is too little. Lower trainer.keep_last or trainer.keep_best, free space, or "
-            "choose a run.dir on another disk; a save that finds no room waits for it"
-        )
+def checkpoint_bytes(config: Config, *, trained: int, critic: int, width: int) -> int:
+    """``trained`` and ``critic`` are numbers of parameters; ``width`` is the bytes of a weight."""
+    return _bytes(trained, config.actor, width=width) + _bytes(critic, config.critic, width=width)
 
 
-def run_size(
-    config: Config,
-    *,
-    num_parameters: int,
-    critic_parameters: int,
-    width: int,
-    run_dir: Path,
-    adapter_parameters: int | None = None,
-) -> RunSize:
-    """``width`` is the bytes of a weight; ``critic_parameters`` is 0 where the algorithm has no critic; ``adapter_parameters`` is None
-    where the model's own weights are trained."""
-    trained = num_parameters if adapter_parameters is None else adapter_parameters
-    lora = config.model.lora
-    checkpoint = _trained(trained, config.actor, width=width)
-    if critic_parameters:
-        checkpoint += _trained(critic_parameters, config.critic, width=width)
-    trainer = config.trainer
+def size_words(config: Config, *, checkpoint: int, model: int) -> str | None:
+    """What the run will hold, in bytes of a checkpoint and of its model, as a message for the user; None if that is little and fits."""
+    trainer, run_dir, on_nodes = config.trainer, config.run.dir, config.checkpoint.place == "local"
     saves = -(-trainer.steps // trainer.save_every) if trainer.save_every else 1  # one of them after the last step
     kept = trainer.keep_last + (trainer.keep_best if config.data.val is not None else 0)
-    return RunSize(
-        checkpoint=checkpoint,
-        num_checkpoints=min(saves, kept),
-        most_checkpoints=min(saves, kept + 1),
-        model=(trained if lora is not None and lora.export == "adapter" else num_parameters) * width,
-        on_nodes=config.checkpoint.place == "local",
-        free=(free_bytes(run_dir.absolute()) or 0) + _held(run_dir / "checkpoints") + _held(run_dir / "model"),
+    held = sum(
+        path.stat().st_size
+        for name in ("checkpoints", "model")
+        for path in (run_dir / name).rglob("*")
+        if path.is_file()
+    )
+    free = (free_bytes(run_dir.absolute()) or 0) + held
+    # A new checkpoint is whole before an old one goes.
+    peak = model + (0 if on_nodes else min(saves, kept + 1) * checkpoint)
+    if peak <= free and min(saves, kept) * checkpoint + model < GIB:
+        return None
+    count = f"{counted(min(saves, kept), 'checkpoint')} of {checkpoint / GIB:,.1f} GiB"
+    text = (
+        f"{run_dir} will hold a model of {model / GIB:,.1f} GiB and {'each node its parts of ' if on_nodes else ''}{count}: up to "
+        f"{peak / GIB:,.1f} GiB in {run_dir} while it saves, and its disk has {free / GIB:,.1f} GiB for it"
+    )
+    if peak <= free:
+        return text
+    return (
+        f"warning: {text}, and that is too little. Lower trainer.keep_last or trainer.keep_best, free space, or choose a run.dir on "
+        "another disk; a save that finds no room waits for it"
     )
 
 
-def _trained(num_parameters: int, section: OptimizerSection, *, width: int) -> int:
+def _bytes(num_parameters: int, section: OptimizerSection, *, width: int) -> int:
     """Weights, two moments, and float32 masters where the weights are narrower. Other optimizers than Adam's keep less."""
     masters = width < 4 and section.master_weights
     return num_parameters * (width + (4 + 8 if masters else 2 * width))
-
-
-def _held(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def _shown(size: int) -> str:
-    return f"{size / GIB:,.1f} GiB" if size >= GIB / 10 else f"{size / MIB:,.1f} MiB"

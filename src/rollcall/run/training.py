@@ -23,7 +23,7 @@ from rollcall.base.wait import in_silence, on_stdout, say, speaking, warn
 from rollcall.base.words import counted
 from rollcall.checkpoint.exported import finished_summary
 from rollcall.checkpoint.run_dir import RUN_FILE, clear_leftovers, has_begun, move_aside, unless_begun
-from rollcall.checkpoint.size import run_size
+from rollcall.checkpoint.size import checkpoint_bytes, size_words
 from rollcall.checkpoint.store import Checkpoint, CheckpointStore
 from rollcall.config import Config, dump_config
 from rollcall.loop.attempts import Budget, Regrow, causes, closing, headline, loss_of, run_attempts
@@ -408,15 +408,11 @@ def _say_size(config: Config) -> None:
     width = element_size(config)
     if not _has_slots(config):
         width = resolve_dtype(config.model.dtype, resolve_device(config.model.device)).itemsize
-    size = run_size(
-        config,
-        num_parameters=sizes.num_parameters,
-        adapter_parameters=None if config.model.lora is None else sizes.adapter_parameters(config.model.lora),
-        critic_parameters=sizes.body_parameters if config.algorithm.name == "ppo" else 0,
-        width=width,
-        run_dir=config.run.dir,
-    )
-    if words := size.words(config.run.dir):
+    trained = sizes.num_parameters if (lora := config.model.lora) is None else sizes.adapter_parameters(lora)
+    critic = sizes.body_parameters if config.algorithm.name == "ppo" else 0
+    checkpoint = checkpoint_bytes(config, trained=trained, critic=critic, width=width)
+    model = trained if lora is not None and lora.export == "adapter" else sizes.num_parameters
+    if words := size_words(config, checkpoint=checkpoint, model=model * width):
         say(words)
 
 
