@@ -12,7 +12,6 @@ from rollcall.observe.metrics import METRICS
 from rollcall.view.growing import MetricsTable, Numbers
 
 MOST_POINTS = 4000
-SHOWN = ("step", "time")  # on the horizontal axis
 
 # In the order of the page; the first pattern that fits a name decides.
 GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -86,7 +85,7 @@ def curve(
     if high is not None:
         kept &= x <= high
     x, values, even = x[kept], values[kept], None if even is None else even[kept]
-    chosen = thinned(values, points=min(points, MOST_POINTS))
+    chosen = thinned(values, points=points)
     answer: dict[str, Any] = {"num": len(values), "x": x[chosen].tolist(), "y": _short(values[chosen])}
     if axis == "time":
         answer["step"] = steps[kept][chosen].astype(int).tolist()

@@ -73,11 +73,11 @@ class SearchPage(NamedTuple):
 
 
 def search(
-    root: Path, index: JournalIndex, needle: str, *, only: str | None, after: tuple[int, int] | None, limit: int
+    root: Path, index: JournalIndex, needle: str, *, only: str | None, after: tuple[int, int], limit: int
 ) -> SearchPage:
     """Groups whose prompt, answer, completions or notes contain the text, in any case, the newest first. It stops after ``limit`` of
     them or 0.8 s; ``after`` continues from there."""
-    at, looked_at, rows = after or (1 << 60, 0), 0, []
+    at, looked_at, rows = after, 0, []
     until, wanted = time.monotonic() + 0.8, needle.casefold()
     # The header is ASCII with escapes, so plain text is found in its bytes without reading it as JSON.
     raw = json.dumps(needle)[1:-1].lower().encode() if needle.isascii() else None

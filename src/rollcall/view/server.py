@@ -57,7 +57,7 @@ PAGE = Path(__file__).with_name("page")
 
 def make_app(places: ShownRuns, *, keys: Keys, on_open: Callable[[], None] = lambda: None) -> ASGIApp:
     api = Api(places)
-    routes = [Route(f"/api/{name}", answering(getattr(api, name))) for name in ADDRESSES]
+    routes = [Route(f"/api/{name}", answering(name, getattr(api, name))) for name in ADDRESSES]
     routes += [
         Route("/", lambda request: FileResponse(PAGE / "index.html")),
         Mount("/page", StaticFiles(directory=PAGE)),
