@@ -40,7 +40,6 @@ from rollcall.observe.console import Console, make_console
 from rollcall.observe.events import EVENTS, Events, Mark, MarkKind
 from rollcall.observe.headline import BY_METRIC
 from rollcall.observe.live import CONTROLLER, REWARDS
-from rollcall.observe.plot import learning_curve
 from rollcall.observe.progress import Progress
 from rollcall.observe.recorder import Recorder
 from rollcall.observe.sinks import check_loggers, make_sinks, read_rows
@@ -54,6 +53,7 @@ from rollcall.process.groups.reachable import About, reachable
 from rollcall.run.local import build_workers
 from rollcall.run.origin import changed_code, code_of, note_base, note_code, note_rows, refuse_changed_base
 from rollcall.view.growing import MetricsTable
+from rollcall.view.plot import learning_curve
 from rollcall.view.summary import build_summary, finished, say_result, trained, write_summary
 
 TOKENIZER = "tokenizer.json"  # of a run directory
@@ -175,10 +175,8 @@ class _Run:
                 return _say_rollout(run_dir, controller, summary)
             if (continued or number > 1) and summary["reward_errors"]:
                 summary["reward_failures"] += _journaled_failures(run_dir / "journal", shown=summary["reward_failures"])
-            metrics, picture, path = (
-                run_dir / name for name in ("metrics.jsonl", "learning_curve.png", "summary.json")
-            )
-            draw = partial(learning_curve, metrics, picture, name=config.run.name)
+            picture, path = run_dir / "learning_curve.png", run_dir / "summary.json"
+            draw = partial(learning_curve, MetricsTable(run_dir), picture, name=config.run.name)
             curve = persist(draw, path=picture, what="the learning curve")
             # Last: a run that has a summary is finished.
             persist(lambda: write_summary(path, summary), path=path, what="the summary")
