@@ -34,8 +34,7 @@ from rollcall.observe.samples import sample_rows, write_samples
 from rollcall.observe.sinks import JsonlSink, WandbSink, make_sinks, read_rows
 from rollcall.view.growing import MetricsTable
 from rollcall.view.plot import learning_curve
-from rollcall.view.standing import ADVANTAGE
-from rollcall.view.summary import build_summary, finished, say_result, write_summary
+from rollcall.view.summary import ADVANTAGE, build_summary, finished, say_result, write_summary
 
 
 def make_config(*loggers: str) -> Config:

@@ -173,7 +173,8 @@ def test_runs_are_listed_with_state_step_accuracy_and_speed(two_runs: Path) -> N
     rows = {row["name"]: row for row in open_page(two_runs).get("/api/runs").json["runs"]}
     alpha = rows["alpha"]
     assert (alpha["step"], alpha["steps"], alpha["state"]) == (12, 12, "stopped")
-    assert alpha["first"] == pytest.approx(0.1) and alpha["best"] == alpha["last"] > alpha["first"]
+    course = alpha["headline"]
+    assert course["first"] == pytest.approx(0.1) and course["best"] == course["last"] > course["first"]
     assert alpha["step_s"] == pytest.approx(2.0, abs=0.2) and alpha["algorithm"] == "grpo"
 
 

@@ -26,7 +26,7 @@ from rollcall.view.journal_index import FILTERS, SORTS, JournalIndex
 from rollcall.view.processes import show_cluster, show_marks, show_timeline
 from rollcall.view.reader import RunReader
 from rollcall.view.shown_runs import ShownRuns, UnknownRunError
-from rollcall.view.standing import no_signal
+from rollcall.view.summary import no_signal
 
 MOST_CURVES = 100
 MOST_RUNS = 12  # in one picture
@@ -102,26 +102,17 @@ class WatchedRun(RunReader):
     def row(self) -> dict[str, Any]:
         """The run as one row of the list of runs."""
         config, state = self.config, self.state()
-        stands = self.standing(state)
-        num, num_steps = stands.without_signal
+        found = self.standing(state)
         times = self.metrics.column("step")[1]
         return {
+            **found,
+            "no_signal": no_signal(found["no_signal"]),
             "state": state.word,
             "text": redact(state.text),
-            "no_signal": no_signal(num, num_steps=num_steps),
-            "step": stands.step,
-            "steps": stands.num_steps,
-            "headline": stands.headline.words,
-            "first": stands.first,
-            "last": stands.last,
-            "best": stands.best,
             "evaluates": config is None or config.data.val is not None,
-            "reward": stands.reward,
-            "step_s": stands.step_s,
             "tokens_per_s": self.metrics.last("rollout/tokens_per_s"),
             "began_s": float(times[0]) if len(times) else None,
             "moved_s": self.moved_s(),
-            "left_s": stands.left_s,
             "model": redact(str(config.model.path)) if config else None,
             "algorithm": config.algorithm.name if config else None,
             "version": self.metrics.version,

@@ -26,7 +26,7 @@ from rollcall.config.yaml import read_yaml
 from rollcall.observe.events import EVENTS, Mark, PhaseEvent
 from rollcall.observe.timeline import ATTEMPT_LOST, RUN_FAILED
 from rollcall.view.growing import EventLog, MetricsTable
-from rollcall.view.standing import Standing, standing
+from rollcall.view.standing import standing
 from rollcall.view.summary import build_summary, trained
 
 
@@ -153,9 +153,8 @@ class RunReader:
             return RunState(word="failed", text=f"{why} in {where}", since_s=at_s)
         return RunState(word="stopped", text=f"stopped after step {step}; the same command continues it", since_s=at_s)
 
-    def standing(self, state: RunState) -> Standing:
+    def standing(self, state: RunState) -> dict[str, Any]:
         """Only a run whose ``state`` is running has time left."""
-        self.metrics.refresh()
         holder = self.holder() if state.word == "running" else None
         return standing(self.metrics, num_steps=self.num_steps, holder=holder)
 
@@ -165,7 +164,7 @@ class RunReader:
         if summary is not None and summary["steps"] >= step:  # else a run that had ended trains further
             return summary
         name = None if self.config is None else self.config.run.name
-        return build_summary(self.metrics, seconds=0.0, resume_step=step, run=name)
+        return build_summary(self.metrics, resume_step=step, run=name)
 
     def moved_s(self) -> float | None:
         """When the run last wrote something."""
