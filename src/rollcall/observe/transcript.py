@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 from rollcall.base.types import Completion, EndReason, Turn
@@ -79,36 +80,23 @@ def episode_columns(completion: Completion) -> dict[str, Any]:
     episode = completion.episode
     if episode is None:
         return {}
-    return {
-        **({"opening": episode.opening} if episode.opening else {}),
-        "turns": [_turn(turn) for turn in episode.turns],
-        "ended": episode.ended.value,
-        **({"error": episode.error} if episode.error else {}),
-        **({"metrics": episode.metrics} if episode.metrics else {}),
-    }
+    about = {"opening": episode.opening, "error": episode.error, "metrics": episode.metrics}
+    return {"turns": [_turn(turn) for turn in episode.turns], "ended": episode.ended.value, **_given(about)}
 
 
 def _turn(turn: Turn) -> dict[str, Any]:
-    calls = [
-        {
-            "name": call.name,
-            "arguments": call.arguments,
-            "result": call.result,
-            **({"failed": True} if call.failed else {}),
-        }
-        for call in turn.calls
-    ]
-    return {
-        "text": turn.text,
-        **({"calls": calls} if calls else {}),
-        **({"observation": turn.observation} if turn.observation else {}),
-        **({"reward": turn.reward} if turn.reward is not None else {}),
-    }
+    calls = [_given(asdict(call) | {"failed": call.failed or None}) for call in turn.calls]
+    return {"text": turn.text, **_given({"calls": calls, "observation": turn.observation, "reward": turn.reward})}
+
+
+def _given(columns: dict[str, Any]) -> dict[str, Any]:
+    """Without what is empty."""
+    return {name: value for name, value in columns.items() if value is not None and value not in ("", [], {})}
 
 
 def _called(call: dict[str, Any]) -> str:
-    given = ", ".join(f"{name}={_short(value)}" for name, value in call["arguments"].items())
-    return f"{call['name']}({given}) {'failed:' if call.get('failed') else '->'} {call['result']}"
+    given = ", ".join(f"{name}={_short(value)}" for name, value in call.get("arguments", {}).items())
+    return f"{call['name']}({given}) {'failed:' if call.get('failed') else '->'} {call.get('result', '')}"
 
 
 def _short(value: Any) -> str:
