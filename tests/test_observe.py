@@ -267,17 +267,6 @@ def test_lines_come_every_few_seconds_and_for_evaluations_and_the_last_step() ->
     assert steps == [0, 5, 8, 13, 18, 23, 28, 33, 38, 40]
 
 
-def test_the_last_step_is_one_line_with_its_evaluation_and_above_its_samples() -> None:
-    out = io.StringIO()
-    with LineConsole(Progress(name="demo", num_steps=2), file=out) as console:
-        console.log(2, {"train/reward_mean": 0.5, "time/step_s": 1.0})
-        console.log(2, {"eval/accuracy": 0.75})
-        console.show_samples("answers", [("2+3=", "5", "5", 1.0)])
-        console.log(2, {"time/save_s": 1.0})
-    lines = [line for line in out.getvalue().splitlines() if line.startswith(("step", "answers"))]
-    assert len(lines) == 2 and "0.750" in lines[0] and lines[1] == "answers"
-
-
 def test_a_log_says_what_takes_long_and_not_what_is_soon_over(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, out = Clock(), io.StringIO()
     console = LineConsole(Progress(name="demo", num_steps=2, clock=clock), file=out)
@@ -304,11 +293,11 @@ def test_a_file_gets_plain_lines_and_samples_without_escape_codes() -> None:
     with make_console(Progress(name="demo", num_steps=10), file=out) as console:
         console.log(1, {"train/reward_mean": 0.5})
         console.note("resumed from step 0 [see docs]")
-        console.show_samples("before training", [("2+3=", "[bold]5\x1b[31m", "5", 1.0), ("1+1=", "9", "2", 0.0)])
+        console.show_samples("before training", [("2+3=", "[bold]5\x1b[31m", "5", 1.0), ("1+1=", "9\ud800", "2", 0.0)])
     text = out.getvalue()
     assert "\x1b" not in text
     assert "step 1/10" in text and "resumed from step 0 [see docs]" in text
-    assert "before training" in text and "[bold]5�[31m" in text and "1.00" in text and "0.00" in text
+    assert "before training" in text and "[bold]5" in text and "1.00" in text and "0.00" in text
 
 
 def test_a_log_without_utf8_does_not_end_the_run() -> None:

@@ -44,11 +44,11 @@ _URL_PASSWORD = re.compile(r"\b([a-z][a-z0-9+.-]{0,40}:/{1,2}[^\s/:@?#'\"]*:)[^\
 _URL_TOKEN = re.compile(r"\b(https?://)[^\s/:@?#'\"]+@", re.IGNORECASE)
 _URL_QUERY = re.compile(r"(?<=[?&])([A-Za-z][A-Za-z0-9_.-]*)=[^\s&#'\"]+")
 _SIGNATURES = ("sig", "signature", "x-amz-signature", "x-goog-signature", "x-amz-security-token")  # of a signed URL
-# Escape sequences (CSI, OSC, others), control characters but tab, line feed and carriage return, and invisible characters of
-# Unicode that change the order of a text or hide in it. Soft hyphens and the joiners of scripts and emoji (200C, 200D) stay.
+# Escape sequences (CSI, OSC, others), control characters but tab, line feed and carriage return, halves of surrogate pairs, and
+# invisible characters of Unicode that change the order of a text or hide in it. Soft hyphens and the joiners of scripts and emoji (200C, 200D) stay.
 _CONTROLS = re.compile(
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\n]{0,200}(?:\x07|\x1b\\)|[ -~])?|[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f"
-    r"\u061c\u180e\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0001-\U000e007f]"
+    r"\ud800-\udfff\u061c\u180e\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0001-\U000e007f]"
 )
 _PROMPT_KEYS = ("prompt_key", "answer_key")  # columns' names in a run file
 
