@@ -277,39 +277,15 @@ class Redactor:
     def feed(self, piece: str) -> str:
         text = self._held + piece
         cut = max(text.rfind("\n"), text.rfind("\r")) + 1
-        cut -= _begun(text[:cut])
         if len(text) - cut > LONGEST_LINE:
-            cut = _cut(text)
+            text = redact(text)  # before the cut, which may be inside a secret
+            cut = len(text) - LONGEST_SECRET
         self._held = text[cut:]
         return redact(text[:cut])
 
     def end(self) -> str:
         held, self._held = self._held, ""
         return redact(held)
-
-
-def _cut(text: str) -> int:
-    """Where a line that has no end yet can be cut: at no place within a secret."""
-    values = _values()
-    patterns = [*([_pattern(values)] if values else []), _ASSIGNMENT, _URL_PASSWORD, _URL_TOKEN, _URL_QUERY]
-    cut, before = max(len(text) - LONGEST_SECRET, 0), -1
-    while cut != before:
-        before = cut
-        for pattern in patterns:
-            begin = next((match.start() for match in pattern.finditer(text) if match.start() < cut < match.end()), cut)
-            cut = begin or cut  # what begins with the text is longer than any secret
-    return cut
-
-
-def _begun(text: str) -> int:
-    """How many characters at the end of ``text`` may begin a secret of several lines."""
-    lengths = (
-        length
-        for value in _values()
-        for length in range(min(len(value) - 1, len(text)), 0, -1)
-        if value[length - 1] in "\n\r" and text.endswith(value[:length])
-    )
-    return max(lengths, default=0)
 
 
 def _without_value(match: re.Match[str]) -> str:
@@ -323,9 +299,9 @@ def _values() -> frozenset[str]:
 
 @lru_cache(maxsize=16)
 def _pattern(values: frozenset[str]) -> re.Pattern[str]:
+    # A secret of several lines may arrive line by line.
+    parts = {part for value in values for part in (value, *value.splitlines()) if len(part) >= SHORTEST}
     spellings = {
-        spelling
-        for value in values
-        for spelling in (value, json.dumps(value)[1:-1], urllib.parse.quote(value, safe=""))
+        spelling for value in parts for spelling in (value, json.dumps(value)[1:-1], urllib.parse.quote(value, safe=""))
     }
     return re.compile("|".join(re.escape(spelling) for spelling in sorted(spellings, key=len, reverse=True)))
