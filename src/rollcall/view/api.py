@@ -123,7 +123,7 @@ class WatchedRun(RunReader):
         return [
             {
                 "step": one.step,
-                "score": None if one.manifest is None else one.manifest["score"],
+                "score": one.score,
                 "bytes": _folder_bytes(one.path),
                 "saved_s": one.path.stat().st_mtime,
                 "whole": not one.reason,
@@ -135,7 +135,6 @@ class WatchedRun(RunReader):
 class Api:
     def __init__(self, places: ShownRuns) -> None:
         self._places = places
-        self._vocabularies = samples.Vocabularies()
         self._lock = threading.Lock()
         self._shown: dict[Path, WatchedRun] = {}
 
@@ -229,7 +228,7 @@ class Api:
             group,
             completion=completion,
             config=run.config,
-            vocabulary=self._vocabularies.of(run.dir),
+            vocabulary=samples.vocabulary_of(run.dir),
             learner=samples.read_scores(run.dir, group, completion=completion, trained=run.trained),
         )
 

@@ -18,7 +18,7 @@ from rollcall.base.journal import ATTEMPTS, GROUPS, whole_records
 from rollcall.base.lease import WATCH_S, Holder, hold
 from rollcall.base.wait import say
 from rollcall.base.words import all_of, counted, span
-from rollcall.checkpoint.store import CheckpointEntry
+from rollcall.checkpoint.store import Checkpoint
 from rollcall.view.audit import Audit, Torn, audit, judge_file
 from rollcall.view.reader import RunReader, RunState, holder_as_json
 
@@ -33,7 +33,7 @@ class RunReport:
     state: RunState
 
     @property
-    def last(self) -> CheckpointEntry | None:
+    def last(self) -> Checkpoint | None:
         """The newest checkpoint that is whole."""
         return next((one for one in reversed(self.audit.checkpoints) if not one.reason), None)
 
