@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -16,6 +17,12 @@ _ENDS = {
     EndReason.ERROR: "the environment failed",
 }
 _LONGEST_ARGUMENT = 200
+
+
+def asked(text: str, metadata: Mapping[str, Any]) -> str:
+    """A prompt's last message of the user, without the chat template around it and without the system message."""
+    said = [message["content"] for message in metadata.get("prompt_messages") or () if message["role"] == "user"]
+    return str(said[-1]) if said else text
 
 
 def transcript(completion: Completion) -> str:

@@ -86,11 +86,11 @@ def curve(
         kept &= x <= high
     x, values, even = x[kept], values[kept], None if even is None else even[kept]
     chosen = thinned(values, points=points)
-    answer: dict[str, Any] = {"num": len(values), "x": x[chosen].tolist(), "y": _short(values[chosen])}
+    answer: dict[str, Any] = {"num": len(values), "x": x[chosen].tolist(), "y": short(values[chosen])}
     if axis == "time":
         answer["step"] = steps[kept][chosen].astype(int).tolist()
     if even is not None:
-        answer["even"] = _short(even[chosen])
+        answer["even"] = short(even[chosen])
     return answer
 
 
@@ -126,6 +126,6 @@ def thinned(values: Numbers, *, points: int) -> NDArray[np.intp]:
     return np.array(sorted(chosen))
 
 
-def _short(values: Numbers) -> list[float]:
+def short(values: NDArray[np.floating]) -> list[float]:
     """Six digits are more than a screen shows, and half the bytes."""
     return [float(f"{value:.6g}") for value in values.tolist()]
