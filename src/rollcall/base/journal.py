@@ -1,15 +1,11 @@
 """Finished groups on disk, before anything trains on them. Resume, the rollout and update phases and the viewer read them.
 
-One file per step, ``<step:06d>.groups``, of records (``group_record.py``) in the order in which groups finished.
-``append`` hands the record to the operating system before it returns, so killing the process loses no appended group;
-``sync`` makes it safe against power loss too. ``trained.jsonl`` says which draws each step was trained on.
-
-``<step:06d>.attempts`` has attempts of groups whose other attempts were still running (episodes vary in length). Only a
-resume reads it: it makes what is missing, and the whole group gets its record in ``.groups``.
+One file per step, ``<step:06d>.groups``, of records (``group_record.py``) in the order in which groups finished. ``append`` hands the
+record to the operating system before it returns, so killing the process loses no appended group; ``sync`` makes it safe against power
+loss too. ``trained.jsonl`` says which draws each step was trained on. ``<step:06d>.attempts`` has attempts of groups whose other
+attempts were still running; only a resume reads it.
 
 One process writes; any number may read. Nothing here is ever deleted: a half-written tail is moved to ``torn/``.
-A write that a full or unwritable disk refuses is tried again until it succeeds (``base/patience.py``). The lock is free
-meanwhile, so other threads can write.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """Writes that outlive a full or unwritable disk.
 
-``persist`` does a write. While the disk refuses it, it says so (at once, then every ``SAY_EVERY_S``; one line for all writes that
-wait for the disk) and tries again every ``RETRY_S``. It gives up with an error that says what to do: after ``DEADLINE_S``, after
-Ctrl-C, or when a process that is to stop has no time left. The calling thread waits; an event loop calls it in another thread. A write is a function that
-can be repeated: it leaves nothing half-done behind when it raises.
-
-A fault of the disk is recognised however it arrives: as an OSError, as the cause of a worker's error, or in a serialiser's
-own words.
+``persist`` does a write. While the disk refuses it, it says so (at once, then every ``SAY_EVERY_S``; one line for all writes that wait
+for the disk) and tries again every ``RETRY_S``. It gives up after ``DEADLINE_S``, after Ctrl-C, or when a process that is to stop has no
+time left. The calling thread waits. A write is a function that can be repeated: it leaves nothing half-done behind when it raises.
 """
 
 from __future__ import annotations

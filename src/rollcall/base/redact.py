@@ -1,9 +1,9 @@
 """Secrets stay out of what is printed, logged and saved.
 
-A secret is the value of a variable whose name says so (``is_secret``), or a value that someone gave to ``remember``: the
-cluster's token, a key in a run file, a key that came with a job. A password or token in a URL is always a secret.
-``guard_streams`` redacts all that the ``rollcall`` command writes to stdout and stderr, so no command, library or traceback has
-to; and nothing that others wrote controls the terminal there. Code that writes files calls ``redact`` or ``redact_env`` itself.
+A secret is the value of a variable whose name says so (``is_secret``), or a value that was given to ``remember``: the cluster's token, a
+key in a run file, a key that came with a job. A password or token in a URL is always a secret. ``guard_streams`` redacts all that the
+``rollcall`` command writes to stdout and stderr, and takes out what would control the terminal. Code that writes files calls ``redact``
+or ``redact_env`` itself.
 """
 
 from __future__ import annotations
