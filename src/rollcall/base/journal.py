@@ -16,7 +16,6 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +85,7 @@ class Journal(AbstractContextManager["Journal"]):
         self.dir = Path(dir)
         self._guard = guard
         self._closed = False
-        self._files: dict[tuple[int, str], AppendFile] = {}
-        self._trained_file: AppendFile | None = None
+        self._files: dict[Path, AppendFile] = {}
         self._ledger: _Ledger | None = None
         self._lock = threading.RLock()
         self._syncing = threading.Lock()
@@ -103,9 +101,7 @@ class Journal(AbstractContextManager["Journal"]):
         """Write a finished group; when this returns, the group outlives the process. ``again``: it has a record
         already and only its scores are new; from now on this record counts."""
         what = f"the group of draw {group.draw}, step {group.step}"
-        self._append(
-            partial(self._file, group.step), encode(group, again=again), path=self._path(group.step), what=what
-        )
+        self._append(self._path(group.step), encode(group, again=again), what=what)
 
     def append_attempts(self, attempts: Iterable[tuple[int, Group]]) -> None:
         """Write attempts of groups that are not finished, those of a step in one write: each group has only this completion, and
@@ -114,12 +110,8 @@ class Journal(AbstractContextManager["Journal"]):
         for place, group in attempts:
             records.setdefault(group.step, []).append(encode(group, attempt=place))
         for step, found in records.items():
-            self._append(
-                partial(self._file, step, ATTEMPTS),
-                b"".join(found),
-                path=self._path(step, ATTEMPTS),
-                what=f"{len(found)} attempts of step {step}",
-            )
+            what = f"{len(found)} attempts of step {step}"
+            self._append(self._path(step, ATTEMPTS), b"".join(found), what=what)
 
     def read_attempts(self, step: int) -> dict[int, dict[int, Group]]:
         """Draw -> place in the group -> the attempt, as a group of one. Damage is skipped: its attempt is made again."""
@@ -132,13 +124,13 @@ class Journal(AbstractContextManager["Journal"]):
             found.setdefault(group.draw, {}).setdefault(attempt, group)
         return found
 
-    def _append(self, file: Callable[[], AppendFile], record: bytes, *, path: Path, what: str) -> None:
+    def _append(self, path: Path, record: bytes, *, what: str) -> None:
         def write() -> None:
             with self._lock:
                 if self._closed:
                     raise JournalError(f"{self.dir}: this journal is closed")
                 self._guard()
-                file().append(record)
+                self._file(path).append(record)
 
         persist(write, path=path, what=what, refuse=JournalError)
 
@@ -147,13 +139,14 @@ class Journal(AbstractContextManager["Journal"]):
 
         Another thread may append meanwhile: only what takes no time happens under the lock.
         """
-        self._sync(lambda: [*self._files.values(), self._trained_file])
+        self._sync()
         self._guard()
 
-    def _sync(self, pick: Callable[[], Iterable[AppendFile | None]]) -> None:
+    def _sync(self, only: Path | None = None) -> None:
         with self._syncing, ExitStack() as kept:  # what another thread is syncing is not on the disk yet
             with self._lock:
-                flushes = [(file.path, file.begin_sync(kept)) for file in pick() if file is not None]
+                wanted = [file for path, file in self._files.items() if only in (None, path)]
+                flushes = [(file.path, file.begin_sync(kept)) for file in wanted]
             for path, flush in flushes:
 
                 def guarded(flush: Callable[[], None] = flush) -> None:
@@ -200,16 +193,10 @@ class Journal(AbstractContextManager["Journal"]):
             if self._ledger is None:
                 self._ledger = self._read_trained()
             self._ledger.check(entry)
-        what = f"that step {step} was trained"
-        self._append(self._open_trained, line.encode(), path=self._trained_path, what=what)
-        self._sync(lambda: [self._trained_file])
+        self._append(self._trained_path, line.encode(), what=f"that step {step} was trained")
+        self._sync(self._trained_path)
         with self._lock:
             self._ledger.add(entry)
-
-    def _open_trained(self) -> AppendFile:
-        if self._trained_file is None:
-            self._trained_file = AppendFile(self._trained_path, good_end=lines_end)
-        return self._trained_file
 
     def trained(self) -> dict[int, TrainedStep]:
         """Step -> what it was trained on, for every step ever trained, replays counted once."""
@@ -232,10 +219,9 @@ class Journal(AbstractContextManager["Journal"]):
     def close(self) -> None:
         with self._lock:
             self._closed = True  # a write that still waits for the disk in another thread must not open files again
-            for file in (*self._files.values(), *filter(None, [self._trained_file])):
+            for file in self._files.values():
                 file.close()
             self._files.clear()
-            self._trained_file = None
 
     def __exit__(self, *exc: object) -> None:
         self.close()
@@ -247,15 +233,15 @@ class Journal(AbstractContextManager["Journal"]):
     def _path(self, step: int, kind: str = GROUPS) -> Path:
         return self.dir / f"{step:06d}.{kind}"
 
-    def _file(self, step: int, kind: str = GROUPS) -> AppendFile:
-        if (step, kind) not in self._files:
+    def _file(self, path: Path) -> AppendFile:
+        if path not in self._files:
             while len(self._files) >= _MAX_OPEN:
                 oldest = min(self._files)
                 self._files[oldest].sync()
                 self._files.pop(oldest).close()
-            path = self._path(step, kind)
-            self._files[step, kind] = AppendFile(path, good_end=lambda data: _scan_groups(data).good_end)
-        return self._files[step, kind]
+            good_end = lines_end if path == self._trained_path else lambda data: _scan_groups(data).good_end
+            self._files[path] = AppendFile(path, good_end=good_end)
+        return self._files[path]
 
 
 def _scan_groups(data: bytes) -> _Scan:
