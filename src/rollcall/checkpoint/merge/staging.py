@@ -47,9 +47,8 @@ class Staging:
         same = same and all(path.is_file() and path.stat().st_size == size for path, size in sizes.items())
         if same:
             lines = self._progress.read_bytes().splitlines() if self._progress.is_file() else []
-            self.done = {
-                row.get("unit") for row in map(parse_row, lines) if row is not None
-            }  # the last line may be torn
+            # The last line may be torn.
+            self.done = {str(row.get("unit")) for row in map(parse_row, lines) if row is not None}
         else:
             for path in (kept, self._progress):
                 path.unlink(missing_ok=True)
