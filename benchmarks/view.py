@@ -3,7 +3,7 @@
     python -m benchmarks.view [--steps N] [--groups-per-step N] [--keep FOLDER]
     python -m benchmarks.view --beside [--pairs N]
 
-The server runs in a process of its own, as `rollcall view` does, with an empty cache folder. The last line is JSON.
+The server runs in a process of its own, as `rollcall view` does. The last line is JSON.
 
 ``--beside`` measures what the page costs a run: the demo's steps without it, and with a page that looks at each view in turn as
 often as an open one does. Pairs in alternating order; the median of the steps counts.
@@ -99,13 +99,10 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def measure(run_dir: Path, *, cache: Path) -> dict[str, Any]:
+def measure(run_dir: Path) -> dict[str, Any]:
     began = time.perf_counter()
     command = [sys.executable, "-m", "rollcall", "view", str(run_dir)]
-    environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
-    ) as server:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
         assert server.stdout is not None
         try:
             browser = Browser(server.stdout.readline().strip())
@@ -182,11 +179,8 @@ def train(folder: Path, *, steps: int, with_page: bool) -> float:
             while not (run_dir / "metrics.jsonl").exists():
                 assert run.poll() is None
                 time.sleep(0.1)
-            environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache")}
             page = [*command, "view", str(run_dir)]
-            with subprocess.Popen(
-                page, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
-            ) as server:
+            with subprocess.Popen(page, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
                 assert server.stdout is not None
                 watch(Browser(server.stdout.readline().strip()), run)
                 server.terminate()
@@ -248,28 +242,16 @@ def main() -> None:
         if not run_dir.exists():
             generate(run_dir, steps=given.steps, groups=given.groups_per_step)
         size = sum(path.stat().st_size for path in run_dir.rglob("*") if path.is_file())
-        cold = measure(run_dir, cache=Path(folder) / "cache")
-        warm = measure(run_dir, cache=Path(folder) / "cache")
-    for name, one in (("no index yet", cold), ("index kept", warm)):
-        print(
-            f"{name}: server up in {one['server_up_s']} s (CPU {one['server_up_cpu_s']} s), index {one['index_s']} s, "
-            f"{one['memory_mib']} MiB (peak {one['peak_memory_mib']}), CPU in all {one['cpu_s']} s"
-        )
-        for view, numbers in one["views"].items():
-            print(
-                f"  {view:<24} {numbers['s']:8.3f} s  CPU {numbers.get('cpu_s', 0):5.2f} s  {numbers.get('kb', 0):10.1f} kB"
-            )
+        one = measure(run_dir)
     print(
-        json.dumps(
-            {
-                "steps": given.steps,
-                "groups": given.steps * given.groups_per_step,
-                "run_bytes": size,
-                "cold": cold,
-                "warm": warm,
-            }
-        )
+        f"server up in {one['server_up_s']} s (CPU {one['server_up_cpu_s']} s), index {one['index_s']} s, "
+        f"{one['memory_mib']} MiB (peak {one['peak_memory_mib']}), CPU in all {one['cpu_s']} s"
     )
+    for view, numbers in one["views"].items():
+        print(
+            f"  {view:<24} {numbers['s']:8.3f} s  CPU {numbers.get('cpu_s', 0):5.2f} s  {numbers.get('kb', 0):10.1f} kB"
+        )
+    print(json.dumps({"steps": given.steps, "groups": given.steps * given.groups_per_step, "run_bytes": size, **one}))
 
 
 if __name__ == "__main__":

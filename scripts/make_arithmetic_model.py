@@ -33,7 +33,7 @@ SHAPE: dict[str, Any] = dict(
 )  # fmt: skip
 NUM_STEPS, BATCH, SEED = 500, 256, 0
 SLIPS = 0.75  # share of the sums that are shown with the carry forgotten
-STORED_AS = "bfloat16"  # half the bytes of the package; a run computes in a precision of its own
+STORED_AS = torch.bfloat16  # half the bytes of the package; a run computes in a precision of its own
 
 
 def warm_start(*, num_steps: int = NUM_STEPS) -> tuple[Any, Any]:
@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("directory", type=Path, nargs="?", default=MODEL_DIR, help=f"default: {MODEL_DIR}")
     directory: Path = parser.parse_args().directory
     model, tokenizer = warm_start()
-    print(f"wrote {export_model(model, tokenizer, directory, dtype=STORED_AS)}")
+    print(f"wrote {export_model(model.to(STORED_AS), tokenizer, directory)}")
 
 
 if __name__ == "__main__":

@@ -404,17 +404,6 @@ def test_a_model_tied_by_hand_but_not_in_its_config_keeps_both_tensors(tmp_path:
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(out), tokenizer), logits(model, tokenizer))
 
 
-def test_export_in_another_precision_leaves_the_model_as_it_was(tmp_path: Path) -> None:
-    tokenizer = make_tokenizer()
-    model = make_llama(tokenizer)
-    out = export_model(model, tokenizer, tmp_path / "model", dtype="bfloat16")
-    back = AutoModelForCausalLM.from_pretrained(out)
-    assert back.dtype == torch.bfloat16
-    weight, kept = model.model.layers[1].mlp.down_proj.weight, back.model.layers[1].mlp.down_proj.weight
-    assert torch.equal(kept, weight.bfloat16())
-    assert model.dtype == torch.float32 and model.config.dtype != torch.bfloat16
-
-
 def test_exporting_again_replaces_a_model_but_never_another_folder(tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
     model = make_llama(tokenizer)

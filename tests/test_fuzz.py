@@ -220,7 +220,6 @@ def check(name: str, count: int, *, folder: Path, monkeypatch: pytest.MonkeyPatc
     (folder / "here").mkdir()
     monkeypatch.chdir(folder / "here")
     monkeypatch.setenv("ROLLCALL_STATE_DIR", str(folder / "state"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     monkeypatch.setattr("rollcall.model.chat_template.LIMIT_S", 0.3)
     monkeypatch.setattr("rollcall.base.lease.WATCH_S", 0.1)
     monkeypatch.setattr("rollcall.base.lease.LOOK_S", 0.02)

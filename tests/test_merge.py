@@ -376,7 +376,7 @@ def test_a_disk_that_fills_up_leaves_no_model_and_the_next_start_goes_on(
     monkeypatch.setattr(plan, "UNIT_BYTES", MANY_UNITS)
     folder, out = shards(tmp_path / "actor"), tmp_path / "out"
     written = 0
-    write = plan._pwrite
+    write = plan.write_at
 
     def full(fd: int, data: memoryview, offset: int) -> None:
         nonlocal written
@@ -386,7 +386,7 @@ def test_a_disk_that_fills_up_leaves_no_model_and_the_next_start_goes_on(
         write(fd, data, offset)
 
     with monkeypatch.context() as patch:
-        patch.setattr(plan, "_pwrite", full)
+        patch.setattr(plan, "write_at", full)
         with pytest.raises(StoredError, match="No space left on device; free space"):
             merge(folder, out)
     assert not out.exists()

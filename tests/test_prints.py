@@ -72,4 +72,5 @@ def test_a_secret_on_the_edge_of_a_part_of_a_line_is_not_printed(capsys: pytest.
     while "d\n" not in heard and time.monotonic() < until:
         heard += capsys.readouterr().err
         time.sleep(0.01)
+    heard = heard.replace("\n", "")  # a long line is printed in parts
     assert "s3cret" not in heard and "-a-row" not in heard and "<redacted>" in heard

@@ -73,14 +73,26 @@ def test_repair_sets_torn_things_aside_and_deletes_nothing(killed: Config) -> No
     with (run_dir / "events.jsonl").open("a") as file:
         file.write('{"half": ')
     torn_bytes = (run_dir / "journal" / "000004.groups").read_bytes()
+    with Journal(run_dir / "journal") as journal:
+        journal.append_attempts(
+            [(0, make_group(99, step=4, num_completions=1)), (1, make_group(99, step=4, num_completions=1))]
+        )
+    attempts = run_dir / "journal" / "000004.attempts"
+    attempts.write_bytes(attempts.read_bytes()[:-1])
     report = command("recover", run_dir, "--repair")
     assert report["torn"] == [] and report["last_checkpoint"] is None
     aside = {Path(path).name: Path(path) for path in report["set_aside"]}
-    assert sorted(aside) == [".tmp-step-000004-ab12cd34", "000004.groups", "events.jsonl", "step-000002"]
+    assert sorted(aside) == [
+        ".tmp-step-000004-ab12cd34",
+        "000004.attempts",
+        "000004.groups",
+        "events.jsonl",
+        "step-000002",
+    ]
     assert all(run_dir / "set-aside" in path.parents for path in aside.values())
     assert aside["000004.groups"].read_bytes() == torn_bytes
     with Journal(run_dir / "journal") as journal:
-        assert len(journal.read(4)) == 7
+        assert len(journal.read(4)) == 7 and list(journal.read_attempts(4)[99]) == [0]
     assert command("recover", run_dir, "--repair")["set_aside"] == []
     finish(config)
     assert num_records(config) == 48 and audit(run_dir).is_clean

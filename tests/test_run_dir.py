@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from rollcall.base.errors import CheckpointError, ConfigError, WorkerDiedError
 from rollcall.checkpoint.exported import exported_model
+from rollcall.checkpoint.size import GIB, checkpoint_bytes, size_words
 from rollcall.checkpoint.store import CheckpointStore
 from rollcall.loop.record import Record
 from rollcall.model.stored.find import PROBE
@@ -219,3 +220,46 @@ def test_the_console_is_told_where_an_attempt_begins_and_what_the_run_does(
         "restart at 0", "rollout of step 1", "step 1", "rollout of step 2", "step 2", "rollout of step 3",
         "restart at 2", "rollout of step 3", "step 3", "export of step 3",
     ]  # fmt: skip
+
+
+def test_the_size_of_a_run_is_what_it_leaves(tmp_path: Path) -> None:
+    config = make_run(tmp_path, "trainer.steps=4", "trainer.save_every=1", "trainer.keep_last=2", "trainer.keep_best=0")
+    finish(config)
+    num_parameters = _num_parameters(tmp_path / "model")
+    (*_, last) = sorted((config.run.dir / "checkpoints").iterdir())
+    held = sum(path.stat().st_size for path in last.rglob("*") if path.is_file())
+    checkpoint = checkpoint_bytes(config, trained=num_parameters, critic=0, width=4)
+    assert checkpoint == pytest.approx(held, rel=0.1)
+    assert size_words(config, checkpoint=checkpoint, model=4 * num_parameters) is None, (
+        "a small run is not worth a word"
+    )
+
+
+def test_a_large_run_is_told_before_it_fills_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = 100 * GIB
+    monkeypatch.setattr("rollcall.checkpoint.size.free_bytes", lambda path: free)
+    config = make_run(
+        Path("runs"), "trainer.steps=9", "trainer.save_every=1", "trainer.keep_last=3", "trainer.keep_best=0"
+    )
+    run_dir = config.run.dir
+
+    def words(place: str) -> str | None:
+        local = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"place": place})})
+        return size_words(local, checkpoint=2 * GIB, model=GIB // 2)
+
+    assert words("shared") == (
+        f"{run_dir} will hold a model of 0.5 GiB and 3 checkpoints of 2.0 GiB: up to 8.5 GiB in {run_dir} while it saves, and its disk "
+        "has 100.0 GiB for it"
+    )
+    assert words("local") == (
+        f"{run_dir} will hold a model of 0.5 GiB and each node its parts of 3 checkpoints of 2.0 GiB: up to 0.5 GiB in {run_dir} while "
+        "it saves, and its disk has 100.0 GiB for it"
+    )
+    free = 7 * GIB
+    assert "too little. Lower trainer.keep_last" in str(words("shared"))
+
+
+def _num_parameters(model: Path) -> int:
+    from safetensors.numpy import load_file
+
+    return sum(tensor.size for tensor in load_file(model / "model.safetensors").values())

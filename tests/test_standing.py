@@ -23,6 +23,7 @@ from rollcall.observe.headline import GRADED
 from rollcall.run.api import Run
 from rollcall.view.api import WatchedRun
 from rollcall.view.reader import RunReader
+from rollcall.view.standing import standing_rows
 
 
 def write_run(run_dir: Path, *, last: int, started_s: float) -> Path:
@@ -52,12 +53,18 @@ def test_a_run_shows_step_of_steps_reward_headline_and_time_left(
         first_step = run.standing(run.state())
     shown = capsys.readouterr().out
     assert "step 20 of 100, reward 0.250, held-out reward 0.100 -> 0.300, left " in shown
-    assert found.left_s is not None and found.left_s >= 80 * 3.0
-    assert first_step.left_s is None, "no whole step of this process was measured after its first"
+    assert found["left_s"] is not None and found["left_s"] >= 80 * 3.0
+    assert first_step["left_s"] is None, "no whole step of this process was measured after its first"
     show_run(run_dir, as_json=True)
     told = json.loads(capsys.readouterr().out)
     assert (told["step"], told["steps"], told["reward"], told["left_s"]) == (20, 100, 0.25, None)
-    assert told["headline"] == {"metric": "eval/reward_mean", "first": 0.1, "last": 0.3}
+    assert told["headline"] == {
+        "metric": "eval/reward_mean",
+        "words": "held-out reward",
+        "first": 0.1,
+        "last": 0.3,
+        "best": 0.3,
+    }
 
 
 def test_a_run_that_starts_is_shown_before_it_has_a_directory(
@@ -76,12 +83,12 @@ def test_a_run_that_starts_is_shown_before_it_has_a_directory(
 def test_a_run_that_nobody_has_or_that_is_new_has_no_time_left(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", last=20, started_s=time.time() + 600)
     run = RunReader(run_dir)
-    assert run.standing(run.state()).left_s is None and run.state().is_over
+    assert run.standing(run.state())["left_s"] is None and run.state().is_over
     with hold(run_dir):
-        assert run.standing(run.state()).left_s is not None
-    assert run.standing(run.state()).left_s is None and run.state().is_over, "its holder gave it back"
+        assert run.standing(run.state())["left_s"] is not None
+    assert run.standing(run.state())["left_s"] is None and run.state().is_over, "its holder gave it back"
     empty = RunReader(tmp_path)
-    assert empty.standing(empty.state()).rows() == [("step", "0")]
+    assert standing_rows(empty.standing(empty.state())) == [("step", "0")]
 
 
 def test_every_reader_says_the_same_last_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

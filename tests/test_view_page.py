@@ -51,11 +51,6 @@ def browser() -> Iterator[Any]:
         chromium.close()
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 @pytest.fixture()
 def page(browser: Any) -> Iterator[Any]:
     """A browser that fails the test on an error of a script, and on anything that it asks of another place."""

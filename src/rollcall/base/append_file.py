@@ -37,7 +37,7 @@ class AppendFile:
     def append(self, record: bytes) -> None:
         """All of it, or an OSError and nothing of it."""
         try:
-            _write_at(self._fd, record, self._end)
+            write_at(self._fd, record, self._end)
         except OSError as error:
             if error.errno == errno.ESTALE:  # the server forgot the file's handle; its name still leads there
                 os.close(self._fd)
@@ -84,7 +84,7 @@ class AppendFile:
                     if failed:
                         # A kernel that failed to write a page takes it for written, and may drop it.
                         for offset, record in records:
-                            _write_at(fd, record, offset)
+                            write_at(fd, record, offset)
                     os.fsync(fd)
                 except OSError:
                     failed = True
@@ -121,10 +121,12 @@ def is_count(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST_COUNT
 
 
-def _write_at(fd: int, record: bytes, offset: int) -> None:
-    view = memoryview(record)
+def write_at(fd: int, data: bytes | memoryview, offset: int) -> None:
+    """All of the bytes: one call of the system may write a part of them."""
+    view = memoryview(data)
     while view:
-        view = view[os.pwrite(fd, view, offset + len(record) - len(view)) :]
+        written = os.pwrite(fd, view, offset)
+        view, offset = view[written:], offset + written
 
 
 def _set_aside(path: Path, *, offset: int, tail: bytes) -> None:

@@ -60,33 +60,29 @@ NOT_A_GROUP = (
 )
 
 
+# Fields that stand in the header under their own names.
+_OF_GROUP = ("step", "draw", "started_s", "finished_s", "worker")
+_OF_PROMPT = ("id", "text", "answer", "metadata")
+_OF_COMPLETION = ("finish", "seed", "text")
+_OF_EPISODE = ("reward", "metrics", "ended", "error", "opening", "attributes")
+
+
 def encode(group: Group, *, again: bool = False, attempt: int | None = None) -> bytes:
-    """One record. ``again``: the group has a record already, and only its scores are new. ``attempt``: of this group only one
-    completion is there, which has this place in it."""
+    """One record. ``again``: the group has a record already, and only its scores are new. ``attempt``: the group holds only one
+    completion, which has this place in the whole group."""
     completions = group.completions
+    episodes = [one.episode for one in completions if one.episode is not None]
     header = {
-        "step": group.step,
-        "draw": group.draw,
-        "started_s": group.started_s,
-        "finished_s": group.finished_s,
-        "worker": group.worker,
-        "prompt": {
-            "id": group.prompt.id,
-            "text": group.prompt.text,
-            "answer": group.prompt.answer,
-            "metadata": group.prompt.metadata,
-            "num_tokens": len(group.prompt.token_ids),
-        },
+        **_plain_fields(group, _OF_GROUP),
+        "prompt": {**_plain_fields(group.prompt, _OF_PROMPT), "num_tokens": len(group.prompt.token_ids)},
         "completions": [
             {
-                "num_tokens": len(completion.token_ids),
-                "segments": _segments(completion),
-                "finish": completion.finish.value,
-                "seed": completion.seed,
-                "text": completion.text,
-                **({"episode": _episode_header(completion.episode)} if completion.episode is not None else {}),
+                "num_tokens": len(one.token_ids),
+                "segments": _segments(one),
+                **_plain_fields(one, _OF_COMPLETION),
+                **({"episode": _episode_header(one.episode)} if one.episode is not None else {}),
             }
-            for completion in completions
+            for one in completions
         ],
         # repr of a float64 reads back as the same float64, so JSON keeps scores exact.
         "scores": [asdict(score) for score in group.scores],
@@ -104,15 +100,18 @@ def encode(group: Group, *, again: bool = False, attempt: int | None = None) -> 
         _HEADER_LENGTH.pack(len(text)),
         text,
         _raw([group.prompt.token_ids], np.int32, "<i4"),
-        _raw([completion.token_ids for completion in completions], np.int32, "<i4"),
-        _raw([completion.logprobs for completion in completions], np.float32, "<f4"),
-        _raw([completion.mask for completion in completions], np.bool_, "|b1"),
-        *_episode_arrays([completion.episode for completion in completions if completion.episode is not None]),
+        *_rows(completions),
+        _raw([ids for episode in episodes for ids in _prompts(episode)], np.int32, "<i4"),
+        *_rows([row for episode in episodes for row in episode.branches]),
     ]
     crc = 0
     for part in payload:
         crc = zlib.crc32(part, crc)
     return b"".join((_HEAD.pack(MAGIC, sum(map(len, payload)), crc), *payload))
+
+
+def _plain_fields(source: Any, names: Sequence[str]) -> dict[str, Any]:
+    return {name: getattr(source, name) for name in names}
 
 
 def _segments(row: Completion | Branch) -> list[list[int]]:
@@ -128,27 +127,14 @@ def _episode_header(episode: Episode) -> dict[str, Any]:
             {"num_prompt_tokens": len(row.prompt_ids), "num_tokens": len(row.token_ids), "segments": _segments(row)}
             for row in episode.branches
         ],
-        "reward": episode.reward,
-        "metrics": episode.metrics,
-        "ended": episode.ended.value,
-        "error": episode.error,
-        "opening": episode.opening,
-        "attributes": episode.attributes,
+        **_plain_fields(episode, _OF_EPISODE),
     }
 
 
-def _episode_arrays(episodes: Sequence[Episode]) -> list[bytes]:
-    prompts: list[Ints] = []
-    for episode in episodes:
-        prompts += [] if episode.prompt_ids is None else [episode.prompt_ids]
-        prompts += [row.prompt_ids for row in episode.branches]
-    rows = [row for episode in episodes for row in episode.branches]
-    return [
-        _raw(prompts, np.int32, "<i4"),
-        _raw([row.token_ids for row in rows], np.int32, "<i4"),
-        _raw([row.logprobs for row in rows], np.float32, "<f4"),
-        _raw([row.mask for row in rows], np.bool_, "|b1"),
-    ]
+def _prompts(episode: Episode) -> list[Ints]:
+    """The episode's own prompt, if it has one, and those of its branches."""
+    own = [] if episode.prompt_ids is None else [episode.prompt_ids]
+    return [*own, *(row.prompt_ids for row in episode.branches)]
 
 
 def _plain(value: Any) -> Any:
@@ -156,6 +142,14 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
     raise TypeError(f"a value of type {type(value).__name__} is not JSON")
+
+
+def _rows(rows: Sequence[Completion | Branch]) -> list[bytes]:
+    return [
+        _raw([row.token_ids for row in rows], np.int32, "<i4"),
+        _raw([row.logprobs for row in rows], np.float32, "<f4"),
+        _raw([row.mask for row in rows], np.bool_, "|b1"),
+    ]
 
 
 def _raw(arrays: Sequence[np.ndarray], dtype: type, stored: str) -> bytes:
@@ -177,71 +171,44 @@ class _Arrays:
         self._offset += found.nbytes
         return np.split(found, np.cumsum(counts)[:-1]) if counts else []
 
-    def rows(self, counts: Sequence[int]) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Token ids, log-probs and mask of each row."""
+    def rows(self, headers: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """The fields that a completion and a branch share, for each header."""
+        counts = [row["num_tokens"] for row in headers]
         ids, logprobs = self.take(counts, np.int32, "<i4"), self.take(counts, np.float32, "<f4")
-        return iter(zip(ids, logprobs, self.take(counts, np.bool_, "|b1"), strict=True))
+        masks = self.take(counts, np.bool_, "|b1")
+        for row, own, logprob, mask in zip(headers, ids, logprobs, masks, strict=True):
+            segments = tuple(Segment(version=version, num_tokens=count) for version, count in row["segments"])
+            yield {"token_ids": own, "logprobs": logprob, "mask": mask, "segments": segments}
 
     def end(self) -> None:
         assert self._offset == len(self._payload), "record and header differ in length"
 
 
 def decode(payload: memoryview) -> Group:
-    (length,) = _HEADER_LENGTH.unpack_from(payload)
     header = header_of(payload)
     prompt, rows = header["prompt"], header["completions"]
-    arrays = _Arrays(payload, _HEADER_LENGTH.size + length)
+    arrays = _Arrays(payload, sum(header_span(payload)))
     (prompt_ids,) = arrays.take([prompt["num_tokens"]], np.int32, "<i4")
-    sampled = list(arrays.rows([row["num_tokens"] for row in rows]))
+    sampled = list(arrays.rows(rows))
     episodes = _episodes([row.get("episode") for row in rows], arrays)
     arrays.end()
     return Group(
-        step=header["step"],
-        draw=header["draw"],
-        prompt=Prompt(
-            id=prompt["id"],
-            token_ids=prompt_ids,
-            text=prompt["text"],
-            answer=prompt["answer"],
-            metadata=prompt["metadata"],
-        ),
+        **{name: header[name] for name in _OF_GROUP},
+        prompt=Prompt(token_ids=prompt_ids, **{name: prompt[name] for name in _OF_PROMPT}),
         completions=tuple(
-            Completion(
-                token_ids=ids,
-                logprobs=logprobs,
-                mask=mask,
-                segments=_read_segments(row),
-                finish=FinishReason(row["finish"]),
-                seed=row["seed"],
-                text=row["text"],
-                episode=episode,
-            )
-            for row, (ids, logprobs, mask), episode in zip(rows, sampled, episodes, strict=True)
+            Completion(**own, finish=FinishReason(row["finish"]), seed=row["seed"], text=row["text"], episode=episode)
+            for row, own, episode in zip(rows, sampled, episodes, strict=True)
         ),
         scores=tuple(Score(**score) for score in header["scores"]),
-        started_s=header["started_s"],
-        finished_s=header["finished_s"],
-        worker=header["worker"],
     )
 
 
-def _read_segments(row: dict[str, Any]) -> tuple[Segment, ...]:
-    return tuple(Segment(version=version, num_tokens=count) for version, count in row["segments"])
-
-
 def _episodes(headers: Sequence[dict[str, Any] | None], arrays: _Arrays) -> list[Episode | None]:
-    counts: list[int] = []
-    for one in filter(None, headers):
-        counts += [] if one["num_prompt_tokens"] is None else [one["num_prompt_tokens"]]
-        counts += [row["num_prompt_tokens"] for row in one["branches"]]
-    prompts = iter(arrays.take(counts, np.int32, "<i4"))
-    rows = arrays.rows([row["num_tokens"] for one in filter(None, headers) for row in one["branches"]])
-
-    def branch(row: dict[str, Any]) -> Branch:
-        ids, logprobs, mask = next(rows)
-        return Branch(
-            prompt_ids=next(prompts), token_ids=ids, logprobs=logprobs, mask=mask, segments=_read_segments(row)
-        )
+    """The episode of each completion that has one."""
+    there = [one for one in headers if one is not None]
+    counts = [row["num_prompt_tokens"] for one in there for row in (one, *one["branches"])]
+    prompts = iter(arrays.take([count for count in counts if count is not None], np.int32, "<i4"))
+    rows = arrays.rows([row for one in there for row in one["branches"]])
 
     def episode(one: dict[str, Any]) -> Episode:
         return Episode(
@@ -249,13 +216,8 @@ def _episodes(headers: Sequence[dict[str, Any] | None], arrays: _Arrays) -> list
             turns=tuple(
                 Turn(**{**turn, "calls": tuple(ToolCall(**call) for call in turn["calls"])}) for turn in one["turns"]
             ),
-            branches=tuple(map(branch, one["branches"])),
-            reward=one["reward"],
-            metrics=one["metrics"],
-            ended=EndReason(one["ended"]),
-            error=one["error"],
-            opening=one["opening"],
-            attributes=one["attributes"],
+            branches=tuple(Branch(prompt_ids=next(prompts), **next(rows)) for _ in one["branches"]),
+            **{**{name: one[name] for name in _OF_EPISODE}, "ended": EndReason(one["ended"])},
         )
 
     return [None if one is None else episode(one) for one in headers]
@@ -312,5 +274,5 @@ def header_span(payload: memoryview) -> tuple[int, int]:
 
 
 def header_of(payload: memoryview) -> dict[str, Any]:
-    (length,) = _HEADER_LENGTH.unpack_from(payload)
-    return json.loads(bytes(payload[_HEADER_LENGTH.size : _HEADER_LENGTH.size + length]))
+    start, length = header_span(payload)
+    return json.loads(bytes(payload[start : start + length]))

@@ -1,15 +1,11 @@
 """Finished groups on disk, before anything trains on them. Resume, the rollout and update phases and the viewer read them.
 
-One file per step, ``<step:06d>.groups``, of records (``group_record.py``) in the order in which groups finished.
-``append`` hands the record to the operating system before it returns, so killing the process loses no appended group;
-``sync`` makes it safe against power loss too. ``trained.jsonl`` says which draws each step was trained on.
-
-``<step:06d>.attempts`` has attempts of groups whose other attempts were still running (episodes vary in length). Only a
-resume reads it: it makes what is missing, and the whole group gets its record in ``.groups``.
+One file per step, ``<step:06d>.groups``, of records (``group_record.py``) in the order in which groups finished. ``append`` hands the
+record to the operating system before it returns, so killing the process loses no appended group; ``sync`` makes it safe against power
+loss too. ``trained.jsonl`` says which draws each step was trained on. ``<step:06d>.attempts`` has attempts of groups whose other
+attempts were still running; only a resume reads it.
 
 One process writes; any number may read. Nothing here is ever deleted: a half-written tail is moved to ``torn/``.
-A write that a full or unwritable disk refuses is tried again until it succeeds (``base/patience.py``). The lock is free
-meanwhile, so other threads can write.
 """
 
 from __future__ import annotations
@@ -20,7 +16,6 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +85,7 @@ class Journal(AbstractContextManager["Journal"]):
         self.dir = Path(dir)
         self._guard = guard
         self._closed = False
-        self._files: dict[tuple[int, str], AppendFile] = {}
-        self._trained_file: AppendFile | None = None
+        self._files: dict[Path, AppendFile] = {}
         self._ledger: _Ledger | None = None
         self._lock = threading.RLock()
         self._syncing = threading.Lock()
@@ -107,9 +101,7 @@ class Journal(AbstractContextManager["Journal"]):
         """Write a finished group; when this returns, the group outlives the process. ``again``: it has a record
         already and only its scores are new; from now on this record counts."""
         what = f"the group of draw {group.draw}, step {group.step}"
-        self._append(
-            partial(self._file, group.step), encode(group, again=again), path=self._path(group.step), what=what
-        )
+        self._append(self._path(group.step), encode(group, again=again), what=what)
 
     def append_attempts(self, attempts: Iterable[tuple[int, Group]]) -> None:
         """Write attempts of groups that are not finished, those of a step in one write: each group has only this completion, and
@@ -118,12 +110,8 @@ class Journal(AbstractContextManager["Journal"]):
         for place, group in attempts:
             records.setdefault(group.step, []).append(encode(group, attempt=place))
         for step, found in records.items():
-            self._append(
-                partial(self._file, step, ATTEMPTS),
-                b"".join(found),
-                path=self._path(step, ATTEMPTS),
-                what=f"{len(found)} attempts of step {step}",
-            )
+            what = f"{len(found)} attempts of step {step}"
+            self._append(self._path(step, ATTEMPTS), b"".join(found), what=what)
 
     def read_attempts(self, step: int) -> dict[int, dict[int, Group]]:
         """Draw -> place in the group -> the attempt, as a group of one. Damage is skipped: its attempt is made again."""
@@ -136,13 +124,13 @@ class Journal(AbstractContextManager["Journal"]):
             found.setdefault(group.draw, {}).setdefault(attempt, group)
         return found
 
-    def _append(self, file: Callable[[], AppendFile], record: bytes, *, path: Path, what: str) -> None:
+    def _append(self, path: Path, record: bytes, *, what: str) -> None:
         def write() -> None:
             with self._lock:
                 if self._closed:
                     raise JournalError(f"{self.dir}: this journal is closed")
                 self._guard()
-                file().append(record)
+                self._file(path).append(record)
 
         persist(write, path=path, what=what, refuse=JournalError)
 
@@ -151,13 +139,14 @@ class Journal(AbstractContextManager["Journal"]):
 
         Another thread may append meanwhile: only what takes no time happens under the lock.
         """
-        self._sync(lambda: [*self._files.values(), self._trained_file])
+        self._sync()
         self._guard()
 
-    def _sync(self, pick: Callable[[], Iterable[AppendFile | None]]) -> None:
+    def _sync(self, only: Path | None = None) -> None:
         with self._syncing, ExitStack() as kept:  # what another thread is syncing is not on the disk yet
             with self._lock:
-                flushes = [(file.path, file.begin_sync(kept)) for file in pick() if file is not None]
+                wanted = [file for path, file in self._files.items() if only in (None, path)]
+                flushes = [(file.path, file.begin_sync(kept)) for file in wanted]
             for path, flush in flushes:
 
                 def guarded(flush: Callable[[], None] = flush) -> None:
@@ -204,16 +193,10 @@ class Journal(AbstractContextManager["Journal"]):
             if self._ledger is None:
                 self._ledger = self._read_trained()
             self._ledger.check(entry)
-        what = f"that step {step} was trained"
-        self._append(self._open_trained, line.encode(), path=self._trained_path, what=what)
-        self._sync(lambda: [self._trained_file])
+        self._append(self._trained_path, line.encode(), what=f"that step {step} was trained")
+        self._sync(self._trained_path)
         with self._lock:
             self._ledger.add(entry)
-
-    def _open_trained(self) -> AppendFile:
-        if self._trained_file is None:
-            self._trained_file = AppendFile(self._trained_path, good_end=lines_end)
-        return self._trained_file
 
     def trained(self) -> dict[int, TrainedStep]:
         """Step -> what it was trained on, for every step ever trained, replays counted once."""
@@ -236,10 +219,9 @@ class Journal(AbstractContextManager["Journal"]):
     def close(self) -> None:
         with self._lock:
             self._closed = True  # a write that still waits for the disk in another thread must not open files again
-            for file in (*self._files.values(), *filter(None, [self._trained_file])):
+            for file in self._files.values():
                 file.close()
             self._files.clear()
-            self._trained_file = None
 
     def __exit__(self, *exc: object) -> None:
         self.close()
@@ -251,15 +233,15 @@ class Journal(AbstractContextManager["Journal"]):
     def _path(self, step: int, kind: str = GROUPS) -> Path:
         return self.dir / f"{step:06d}.{kind}"
 
-    def _file(self, step: int, kind: str = GROUPS) -> AppendFile:
-        if (step, kind) not in self._files:
+    def _file(self, path: Path) -> AppendFile:
+        if path not in self._files:
             while len(self._files) >= _MAX_OPEN:
                 oldest = min(self._files)
                 self._files[oldest].sync()
                 self._files.pop(oldest).close()
-            path = self._path(step, kind)
-            self._files[step, kind] = AppendFile(path, good_end=lambda data: _scan_groups(data).good_end)
-        return self._files[step, kind]
+            good_end = lines_end if path == self._trained_path else lambda data: _scan_groups(data).good_end
+            self._files[path] = AppendFile(path, good_end=good_end)
+        return self._files[path]
 
 
 def _scan_groups(data: bytes) -> _Scan:
@@ -275,52 +257,44 @@ def _scan_groups(data: bytes) -> _Scan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFile:
-    """A step's file as it is on the disk, with nothing repaired."""
+    """A step's groups, or its attempts, as they are on the disk, with nothing repaired."""
 
     path: Path
     step: int
     draws: tuple[int, ...]  # of all whole records, in order, repeats included, but for groups that were scored again
-    whole: bytes  # only the whole records
+    places: tuple[tuple[int, int], ...]  # of attempts: draw and place in the group, repeats included
     num_bad_bytes: int  # torn or damaged
 
 
-def inspect(dir: Path) -> list[StepFile]:
-    """The journal's files in order of step; for reports and repairs."""
+def inspect(dir: Path, kind: str = GROUPS) -> list[StepFile]:
+    """The journal's files of this kind in order of step; for reports and repairs."""
     found = []
-    for step, path in _step_files(dir):
+    for step, path in _step_files(dir, kind):
         data = _read_bytes(path)
-        read = [(start, payload, draw_of(payload)) for start, payload in records(data)]
-        groups = [(start, payload, draw) for start, payload, draw in read if draw is not None]
-        whole = b"".join(data[start : start + HEAD_BYTES + len(payload)] for start, payload, _ in groups)
-        draws = tuple(draw for _, payload, draw in groups if not header_of(payload).get("scored_again"))
-        found.append(StepFile(path=path, step=step, draws=draws, whole=whole, num_bad_bytes=len(data) - len(whole)))
+        payloads = [payload for _, payload in records(data) if draw_of(payload) is not None]
+        headers = [header_of(payload) for payload in payloads]
+        found.append(
+            StepFile(
+                path=path,
+                step=step,
+                draws=tuple(header["draw"] for header in headers if not header.get("scored_again")),
+                places=tuple((one["draw"], one["attempt"]) for one in headers if is_count(one.get("attempt"))),
+                num_bad_bytes=len(data) - sum(HEAD_BYTES + len(payload) for payload in payloads),
+            )
+        )
     return found
 
 
-def _step_files(dir: Path) -> list[tuple[int, Path]]:
-    """The files with whole groups, by their steps."""
-    return sorted((int(path.stem), path) for path in dir.glob(f"*.{GROUPS}") if re.fullmatch(r"\d{6,}", path.stem))
+def whole_records(path: Path) -> bytes:
+    """A file of the journal without what is torn or damaged."""
+    data = _read_bytes(path)
+    kept = ((start, payload) for start, payload in records(data) if draw_of(payload) is not None)
+    return b"".join(data[start : start + HEAD_BYTES + len(payload)] for start, payload in kept)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptsFile:
-    """A step's attempts as they are on the disk."""
-
-    path: Path
-    places: tuple[tuple[int, int], ...]  # draw and place in its group, of all whole records, repeats included
-    num_bad_bytes: int
-
-
-def inspect_attempts(dir: Path) -> list[AttemptsFile]:
-    """Single attempts that were kept before their groups were finished; for reports."""
-    found = []
-    for path in sorted(dir.glob(f"*.{ATTEMPTS}")) if dir.is_dir() else []:
-        scan = _scan_groups(data := _read_bytes(path))
-        headers = [header_of(payload) for payload in scan.payloads if draw_of(payload) is not None]
-        places = tuple((header["draw"], header["attempt"]) for header in headers if is_count(header.get("attempt")))
-        bad = len(data) - scan.good_end + sum(end - start for start, end in scan.damage)
-        found.append(AttemptsFile(path=path, places=places, num_bad_bytes=bad))
-    return found
+def _step_files(dir: Path, kind: str = GROUPS) -> list[tuple[int, Path]]:
+    """The files of one kind, by their steps."""
+    return sorted((int(path.stem), path) for path in dir.glob(f"*.{kind}") if re.fullmatch(r"\d{6,}", path.stem))
 
 
 def is_trained_row(row: dict[str, Any]) -> bool:

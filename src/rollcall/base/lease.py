@@ -1,18 +1,16 @@
 """Who may write a run directory: one controller at a time, on any host.
 
-The lease is a file next to the run directory (so that ``--fresh`` can move the directory), ``.<name>.lease-<number>``, with
-who holds it and a counter that its holder advances every ``BEAT_S``. The highest number counts. A controller takes the
-lease by making the file of the next number with ``link``: if several try, one succeeds, on NFS too. Numbers never go back,
-because a lease that is given up stays, marked as free. No clock of another host and no file time is ever compared.
+The lease is a file next to the run directory (so that ``--fresh`` can move the directory), ``.<name>.lease-<number>``: who holds it,
+and a counter that its holder advances every ``BEAT_S``. The highest number counts. A controller takes the lease by making the file of
+the next number with ``link``: if several try, one succeeds, on NFS too. A lease that is given up stays, marked as free, so numbers
+never go back. No clock of another host and no file time is ever compared.
 
-A second controller takes over when the first is provably gone: at once where it ran on this host and its process has ended
-(process id, start time and boot are compared); otherwise when the counter has not moved for ``WATCH_S`` by the second's own
-clock. Otherwise it refuses and names the holder.
+A second controller takes over when the first is provably gone: at once if its process ran on this host and has ended, otherwise when
+the counter has not moved for ``WATCH_S`` by the second's own clock. Otherwise it refuses and names the holder. A holder that was frozen
+meanwhile finds the next number and stops: ``check`` is called before each write of the journal and before each checkpoint is put in
+place.
 
-A holder that was frozen until another took over finds the next number and stops: ``check`` is called before each write of
-the journal and before each checkpoint is put in place, and looks whenever this process cannot be sure of its lease.
-
-The counter, and what the holder waits for, are written in place: a full disk must not make a holder look dead or hide that it waits.
+The file is written in place: a full disk must not make a holder look dead or hide that it waits.
 """
 
 from __future__ import annotations

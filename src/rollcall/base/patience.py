@@ -1,18 +1,13 @@
 """Writes that outlive a full or unwritable disk.
 
-``persist`` does a write. While the disk refuses it, it says so (at once, then every ``SAY_EVERY_S``; one line for all writes that
-wait for the disk) and tries again every ``RETRY_S``. It gives up with an error that says what to do: after ``DEADLINE_S``, after
-Ctrl-C, or when a process that is to stop has no time left. The calling thread waits; an event loop calls it in another thread. A write is a function that
-can be repeated: it leaves nothing half-done behind when it raises.
-
-A fault of the disk is recognised however it arrives: as an OSError, as the cause of a worker's error, or in a serialiser's
-own words.
+``persist`` does a write. While the disk refuses it, it says so (at once, then every ``SAY_EVERY_S``; one line for all writes that wait
+for the disk) and tries again every ``RETRY_S``. It gives up after ``DEADLINE_S``, after Ctrl-C, or when a process that is to stop has no
+time left. The calling thread waits. A write is a function that can be repeated: it leaves nothing half-done behind when it raises.
 """
 
 from __future__ import annotations
 
 import errno
-import getpass
 import math
 import os
 import re
@@ -47,77 +42,54 @@ class NodeDiskError(OSError):
 
 def persist(action: Callable[[], T], *, path: Path, what: str, refuse: Callable[[str], Exception] = DiskError) -> T:
     """Returns what ``action`` returns, once the disk lets it. ``path`` and ``what`` are for the messages: "the group of draw 3"."""
-    outage: _Outage | None = None
-    started, wait = time.monotonic(), Wait()
-    try:
-        while True:
-            try:
-                result = action()
-            except Exception as error:
-                fault = disk_fault(error, near=path)
-                if fault is None:
-                    raise
-                now = time.monotonic()
-                started = now if outage is None else started
-                on_node = isinstance(fault, NodeDiskError)
-                why = f"{path}: cannot write {what}: {f'{fault.filename}: ' if on_node else ''}{fault.strerror}"
-                if now - started >= DEADLINE_S or heeded().is_late:
-                    waited = f" (waited {now - started:.0f} s)" if now - started >= 1 else ""
-                    raise refuse(
-                        f"{why}{waited}; {_advice(fault)}, then run the same command again: it resumes, and what was written "
-                        "before is kept"
-                    ) from error
-                wait.note(why)
-                outage = outage or _Outage.join(fault, path)
-                if outage.is_word_due():
-                    free = None if on_node else free_bytes(path)
-                    left = "" if free is None else f"; {free:,} bytes are left"
-                    warn(f"{why}{left}; waiting until it can: {_advice(fault)}")
-                time.sleep(RETRY_S)
-            else:
-                if outage is not None and outage.leave():
-                    warn(f"{path}: {what} was written after {time.monotonic() - outage.began:.0f} s; continuing")
-                return result
-    except BaseException:
-        if outage is not None:
-            outage.leave()
-        raise
+    disk: object = None  # that refused it; None: none has
+    began, wait = time.monotonic(), Wait()
+    while True:
+        try:
+            result = action()
+        except Exception as error:
+            fault = disk_fault(error, near=path)
+            if fault is None:
+                raise
+            if disk is None:
+                disk, began = _disk_of(fault, path), time.monotonic()
+            waited_s, on_node = time.monotonic() - began, isinstance(fault, NodeDiskError)
+            why = f"{path}: cannot write {what}: {f'{fault.filename}: ' if on_node else ''}{fault.strerror}"
+            if waited_s >= DEADLINE_S or heeded().is_late:
+                waited = f" (waited {waited_s:.0f} s)" if waited_s >= 1 else ""
+                raise refuse(
+                    f"{why}{waited}; {_advice(fault)}, then run the same command again: it resumes, and what was written "
+                    "before is kept"
+                ) from error
+            wait.note(why)
+            if _is_word_due(disk):
+                free = None if on_node else free_bytes(path)
+                left = "" if free is None else f"; {free:,} bytes are left"
+                warn(f"{why}{left}; waiting until it can: {_advice(fault)}")
+            time.sleep(RETRY_S)
+        else:
+            if disk is not None and _said.pop(disk, None) is not None:
+                warn(f"{path}: {what} was written after {time.monotonic() - began:.0f} s; continuing")
+            return result
 
 
-class _Outage:
-    """The writes that wait for one disk. One of them speaks for all, and the last one says that they are done."""
-
-    def __init__(self, key: object) -> None:
-        self.began = time.monotonic()
-        self._key, self._num_waiting, self._said = key, 0, -math.inf
-
-    @classmethod
-    def join(cls, fault: OSError, path: Path) -> _Outage:
-        disk = next((os.stat(folder).st_dev for folder in (path, *path.parents) if os.path.exists(folder)), None)
-        node = fault.filename.partition(":")[0] if isinstance(fault, NodeDiskError) else None
-        key = (fault.errno, node or disk)
-        with _lock:
-            outage = _outages.setdefault(key, cls(key))
-            outage._num_waiting += 1
-        return outage
-
-    def is_word_due(self) -> bool:
-        with _lock:
-            is_due = time.monotonic() - self._said >= SAY_EVERY_S
-            self._said = time.monotonic() if is_due else self._said
-        return is_due
-
-    def leave(self) -> bool:
-        """Whether it was the last."""
-        with _lock:
-            self._num_waiting -= 1
-            if self._num_waiting == 0:
-                _outages.pop(self._key)
-        return self._num_waiting == 0
-
-
+_said: dict[object, float] = {}  # when a write that waits for a disk last said so: one speaks for all
 _lock = threading.Lock()
-_outages: dict[object, _Outage] = {}
+
+
+def _disk_of(fault: OSError, path: Path) -> object:
+    if isinstance(fault, NodeDiskError):
+        return fault.errno, fault.filename.partition(":")[0]
+    return fault.errno, next((os.stat(one).st_dev for one in (path, *path.parents) if os.path.exists(one)), None)
+
+
+def _is_word_due(disk: object) -> bool:
+    now = time.monotonic()
+    with _lock:
+        is_due = now - _said.get(disk, -math.inf) >= SAY_EVERY_S
+        if is_due:
+            _said[disk] = now
+    return is_due
 
 
 def disk_fault(error: BaseException, *, near: Path) -> OSError | None:
@@ -193,12 +165,5 @@ def _advice(fault: OSError) -> str:
     if fault.errno == errno.EROFS:
         return "mount the file system writable"
     if fault.errno in (errno.EACCES, errno.EPERM):
-        return f"make the folder writable for {_user()}"
+        return f"make the folder writable for user {os.getuid()}"
     return "check the disk or the mount"
-
-
-def _user() -> str:
-    try:
-        return f"user {getpass.getuser()}"
-    except (KeyError, OSError):  # a container's user may have no name
-        return f"user {os.getuid()}"

@@ -1,9 +1,9 @@
 """Secrets stay out of what is printed, logged and saved.
 
-A secret is the value of a variable whose name says so (``is_secret``), or a value that someone gave to ``remember``: the
-cluster's token, a key in a run file, a key that came with a job. A password or token in a URL is always a secret.
-``guard_streams`` redacts all that the ``rollcall`` command writes to stdout and stderr, so no command, library or traceback has
-to; and nothing that others wrote controls the terminal there. Code that writes files calls ``redact`` or ``redact_env`` itself.
+A secret is the value of a variable whose name says so (``is_secret``), or a value that was given to ``remember``: the cluster's token, a
+key in a run file, a key that came with a job. A password or token in a URL is always a secret. ``guard_streams`` redacts all that the
+``rollcall`` command writes to stdout and stderr, and takes out what would control the terminal. Code that writes files calls ``redact``
+or ``redact_env`` itself.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _URL_PASSWORD = re.compile(r"\b([a-z][a-z0-9+.-]{0,40}:/{1,2}[^\s/:@?#'\"]*:)[^\
 _URL_TOKEN = re.compile(r"\b(https?://)[^\s/:@?#'\"]+@", re.IGNORECASE)
 _URL_QUERY = re.compile(r"(?<=[?&])([A-Za-z][A-Za-z0-9_.-]*)=[^\s&#'\"]+")
 _SIGNATURES = ("sig", "signature", "x-amz-signature", "x-goog-signature", "x-amz-security-token")  # of a signed URL
-# Escape sequences (CSI, OSC, others), control characters but tab, line feed and carriage return, and invisible characters of
-# Unicode that change the order of a text or hide in it. Soft hyphens and the joiners of scripts and emoji (200C, 200D) stay.
+# Escape sequences (CSI, OSC, others), control characters but tab, line feed and carriage return, halves of surrogate pairs, and
+# invisible characters of Unicode that change the order of a text or hide in it. Soft hyphens and the joiners of scripts and emoji (200C, 200D) stay.
 _CONTROLS = re.compile(
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\n]{0,200}(?:\x07|\x1b\\)|[ -~])?|[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f"
-    r"\u061c\u180e\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0001-\U000e007f]"
+    r"\ud800-\udfff\u061c\u180e\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0001-\U000e007f]"
 )
 _PROMPT_KEYS = ("prompt_key", "answer_key")  # columns' names in a run file
 
@@ -277,39 +277,15 @@ class Redactor:
     def feed(self, piece: str) -> str:
         text = self._held + piece
         cut = max(text.rfind("\n"), text.rfind("\r")) + 1
-        cut -= _begun(text[:cut])
         if len(text) - cut > LONGEST_LINE:
-            cut = _cut(text)
+            text = redact(text)  # before the cut, which may be inside a secret
+            cut = len(text) - LONGEST_SECRET
         self._held = text[cut:]
         return redact(text[:cut])
 
     def end(self) -> str:
         held, self._held = self._held, ""
         return redact(held)
-
-
-def _cut(text: str) -> int:
-    """Where a line that has no end yet can be cut: at no place within a secret."""
-    values = _values()
-    patterns = [*([_pattern(values)] if values else []), _ASSIGNMENT, _URL_PASSWORD, _URL_TOKEN, _URL_QUERY]
-    cut, before = max(len(text) - LONGEST_SECRET, 0), -1
-    while cut != before:
-        before = cut
-        for pattern in patterns:
-            begin = next((match.start() for match in pattern.finditer(text) if match.start() < cut < match.end()), cut)
-            cut = begin or cut  # what begins with the text is longer than any secret
-    return cut
-
-
-def _begun(text: str) -> int:
-    """How many characters at the end of ``text`` may begin a secret of several lines."""
-    lengths = (
-        length
-        for value in _values()
-        for length in range(min(len(value) - 1, len(text)), 0, -1)
-        if value[length - 1] in "\n\r" and text.endswith(value[:length])
-    )
-    return max(lengths, default=0)
 
 
 def _without_value(match: re.Match[str]) -> str:
@@ -323,9 +299,9 @@ def _values() -> frozenset[str]:
 
 @lru_cache(maxsize=16)
 def _pattern(values: frozenset[str]) -> re.Pattern[str]:
+    # A secret of several lines may arrive line by line.
+    parts = {part for value in values for part in (value, *value.splitlines()) if len(part) >= SHORTEST}
     spellings = {
-        spelling
-        for value in values
-        for spelling in (value, json.dumps(value)[1:-1], urllib.parse.quote(value, safe=""))
+        spelling for value in parts for spelling in (value, json.dumps(value)[1:-1], urllib.parse.quote(value, safe=""))
     }
     return re.compile("|".join(re.escape(spelling) for spelling in sorted(spellings, key=len, reverse=True)))

@@ -21,7 +21,6 @@ from rollcall.base.atomic import fsync_tree, staging, swap_in
 from rollcall.base.errors import CheckpointError
 from rollcall.checkpoint.probe import ENDS, TrainedProbe, describe_config_files
 from rollcall.model.stop_tokens import special_ids, stop_token_ids
-from rollcall.model.stored.dtypes import OF_SAFETENSORS
 from rollcall.model.stored.find import PROBE
 from rollcall.model.stored.safetensors import write_header
 
@@ -39,23 +38,20 @@ def export_model(
     tokenizer: PreTrainedTokenizerBase,
     dir: Path,
     *,
-    dtype: str | None = None,
     stops: Sequence[int] = (),
     probe: TrainedProbe | None = None,
     weights: Weights | None = None,
 ) -> Path:
     """Write ``model`` and ``tokenizer`` to ``dir``, which appears whole or not at all.
 
-    ``dtype`` is a torch name such as ``bfloat16``; None keeps the model's own. A model directory already at ``dir`` is
-    replaced. ``stops`` are the tokens at which generation ends; empty: those that a rollout of this model stops at. ``probe``
+    A model directory already at ``dir`` is replaced. ``stops`` are the tokens at which generation ends; empty: those that a rollout of this model stops at. ``probe``
     is written next to the weights. ``weights``: those to write, if ``model`` is only an outline.
     """
-    target = model.dtype if dtype is None else _torch_dtype(dtype)
 
     def write(tmp: Path) -> None:
-        _write_safetensors(weights or _weights_of(model), tmp / "model.safetensors", dtype=target)
+        _write_safetensors(weights or _weights_of(model), tmp / "model.safetensors", dtype=model.dtype)
 
-    return export_files(model, tokenizer, dir, write=write, dtype=target, stops=stops, probe=probe)
+    return export_files(model, tokenizer, dir, write=write, dtype=model.dtype, stops=stops, probe=probe)
 
 
 def export_files(
@@ -105,13 +101,6 @@ def config_files(
         tokenizer.save_pretrained(folder)
         paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
         return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
-
-
-def _torch_dtype(name: str) -> torch.dtype:
-    known = next((one for one in OF_SAFETENSORS.values() if one.name == name and one.is_floating_point), None)
-    if known is None:
-        raise ValueError(f"dtype {name!r} is not a precision to export in; use float32, bfloat16 or float16")
-    return known.torch
 
 
 def _write_configs(

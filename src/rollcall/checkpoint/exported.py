@@ -37,25 +37,20 @@ def exported_model(run_dir: Path, *, last: Checkpoint | None) -> Path | None:
 
 def _refuse_damaged(model: Path) -> None:
     """Refuses a model in which a file other than the weights is gone or no whole JSON. A file that the user has changed is not damaged."""
-    names = {"config.json", *([ADAPTER_CONFIG] if (model / ADAPTER_WEIGHTS).exists() else [])}
-    if (model / PROBE).exists():
-        beside = _read_json(model / PROBE).get("beside", {})
-        names |= set(beside) if isinstance(beside, dict) else set()
-    for name in sorted(names):
-        if name.endswith(".json"):
-            _read_json(model / name)
-        elif not (model / name).is_file():
-            raise StoredError(f"{model / name} does not exist; restore the file")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        raise StoredError(f"{path} does not exist; restore the file")
-    with plain_damage(f"{path} is not a whole JSON file"):
-        found = json.loads(read_small(path))
-        if not isinstance(found, dict):
-            raise ValueError(f"a {type(found).__name__}, not a map")
-    return found
+    names = ["config.json", *([ADAPTER_CONFIG] if (model / ADAPTER_WEIGHTS).exists() else [])]
+    names += [PROBE] if (model / PROBE).exists() else []
+    while names:
+        path = model / names.pop()
+        if not path.is_file():
+            raise StoredError(f"{path} does not exist; restore the file")
+        if path.suffix == ".json":
+            with plain_damage(f"{path} is not a whole JSON file"):
+                found = json.loads(read_small(path))
+                if not isinstance(found, dict):
+                    raise ValueError(f"a {type(found).__name__}, not a map")
+                names += (
+                    found.get("beside", {}) if path.name == PROBE else []
+                )  # the files that were saved with the weights
 
 
 def finished_summary(run_dir: Path, *, last: Checkpoint | None, num_steps: int) -> dict[str, Any] | None:

@@ -1,14 +1,9 @@
 """One process's parts of a checkpoint: copied to host memory while the run waits, written while it continues.
 
-``PartWriter.copy`` puts the image of each file together in host memory, straight from the process's own shards, and returns.
-``start`` writes the images in a thread: bytes, checksum, fsync. ``written`` says what is on the disk, once all of it is. A write
-that failed can be started again, from the same memory. The memory is kept for the next save.
-
-A part is plain safetensors. The key ``parts`` of its metadata says for each block which tensor it is of, where it begins there,
-and the tensor's whole shape. PyTorch's own sharded format (torch.distributed.checkpoint) makes the run wait for less time
-(``benchmarks/save.py`` compares them), because it looks neither for weights that are not finite nor at what the model computes. What
-decides is what is left on the disk: blocks under the names of transformers, whose byte ranges any reader of safetensors finds, a
-checksum of each file, and no pickle.
+A part is plain safetensors. The key ``parts`` of its metadata says for each block which tensor it is of, where it begins there, and the
+tensor's whole shape. PyTorch's own sharded format (torch.distributed.checkpoint) makes the run wait for less time
+(``benchmarks/save.py`` compares them). What decides is what is left on the disk: blocks under the names of transformers, whose byte
+ranges any reader of safetensors finds, a checksum of each file, and no pickle.
 """
 
 from __future__ import annotations

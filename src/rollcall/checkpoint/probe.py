@@ -13,10 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import numpy as np
 import torch
+from pydantic import FiniteFloat, NonNegativeInt, TypeAdapter
 
 from rollcall.base.errors import CheckpointError
 from rollcall.base.types import Completion, Sample
@@ -35,17 +36,18 @@ _STRIDE = 0.6180339887498949  # the golden ratio's fraction: its multiples sprea
 class TrainedProbe:
     """``logprobs[r][t]`` is the log-prob of ``rows[r][t + 1]`` after the tokens before it, at temperature 1."""
 
-    rows: Sequence[Sequence[int]]
-    logprobs: Sequence[Sequence[float | None]]  # None where it was not finite
+    rows: Sequence[Sequence[NonNegativeInt]]
+    logprobs: Sequence[Sequence[FiniteFloat | None]]  # None where it was not finite
     dtype: str  # of the weights, in which the learner computes
     rollcall: str
     torch: str
     beside: Mapping[str, str] = field(default_factory=dict)  # checksums of the config files
     # Of the weights that an adapter is added to, an identity for each type (``model/base.py``); empty: there is no adapter.
     base: Mapping[str, str] = field(default_factory=dict)
+    format: Literal[1] = 1
 
     def dump(self) -> str:
-        return json.dumps({"format": 1, **asdict(self)}, indent=1)
+        return json.dumps(asdict(self), indent=1)
 
 
 def probe_of(learner: Learner) -> TrainedProbe | None:
@@ -85,30 +87,23 @@ def probe_rows(vocabulary: int, *, longest: int) -> list[list[int]]:
     return [ids[end - length : end] for length, end in zip(lengths, ends.tolist(), strict=True)]
 
 
+_READER = TypeAdapter(TrainedProbe)
+
+
 def read_probe(path: Path) -> TrainedProbe:
     """Reads what ``TrainedProbe.dump`` wrote; refuses anything else."""
     try:
-        found: Any = json.loads(read_small(path))
-        found.setdefault("beside", {})  # earlier versions noted none
-        if isinstance(found.setdefault("base", {}), str):  # what earlier versions noted cannot be compared
-            found["base"] = {}
-        probe = TrainedProbe(**{name: found[name] for name in TrainedProbe.__dataclass_fields__})
-        pairs = zip(probe.rows, probe.logprobs, strict=True)
-        sound = found["format"] == 1 and probe.rows and all(len(row) == len(own) + 1 for row, own in pairs)
-        numbers = [value for own in probe.logprobs for value in own if value is not None]
-        sound = sound and all(isinstance(token, int) and token >= 0 for row in probe.rows for token in row)
-        sound = sound and all(isinstance(value, float | int) and math.isfinite(value) for value in numbers)
-        noted = [*probe.beside.items(), *probe.base.items()]
-        sound = sound and all(isinstance(one, str) for pair in noted for one in pair)
-        sound = sound and isinstance(getattr(torch, str(probe.dtype), None), torch.dtype)
+        probe = _READER.validate_json(read_small(path))
     except FileNotFoundError:
         raise CheckpointError(
             f"{path} does not exist, so what the trained model computed is not known; give a checkpoint or an exported model "
             "that this version of Rollcall saved"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is not a probe of a saved model: {type(error).__name__} {error}") from error
-    if not sound:
+    pairs = zip(probe.rows, probe.logprobs, strict=False)
+    fits = len(probe.rows) == len(probe.logprobs) > 0 and all(len(row) == len(own) + 1 for row, own in pairs)
+    if not fits or not isinstance(getattr(torch, probe.dtype, None), torch.dtype):
         raise CheckpointError(f"{path} is not a probe of a saved model: its rows and log-probs do not fit together")
     return probe
 

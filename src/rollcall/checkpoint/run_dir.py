@@ -18,7 +18,7 @@ from rollcall.model.stored.manifest import checkpoints_of
 
 RUN_FILE = "run.yaml"  # what the run was last started with
 _OF_A_RUN = (RUN_FILE, "journal", "checkpoints", "events.jsonl", "metrics.jsonl", "summary.json")
-WRITTEN_WHOLE = ("samples", "token_scores")  # folders whose files appear whole or not at all
+ATOMIC_FOLDERS = ("samples", "token_scores", "logs")  # a killed write may leave a temporary file in them
 
 
 def is_run(run_dir: Path) -> bool:
@@ -66,7 +66,7 @@ def newest_step(run_dir: Path) -> int | None:
 
 def clear_leftovers(run_dir: Path) -> None:
     """Remove what writes of a killed process left. Only the process that holds the run calls this."""
-    for folder in (run_dir, *(run_dir / name for name in WRITTEN_WHOLE)):
+    for folder in (run_dir, *(run_dir / name for name in ATOMIC_FOLDERS)):
         for path in folder.glob(f"{TEMPORARY}*"):
             try:
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)

@@ -1,13 +1,11 @@
 """Checkpoints that are whole or not there.
 
-A save goes to ``.tmp-step-000020-<random>``, gets a manifest with every file's size and checksum, is flushed to the disk
-and only then renamed to ``step-000020``, by the process that owns the store: a lost writer elsewhere can
-only fill its own folder. ``latest`` accepts a checkpoint only if its manifest is right; otherwise it takes the one
-before. One process saves; any number may read. On a full or read-only disk a save clears its folder, waits and
-begins again (``base/patience.py``).
+A save goes to ``.tmp-step-000020-<random>``, gets a manifest with every file's size and checksum, is flushed to the disk and only then
+renamed to ``step-000020``, by the process that owns the store. ``latest`` accepts a checkpoint only if its manifest is right; otherwise
+it takes the one before. One process saves; any number may read.
 
-Files that other processes have written and described (``Written``) are not read again. Some may lie on those processes'
-nodes, outside the folder: the manifest says on which node and where. A reader checks those that it finds on its own node.
+Files that other processes have written and described (``Written``) are not read again. Some may lie on those processes' nodes, outside
+the folder: the manifest says on which node and where. A reader checks those that it finds on its own node.
 """
 
 from __future__ import annotations
@@ -42,16 +40,6 @@ class Written:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint that was verified when this object was made."""
-
-    path: Path
-    step: int
-    state: dict[str, Any]
-    score: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointEntry:
     """A folder of the store, whole or torn."""
 
     path: Path
@@ -59,6 +47,24 @@ class CheckpointEntry:
     manifest: dict[str, Any] | None  # None if it is torn
     reason: str  # why it is torn; empty: it is whole
     files: Sequence[StoredFile] = ()  # those that must be on this node
+
+    @property
+    def score(self) -> float | None:
+        return None if self.manifest is None else self.manifest["score"]
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The run's state, of a whole checkpoint."""
+        try:
+            state = json.loads((self.path / STATE).read_bytes())
+        except (ValueError, RecursionError):
+            state = None
+        if not isinstance(state, dict):
+            raise CheckpointError(
+                f"{self.path / STATE} is not a run's state, although its checksum is right; move {self.path} away to continue from "
+                "an earlier checkpoint"
+            )
+        return state
 
 
 class CheckpointStore:
@@ -137,15 +143,13 @@ class CheckpointStore:
                 continue
             reason = entry.reason or _changed_file(entry) or missing(entry.path)
             if not reason:
-                assert entry.manifest is not None
-                state = read_state(entry.path)
-                return Checkpoint(path=entry.path, step=entry.step, state=state, score=entry.manifest["score"])
+                return entry
             if entry.path not in self._warned:
                 warn(f"checkpoint {entry.path} is torn ({reason}) and is skipped")
             self._warned.add(entry.path)
         return None
 
-    def inspect(self, *, checksums: bool = True) -> list[CheckpointEntry]:
+    def inspect(self, *, checksums: bool = True) -> list[Checkpoint]:
         """All checkpoints, oldest first, every file compared with what the manifest says; without ``checksums`` by its size."""
         entries = self._entries()
         return [replace(one, reason=one.reason or _changed_file(one)) for one in entries] if checksums else entries
@@ -171,7 +175,7 @@ class CheckpointStore:
                 except OSError as error:
                     warn(f"{path} cannot be removed: {error}")
 
-    def _entries(self) -> list[CheckpointEntry]:
+    def _entries(self) -> list[Checkpoint]:
         """All checkpoints, oldest first, their manifests checked by name and size only."""
         if not self.dir.is_dir():
             return []
@@ -211,20 +215,6 @@ def _score(manifest: dict[str, Any], best_by: str | None) -> float | None:
     return manifest["score"] if best_by is None else manifest.get("scores", {}).get(best_by)
 
 
-def read_state(path: Path) -> dict[str, Any]:
-    """The run's state in a whole checkpoint."""
-    try:
-        state = json.loads((path / STATE).read_bytes())
-    except (ValueError, RecursionError):
-        state = None
-    if not isinstance(state, dict):
-        raise CheckpointError(
-            f"{path / STATE} is not a run's state, although its checksum is right; move {path} away to continue from an earlier "
-            "checkpoint"
-        )
-    return state
-
-
 def describe_files(root: Path, *, leave_out: Collection[str] = ()) -> dict[str, dict[str, Any]]:
     """Size and checksum of every file below ``root``, by its path there."""
     paths = sorted(path for path in root.rglob("*") if path.is_file())
@@ -262,7 +252,7 @@ def _digests(paths: list[Path]) -> list[str]:
         return list(pool.map(file_checksum, paths))
 
 
-def _read_entry(path: Path, *, step: int) -> CheckpointEntry:
+def _read_entry(path: Path, *, step: int) -> Checkpoint:
     try:
         read = read_manifest(path)
         with plain_damage(f"{path / MANIFEST} is damaged", advice="use another checkpoint"):
@@ -274,13 +264,13 @@ def _read_entry(path: Path, *, step: int) -> CheckpointEntry:
             if STATE not in read.files:
                 raise ValueError(f"it lacks {STATE}")
     except StoredError as error:
-        return CheckpointEntry(path=path, step=step, manifest=None, reason=str(error))
+        return Checkpoint(path=path, step=step, manifest=None, reason=str(error))
     files = read.here
     reason = missing_file(files)
-    return CheckpointEntry(path=path, step=step, manifest=None if reason else read.fields, reason=reason, files=files)
+    return Checkpoint(path=path, step=step, manifest=None if reason else read.fields, reason=reason, files=files)
 
 
-def _changed_file(entry: CheckpointEntry) -> str:
+def _changed_file(entry: Checkpoint) -> str:
     """Which file's checksum differs; empty if none."""
     try:
         digests = _digests([file.path for file in entry.files])

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rollcall.base.errors import NonFiniteError
@@ -41,26 +41,8 @@ from rollcall.model.base import refuse_other_model
 from rollcall.model.decoder import module_names
 from rollcall.model.load import refuse_other_tensors
 from rollcall.model.peft_files import read_adapter, write_adapter
-from rollcall.model.stored.files import StoredFile
 from rollcall.model.stored.find import PROBE
-from rollcall.model.stored.safetensors import open_model_dir, open_parts
-from rollcall.model.stored.tensors import Stored
-
-
-class _OneByOne(Mapping[str, Tensor]):
-    """Stored tensors, each read when it is asked for."""
-
-    def __init__(self, stored: Stored) -> None:
-        self.stored = stored
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.stored.read(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.stored.tensors)
-
-    def __len__(self) -> int:
-        return len(self.stored.tensors)
+from rollcall.model.stored.safetensors import open_model_dir
 
 
 class ConfigFiles:
@@ -211,10 +193,9 @@ def read_critic(critic: Critic, directory: Path) -> None:
         load_weights(critic.body, stored)
         read_optimizer(critic, directory, "critic", weights=stored)
         return
-    path = directory / "critic.safetensors"
-    weights = _OneByOne(open_parts([StoredFile(path=path, size=path.stat().st_size)], origin=str(path)))
-    wanted, found = critic.body.shapes, {name: torch.Size(one.shape) for name, one in weights.stored.tensors.items()}
-    refuse_other_tensors(f"checkpoint {path}", wanted=wanted, found=found)
+    path, wanted = directory / "critic.safetensors", critic.body.shapes
+    weights = load_file(path)  # mapped into memory: of a model in parts, a rank reads only its own
+    refuse_other_tensors(f"checkpoint {path}", wanted=wanted, found={name: one.shape for name, one in weights.items()})
     critic.body.load(weights)
     _read_state(critic, directory / "critic.pt", weights=weights)
 

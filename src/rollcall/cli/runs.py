@@ -56,6 +56,7 @@ def show_run(run_dir: Path, *, as_json: bool) -> None:
     """Print the state of a run, and its last steps."""
     from rollcall.observe.events import read_phases
     from rollcall.view.reader import describe_holder, holder_as_json, open_run
+    from rollcall.view.standing import standing_rows
 
     run = open_run(run_dir)
     holder = run.holder()
@@ -66,7 +67,7 @@ def show_run(run_dir: Path, *, as_json: bool) -> None:
     if as_json:
         shown = {
             "run_dir": str(run_dir),
-            **standing.as_json(),
+            **standing,
             "state": state.word,
             "finished": state.word == "finished",
             "current": asdict(phases[-1]) if phases else None,
@@ -79,7 +80,7 @@ def show_run(run_dir: Path, *, as_json: bool) -> None:
         ("run", str(run_dir)),
         ("held by", describe_holder(holder)),
         ("last" if state.is_over else "now", _in_words(state)),
-        ("progress", ", ".join(f"{label} {text}" for label, text in standing.rows())),
+        ("progress", ", ".join(f"{label} {text}".strip() for label, text in standing_rows(standing))),
     ]
     print_rows(rows, width=8)
     for step in steps:

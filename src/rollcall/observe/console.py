@@ -139,7 +139,6 @@ class LineConsole(Console):
         self._rich = Screen(file=file, width=110)
         self._file = file
         self._printed_s: float | None = None
-        self._holds_last = False  # the last step's line waits for its evaluation
         self._lock = threading.RLock()
         self._closed = threading.Event()
         self._watcher: threading.Thread | None = None
@@ -147,18 +146,13 @@ class LineConsole(Console):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         with self._lock:
             self.progress.update(step, metrics)
-            is_step, is_evaluation = "train/reward_mean" in metrics, ACCURACY.metric in metrics  # or a save
-            if step >= self.progress.num_steps:
-                self._holds_last = self._holds_last or is_step or is_evaluation
-                return
-            now = self.progress.elapsed_s
-            due = self._printed_s is None or now - self._printed_s >= _LINE_EVERY_S
-            if is_evaluation or (is_step and due):
+            is_last = step >= self.progress.num_steps
+            is_due = self._printed_s is None or self.progress.elapsed_s - self._printed_s >= _LINE_EVERY_S
+            if ACCURACY.metric in metrics or ("train/reward_mean" in metrics and (is_due or is_last)):
                 self._print_step()
 
     def restart(self, step: int) -> None:
         with self._lock:
-            self._flush_last()
             self.progress.restart(step)
 
     def phase(self, text: str | None) -> None:
@@ -170,7 +164,6 @@ class LineConsole(Console):
 
     def note(self, text: str) -> None:
         with self._lock:
-            self._flush_last()
             self._print(text)
 
     def show_samples(self, title: str, rows: Sequence[SampleRow]) -> None:
@@ -182,12 +175,6 @@ class LineConsole(Console):
         self._closed.set()
         with self._lock:
             self.progress.phase(None)
-            self._flush_last()
-
-    def _flush_last(self) -> None:
-        if self._holds_last:
-            self._holds_last = False
-            self._print_step()
 
     def _print_step(self) -> None:
         self._printed_s = self.progress.elapsed_s
@@ -234,14 +221,11 @@ def samples_table(title: str, rows: Sequence[SampleRow]) -> Table:
     table.add_column("reward", justify="right", no_wrap=True)
     for prompt, completion, answer, reward in rows:
         # Text, not str: model output must not be read as rich markup.
-        cells = [Text(_shown(text)) for text in (prompt, completion, answer)]
+        cells = [Text(_end(text.strip("\n"))) for text in (prompt, completion, answer)]
         table.add_row(*cells, Text(f"{reward:.2f}", style="green" if reward > 0 else "red"))
     return table
 
 
-def _shown(text: str) -> str:
-    """Cut from the left for a long text (the end is where the answer is), control characters made harmless."""
-    text = text.strip("\n")
-    if len(text) > _MAX_CELL:
-        text = "…" + text[1 - _MAX_CELL :]
-    return "".join(char if char.isprintable() or char == "\n" else "�" for char in text)
+def _end(text: str) -> str:
+    """The end of a long text is where the answer is."""
+    return text if len(text) <= _MAX_CELL else "…" + text[1 - _MAX_CELL :]

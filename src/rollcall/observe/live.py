@@ -8,7 +8,6 @@ stopped.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
+from rollcall.base.atomic import write_atomic
 from rollcall.observe.calls import RecordedCall
 from rollcall.observe.events import Mark, is_time
 
@@ -91,11 +91,7 @@ class Look:
 
 
 def write_live(run_dir: Path, live: Live) -> None:
-    """Under a fixed temporary name, since only one controller writes a run directory: a killed one leaves at most one file behind."""
-    path = Path(run_dir) / LIVE
-    temporary = path.with_name(f".tmp-{LIVE}")
-    temporary.write_text(json.dumps(asdict(live)))
-    os.replace(temporary, path)
+    write_atomic(Path(run_dir) / LIVE, json.dumps(asdict(live)), durable=False)
 
 
 def read_live(run_dir: Path) -> Live | None:

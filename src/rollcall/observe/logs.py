@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from rollcall.base.atomic import write_atomic
 from rollcall.base.redact import redact, redact_end
 
 LOGS = "logs"
@@ -34,9 +35,7 @@ def keep_logs(run_dir: Path, added: Mapping[str, bytes]) -> None:
             file.write(text)
             size = file.tell()
         if size > MOST_BYTES:
-            temporary = path.with_name(f".tmp-{path.name}")
-            temporary.write_bytes(_end(path, KEPT_BYTES).partition(b"\n")[2])
-            os.replace(temporary, path)
+            write_atomic(path, _end(path, KEPT_BYTES).partition(b"\n")[2], durable=False)
 
 
 def read_log(run_dir: Path, lane: str, *, lines: int = LINES) -> list[str]:

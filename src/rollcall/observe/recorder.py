@@ -82,11 +82,14 @@ class Recorder:
     def _record(self, *, is_over: bool) -> None:
         look, now = self._look(last=is_over), time.time()
         calls = {**look.calls, REWARDS: self._rewards.take()}
+        since_s = self._rewards.since_s
+        state, doing = (WorkState.IDLE, "") if since_s is None else (WorkState.BUSY, REWARDS)
+        rewards = ProcessState(lane=REWARDS, state=state, doing=doing, since_s=since_s)
         live = Live(
             time_s=round(now, 3),
             host=socket.gethostname(),
             is_over=is_over,
-            processes=(self._controller(), self._reward_functions(), *look.processes),
+            processes=(self._controller(), rewards, *look.processes),
             missing_nodes=tuple(look.missing_nodes),
             on_ray=look.on_ray,
         )
@@ -96,11 +99,6 @@ class Recorder:
             self._calls.append(calls, time_s=now)
             write_live(self._run_dir, live)
             keep_logs(self._run_dir, look.logs)
-
-    def _reward_functions(self) -> ProcessState:
-        since_s = self._rewards.since_s
-        state, doing = (WorkState.IDLE, "") if since_s is None else (WorkState.BUSY, REWARDS)
-        return ProcessState(lane=REWARDS, state=state, doing=doing, since_s=since_s)
 
     def _controller(self) -> ProcessState:
         current = self._events.current

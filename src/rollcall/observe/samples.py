@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rollcall.base.atomic import write_atomic
-from rollcall.base.types import Group, Prompt
-from rollcall.observe.transcript import episode_columns, transcript
+from rollcall.base.types import Group
+from rollcall.observe.transcript import asked, episode_columns, transcript
 
 
 def write_samples(dir: Path, *, step: int, split: str, groups: Iterable[Group]) -> Path:
@@ -44,14 +44,13 @@ def write_samples(dir: Path, *, step: int, split: str, groups: Iterable[Group]) 
 def sample_rows(groups: Iterable[Group], *, limit: int) -> list[tuple[str, str, str, float]]:
     """(prompt, completion, answer, reward) of the first completion of the first groups, for the console."""
     rows = [
-        (_asked(group.prompt), transcript(group.completions[0]), group.prompt.answer, group.scores[0].value)
+        (
+            asked(group.prompt.text, group.prompt.metadata),
+            transcript(group.completions[0]),
+            group.prompt.answer,
+            group.scores[0].value,
+        )
         for group in groups
         if group.completions
     ]
     return rows[:limit]
-
-
-def _asked(prompt: Prompt) -> str:
-    """The user's message, without the chat template around it and without the system message."""
-    said = [message["content"] for message in prompt.metadata.get("prompt_messages", ()) if message["role"] == "user"]
-    return said[-1] if said else prompt.text

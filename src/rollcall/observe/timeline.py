@@ -1,10 +1,8 @@
 """The timeline of a run, read from its directory: what the controller and every worker did.
 
-The controller's lane has the phases of its steps (``events.jsonl``). A worker's lane has its calls (``calls.jsonl``), and between
-them its waits, with the worker that was waited for. Calls that have not ended are in ``live.json``.
-
-All times are unix time by the clock of the controller's host: the controller turns the times of other nodes into its own when
-it gets them, whatever their clocks show (``process/groups/sightings.py``).
+The controller's lane has the phases of its steps (``events.jsonl``). A worker's lane has its calls (``calls.jsonl``), and between them
+its waits, with the worker that was waited for. Calls that have not ended are in ``live.json``. All times are unix time by the clock of
+the controller's host.
 """
 
 from __future__ import annotations
@@ -22,8 +20,6 @@ from rollcall.base.words import counted
 from rollcall.observe.calls import RecordedCall, read_calls
 from rollcall.observe.events import Mark, MarkKind, PhaseEvent, StepPhase, num_bytes_left_out, read_marks, read_phases
 from rollcall.observe.live import CONTROLLER, REWARDS, Live, read_live
-
-__all__ = ["CONTROLLER", "Mark", "TimeSpan", "Timeline", "idle_shares", "read_timeline"]
 
 SHORTEST_WAIT_S = 0.05  # a shorter pause between two calls is not shown
 SAME_S = 0.02
@@ -53,7 +49,7 @@ _CALL_KINDS = {
 }
 
 
-_WORKER = re.compile(r"waited for (\w+)-(\d+) on node (\d+)\b")
+_WORKER = re.compile(r"(\w+)-(\d+) on node (\d+)\b.*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +62,12 @@ class TimeSpan:
     end_s: float
     kind: str
     step: int | None
-    note: str
+    about: str = ""
+    waited_for: str = ""  # the lane of a worker
+
+    @property
+    def note(self) -> str:
+        return "; ".join(filter(None, (f"waited for {self.waited_for}" if self.waited_for else "", self.about)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +138,7 @@ def _phases(events: Sequence[PhaseEvent], *, ends: Sequence[float]) -> list[Time
     for index, event in enumerate(events):
         if event.phase == StepPhase.EVALUATION_DECISION:
             continue
-        is_elsewhere = event.waited_for not in (None, HERE)
-        end_s, notes = event.end_s, [f"waited for {event.waited_for}"] if is_elsewhere else []
-        notes += [event.result] if event.result else []
+        end_s, notes = event.end_s, [event.result] if event.result else []
         if end_s is None:
             place = bisect.bisect_left(ends, event.start_s)
             following = events[index + 1].start_s if index + 1 < len(events) else math.inf
@@ -148,7 +147,8 @@ def _phases(events: Sequence[PhaseEvent], *, ends: Sequence[float]) -> list[Time
             notes.append("not ended")
         kind = _PHASE_KINDS.get(event.phase, "other")  # type: ignore[arg-type]
         end_s = max(end_s, event.start_s)
-        spans.append(TimeSpan(CONTROLLER, event.phase, event.start_s, end_s, kind, event.step, "; ".join(notes)))
+        whom = event.waited_for if event.waited_for and event.waited_for != HERE else ""
+        spans.append(TimeSpan(CONTROLLER, event.phase, event.start_s, end_s, kind, event.step, "; ".join(notes), whom))
     return spans
 
 
@@ -204,12 +204,12 @@ def _spans(lane: str, calls: Sequence[RecordedCall], places: _Places) -> list[Ti
 
 def _with_lane(phase: TimeSpan, lanes: Sequence[str]) -> TimeSpan:
     """Events and journal name a worker in other words than the timeline."""
-    match = _WORKER.match(phase.note)
+    match = _WORKER.fullmatch(phase.waited_for)
     if match is None:
         return phase
     role, node = f"{match[1]} {match[2]}", f"@ node {match[3]}"
-    lane = next((lane for lane in lanes if lane.endswith(node) and role in re.split(r" [+@] ", lane)), None)
-    return phase if lane is None else replace(phase, note=f"waited for {lane}{phase.note[match.end() :]}")
+    lane = next((lane for lane in lanes if lane.endswith(node) and role in re.split(r" [+@] ", lane)), phase.waited_for)
+    return replace(phase, waited_for=lane)
 
 
 def _name_the_last(phases: Sequence[TimeSpan], lanes: Iterable[Sequence[TimeSpan]]) -> list[TimeSpan]:
@@ -224,9 +224,7 @@ def _name_the_last(phases: Sequence[TimeSpan], lanes: Iterable[Sequence[TimeSpan
         if index not in last or span.end_s > last[index].end_s:
             last[index] = span
     return [
-        replace(span, note=f"waited for {last[index].lane}{'; ' if span.note else ''}{span.note}")
-        if index in last and "waited for" not in span.note
-        else span
+        replace(span, waited_for=last[index].lane) if index in last and not span.waited_for else span
         for index, span in enumerate(phases)
     ]
 
@@ -248,15 +246,10 @@ def _waits(lane: str, spans: Sequence[TimeSpan], places: _Places, *, marks: Sequ
             found.append(TimeSpan(lane, "lost", start_s, end_s, "wait", step, "no process works in this seat"))
             continue
         note = "" if phase is None else f"during {phase.name} of step {phase.step}"
-        if phase is not None and (whom := _waited_for(phase)) and whom != lane:
-            note += f", which waited for {whom}"
+        if phase is not None and phase.waited_for not in ("", lane):
+            note += f", which waited for {phase.waited_for}"
         found.append(TimeSpan(lane, "wait", start_s, end_s, "wait", step, note))
     return found
-
-
-def _waited_for(phase: TimeSpan) -> str:
-    first = phase.note.split("; ")[0]
-    return first.removeprefix("waited for ") if first.startswith("waited for ") else ""
 
 
 def _order(lane: str) -> tuple[bool, list[tuple[int, str]]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from rollcall.base.types import Completion, EndReason, Turn
@@ -15,6 +17,12 @@ _ENDS = {
     EndReason.ERROR: "the environment failed",
 }
 _LONGEST_ARGUMENT = 200
+
+
+def asked(text: str, metadata: Mapping[str, Any]) -> str:
+    """A prompt's last message of the user, without the chat template around it and without the system message."""
+    said = [message["content"] for message in metadata.get("prompt_messages") or () if message["role"] == "user"]
+    return str(said[-1]) if said else text
 
 
 def transcript(completion: Completion) -> str:
@@ -79,36 +87,23 @@ def episode_columns(completion: Completion) -> dict[str, Any]:
     episode = completion.episode
     if episode is None:
         return {}
-    return {
-        **({"opening": episode.opening} if episode.opening else {}),
-        "turns": [_turn(turn) for turn in episode.turns],
-        "ended": episode.ended.value,
-        **({"error": episode.error} if episode.error else {}),
-        **({"metrics": episode.metrics} if episode.metrics else {}),
-    }
+    about = {"opening": episode.opening, "error": episode.error, "metrics": episode.metrics}
+    return {"turns": [_turn(turn) for turn in episode.turns], "ended": episode.ended.value, **_given(about)}
 
 
 def _turn(turn: Turn) -> dict[str, Any]:
-    calls = [
-        {
-            "name": call.name,
-            "arguments": call.arguments,
-            "result": call.result,
-            **({"failed": True} if call.failed else {}),
-        }
-        for call in turn.calls
-    ]
-    return {
-        "text": turn.text,
-        **({"calls": calls} if calls else {}),
-        **({"observation": turn.observation} if turn.observation else {}),
-        **({"reward": turn.reward} if turn.reward is not None else {}),
-    }
+    calls = [_given(asdict(call) | {"failed": call.failed or None}) for call in turn.calls]
+    return {"text": turn.text, **_given({"calls": calls, "observation": turn.observation, "reward": turn.reward})}
+
+
+def _given(columns: dict[str, Any]) -> dict[str, Any]:
+    """Without what is empty."""
+    return {name: value for name, value in columns.items() if value is not None and value not in ("", [], {})}
 
 
 def _called(call: dict[str, Any]) -> str:
-    given = ", ".join(f"{name}={_short(value)}" for name, value in call["arguments"].items())
-    return f"{call['name']}({given}) {'failed:' if call.get('failed') else '->'} {call['result']}"
+    given = ", ".join(f"{name}={_short(value)}" for name, value in call.get("arguments", {}).items())
+    return f"{call['name']}({given}) {'failed:' if call.get('failed') else '->'} {call.get('result', '')}"
 
 
 def _short(value: Any) -> str:

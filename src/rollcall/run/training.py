@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.base.atomic import write_atomic
-from rollcall.base.errors import BatchTooLargeError, ConfigError, WorkerError
+from rollcall.base.errors import BatchTooLargeError, ConfigError, SizesUnknown, WorkerError
 from rollcall.base.journal import Journal
 from rollcall.base.lease import Lease, LeaseLostError, hold
 from rollcall.base.limits import refuse_few_files
@@ -23,6 +23,7 @@ from rollcall.base.wait import in_silence, on_stdout, say, speaking, warn
 from rollcall.base.words import counted
 from rollcall.checkpoint.exported import finished_summary
 from rollcall.checkpoint.run_dir import RUN_FILE, clear_leftovers, has_begun, move_aside, unless_begun
+from rollcall.checkpoint.size import checkpoint_bytes, size_words
 from rollcall.checkpoint.store import Checkpoint, CheckpointStore
 from rollcall.config import Config, dump_config
 from rollcall.loop.attempts import Budget, Regrow, causes, closing, headline, loss_of, run_attempts
@@ -33,16 +34,17 @@ from rollcall.loop.record import Record
 from rollcall.loop.resume import Change, changes_on_resume, refuse_changing_base
 from rollcall.loop.step_metrics import peak_memory_gib
 from rollcall.loop.workers import Workers
+from rollcall.model.load import resolve_device, resolve_dtype
 from rollcall.observe.calls import BusySpans
 from rollcall.observe.console import Console, make_console
 from rollcall.observe.events import EVENTS, Events, Mark, MarkKind
 from rollcall.observe.headline import BY_METRIC
 from rollcall.observe.live import CONTROLLER, REWARDS
-from rollcall.observe.plot import learning_curve
 from rollcall.observe.progress import Progress
 from rollcall.observe.recorder import Recorder
 from rollcall.observe.sinks import check_loggers, make_sinks, read_rows
 from rollcall.observe.timeline import ATTEMPT_LOST, RUN_FAILED
+from rollcall.plan.memory import element_size, read_sizes
 from rollcall.plan.placement import needed_roles
 from rollcall.process.debug.board import BOARD
 from rollcall.process.debug.here import post_mortem, serve
@@ -51,6 +53,7 @@ from rollcall.process.groups.reachable import About, reachable
 from rollcall.run.local import build_workers
 from rollcall.run.origin import changed_code, code_of, note_base, note_code, note_rows, refuse_changed_base
 from rollcall.view.growing import MetricsTable
+from rollcall.view.plot import learning_curve
 from rollcall.view.summary import build_summary, finished, say_result, trained, write_summary
 
 TOKENIZER = "tokenizer.json"  # of a run directory
@@ -166,10 +169,8 @@ class _Run:
                 return _say_rollout(run_dir, controller, summary)
             if (continued or number > 1) and summary["reward_errors"]:
                 summary["reward_failures"] += _journaled_failures(run_dir / "journal", shown=summary["reward_failures"])
-            metrics, picture, path = (
-                run_dir / name for name in ("metrics.jsonl", "learning_curve.png", "summary.json")
-            )
-            draw = partial(learning_curve, metrics, picture, name=config.run.name)
+            picture, path = run_dir / "learning_curve.png", run_dir / "summary.json"
+            draw = partial(learning_curve, MetricsTable(run_dir), picture, name=config.run.name)
             curve = persist(draw, path=picture, what="the learning curve")
             # Last: a run that has a summary is finished.
             persist(lambda: write_summary(path, summary), path=path, what="the summary")
@@ -216,6 +217,7 @@ class _Run:
                 start_step = resume.step if resume else 0
                 console.restart(start_step)
             _check_lengths(config, workers)
+            _say_size(config)
             changes = changes_on_resume(config, run_dir) if has_begun(run_dir) else []
             console.phase("reading the identity of the model")
             base = workers.saving.base()
@@ -389,6 +391,22 @@ def _check_lengths(config: Config, workers: Workers) -> None:
             raise ConfigError(
                 f"{makes}, and the KV cache has room for rollout.kv_tokens={room}: use {wanted} or more, or leave it out"
             )
+
+
+def _say_size(config: Config) -> None:
+    try:
+        sizes = read_sizes(config.model.path)
+    except SizesUnknown:
+        return  # another check refuses such a model by the name of its architecture
+    width = element_size(config)
+    if not _has_slots(config):
+        width = resolve_dtype(config.model.dtype, resolve_device(config.model.device)).itemsize
+    trained = sizes.num_parameters if (lora := config.model.lora) is None else sizes.adapter_parameters(lora)
+    critic = sizes.body_parameters if config.algorithm.name == "ppo" else 0
+    checkpoint = checkpoint_bytes(config, trained=trained, critic=critic, width=width)
+    model = trained if lora is not None and lora.export == "adapter" else sizes.num_parameters
+    if words := size_words(config, checkpoint=checkpoint, model=model * width):
+        say(words)
 
 
 def _say_changes(events: Events, changes: list[Change], *, step: int, code: list[str]) -> None:

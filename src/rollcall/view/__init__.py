@@ -1,6 +1,5 @@
 """Run directories, read: ``reader.py`` for all that show a run; recover, audit and compare; and the page of `rollcall view`.
 
-The page: ``server.py`` answers a browser on the loopback interface and writes into no run directory. What it has to remember (the
-index of a journal) is in the user's cache folder. ``page/`` is the page itself, which asks ``api.py`` for JSON. Neither torch nor ray
-is imported here.
+The page: ``server.py`` answers a browser on the loopback interface and writes into no run directory. ``page/`` is
+the page itself, which asks ``api.py`` for JSON. Neither torch nor ray is imported here.
 """

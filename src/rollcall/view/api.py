@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic import BaseModel, Field, ValidationError
 from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.responses import Response
@@ -25,17 +26,48 @@ from rollcall.view.journal_index import FILTERS, SORTS, JournalIndex
 from rollcall.view.processes import show_cluster, show_marks, show_timeline
 from rollcall.view.reader import RunReader
 from rollcall.view.shown_runs import ShownRuns, UnknownRunError
-from rollcall.view.standing import no_signal
+from rollcall.view.summary import no_signal
 
-MOST_ROWS = 200
 MOST_CURVES = 100
 MOST_RUNS = 12  # in one picture
 READ_S = 2.0  # of a file that grows, before a question is answered
 INDEX_S = 1.0  # of the journal
 
 
-class BadQuestionError(ValueError):
-    """A question that the page would not ask."""
+Whole = Annotated[int, Field(ge=0, le=1 << 40)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class Ask(BaseModel):
+    """A question of the page: the parameters of all addresses."""
+
+    run: Annotated[list[str], Field(min_length=1)]
+    name: list[str] = []
+    seen: str = ""
+    axis: Literal["step", "time"] = "step"
+    points: Annotated[int, Field(ge=2, le=curves.MOST_POINTS)] = 600
+    smooth: Annotated[Number, Field(ge=0, le=0.999)] = 0.0
+    low: Number | None = None
+    high: Number | None = None
+    only: Literal[*FILTERS] | None = None  # type: ignore[valid-type]
+    sort: Literal[*SORTS] = "newest"  # type: ignore[valid-type]
+    search: str = ""
+    after: Annotated[str, Field(pattern=r"^\d{1,15}\.\d{1,15}$")] | None = None  # a step and a draw
+    prompt: str | None = None
+    limit: Annotated[int, Field(ge=1, le=200)] = 50
+    offset: Whole = 0
+    step: Whole | None = None
+    draw: Whole | None = None
+    completion: Whole | None = None
+    first: Whole | None = None
+    last: Whole | None = None
+
+    @classmethod
+    def of(cls, query: QueryParams) -> Ask:
+        given = {key: value for key, value in query.items() if value}
+        return cls.model_validate(
+            {**given, "run": query.getlist("run")[:MOST_RUNS], "name": query.getlist("name")[:MOST_CURVES]}
+        )
 
 
 class WatchedRun(RunReader):
@@ -70,26 +102,17 @@ class WatchedRun(RunReader):
     def row(self) -> dict[str, Any]:
         """The run as one row of the list of runs."""
         config, state = self.config, self.state()
-        stands = self.standing(state)
-        num, num_steps = stands.without_signal
+        found = self.standing(state)
         times = self.metrics.column("step")[1]
         return {
+            **found,
+            "no_signal": no_signal(found["no_signal"]),
             "state": state.word,
             "text": redact(state.text),
-            "no_signal": no_signal(num, num_steps=num_steps),
-            "step": stands.step,
-            "steps": stands.num_steps,
-            "headline": stands.headline.words,
-            "first": stands.first,
-            "last": stands.last,
-            "best": stands.best,
             "evaluates": config is None or config.data.val is not None,
-            "reward": stands.reward,
-            "step_s": stands.step_s,
             "tokens_per_s": self.metrics.last("rollout/tokens_per_s"),
             "began_s": float(times[0]) if len(times) else None,
             "moved_s": self.moved_s(),
-            "left_s": stands.left_s,
             "model": redact(str(config.model.path)) if config else None,
             "algorithm": config.algorithm.name if config else None,
             "version": self.metrics.version,
@@ -100,7 +123,7 @@ class WatchedRun(RunReader):
         return [
             {
                 "step": one.step,
-                "score": None if one.manifest is None else one.manifest["score"],
+                "score": one.score,
                 "bytes": _folder_bytes(one.path),
                 "saved_s": one.path.stat().st_mtime,
                 "whole": not one.reason,
@@ -112,7 +135,6 @@ class WatchedRun(RunReader):
 class Api:
     def __init__(self, places: ShownRuns) -> None:
         self._places = places
-        self._vocabularies = samples.Vocabularies()
         self._lock = threading.Lock()
         self._shown: dict[Path, WatchedRun] = {}
 
@@ -123,52 +145,42 @@ class Api:
                 self._shown[root] = WatchedRun(root)
             return self._shown[root]
 
-    def runs(self, ask: QueryParams) -> Any:
+    def runs(self, ask: Ask | None) -> Any:
         rows = []
         for place in self._places.all():
             row = self.run(place.id).row()
             rows.append({"id": place.id, "name": place.name, "dir": str(place.dir), **row})
         return {"runs": rows, "now_s": time.time()}
 
-    def metrics(self, ask: QueryParams) -> Any:
+    def metrics(self, ask: Ask) -> Any:
         """The names that any of these runs has."""
         names: set[str] = set()
-        for id in _runs(ask):
+        for id in ask.run:
             table = self.run(id).metrics
             table.refresh()
             names.update(table.names())
         return {"metrics": curves.describe(sorted(names)[:5000])}
 
-    def curves(self, ask: QueryParams) -> Any:
+    def curves(self, ask: Ask) -> Any:
         """Each ``name`` of these runs, with faults and recoveries. ``seen`` is what an earlier answer called ``mark``: where nothing is
         new, the answer is short."""
-        ids, names = _runs(ask), ask.getlist("name")[:MOST_CURVES]
-        runs = [self.run(id) for id in ids]
+        runs = [self.run(id) for id in ask.run]
         for run in runs:
             run.metrics.refresh()
         # A fault may come with no new row after it: it has ended the run.
         mark = "-".join(f"{run.metrics.version}.{len(run.events.marks())}" for run in runs)
-        if mark == ask.get("seen"):
+        if mark == ask.seen:
             return {"mark": mark, "same": True}
-        axis = ask.get("axis", "step")
-        if axis not in curves.SHOWN:
-            raise BadQuestionError(f"axis={axis}: use step or time")
-        how: dict[str, Any] = {
-            "axis": axis,
-            "points": _whole(ask, "points", 600, most=curves.MOST_POINTS),
-            "smooth": min(max(_number(ask, "smooth") or 0.0, 0.0), 0.999),
-            "low": _number(ask, "low"),
-            "high": _number(ask, "high"),
-        }
+        how = ask.model_dump(include={"axis", "points", "smooth", "low", "high"})
         return {
             "mark": mark,
-            "curves": {name: [curves.curve(run.metrics, name, **how) for run in runs] for name in names},
-            "marks": [show_marks(run.events.marks(), run.metrics, axis=axis) for run in runs],
+            "curves": {name: [curves.curve(run.metrics, name, **how) for run in runs] for name in ask.name},
+            "marks": [show_marks(run.events.marks(), run.metrics, axis=ask.axis) for run in runs],
         }
 
-    def difference(self, ask: QueryParams) -> Any:
+    def difference(self, ask: Ask) -> Any:
         """The run files of several runs, key by key where they differ, and a few numbers of each."""
-        runs = [self.run(id) for id in _runs(ask)]
+        runs = [self.run(id) for id in ask.run]
         dumps = [one.public_config() for one in runs]
         settings = [
             {"key": key, "values": [_shown(value, dump) for value, dump in zip(values, dumps, strict=True)]}
@@ -180,77 +192,63 @@ class Api:
             "rows": [one.row() for one in runs],
         }
 
-    def run_file(self, ask: QueryParams) -> Any:
-        run = self.run(_one(ask))
+    def run_file(self, ask: Ask) -> Any:
+        run = self.run(ask.run[0])
         return {"sections": run.public_config(), "problem": run.config_problem}
 
-    def groups(self, ask: QueryParams) -> Any:
+    def groups(self, ask: Ask) -> Any:
         """A page of groups."""
-        run = self.run(_one(ask))
-        only, sort = ask.get("only") or None, ask.get("sort") or "newest"
-        if (only is not None and only not in FILTERS) or sort not in SORTS:
-            raise BadQuestionError(f"only is one of {', '.join(FILTERS)}; sort one of {', '.join(SORTS)}")
-        limit = _whole(ask, "limit", 50, most=MOST_ROWS)
+        run = self.run(ask.run[0])
         index = run.index.refresh(seconds=INDEX_S)._asdict()
         answer = {"index": index, "steps": run.index.steps()}
-        if needle := ask.get("search", ""):
-            after = _cursor(ask.get("after"))
-            return {
-                **answer,
-                **samples.search(run.dir, run.index, needle, only=only, after=after, limit=limit)._asdict(),
-            }
+        if ask.search:
+            step, draw = map(int, ask.after.split(".")) if ask.after else (1 << 60, 0)
+            found = samples.search(run.dir, run.index, ask.search, only=ask.only, after=(step, draw), limit=ask.limit)
+            return {**answer, **found._asdict()}
         found = run.index.find(
-            step=_whole(ask, "step", None),
-            prompt=ask.get("prompt") or None,
-            only=only,
-            sort=sort,
-            limit=limit,
-            offset=_whole(ask, "offset", 0),
+            **ask.model_dump(include={"step", "prompt", "only", "sort", "limit", "offset"}),
         )
         index["groups"] = found.groups
         rows = [{**row._asdict(), "text": samples.preview(run.dir, row)} for row in found.rows]
         return {**answer, "rows": rows, "total": found.total}
 
-    def group(self, ask: QueryParams) -> Any:
+    def group(self, ask: Ask) -> Any:
         run, group = self._group(ask)
         return samples.show_group(group, config=run.config, trained_in=run.trained.step_of(group.draw))
 
-    def text(self, ask: QueryParams) -> Any:
+    def text(self, ask: Ask) -> Any:
         """A text that ``group`` cut."""
         _, group = self._group(ask)
-        return {"said": samples.said_of(group, completion=_whole(ask, "completion", None))}
+        return {"said": samples.said_of(group, completion=ask.completion)}
 
-    def tokens(self, ask: QueryParams) -> Any:
+    def tokens(self, ask: Ask) -> Any:
         run, group = self._group(ask)
-        completion = _whole(ask, "completion", 0)
+        completion = ask.completion or 0
         return samples.show_tokens(
             group,
             completion=completion,
             config=run.config,
-            vocabulary=self._vocabularies.of(run.dir),
+            vocabulary=samples.vocabulary_of(run.dir),
             learner=samples.read_scores(run.dir, group, completion=completion, trained=run.trained),
         )
 
-    def _group(self, ask: QueryParams) -> tuple[WatchedRun, Group]:
-        run, step, draw = self.run(_one(ask)), _whole(ask, "step", None), _whole(ask, "draw", None)
-        if step is None or draw is None:
-            raise BadQuestionError("name a group: step=N and draw=N")
-        return run, samples.read_group(run.dir, run.index, step=step, draw=draw)
+    def _group(self, ask: Ask) -> tuple[WatchedRun, Group]:
+        run = self.run(ask.run[0])
+        return run, samples.read_group(run.dir, run.index, step=ask.step or 0, draw=ask.draw or 0)
 
-    def held_out(self, ask: QueryParams) -> Any:
-        run = self.run(_one(ask))
+    def held_out(self, ask: Ask) -> Any:
+        run = self.run(ask.run[0])
         steps = samples.held_out_steps(run.dir)
-        step = _whole(ask, "step", steps[-1] if steps else None)
-        rows = [] if step is None else samples.show_held_out(run.dir, step=step, needle=ask.get("search", ""))
+        step = ask.step if ask.step is not None else next(reversed(steps), None)
+        rows = [] if step is None else samples.show_held_out(run.dir, step=step, needle=ask.search)
         return {"steps": steps, "step": step, "rows": rows}
 
-    def timeline(self, ask: QueryParams) -> Any:
-        run = self.run(_one(ask))
-        first, last = _whole(ask, "first", None), _whole(ask, "last", None)
-        return show_timeline(run.dir, run.metrics, first_step=first, last_step=last)
+    def timeline(self, ask: Ask) -> Any:
+        run = self.run(ask.run[0])
+        return show_timeline(run.dir, run.metrics, first_step=ask.first, last_step=ask.last)
 
-    def cluster(self, ask: QueryParams) -> Any:
-        run = self.run(_one(ask))
+    def cluster(self, ask: Ask) -> Any:
+        run = self.run(ask.run[0])
         about = {
             "state": run.state().word,
             "sizes": run.sizes(),
@@ -265,16 +263,17 @@ ADDRESSES = (
 )  # fmt: skip
 
 
-def answering(ask: Callable[[QueryParams], Any]) -> Callable[[Request], Response]:
+def answering(name: str, answer_to: Callable[[Any], Any]) -> Callable[[Request], Response]:
     """An address of the server. It runs in a thread, because it reads files."""
 
     def answer(request: Request) -> Response:
         try:
-            return as_json(ask(request.query_params))
+            return as_json(answer_to(None if name == "runs" else Ask.of(request.query_params)))
         except (UnknownRunError, samples.NoGroupError, FileNotFoundError) as error:
             return as_json({"error": str(error)}, status=404)
-        except BadQuestionError as error:
-            return as_json({"error": str(error)}, status=400)
+        except ValidationError as error:
+            wrong = "; ".join(f"{one['loc'][0]}: {one['msg']}" for one in error.errors(include_input=False))
+            return as_json({"error": wrong}, status=400)
         except PermissionError as error:
             return as_json({"error": f"{error.filename} cannot be read: {error.strerror}"}, status=403)
         except OSError as error:
@@ -298,45 +297,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(each) for key, each in value.items()}
     return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
-
-
-def _runs(ask: QueryParams) -> list[str]:
-    ids = ask.getlist("run")[:MOST_RUNS]
-    if not ids:
-        raise BadQuestionError("name a run: run=ID")
-    return ids
-
-
-def _one(ask: QueryParams) -> str:
-    return _runs(ask)[0]
-
-
-def _whole(ask: QueryParams, name: str, default: int | None, *, most: int = 1 << 40) -> Any:
-    given = ask.get(name)
-    if not given:
-        return default
-    if not given.isdecimal() or len(given) > 15:
-        raise BadQuestionError(f"{name}={given[:40]} is not a whole number")
-    return min(int(given), most)
-
-
-def _number(ask: QueryParams, name: str) -> float | None:
-    given = ask.get(name)
-    if not given:
-        return None
-    with suppress(ValueError):
-        if math.isfinite(value := float(given)):
-            return value
-    raise BadQuestionError(f"{name}={given[:40]} is not a number")
-
-
-def _cursor(given: str | None) -> tuple[int, int] | None:
-    if not given:
-        return None
-    step, _, draw = given.partition(".")
-    if not step.isdecimal() or not draw.isdecimal() or len(given) > 31:
-        raise BadQuestionError(f"after={given[:40]} is not a place in the journal")
-    return int(step), int(draw)
 
 
 def _shown(value: Any, dump: dict[str, Any] | None) -> str | None:

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollcall.base.append_file import lines_end, parse_row
-from rollcall.base.journal import AttemptsFile, StepFile, inspect, inspect_attempts, is_trained_row
+from rollcall.base.journal import ATTEMPTS, StepFile, inspect, is_trained_row
 from rollcall.base.words import are, counted
-from rollcall.checkpoint.run_dir import WRITTEN_WHOLE
-from rollcall.checkpoint.store import CheckpointEntry, read_state, store_of
+from rollcall.checkpoint.run_dir import ATOMIC_FOLDERS
+from rollcall.checkpoint.store import Checkpoint, store_of
 from rollcall.loop.supply import Cursor
 from rollcall.view.reader import RunReader
 
@@ -35,7 +35,7 @@ class Torn:
 class Audit:
     """The counts, and what they were counted from. Lists of draws are ascending."""
 
-    checkpoints: tuple[CheckpointEntry, ...]  # oldest first, every byte compared
+    checkpoints: tuple[Checkpoint, ...]  # oldest first, every byte compared
     trained: tuple[tuple[int, list[int]], ...]  # steps and their draws, in the order of training, replays included
     groups: dict[int, int]  # step -> finished groups in the journal
     steps: int  # trained
@@ -67,7 +67,7 @@ def audit(run_dir: Path) -> Audit:
     if not (run_dir / "journal").is_dir():
         raise ValueError(f"{run_dir} has no journal, so it is not a run directory; give the run.dir of a run")
     files = inspect(run_dir / "journal")
-    attempts = inspect_attempts(run_dir / "journal")
+    attempts = inspect(run_dir / "journal", ATTEMPTS)
     records = Counter(draw for file in files for draw in file.draws)
     episodes = Counter(place for file in attempts for place in file.places)
     rows = [json.loads(line) for line, good in judge_file(run_dir / "journal" / TRAINED) if good]
@@ -92,9 +92,7 @@ def audit(run_dir: Path) -> Audit:
     )
 
 
-def find_torn(
-    run_dir: Path, *, files: Sequence[StepFile | AttemptsFile], checkpoints: Sequence[CheckpointEntry]
-) -> list[Torn]:
+def find_torn(run_dir: Path, *, files: Sequence[StepFile], checkpoints: Sequence[Checkpoint]) -> list[Torn]:
     """Everything that a killed write may have left."""
     torn = [
         Torn(path=file.path, why=f"{counted(file.num_bad_bytes, 'byte')} {are(file.num_bad_bytes)} no whole record")
@@ -108,7 +106,7 @@ def find_torn(
     torn += [Torn(path=state.path, why=state.reason) for state in checkpoints if state.reason]
     torn += [
         Torn(path=path, why="left by a write that was killed")
-        for folder in (run_dir, *(run_dir / name for name in ("checkpoints", *WRITTEN_WHOLE)))
+        for folder in (run_dir, *(run_dir / name for name in ("checkpoints", *ATOMIC_FOLDERS)))
         for path in (sorted(folder.iterdir()) if folder.is_dir() else [])
         if path.name.startswith((".tmp-", ".trash-")) or _is_superseded(path)
     ]
@@ -132,7 +130,7 @@ def _is_superseded(path: Path) -> bool:
     return path.name.startswith(".old-") and path.with_name(path.name.removeprefix(".old-")).exists()
 
 
-def _skipped(run_dir: Path, trained: set[int], journaled: set[int], checkpoints: Sequence[CheckpointEntry]) -> set[int]:
+def _skipped(run_dir: Path, trained: set[int], journaled: set[int], checkpoints: Sequence[Checkpoint]) -> set[int]:
     """Draws below the highest that was trained, which were not trained themselves.
 
     Where groups may be left out for want of signal, or come later, one that is in the journal is not skipped, nor is one
@@ -152,6 +150,6 @@ def _skipped(run_dir: Path, trained: set[int], journaled: set[int], checkpoints:
     whole = [state for state in checkpoints if not state.reason]
     if not whole:
         return set()
-    cursor = Cursor.of(read_state(whole[-1].path), where=str(whole[-1].path))
+    cursor = Cursor.of(whole[-1].state, where=str(whole[-1].path))
     known = journaled | set(cursor.pending)
     return {draw for draw in missing - known if draw < cursor.next_draw}

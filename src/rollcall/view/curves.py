@@ -12,7 +12,6 @@ from rollcall.observe.metrics import METRICS
 from rollcall.view.growing import MetricsTable, Numbers
 
 MOST_POINTS = 4000
-SHOWN = ("step", "time")  # on the horizontal axis
 
 # In the order of the page; the first pattern that fits a name decides.
 GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -86,12 +85,12 @@ def curve(
     if high is not None:
         kept &= x <= high
     x, values, even = x[kept], values[kept], None if even is None else even[kept]
-    chosen = thinned(values, points=min(points, MOST_POINTS))
-    answer: dict[str, Any] = {"num": len(values), "x": x[chosen].tolist(), "y": _short(values[chosen])}
+    chosen = thinned(values, points=points)
+    answer: dict[str, Any] = {"num": len(values), "x": x[chosen].tolist(), "y": short(values[chosen])}
     if axis == "time":
         answer["step"] = steps[kept][chosen].astype(int).tolist()
     if even is not None:
-        answer["even"] = _short(even[chosen])
+        answer["even"] = short(even[chosen])
     return answer
 
 
@@ -127,6 +126,6 @@ def thinned(values: Numbers, *, points: int) -> NDArray[np.intp]:
     return np.array(sorted(chosen))
 
 
-def _short(values: Numbers) -> list[float]:
+def short(values: NDArray[np.floating]) -> list[float]:
     """Six digits are more than a screen shows, and half the bytes."""
     return [float(f"{value:.6g}") for value in values.tolist()]

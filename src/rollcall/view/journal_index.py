@@ -1,13 +1,11 @@
 """A table of all groups of a journal: what they are sorted, filtered and found by, and where their records are.
 
-It is a SQLite file in the user's cache folder, or in memory where that cannot be written. Each question brings it up to date first,
-for a bounded time: of a file, the bytes up to ``end`` are in the table, and only what was added is read. A file that is shorter than
-that, or another file of the same name, is read again.
+It is a SQLite table in memory. Each question brings it up to date first, for a bounded time: of a file, the bytes up to ``end`` are
+in the table, and only what was added is read. A file that is shorter than that, or another file of the same name, is read again.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import re
@@ -24,7 +22,6 @@ from rollcall.base.wait import warn
 
 FOLDER = "journal"
 _STEP_FILE = re.compile(r"(\d{6,})\.groups")
-_SCHEMA = 5  # with another number, the table is made again
 
 
 class GroupRow(NamedTuple):
@@ -52,9 +49,9 @@ class GroupRow(NamedTuple):
 
 
 _TABLES = f"""
-create table if not exists files (name primary key, changed_ns, size, end, head);
-create table if not exists groups ({", ".join(GroupRow._fields)}, primary key (step, draw)) without rowid;
-create index if not exists by_prompt on groups (prompt, step);
+create table files (name primary key, changed_ns, size, end, head);
+create table groups ({", ".join(GroupRow._fields)}, primary key (step, draw)) without rowid;
+create index by_prompt on groups (prompt, step);
 """
 _INTO_GROUPS = f"into groups values ({', '.join('?' * len(GroupRow._fields))})"
 SORTS = {
@@ -92,33 +89,12 @@ class JournalIndex:
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / FOLDER
-        self._path = _index_path(run_dir)
         self._lock = threading.RLock()  # of the one connection
         self._reading = threading.Lock()  # one thread at a time reads the journal
-        self._db = self._open()
+        self._db = sqlite3.connect(":memory:", check_same_thread=False)
+        self._db.executescript(_TABLES)
         self._pause_until = 0.0
-        self._progress = Indexed(files=0, total=0, groups=self._count())
-
-    def _open(self) -> sqlite3.Connection:
-        db = sqlite3.connect(self._path, check_same_thread=False, timeout=30.0)
-        try:
-            # A cache: after a power loss it may be made again.
-            db.executescript("pragma journal_mode = memory; pragma synchronous = off;")
-            if db.execute("pragma user_version").fetchone()[0] != _SCHEMA:
-                db.executescript(
-                    f"drop table if exists files; drop table if exists groups; pragma user_version = {_SCHEMA};"
-                )
-            db.executescript(_TABLES)
-            db.execute("select count(*) from files").fetchone()
-            return db
-        except sqlite3.DatabaseError as error:
-            db.close()
-            if not os.path.getsize(self._path):
-                raise
-            warn(f"{self._path}: {error}; this index is made again")
-            os.unlink(self._path)
-            Path(self._path).touch(mode=0o600)
-            return self._open()
+        self._progress = Indexed(files=0, total=0, groups=0)
 
     def close(self) -> None:
         with self._reading, self._lock:
@@ -135,7 +111,7 @@ class JournalIndex:
                 took_s = time.monotonic() - began
                 if self._progress.files == self._progress.total:  # looking at a folder of many files takes a while too
                     self._pause_until = time.monotonic() + min(took_s * 20, 30.0)
-        except (sqlite3.Error, OSError) as error:
+        except OSError as error:
             warn(f"the journal in {self._folder} cannot be indexed: {error}")
         finally:
             self._reading.release()
@@ -160,8 +136,6 @@ class JournalIndex:
             left -= self._index(name, known.get(name), until=until)
             if time.monotonic() >= until:
                 break
-        with self._lock:
-            self._db.commit()
         return Indexed(files=len(paths) - left, total=len(paths), groups=self._count())
 
     def _index(self, name: str, before: list[Any] | None, *, until: float) -> bool:
@@ -278,19 +252,3 @@ def _row(payload: memoryview, *, start: int) -> tuple[GroupRow, bool] | None:
         return row, bool(header.get("scored_again"))
     except NOT_A_GROUP:
         return None
-
-
-def _index_path(run_dir: Path) -> str:
-    """The file for the index of this run directory, or memory if the cache folder cannot be written."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    folder = Path(base) / "rollcall" / "view"
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        path = folder / f"{hashlib.blake2b(os.fsencode(run_dir), digest_size=12).hexdigest()}.sqlite"
-        path.touch(mode=0o600)
-        return str(path)
-    except OSError as error:
-        warn(
-            f"{folder} cannot be written ({error.strerror}); the index of {run_dir} is kept in memory and made again next time"
-        )
-        return ":memory:"

@@ -20,13 +20,13 @@ from rollcall.base.heartbeat import Heartbeat
 from rollcall.base.lease import WATCH_S, Holder, read_holder
 from rollcall.base.redact import redact
 from rollcall.checkpoint.run_dir import RUN_FILE, is_run, read_summary
-from rollcall.checkpoint.store import CheckpointEntry, store_of
+from rollcall.checkpoint.store import Checkpoint, store_of
 from rollcall.config import Config, load_saved_run
 from rollcall.config.yaml import read_yaml
 from rollcall.observe.events import EVENTS, Mark, PhaseEvent
 from rollcall.observe.timeline import ATTEMPT_LOST, RUN_FAILED
 from rollcall.view.growing import EventLog, MetricsTable
-from rollcall.view.standing import Standing, standing
+from rollcall.view.standing import standing
 from rollcall.view.summary import build_summary, trained
 
 
@@ -48,7 +48,7 @@ class RunReader:
         self.dir = Path(run_dir)
         self.metrics = MetricsTable(self.dir, read_s=read_s)
         self.events = EventLog(self.dir, read_s=read_s)
-        self._watch = HolderWatch()
+        self._beat = Heartbeat()
         self._lock = threading.Lock()
         self._config: tuple[Any, Config | None, str] = (None, None, "")
 
@@ -116,9 +116,20 @@ class RunReader:
         except OSError:  # it belongs to another user and cannot be read
             return None
 
+    def _is_alive(self, holder: Holder | None) -> bool | None:
+        """A process on this machine is looked up; elsewhere its counter must move. None while that is not known yet."""
+        if holder is None or holder.is_gone:
+            return False
+        if holder.is_here:
+            return True
+        self._beat.see(holder.owner, holder.counter)
+        if self._beat.silent_s >= WATCH_S:
+            return False
+        return True if self._beat.has_moved else None
+
     def state(self) -> RunState:
         holder, phase = self.holder(), self.events.last_phase()
-        alive = self._watch.is_alive(holder)
+        alive = self._is_alive(holder)
         mark = next(reversed(self.events.marks()), None)
         if alive and holder is not None and holder.waits:
             return RunState(word="waiting", text=holder.waits, since_s=holder.waits_since)
@@ -153,9 +164,8 @@ class RunReader:
             return RunState(word="failed", text=f"{why} in {where}", since_s=at_s)
         return RunState(word="stopped", text=f"stopped after step {step}; the same command continues it", since_s=at_s)
 
-    def standing(self, state: RunState) -> Standing:
+    def standing(self, state: RunState) -> dict[str, Any]:
         """Only a run whose ``state`` is running has time left."""
-        self.metrics.refresh()
         holder = self.holder() if state.word == "running" else None
         return standing(self.metrics, num_steps=self.num_steps, holder=holder)
 
@@ -165,7 +175,7 @@ class RunReader:
         if summary is not None and summary["steps"] >= step:  # else a run that had ended trains further
             return summary
         name = None if self.config is None else self.config.run.name
-        return build_summary(self.metrics, seconds=0.0, resume_step=step, run=name)
+        return build_summary(self.metrics, resume_step=step, run=name)
 
     def moved_s(self) -> float | None:
         """When the run last wrote something."""
@@ -175,7 +185,7 @@ class RunReader:
                 moved.append((self.dir / name).stat().st_mtime)
         return max(moved, default=None)
 
-    def checkpoints(self, *, checksums: bool = True) -> list[CheckpointEntry]:
+    def checkpoints(self, *, checksums: bool = True) -> list[Checkpoint]:
         """Those that are kept, oldest first. ``checksums`` reads every byte, which takes long."""
         return store_of(self.dir).inspect(checksums=checksums)
 
@@ -190,24 +200,6 @@ def open_run(run_dir: Path) -> RunReader:
     if holder is None and not is_run(run_dir):
         raise ConfigError(f"{run_dir} holds no file of a run; give the run.dir of a run")
     return run
-
-
-class HolderWatch:
-    """Whether the holder of a run directory is alive. A process on this machine is looked up; elsewhere its counter must move."""
-
-    def __init__(self) -> None:
-        self._beat = Heartbeat()
-
-    def is_alive(self, holder: Holder | None) -> bool | None:
-        """None while that is not known yet."""
-        if holder is None or holder.is_gone:
-            return False
-        if holder.is_here:
-            return True
-        self._beat.see(holder.owner, holder.counter)
-        if self._beat.silent_s >= WATCH_S:
-            return False
-        return True if self._beat.has_moved else None
 
 
 def describe_holder(holder: Holder | None) -> str:

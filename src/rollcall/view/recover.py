@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.base.atomic import fsync, write_atomic
-from rollcall.base.journal import inspect
+from rollcall.base.journal import ATTEMPTS, GROUPS, whole_records
 from rollcall.base.lease import WATCH_S, Holder, hold
 from rollcall.base.wait import say
 from rollcall.base.words import all_of, counted, span
-from rollcall.checkpoint.store import CheckpointEntry
+from rollcall.checkpoint.store import Checkpoint
 from rollcall.view.audit import Audit, Torn, audit, judge_file
 from rollcall.view.reader import RunReader, RunState, holder_as_json
 
@@ -33,7 +33,7 @@ class RunReport:
     state: RunState
 
     @property
-    def last(self) -> CheckpointEntry | None:
+    def last(self) -> Checkpoint | None:
         """The newest checkpoint that is whole."""
         return next((one for one in reversed(self.audit.checkpoints) if not one.reason), None)
 
@@ -132,8 +132,8 @@ def _set_aside(torn: Torn, target: Path) -> None:
     if path.is_dir() or path.name.startswith("."):
         path.rename(target)
         return
-    if path.suffix == ".groups":
-        (whole,) = [file.whole for file in inspect(path.parent) if file.path == path]
+    if path.suffix in (f".{GROUPS}", f".{ATTEMPTS}"):
+        whole = whole_records(path)
     else:
         whole = b"".join(line for line, good in judge_file(path) if good)
     # A copy, not a move: a kill between two renames must not leave the run without the file.

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,8 @@ from rollcall.base.types import Completion, Floats, Group
 from rollcall.config import Config, GroupAlgorithm
 from rollcall.observe.token_scores import FOLDER as SCORES
 from rollcall.observe.token_scores import file_name, scores_in
-from rollcall.observe.transcript import said_in, said_in_row
+from rollcall.observe.transcript import asked, said_in, said_in_row
+from rollcall.view.curves import short
 from rollcall.view.growing import TrainedDraws
 from rollcall.view.journal_index import FOLDER, GroupRow, JournalIndex
 
@@ -51,10 +52,8 @@ def preview(root: Path, row: GroupRow) -> str:
 def _asked(header: dict[str, Any]) -> str:
     """The user's message, without the chat template around it; for an empty prompt, the environment's first message."""
     prompt = header["prompt"]
-    messages = prompt["metadata"].get("prompt_messages") or ()
-    said = [message["content"] for message in messages if message["role"] == "user"]
     openings = (episode.get("opening", "") for row in header["completions"] if (episode := row.get("episode")))
-    return str(said[-1] if said else prompt["text"] or next(openings, ""))
+    return asked(prompt["text"], prompt["metadata"]) or next(openings, "")
 
 
 def _header_bytes(root: Path, row: GroupRow) -> bytes | None:
@@ -73,11 +72,11 @@ class SearchPage(NamedTuple):
 
 
 def search(
-    root: Path, index: JournalIndex, needle: str, *, only: str | None, after: tuple[int, int] | None, limit: int
+    root: Path, index: JournalIndex, needle: str, *, only: str | None, after: tuple[int, int], limit: int
 ) -> SearchPage:
     """Groups whose prompt, answer, completions or notes contain the text, in any case, the newest first. It stops after ``limit`` of
     them or 0.8 s; ``after`` continues from there."""
-    at, looked_at, rows = after or (1 << 60, 0), 0, []
+    at, looked_at, rows = after, 0, []
     until, wanted = time.monotonic() + 0.8, needle.casefold()
     # The header is ASCII with escapes, so plain text is found in its bytes without reading it as JSON.
     raw = json.dumps(needle)[1:-1].lower().encode() if needle.isascii() else None
@@ -142,7 +141,7 @@ def _groups_in(path: Path, *, start: int) -> Iterator[Group]:
 def show_group(group: Group, *, config: Config | None, trained_in: int | None) -> dict[str, Any]:
     """A group as JSON; long texts are cut, and ``said_of`` has the whole."""
     advantages = advantages_of(group, config)
-    prompt, asked = group.prompt, _prompt_text(group)
+    prompt, shown = group.prompt, _prompt_text(group)
     own = (one.prompt_ids(prompt.token_ids) for one in group.completions if not prompt.text)
     columns = {name: value for name, value in prompt.metadata.items() if name not in ("prompt_messages", "prompt_text")}
     return {
@@ -154,8 +153,8 @@ def show_group(group: Group, *, config: Config | None, trained_in: int | None) -
         "finished_s": group.finished_s,
         "prompt": {
             "id": prompt.id,
-            "said": _cut([("", asked)]),
-            "length": len(asked),
+            "said": _cut([("", shown)]),
+            "length": len(shown),
             "answer": prompt.answer[:LONG],
             "tokens": len(next(own, prompt.token_ids)),
             "metadata": {str(name)[:100]: json.dumps(value)[:1000] for name, value in list(columns.items())[:30]},
@@ -206,11 +205,11 @@ def _show_completion(completion: Completion, *, number: int, group: Group) -> di
 
 def said_of(group: Group, *, completion: int | None) -> list[tuple[str, str]]:
     """The messages of a completion with their speakers, except the one that is shown as the prompt. Without a completion, the prompt."""
-    asked = _prompt_text(group)
+    prompt = _prompt_text(group)
     if completion is None:
-        return [("", asked)]
+        return [("", prompt)]
     said = said_in(group.completions[_known_completion(group, completion)])
-    return said[1:] if not group.prompt.text and said[0] == ("environment", asked) else said
+    return said[1:] if not group.prompt.text and said[0] == ("environment", prompt) else said
 
 
 def _known_completion(group: Group, number: int) -> int:
@@ -268,31 +267,18 @@ class Vocabulary:
         return self._tokenizer.id_to_token(number) if number >= 0 else None
 
 
-class Vocabularies:
-    """The vocabularies of the last few run directories that were looked at."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._kept: OrderedDict[Path, Vocabulary | None] = OrderedDict()
-
-    def of(self, root: Path) -> Vocabulary | None:
-        """None while the directory holds no tokenizer."""
-        with self._lock:
-            if self._kept.get(root) is None:
-                self._kept[root] = _read_vocabulary(root)
-            self._kept.move_to_end(root)
-            while len(self._kept) > 4:
-                self._kept.popitem(last=False)
-            return self._kept[root]
-
-
-def _read_vocabulary(root: Path) -> Vocabulary | None:
+def vocabulary_of(root: Path) -> Vocabulary | None:
+    """None while the run directory holds no tokenizer."""
     for folder in (root, root / "model", *sorted(root.glob("checkpoints/*/model"), reverse=True)):
-        try:
-            return Vocabulary((folder / "tokenizer.json").read_bytes())
-        except Exception:  # noqa: BLE001 - the library raises a plain Exception for a file that is not a tokenizer
-            continue
+        with suppress(Exception):  # the library raises a plain Exception for a file that is not a tokenizer
+            path = folder / "tokenizer.json"
+            return _vocabulary(path, path.stat().st_mtime_ns)
     return None
+
+
+@lru_cache(maxsize=4)
+def _vocabulary(path: Path, written_ns: int) -> Vocabulary:
+    return Vocabulary(path.read_bytes())
 
 
 def read_scores(root: Path, group: Group, *, completion: int, trained: TrainedDraws) -> dict[str, Floats] | None:
@@ -318,16 +304,16 @@ def show_tokens(
     one, score = group.completions[_known_completion(group, completion)], group.scores[completion]
     advantages = advantages_of(group, config)
     ids = one.token_ids.tolist()
-    columns: dict[str, Any] = {"id": ids, "logprob": _short(one.logprobs), "mask": one.mask.astype(int).tolist()}
+    columns: dict[str, Any] = {"id": ids, "logprob": short(one.logprobs), "mask": one.mask.astype(int).tolist()}
     columns["version"] = [segment.version for segment in one.segments for _ in range(segment.num_tokens)]
     if advantages is not None:
-        columns["advantage"] = _short(np.where(one.mask, advantages[completion], 0.0))
+        columns["advantage"] = short(np.where(one.mask, advantages[completion], 0.0))
     if learner is not None:
         difference = learner["logprobs"] - one.logprobs
-        columns["entropy"] = _short(learner["entropy"])
-        columns["learner"] = _short(learner["logprobs"])
-        columns["mismatch"] = _short(np.where(one.mask, difference, 0.0))
-        columns["ratio"] = _short(np.where(one.mask, np.exp(np.clip(difference, -20, 20)), 1.0))
+        columns["entropy"] = short(learner["entropy"])
+        columns["learner"] = short(learner["logprobs"])
+        columns["mismatch"] = short(np.where(one.mask, difference, 0.0))
+        columns["ratio"] = short(np.where(one.mask, np.exp(np.clip(difference, -20, 20)), 1.0))
     whole_prompt = one.prompt_ids(group.prompt.token_ids)
     prompt = whole_prompt[-2000:].tolist()  # the end: a completion answers it
     return {
@@ -350,10 +336,6 @@ def _text_of(ids: list[int], vocabulary: Vocabulary | None) -> dict[str, Any]:
     if vocabulary is None:
         return {"texts": None, "special": []}
     return {"texts": vocabulary.texts(ids), "special": vocabulary.special(ids)}
-
-
-def _short(values: Any) -> list[float | None]:
-    return [float(f"{value:.5g}") if np.isfinite(value) else None for value in np.asarray(values).tolist()]
 
 
 # Held-out prompts

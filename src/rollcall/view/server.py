@@ -1,9 +1,8 @@
 """The server of the page: Starlette on the loopback interface. ``Api`` answers questions in JSON; ``Guard`` decides who may ask.
 
-Only a browser that was opened with an address from this server sees the page. An address works once (``/open/KEY``). It sets a cookie,
-and without that cookie every answer is 401. A name in the Host header that is not this machine's loopback is refused: another site
-could otherwise give its own name our address (DNS rebinding) and read the answers. Only reading methods are answered, and every answer
-carries a strict policy: the browser runs no script and loads nothing except from this server.
+Only a browser that was opened with an address from this server sees the page. An address works once (``/open/KEY``) and sets a cookie;
+without the cookie every answer is 401. A name in the Host header that is not this machine's loopback is refused: another site could give
+its own name our address (DNS rebinding) and read the answers. The browser runs no script and loads nothing except from this server.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ PAGE = Path(__file__).with_name("page")
 
 def make_app(places: ShownRuns, *, keys: Keys, on_open: Callable[[], None] = lambda: None) -> ASGIApp:
     api = Api(places)
-    routes = [Route(f"/api/{name}", answering(getattr(api, name))) for name in ADDRESSES]
+    routes = [Route(f"/api/{name}", answering(name, getattr(api, name))) for name in ADDRESSES]
     routes += [
         Route("/", lambda request: FileResponse(PAGE / "index.html")),
         Mount("/page", StaticFiles(directory=PAGE)),
@@ -149,8 +148,8 @@ def _page(status: int, text: str) -> Response:
 class PageServer:
     """``run`` serves until the process is interrupted, or ``stop`` is called."""
 
-    def __init__(self, places: ShownRuns, *, port: int = 0, keys: Keys | None = None) -> None:
-        self.keys = keys or Keys()
+    def __init__(self, places: ShownRuns, *, port: int = 0) -> None:
+        self.keys = Keys()
         self._socket = listen(HOST, port)
         self.port: int = self._socket.getsockname()[1]
         self.on_open: Callable[[], None] = lambda: None

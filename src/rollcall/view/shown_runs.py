@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -51,42 +52,28 @@ class ShownRuns:
             return list(self._found.values())
 
     def find(self, id: str) -> ShownRun:
-        for place in self.all():
-            if place.id == id:
-                return place
+        self.all()
+        if place := self._found.get(id):
+            return place
         raise UnknownRunError(f"no run {id!r} is shown here; it may have been moved or removed")
 
     def _look(self, path: Path) -> Iterator[ShownRun]:
         real = Path(os.path.realpath(path))
-        if self._is_one or _is_run(real):
-            yield _shown(real, name=real.name)
-            return
-        for found in islice(_runs_below(real, depth=3), 1000):
-            yield _shown(found, name=found.relative_to(real).as_posix())
+        for found in [real] if self._is_one else islice(_runs_below(real, depth=3), 1000):
+            yield _shown(found, name=real.name if found == real else found.relative_to(real).as_posix())
 
 
 def _runs_below(folder: Path, *, depth: int) -> Iterator[Path]:
     """Links are not followed."""
-    try:
-        with os.scandir(folder) as found:
-            below = sorted(entry.name for entry in found if entry.is_dir(follow_symlinks=False))
-    except OSError:
-        return
-    for name in below:
-        if name.startswith("."):
-            continue
-        if _is_run(folder / name):
-            yield folder / name
-        elif depth > 1:
-            yield from _runs_below(folder / name, depth=depth - 1)
-
-
-def _is_run(path: Path) -> bool:
-    """A directory that may not be read is not shown; the others are."""
-    try:
-        return is_run(path)
-    except OSError:
-        return False
+    with suppress(OSError):  # a directory that may not be read is not shown; the others are
+        if is_run(folder):
+            yield folder
+        elif depth:
+            with os.scandir(folder) as found:
+                below = sorted(entry.name for entry in found if entry.is_dir(follow_symlinks=False))
+            for name in below:
+                if not name.startswith("."):
+                    yield from _runs_below(folder / name, depth=depth - 1)
 
 
 def _shown(path: Path, *, name: str) -> ShownRun:

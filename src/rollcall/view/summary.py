@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -17,11 +17,18 @@ from rollcall.checkpoint.run_dir import newest_step
 from rollcall.model.stored.find import ADAPTER_CONFIG
 from rollcall.observe.headline import ACCURACY, BY_METRIC, REWARD
 from rollcall.view.growing import MetricsTable
-from rollcall.view.standing import ADVANTAGE, ADVICE, no_signal
+
+ADVANTAGE = "train/advantage_abs_mean"
+WORTH_SAYING = 0.1  # of the steps
+ADVICE = (
+    "In such a step all completions of each group scored alike or were left out of the loss, so there was nothing to prefer. Use "
+    "prompts that the model solves sometimes but not always, raise rollout.samples_per_prompt, or let the reward give more than "
+    "right and wrong"
+)
 
 
 def build_summary(
-    metrics: MetricsTable, *, seconds: float, resume_step: int | None, peak_gib: float = 0.0, **extra: Any
+    metrics: MetricsTable, *, seconds: float = 0.0, resume_step: int | None = None, peak_gib: float = 0.0, **extra: Any
 ) -> dict[str, Any]:
     """``seconds`` and ``peak_gib`` are the wall time and memory of a process that trains; steps up to ``resume_step`` add what
     they took in earlier processes.
@@ -80,6 +87,20 @@ def trained(num_steps: int) -> str:
     return f"{all_of(num_steps, 'step')} {are(num_steps)} trained"
 
 
+def no_signal(counts: Mapping[str, int]) -> str | None:
+    """In words, that steps taught nothing because every advantage was 0. None if these are few.
+
+    >>> no_signal({"steps": 11, "of": 12}), no_signal({"steps": 12, "of": 12}), no_signal({"steps": 1, "of": 12})
+    ('11 of 12 steps had no signal', 'no step had a signal: nothing was learned in 12 steps', None)
+    """
+    num, num_steps = counts["steps"], counts["of"]
+    if num == 0 or num < WORTH_SAYING * num_steps:
+        return None
+    if num == num_steps:
+        return f"no step had a signal: nothing was learned in {counted(num, 'step')}"
+    return f"{num} of {num_steps} steps had no signal"
+
+
 def _headline_course(summary: dict[str, Any]) -> str | None:
     """The headline from the first evaluation to the last, or None if the run has no evaluation."""
     headline = BY_METRIC[summary["headline"]]
@@ -90,7 +111,7 @@ def _headline_course(summary: dict[str, Any]) -> str | None:
 
 
 def _no_signal(run_dir: Path, summary: dict[str, Any]) -> str | None:
-    words = no_signal(summary["no_signal"]["steps"], num_steps=summary["no_signal"]["of"])
+    words = no_signal(summary["no_signal"])
     if words is None:
         return None
     return (

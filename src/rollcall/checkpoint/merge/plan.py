@@ -17,6 +17,7 @@ from hashlib import blake2b
 from math import prod
 from pathlib import Path
 
+from rollcall.base.append_file import write_at
 from rollcall.model.stored.dtypes import DType
 from rollcall.model.stored.files import CheckedRange, StoredError, StoredFile, new_checksum, read_fully
 from rollcall.model.stored.safetensors import write_header
@@ -281,7 +282,7 @@ def _write(copy: Copy, data: memoryview, at: int, outs: Sequence[int]) -> None:
         number, inside = divmod(first + done, run)
         num = min(run - inside, count - done)
         place = copy.offset + (_begin_of_run(copy, number, outer=outer) + inside) * width
-        _pwrite(fd, data[done * width : (done + num) * width], place)
+        write_at(fd, data[done * width : (done + num) * width], place)
         done += num
 
 
@@ -318,9 +319,3 @@ def _converted(data: memoryview, copy: Copy) -> memoryview:
             f"{copy.piece.file}: some weights are too large for {target}, where they would be infinite; use --dtype bf16 or keep"
         )
     return written.view(torch.uint8).numpy().data
-
-
-def _pwrite(fd: int, data: memoryview, offset: int) -> None:
-    while data:
-        num = os.pwrite(fd, data, offset)
-        data, offset = data[num:], offset + num

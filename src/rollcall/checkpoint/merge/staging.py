@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from rollcall.base.append_file import parse_row
 from rollcall.base.atomic import fsync, fsync_tree, swap_in, write_atomic
 from rollcall.base.lock import take_lock
 from rollcall.base.patience import free_bytes
@@ -45,7 +46,9 @@ class Staging:
         sizes = {self.model / out.name: out.size for out in self._plan.files}
         same = same and all(path.is_file() and path.stat().st_size == size for path, size in sizes.items())
         if same:
-            self.done = _read_lines(self._progress)
+            lines = self._progress.read_bytes().splitlines() if self._progress.is_file() else []
+            # The last line may be torn.
+            self.done = {str(row.get("unit")) for row in map(parse_row, lines) if row is not None}
         else:
             for path in (kept, self._progress):
                 path.unlink(missing_ok=True)
@@ -85,7 +88,7 @@ class Staging:
         for fd in outs:
             os.fdatasync(fd)
         with self._progress.open("a") as file:
-            file.writelines(json.dumps(unit.name) + "\n" for unit in units)
+            file.writelines(json.dumps({"unit": unit.name}) + "\n" for unit in units)
             file.flush()
             os.fsync(file.fileno())
 
@@ -125,14 +128,3 @@ def locked(folder: Path, out: Path) -> Iterator[None]:
         raise StoredError(f"another merge writes {out} at this moment ({folder / 'lock'} is held); wait for it")
     with lock:
         yield
-
-
-def _read_lines(path: Path) -> set[str]:
-    """The names in a file whose last line may be torn."""
-    found = set()
-    for line in path.read_text().splitlines() if path.is_file() else ():
-        try:
-            found.add(json.loads(line))
-        except ValueError:
-            continue
-    return found

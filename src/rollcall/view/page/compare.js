@@ -8,8 +8,8 @@ import { address } from "./route.js";
 
 const SHOWN = ["eval/accuracy", "eval/reward_mean", "train/reward_mean", "rollout/response_length_mean", "train/entropy", "train/kl", "rollout/logprob_mismatch", "time/step_s"];
 const NUMBERS = [
-  ["state", (row) => row.state], ["step", (row) => number(row.step)], ["held-out, first", (row) => number(row.first)], ["held-out, last", (row) => number(row.last)],
-  ["held-out, best", (row) => number(row.best)], ["training reward, last", (row) => number(row.reward)], ["time of a step", (row) => duration(row.step_s)], ["rollout tokens/s", (row) => number(row.tokens_per_s === null ? null : Math.round(row.tokens_per_s))],
+  ["state", (row) => row.state], ["step", (row) => number(row.step)], ["held-out, first", (row) => number(row.headline.first)], ["held-out, last", (row) => number(row.headline.last)],
+  ["held-out, best", (row) => number(row.headline.best)], ["training reward, last", (row) => number(row.reward)], ["time of a step", (row) => duration(row.step_s)], ["rollout tokens/s", (row) => number(row.tokens_per_s === null ? null : Math.round(row.tokens_per_s))],
 ];
 
 function heads(names) {

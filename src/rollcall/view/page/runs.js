@@ -7,12 +7,13 @@ const KIND = { running: "good", finished: "done", failed: "bad", killed: "bad", 
 const chosen = new Set();
 
 function course(run) {
-  if (run.last === null) return el("span", { class: "soft" }, run.evaluates ? "no evaluation yet" : "no validation data");
-  const share = run.headline === "held-out accuracy";
+  const { words, first, last, best } = run.headline;
+  if (last === null) return el("span", { class: "soft" }, run.evaluates ? "no evaluation yet" : "no validation data");
+  const share = words === "held-out accuracy";
   const text = (value) => (share ? `${(100 * value).toFixed(1)} %` : number(value));
-  return el("span", { title: `${run.headline}: first, last, best` },
-    text(run.first), el("span", { class: "soft" }, " → "), el("b", {}, text(run.last)),
-    el("div", { class: "soft small" }, `best ${text(run.best)}`));
+  return el("span", { title: `${words}: first, last, best` },
+    text(first), el("span", { class: "soft" }, " → "), el("b", {}, text(last)),
+    el("div", { class: "soft small" }, `best ${text(best)}`));
 }
 
 function progress(run) {

@@ -1,0 +1,49 @@
+"""Computes the disk space that a run directory will take, before the first step."""
+
+from __future__ import annotations
+
+from rollcall.base.patience import free_bytes
+from rollcall.base.words import counted
+from rollcall.config import Config, OptimizerSection
+
+GIB = 1 << 30
+
+
+def checkpoint_bytes(config: Config, *, trained: int, critic: int, width: int) -> int:
+    """``trained`` and ``critic`` are numbers of parameters; ``width`` is the bytes of a weight."""
+    return _bytes(trained, config.actor, width=width) + _bytes(critic, config.critic, width=width)
+
+
+def size_words(config: Config, *, checkpoint: int, model: int) -> str | None:
+    """What the run will hold, in bytes of a checkpoint and of its model, as a message for the user; None if that is little and fits."""
+    trainer, run_dir, on_nodes = config.trainer, config.run.dir, config.checkpoint.place == "local"
+    saves = -(-trainer.steps // trainer.save_every) if trainer.save_every else 1  # one of them after the last step
+    kept = trainer.keep_last + (trainer.keep_best if config.data.val is not None else 0)
+    held = sum(
+        path.stat().st_size
+        for name in ("checkpoints", "model")
+        for path in (run_dir / name).rglob("*")
+        if path.is_file()
+    )
+    free = (free_bytes(run_dir.absolute()) or 0) + held
+    # A new checkpoint is whole before an old one goes.
+    peak = model + (0 if on_nodes else min(saves, kept + 1) * checkpoint)
+    if peak <= free and min(saves, kept) * checkpoint + model < GIB:
+        return None
+    count = f"{counted(min(saves, kept), 'checkpoint')} of {checkpoint / GIB:,.1f} GiB"
+    text = (
+        f"{run_dir} will hold a model of {model / GIB:,.1f} GiB and {'each node its parts of ' if on_nodes else ''}{count}: up to "
+        f"{peak / GIB:,.1f} GiB in {run_dir} while it saves, and its disk has {free / GIB:,.1f} GiB for it"
+    )
+    if peak <= free:
+        return text
+    return (
+        f"warning: {text}, and that is too little. Lower trainer.keep_last or trainer.keep_best, free space, or choose a run.dir on "
+        "another disk; a save that finds no room waits for it"
+    )
+
+
+def _bytes(num_parameters: int, section: OptimizerSection, *, width: int) -> int:
+    """Weights, two moments, and float32 masters where the weights are narrower. Other optimizers than Adam's keep less."""
+    masters = width < 4 and section.master_weights
+    return num_parameters * (width + (4 + 8 if masters else 2 * width))
