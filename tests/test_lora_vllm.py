@@ -14,7 +14,7 @@ from tiny import make_tokenizer, random_prompts, reference_logprobs, save_model
 
 from rollcall.config import VllmSection
 from rollcall.config.lora import LoraSection
-from rollcall.engine.vllm.child import Child, UpdateRefused
+from rollcall.engine.vllm.child import Child, VllmError
 from rollcall.engine.vllm.engine import VllmEngine
 from rollcall.engine.vllm.setup import PYTHON_VARIABLE, VllmUnavailable, find_python, make_spec
 from rollcall.model.load import load_causal_lm
@@ -49,7 +49,7 @@ def test_vllm_samples_from_every_version_of_the_adapter(tmp_path: Path) -> None:
                 for completion in completions:
                     expected = reference_logprobs(other, prompts[int(name[1:])], completion.token_ids)
                     np.testing.assert_allclose(completion.logprobs, expected.numpy(), atol=2e-3)
-        with pytest.raises(UpdateRefused, match="stale"):
+        with pytest.raises(VllmError, match="stale"):
             engine.update_weights(1)
     finally:
         engine.close()

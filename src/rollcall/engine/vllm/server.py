@@ -42,10 +42,6 @@ LENGTH, HEAD = struct.Struct("<Q"), struct.Struct("<IB")
 DONE, RAISED = 2, 3
 
 
-class Refused(Exception):
-    """An update that must not be applied; the engine stays as it is."""
-
-
 class Server:
     def __init__(self, fd: int, memory_fd: int):
         self._fd = fd
@@ -129,14 +125,12 @@ class Server:
 
     def do_begin(self, version: int) -> None:
         if version < self.version:
-            raise Refused(f"version {version} is stale: this engine has version {self.version}")
+            raise ValueError(f"version {version} is stale: this engine has version {self.version}")
         self._break_off()
         self._due = version
 
     def do_part(self, offset: int, size: int, tensors: list[list[Any]]) -> dict[str, Any]:
         """Answers with where parts begin that something here still reads: their memory must stay as it is."""
-        if self._due is None:
-            raise RuntimeError("a part of the weights came, and no version was begun")
         verify(self.memory_path, offset, size, tensors)
         if not self._is_changing:  # until here the engine is untouched
             self._is_changing, self.version = True, -1
@@ -161,7 +155,7 @@ class Server:
         from vllm.lora.request import LoRARequest  # type: ignore[import-not-found]
 
         if version < self.version:
-            raise Refused(f"version {version} is stale: this engine has version {self.version}")
+            raise ValueError(f"version {version} is stale: this engine has version {self.version}")
         # Under one number: running completions continue with the new adapter. Their own request must not load it again.
         if not self.engine.add_lora(LoRARequest("policy", 1, folder, load_inplace=True)):
             raise RuntimeError(f"vLLM did not load the adapter in {folder}")
@@ -265,23 +259,21 @@ def add_tokens(row: list[Any], output: Any) -> None:
 # Weights. A tensor is [name, dtype, shape, where it begins in its part, number of bytes, checksum].
 
 
-def checksum(data: Any) -> int:
-    return zlib.crc32(data)
-
-
 def verify(path: str, offset: int, size: int, tensors: list[list[Any]]) -> None:
     """Every byte of a part is there and is what was sent; nothing of the engine has been touched by it so far."""
     with open(path, "rb") as file:
         if os.fstat(file.fileno()).st_size < offset + size:
-            raise Refused(f"torn: {os.fstat(file.fileno()).st_size} bytes of weights where {offset + size} were sent")
+            raise ValueError(
+                f"torn: {os.fstat(file.fileno()).st_size} bytes of weights where {offset + size} were sent"
+            )
         with (
             mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ, offset=offset) as memory,
             memoryview(memory) as view,
         ):
             for name, _, _, begin, length, expected in tensors:
                 with view[begin : begin + length] as part:
-                    if checksum(part) != expected:
-                        raise Refused(f"torn: {name} is not what was sent")
+                    if zlib.crc32(part) != expected:
+                        raise ValueError(f"torn: {name} is not what was sent")
 
 
 # In each process of the engine

@@ -68,7 +68,12 @@ def make_spec(
     """The child's settings for its engine, derived from the model. ``device`` is for an outline, which has none."""
     config: Any = model.config
     if adapter is not None:
-        _refuse_adapter(adapter)
+        base = Path(adapter.base)
+        if base.is_absolute() and (not is_model_dir(base) or adapter_folder(base) is not None):
+            raise VllmUnavailable(
+                f"model.path={base} is a checkpoint, and with model.lora vLLM reads the model itself, from a model directory; write "
+                "one with `rollcall merge`, or use rollout.engine=native"
+            )
     first = next(model.parameters())
     device, dtype = device or first.device, first.dtype
     _refuse(config, section, device=device)
@@ -99,19 +104,6 @@ def make_spec(
         "enforce_eager": section.enforce_eager or device.type == "cpu",  # there, compiling costs more than it saves
         "sleep": section.sleep and device.type == "cuda",
     }
-
-
-def _refuse_adapter(adapter: Adapter) -> None:
-    if adapter.section.rank > LORA_RANKS[-1]:
-        raise VllmUnavailable(
-            f"model.lora.rank={adapter.section.rank} is more than vLLM takes ({LORA_RANKS[-1]}); lower it, or use rollout.engine=native"
-        )
-    base = Path(adapter.base)
-    if base.is_absolute() and (not is_model_dir(base) or adapter_folder(base) is not None):
-        raise VllmUnavailable(
-            f"model.path={base} is a checkpoint, and with model.lora vLLM reads the model itself, from a model directory; write one with "
-            "`rollcall merge`, or use rollout.engine=native"
-        )
 
 
 def config_fields(model: nn.Module) -> dict[str, Any]:
