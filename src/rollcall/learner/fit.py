@@ -21,21 +21,39 @@ from torch import Tensor
 from rollcall.base.errors import BatchTooLargeError, MemoryShortError, in_one_line, is_out_of_memory
 from rollcall.base.types import MicroBatch
 from rollcall.base.words import counted, size
-from rollcall.learner.body import BodyBase
+from rollcall.learner.body import IDLE, BodyBase
 from rollcall.learner.optimizer import Optimizer
 from rollcall.learner.packing import Fit, Packing
 from rollcall.plan.activations import DecoderSizes, Passes, Recompute
 
 T = TypeVar("T")
+LossOf = Callable[[MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 
 
-def run_fitting(
-    body: BodyBase, fit: Fit, packing: Packing, run: Callable[[MicroBatch], T], *, optimizer: Optimizer | None
+def accumulate(
+    body: BodyBase, fit: Fit, packing: Packing, loss_of: LossOf, optimizer: Optimizer
+) -> list[tuple[MicroBatch, dict[str, Tensor]]]:
+    """Backward through every micro-batch; returns each with its metrics."""
+
+    def run(batch: MicroBatch) -> dict[str, Tensor]:
+        loss, metrics = loss_of(batch) if batch is not IDLE else (body.nothing(), {})
+        # Not kept in a name: the gradients would be there during the next backward too.
+        optimizer.accumulate(body.gradients(loss))
+        return metrics
+
+    return list(each_fitting(body, fit, packing, run, optimizer=optimizer))
+
+
+def each_fitting(
+    body: BodyBase, fit: Fit, packing: Packing, run: Callable[[MicroBatch], T], *, optimizer: Optimizer | None = None
 ) -> Iterator[tuple[MicroBatch, T]]:
     """Yield each micro-batch with the result of ``run``. Those that do not fit are made smaller, unless other ranks run the same one.
     The next is packed while a card still computes the last."""
     rows, done = range(len(packing.samples)), set[int]()
     waiting = packing.batches(rows, fit.tokens * body.context.size)
+    if body.in_parts:  # every rank runs the same number
+        own = list(waiting)
+        waiting = iter([*own, *[IDLE] * (max(body.gang.gather(len(own))) - len(own))])
     while (batch := next(waiting, None)) is not None:
         try:
             result = run(batch)
@@ -46,8 +64,9 @@ def run_fitting(
                 raise too_large(body, fit, batch, packing, error, optimizer=optimizer) from None
             why = in_one_line(error)
         else:
-            done.update(batch.sample_index.tolist())
-            yield batch, result
+            if batch is not IDLE:
+                done.update(batch.sample_index.tolist())
+                yield batch, result
             continue
         # Outside the handler: the error holds the frames, and these the tensors.
         release(body.device)

@@ -4,35 +4,29 @@ Each decoder layer is a module that owns its fused weights; so is the root with 
 (``sharded_modules.py``). FSDP gathers a module's weights before its forward and its backward, frees them after, and leaves
 each rank its part of the gradient's sum over all ranks. Loss weights are global, so gradients add up and are never divided.
 
-All ranks must run every forward and backward together, the same number of them. ``_passes`` agrees on the number, and a
-rank with fewer micro-batches runs idle ones, whose gradient is zero.
+All ranks must run every forward and backward together, the same number of them. A rank with fewer micro-batches runs idle ones, whose
+gradient is zero (``fit.py``).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from rollcall.base.errors import is_out_of_memory
-from rollcall.base.types import MicroBatch
 from rollcall.config import OptimizerSection
 from rollcall.learner.body import BodyBase, Work
 from rollcall.learner.context_parallel import join_context
-from rollcall.learner.fit import too_large
 from rollcall.learner.gang import Gang, Meshes, make_meshes
 from rollcall.learner.layout import WeightSplit, fused_rows, read_part, same_values
 from rollcall.learner.optimizer import Optimizer
-from rollcall.learner.packing import Fit, Packing
 from rollcall.learner.sharded_modules import LAYER_TENSORS, ShardedLayer, ShardedRoot
 from rollcall.learner.tensor_parallel import (
     SHARED_HEADS,
@@ -43,7 +37,6 @@ from rollcall.learner.tensor_parallel import (
     pad_rows,
     split_order,
 )
-from rollcall.learner.whole import LossOf, T
 from rollcall.model.adapter import Adapter
 from rollcall.model.decoder import Decoder, Rope, module_names
 from rollcall.model.layer import Ops
@@ -118,7 +111,7 @@ class Sharded(BodyBase):
         self.num_tensor = tensor
         self.kv_copies, self.meshes = kv_copies, meshes
         self.group = TensorGroup(
-            group=self.meshes.tensor_group,
+            group=self.meshes.tensor.get_group(),
             rank=split.tensor_rank,
             size=tensor,
             sequence_parallel=section.sequence_parallel,
@@ -260,51 +253,11 @@ class Sharded(BodyBase):
             self.root.reshard()  # there is no backward to do it, and gathered weights would be stale after an update
         return out
 
-    def _passes(self, packing: Packing, fit: Fit) -> list[tuple[MicroBatch, bool]]:
-        """Micro-batches, then idle ones until every rank has the same number; whether each is idle."""
-        own = list(packing.batches(range(len(packing.samples)), fit.tokens * self.context.size))
-        num_idle = max(self.gang.gather(len(own))) - len(own)
-        return [*((batch, False) for batch in own), *[(_idle_batch(), True)] * num_idle]
-
-    def each(self, packing: Packing, fit: Fit, run: Callable[[MicroBatch], T]) -> Iterator[tuple[MicroBatch, T]]:
-        """Each micro-batch with the result of ``run``, without gradients."""
-        for batch, is_idle in self._passes(packing, fit):
-            with self._together(packing, fit, batch, None):
-                result = run(batch)
-            if not is_idle:
-                yield batch, result
-
-    @contextmanager
-    def _together(self, packing: Packing, fit: Fit, batch: MicroBatch, optimizer: Optimizer | None) -> Iterator[None]:
-        """A rank that runs out of memory cannot continue by itself: the others are in the same pass."""
-        try:
-            yield
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            raise too_large(self, fit, batch, packing, error, optimizer=optimizer) from None
-
-    def accumulate(
-        self, packing: Packing, fit: Fit, loss_of: LossOf, optimizer: Optimizer
-    ) -> list[tuple[MicroBatch, dict[str, Tensor]]]:
-        """Backward through every micro-batch."""
-        rows: list[tuple[MicroBatch, dict[str, Tensor]]] = []
-        for batch, is_idle in self._passes(packing, fit):
-            with self._together(packing, fit, batch, optimizer):
-                if is_idle:
-                    loss = self._forward(batch)[0].sum() * 0.0
-                else:
-                    loss, metrics = loss_of(batch)
-                    rows.append((batch, metrics))
-                loss.backward()
-                optimizer.accumulate(self._take_gradients())
-        return rows
-
     def sum_gradients(self, optimizer: Optimizer) -> None:
         """FSDP does it in every backward."""
 
-    def _take_gradients(self) -> list[Tensor | None]:
-        """This rank's part of what the last backward gave, in the order of ``named``."""
+    def gradients(self, loss: Tensor) -> Sequence[Tensor | None]:
+        loss.backward()
         gradients: list[Tensor | None] = []
         for home in map(self.homes.__getitem__, self.named):
             gradient = home.parameter.grad
@@ -345,13 +298,14 @@ class Sharded(BodyBase):
 
     def gather(self, name: str, local: Tensor) -> Tensor:
         layout, split = self.layout(name), self.split
-        size, group = layout.num_shards, self.meshes.every_group if layout.is_root else self.meshes.shard_group
+        mesh, axis = (self.meshes.every, "every") if layout.is_root else (self.meshes.data, "shard")
+        size, group = layout.num_shards, mesh.get_group(axis)
         rows = layout.shape[0] if layout.order is None else len(layout.order)
         rows //= split.tensor if layout.dim == 0 else 1
         part = pad_rows(local.detach().to(self.device), -(-rows // size))
         whole = all_gather(part, group=group, size=size)[:rows]
         if layout.dim is not None and split.tensor > 1:
-            parts = all_gather(whole, group=self.meshes.tensor_group, size=split.tensor)
+            parts = all_gather(whole, group=self.meshes.tensor.get_group(), size=split.tensor)
             whole = parts if layout.dim == 0 else torch.cat(parts.chunk(split.tensor), dim=1)
         if layout.order is not None:
             whole = whole.new_empty(layout.shape).index_copy_(0, layout.order.to(whole.device), whole)
@@ -404,14 +358,3 @@ def own_rotary(decoder: Decoder) -> nn.Module:
     """A copy, because the model's weights may be freed; on the meta device its angles are computed from the config."""
     rotary: Any = decoder.rope.rotary
     return type(rotary)(rotary.config) if decoder.device.type == "meta" else copy.deepcopy(rotary)
-
-
-def _idle_batch() -> MicroBatch:
-    one = np.zeros(1, dtype=np.int64)
-    nothing = np.zeros(1, dtype=np.float32)
-    return MicroBatch(
-        token_ids=one, positions=one, kv_index=one, cu_q=np.array([0, 1], dtype=np.int32),
-        cu_k=np.array([0, 1], dtype=np.int32), logit_index=one, targets=one, row=one, sample_index=one, attempt=one,
-        weights=nothing, behaviour_logprobs=nothing, old_logprobs=None, reference_logprobs=None, advantages=nothing,
-        returns=None, values=None,
-    )  # fmt: skip
