@@ -152,14 +152,3 @@ def pieces(block: Block, *, itemsize: int) -> Iterator[tuple[int, tuple[int, ...
     for begin in range(0, block.shape[0], step):
         rows = min(step, block.shape[0] - begin)
         yield block.row + begin, (block.start[0] + begin, *block.start[1:]), (rows, *block.shape[1:])
-
-
-def same_values(layout: WeightSplit, stored: Stored, *, name: str, other: str) -> bool:
-    """Whether two stored tensors are equal in the rows that this rank holds of ``name``, which is not fused."""
-    for block in layout.blocks():
-        assert block.name == name
-        for _, start, shape in pieces(block, itemsize=stored.tensors[name].dtype.itemsize):
-            one, two = (stored.read(each, start=start, shape=shape) for each in (name, other))
-            if not torch.equal(one, two):
-                return False
-    return True

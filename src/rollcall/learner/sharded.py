@@ -25,7 +25,7 @@ from rollcall.config import OptimizerSection
 from rollcall.learner.body import BodyBase, Work
 from rollcall.learner.context_parallel import join_context
 from rollcall.learner.gang import Gang, Meshes, make_meshes
-from rollcall.learner.layout import WeightSplit, fused_rows, read_part, same_values
+from rollcall.learner.layout import WeightSplit, fused_rows, read_part
 from rollcall.learner.optimizer import Optimizer
 from rollcall.learner.sharded_modules import LAYER_TENSORS, ShardedLayer, ShardedRoot
 from rollcall.learner.tensor_parallel import (
@@ -43,11 +43,6 @@ from rollcall.model.layer import Ops
 from rollcall.model.load import non_finite_of, refuse_diverged
 from rollcall.model.stored.tensors import Stored
 from rollcall.plan.mesh import ModelSplit
-
-OTHER_HEAD = (
-    "config.json says that the output head is the embeddings, and the weight file has a different head; set "
-    "tie_word_embeddings to false in config.json"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +115,10 @@ class Sharded(BodyBase):
         )
         self._first_gives = any(gang.gather(decoder.device.type == "meta" and unread is None))
         if len({str(names) for names in gang.gather(list(decoder.named_tensors()))}) > 1:
-            raise ValueError(f"the processes of this model do not agree on its weights: {OTHER_HEAD}")
+            raise ValueError(
+                "the processes of this model do not agree on its weights: config.json says that the output head is the embeddings, and "
+                "the weight file has a different head; set tie_word_embeddings to false in config.json"
+            )
         self.homes: dict[str, Home] = {}
         self._build(decoder, heads or {})
         trained = list(self.homes if adapter is None else adapter.named_tensors())
@@ -132,17 +130,11 @@ class Sharded(BodyBase):
 
     def _read(self, unread: Stored | None, *, made: Collection[str], path: str) -> None:
         """Fill this rank's parts from the files, but for what was ``made`` here. All ranks call it, also those that have values."""
-        other_head = False
         base = {name: self.local(name) for name in self.base_names}
         if unread is not None:
             for name, local in base.items():
                 if name not in made:
                     read_part(local, self.layout(name), unread, rounded_to=self.dtype)
-            (embed,), (head,) = module_names("embed"), module_names("lm_head")
-            if "lm_head" not in base and head in unread.tensors and not made:
-                other_head = not same_values(self.layout("embed"), unread, name=embed, other=head)
-        if any(self.gang.gather(other_head)):
-            raise ValueError(f"model.path={path}: {OTHER_HEAD}")
         bad = self.gang.names_of_all(non_finite_of(base, dtype=self.dtype))
         refuse_diverged(path, [one for name in bad for one in module_names(name)])
 

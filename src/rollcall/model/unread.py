@@ -52,6 +52,7 @@ def open_unread(path: str, model: Any, *, fetch: bool = False) -> Stored:
     except StoredError as error:
         raise WholeOnly(str(error)) from None
     _refuse_other_names(model, stored)
+    _refuse_other_head(model, stored)
     refuse_whole_numbers(stored.types, dict(model.named_parameters()), origin=f"model.path={path}")
     return stored
 
@@ -91,7 +92,6 @@ def load_onto(path: str, *, device: torch.device, dtype: torch.dtype, trust_remo
         outline = outline_causal_lm(path, dtype=dtype, trust_remote_code=trust_remote_code)
         with suppress(WholeOnly):
             stored = open_unread(path, outline)
-            refuse_other_head(outline, stored)
             return fill(outline, stored, device=device, path=path)
     return load_causal_lm(path, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
 
@@ -122,8 +122,8 @@ def _pieces(stored: Stored, name: str) -> Iterator[tuple[int, Tensor]]:
         yield start, stored.read(name, start=(start, *[0] * len(rest)), shape=(count, *rest))
 
 
-def refuse_other_head(model: Any, stored: Stored) -> None:
-    """Raises WholeOnly if an output head is stored that is not the embeddings, although the config says so: transformers takes it."""
+def _refuse_other_head(model: Any, stored: Stored) -> None:
+    """Refuse a stored output head that is not the embeddings, although the config says so: transformers takes it."""
     if HEAD not in stored.tensors or HEAD in dict(model.named_parameters()):
         return
     pairs = zip(_pieces(stored, EMBEDDINGS), _pieces(stored, HEAD), strict=True)

@@ -39,7 +39,7 @@ from rollcall.model.load import check_architecture, load_tokenizer, outline_caus
 from rollcall.model.stop_tokens import check_stop_strings, stop_token_ids
 from rollcall.model.stored.find import is_model_dir
 from rollcall.model.stored.tensors import Stored
-from rollcall.model.unread import WholeOnly, each_tensor, load_onto, open_unread, refuse_other_head
+from rollcall.model.unread import WholeOnly, each_tensor, load_onto, open_unread
 from rollcall.plan.activations import COMPILE_FROM
 from rollcall.plan.engine import kv_fraction
 from rollcall.reward.scorer import ModelRewardFunction, Scorer, columns_needed
@@ -291,7 +291,6 @@ def load_sampler(
         if lora is not None:
             raise WholeOnly("an adapter is added to it")
         unread = open_unread(path, model)
-        refuse_other_head(model, unread)
     except WholeOnly:  # the whole model is in this process until vLLM has it
         model = load(torch.device("cpu"))
         engine = build_engine(rollout, model, tokenizer, device=device)
