@@ -20,10 +20,11 @@ from torch import Tensor
 
 from rollcall.base.errors import MissingPeerError, WorkerTimeoutError
 from rollcall.config import WeightTransport
+from rollcall.engine.weights.layout import Parts
 from rollcall.engine.weights.line import decline
-from rollcall.engine.weights.parts import Parts, PartsReceiver, Take
-from rollcall.engine.weights.protocol import Invitation, StaleUpdateError, WeightReceiver
-from rollcall.engine.weights.transports import FanOut, open_parts_receiver, open_receiver, open_sender
+from rollcall.engine.weights.parts import PartsReceiver, Take
+from rollcall.engine.weights.protocol import Invitation, RefusedUpdateError, WeightReceiver
+from rollcall.engine.weights.transports import FanOut, open_receiver, open_sender
 from rollcall.plan.placement import HOLDERS, Role
 from rollcall.run.team import Team
 
@@ -105,14 +106,12 @@ class WeightSync:
 
 
 class WorkerWeights:
-    """A process's side of it: its end of each transport that it takes part in. With ``by_parts``, senders send what they hold, and receivers
-    get tensors one by one."""
+    """A process's side of it: its end of each transport that it takes part in."""
 
-    def __init__(self, transport: WeightTransport, *, folder: Path, on_gpu: bool, by_parts: bool = False) -> None:
+    def __init__(self, transport: WeightTransport, *, folder: Path, on_gpu: bool) -> None:
         self._transport: WeightTransport = transport
         self._folder = folder
         self._on_gpu = on_gpu
-        self._by_parts = by_parts
         self._sender: FanOut | None = None
         self._shared: int | None = None  # version of the tensors that learner and engine both read
         self._receiver: WeightReceiver | None = None
@@ -137,7 +136,6 @@ class WorkerWeights:
             host=host,
             on_gpu=self._on_gpu,
             folder=self._folder,
-            by_parts=self._by_parts,
         )
         return self._sender.invitations
 
@@ -152,7 +150,7 @@ class WorkerWeights:
     def share(self, version: int) -> None:
         """Nothing moves where learner and engine read the same tensors: an update is only a new version number."""
         if self._shared is not None and version < self._shared:  # a push for a new process repeats the version
-            raise StaleUpdateError(
+            raise RefusedUpdateError(
                 f"the actor's own process: version {version} is not newer than {self._shared}, which it has"
             )
         self._shared = version
@@ -179,8 +177,6 @@ class WorkerWeights:
         if self._parts_receiver is None or invitations != self._invitations:
             if self._parts_receiver is not None:
                 self._parts_receiver.close()
-            self._parts_receiver = open_parts_receiver(
-                invitations, name=name, wanted=wanted, device=torch.device("cpu")
-            )
+            self._parts_receiver = PartsReceiver(invitations, name=name, wanted=wanted, device=torch.device("cpu"))
             self._invitations = invitations
         self._parts_receiver.receive(take, version=version)
