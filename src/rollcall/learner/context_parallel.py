@@ -39,9 +39,8 @@ class Own:
     positions: Longs  # [n]
     logit_index: Longs  # [m], among the rank's own tokens
     targets: Longs  # [m]
-    places: (
-        Longs | None
-    )  # [M]: where each logit of the micro-batch is among those of all ranks; None where one rank has all
+    # [M]: where each logit of the micro-batch is among those of all ranks; None where one rank has all.
+    places: Longs | None
 
 
 def own_of(batch: MicroBatch, *, rank: int, size: int) -> Own:
@@ -105,7 +104,7 @@ class ContextGroup:
 
     def join(self, values: Tensor, own: Own) -> Tensor:
         """[m] of each rank's logits to [M] of the micro-batch's. All ranks compute the same from them, so each has the whole
-        gradient of its own."""
+        gradient of its part."""
         if own.places is None:
             return values
         mine = slice(self.rank * len(values), (self.rank + 1) * len(values))

@@ -12,7 +12,7 @@ with half the tokens; the journal has the groups.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
 import torch
@@ -130,22 +130,18 @@ def passes_of(body: BodyBase, fit: Fit, *, recompute: Recompute | None = None) -
 def row_sentence(body: BodyBase, fit: Fit, batch: MicroBatch, *, why: str, optimizer: Optimizer | None) -> str:
     """The error when a single row, or one attempt whose rows stay together, does not fit."""
     rows = "a row" if batch.num_rows == 1 else f"{counted(batch.num_rows, 'row')} that stay together, in all"
-    parts = {"weights": _bytes_of(body.named.values()) + body.frozen_bytes}
-    if optimizer is not None:
-        parts["optimizer state"] = optimizer.num_bytes
-        parts["gradients"] = 4 * sum(tensor.numel() for tensor in body.named.values())
+    parts = _needs(body, optimizer)
     parts["activations of this row"] = passes_of(body, fit).peak(-(-batch.num_tokens // body.context.size))
     if body.device.type == "cuda":
         held = torch.cuda.memory_allocated(body.device)
         parts["KV cache and other roles"] = max(0, held - parts["weights"] - parts.get("optimizer state", 0))
-    summed = ", ".join(f"{name} {size(count)}" for name, count in parts.items())
     again = ""
     if fit.recompute < _furthest(body, optimizer):
         again = f"set {fit.name}.activation_checkpointing={Recompute(fit.recompute + 1).setting}, "
     if optimizer is not None and optimizer.num_bytes > sum(parts.values()) / 2:
         again += f"set {fit.name}.optimizer.state=bfloat16, train an adapter (model.lora.rank=16), "
     return (
-        f"{fit.name}: {rows} of {batch.num_tokens} tokens does not fit in memory ({why}). It needs {summed}: together "
+        f"{fit.name}: {rows} of {batch.num_tokens} tokens does not fit in memory ({why}). It needs {_listed(parts)}: together "
         f"{size(sum(parts.values()))}{_card(body.device)}. To make room: {again}lower rollout.max_response_tokens, data.max_prompt_tokens or "
         f"rollout.kv_memory_fraction, or divide over more cards: the model with {fit.name}.sharding=fsdp, the row with "
         f"{fit.name}.context_parallel_size. The run directory is whole: the same command continues it"
@@ -154,11 +150,9 @@ def row_sentence(body: BodyBase, fit: Fit, batch: MicroBatch, *, why: str, optim
 
 def step_sentence(body: BodyBase, fit: Fit, optimizer: Optimizer, why: str) -> str:
     """The error when the weights cannot be updated, whatever the micro-batches."""
-    gradients = 4 * sum(tensor.numel() for tensor in body.named.values())
     return (
-        f"{fit.name}: there is no memory left to update the weights ({why}). The update needs weights {size(_bytes_of(body.named.values()))}, "
-        f"optimizer state {size(optimizer.num_bytes)} and gradients {size(gradients)}{_card(body.device)}. Lower "
-        f"rollout.kv_memory_fraction, set {fit.name}.master_weights=false, or divide the model with {fit.name}.sharding=fsdp over more "
+        f"{fit.name}: there is no memory left to update the weights ({why}). The update needs {_listed(_needs(body, optimizer))}"
+        f"{_card(body.device)}. Lower rollout.kv_memory_fraction, set {fit.name}.master_weights=false, or divide the model with {fit.name}.sharding=fsdp over more "
         "cards. The run directory is whole: the same command continues it"
     )
 
@@ -170,8 +164,16 @@ def _furthest(body: BodyBase, optimizer: Optimizer | None) -> Recompute:
     return Recompute.ON_HOST if body.device.type == "cuda" else Recompute.YES
 
 
-def _bytes_of(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+def _needs(body: BodyBase, optimizer: Optimizer | None) -> dict[str, int]:
+    parts = {"weights": sum(tensor.nbytes for tensor in body.named.values()) + body.frozen_bytes}
+    if optimizer is not None:
+        parts["optimizer state"] = optimizer.num_bytes
+        parts["gradients"] = 4 * sum(tensor.numel() for tensor in body.named.values())
+    return parts
+
+
+def _listed(parts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {size(count)}" for name, count in parts.items())
 
 
 def _card(device: torch.device) -> str:

@@ -82,8 +82,9 @@ class Optimizer:
     @property
     def num_bytes(self) -> int:
         """Memory of masters and state; before the first update that of AdamW's state."""
-        state = sum(_bytes(value) for entry in self.adamw.state.values() for value in entry.values())
-        masters = sum(map(_bytes, self.targets.values()))
+        values = [value for entry in self.adamw.state.values() for value in entry.values()]
+        state = sum(value.nbytes for value in values if isinstance(value, Tensor))
+        masters = sum(target.nbytes for target in self.targets.values())
         expected = masters if self.section.optimizer.state == "bfloat16" else 2 * masters
         return (masters if self.uses_masters else 0) + (state or expected)
 
@@ -227,10 +228,6 @@ def _add(total: Tensor, part: Tensor) -> None:
         add(total, part)
     else:
         total += part
-
-
-def _bytes(value: Any) -> int:
-    return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
 
 
 def _count(groups: Sequence[Mapping[str, Any]]) -> int:

@@ -263,13 +263,14 @@ class Sharded(BodyBase):
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         if own:
             squares = torch.stack(torch._foreach_norm(list(own.values()))).double().square()
-            copies = [self._num_copies(self.layout(name)) for name in own]
+            layouts, split = [self.layout(name) for name in own], self.split
+            copies = [
+                split.replicate * (1 if layout.is_root or layout.dim is not None else split.tensor)
+                for layout in layouts
+            ]
             total += (squares / torch.tensor(copies, device=squares.device)).sum().to(self.device)
         self.gang.sum_over(total)
         return total.sqrt()
-
-    def _num_copies(self, layout: WeightSplit) -> int:
-        return self.split.replicate * (1 if layout.is_root or layout.dim is not None else self.split.tensor)
 
     def _once(self, name: str, tensor: Tensor) -> Tensor:
         """Scale the rows of shared key/value heads down, so that all their copies together count as one."""
@@ -305,7 +306,7 @@ class Sharded(BodyBase):
 
     def masters(self, optimizer: Optimizer) -> Mapping[str, Tensor]:
         """This rank's parts of them."""
-        return self.named if self._has_masters else {}
+        return self.named if self.dtype != torch.float32 and self.section.master_weights else {}
 
     def load_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load the state of a whole model. The state saved by any number of ranks is the same."""
@@ -334,10 +335,6 @@ class Sharded(BodyBase):
 
     def _is_part(self, name: str, value: Any) -> bool:
         return isinstance(value, Tensor) and value.ndim > 0 and value.shape == self.named[name].shape
-
-    @property
-    def _has_masters(self) -> bool:
-        return self.dtype != torch.float32 and self.section.master_weights
 
     def _own(self, name: str, value: Any) -> Any:
         """A copy: the state may be mapped from a file that is removed later."""
