@@ -116,7 +116,12 @@ class Server:
             if not self.engine.has_unfinished_requests():
                 break
             for output in self.engine.step():
-                add_tokens(rows.setdefault(output.request_id, [[], [], None]), output.outputs[0])
+                row, made = rows.setdefault(output.request_id, [[], [], None]), output.outputs[0]
+                row[0] += made.token_ids
+                row[1] += [
+                    entry[token].logprob for token, entry in zip(made.token_ids, made.logprobs or [], strict=True)
+                ]
+                row[2] = made.finish_reason
             num_preempted += self._count_preemptions()
         return {"rows": [[name, *row] for name, row in rows.items()], "preempted": num_preempted}
 
@@ -246,14 +251,6 @@ def sampling_params(row: dict[str, Any]) -> Any:
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
     )
-
-
-def add_tokens(row: list[Any], output: Any) -> None:
-    tokens, logprobs, _ = row
-    for token, entry in zip(output.token_ids, output.logprobs or [], strict=True):
-        tokens.append(token)
-        logprobs.append(entry[token].logprob)
-    row[2] = output.finish_reason
 
 
 # Weights. A tensor is [name, dtype, shape, where it begins in its part, number of bytes, checksum].

@@ -78,7 +78,9 @@ def make_spec(
     device, dtype = device or first.device, first.dtype
     _refuse(config, section, device=device)
     block = KV_BLOCK[device.type]
-    token_bytes = _kv_token_bytes(config, dtype, section.tensor_parallel_size)
+    # Of a token's KV on each GPU; where there are more GPUs than KV heads, each has one head.
+    heads = max(1, config.num_key_value_heads // section.tensor_parallel_size)
+    token_bytes = 2 * config.num_hidden_layers * heads * _head_dim(config) * dtype.itemsize
     if kv_tokens is None:
         whole = max_running * config.max_position_embeddings
         if device.type == "cuda":
@@ -111,12 +113,6 @@ def config_fields(model: nn.Module) -> dict[str, Any]:
     config: Any = model.config
     fields = json.loads(config.to_json_string(use_diff=False)) | {"architectures": [type(model).__name__]}
     return {name: value for name, value in fields.items() if name != "auto_map"}
-
-
-def _kv_token_bytes(config: Any, dtype: torch.dtype, tensor_parallel_size: int) -> int:
-    """Bytes of a token's KV on each GPU; where there are more GPUs than KV heads, each has one head."""
-    heads = max(1, config.num_key_value_heads // tensor_parallel_size)
-    return 2 * config.num_hidden_layers * heads * _head_dim(config) * dtype.itemsize
 
 
 def _head_dim(config: Any) -> int:
