@@ -90,7 +90,7 @@ class Child:
         return self._worker.log_tail(count)
 
     def close(self) -> None:
-        """Let it end, and end it if it does not."""
+        """Ask it to end, and kill it if it does not."""
         self._worker.close(grace_s=QUIT_S if self._last.is_done else 0.0)
         self.memory.close()
 

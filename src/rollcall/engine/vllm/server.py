@@ -15,7 +15,7 @@ after the other. When its parent hangs up, or is gone, it ends. A call names a m
     sleep, wake
 
 An update may come while completions are running. vLLM then puts them back into its queue and drops all keys and values
-that the old weights made, so every token is sampled under one version of the weights, context included.
+that the old weights made. So the context of every token is of the version that the token is sampled from.
 """
 
 from __future__ import annotations
@@ -294,7 +294,7 @@ class Reload:
         self._loaded: set[str] = set()
         self._maps: dict[int, Any] = {}  # where a part begins -> a weak reference to its mapping
         self._parts: Any = queue.Queue()
-        self._asked: Any = queue.Queue()  # a word for each time that vLLM wants more than it has, and when it is done
+        self._asked: Any = queue.Queue()  # one entry each time that vLLM wants more tensors, and one when it is done
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
         self._thread.start()
@@ -384,7 +384,7 @@ def end_weights(worker: Any, is_whole: bool) -> None:
 
 
 def end_with(lifeline_fd: int) -> None:
-    """Have the kernel kill this process, and the ones it started, when the starter is gone, however it went."""
+    """Have the kernel kill this process, and those that it started, as soon as the process that started it is gone."""
     if not hasattr(fcntl, "F_SETSIG"):  # macOS: it ends at its next read
         return
     fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, -os.getpid())

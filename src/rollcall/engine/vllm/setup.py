@@ -80,7 +80,7 @@ def make_spec(
     block = KV_BLOCK[device.type]
     # Of a token's KV on each GPU; where there are more GPUs than KV heads, each has one head.
     heads = max(1, config.num_key_value_heads // section.tensor_parallel_size)
-    token_bytes = 2 * config.num_hidden_layers * heads * _head_dim(config) * dtype.itemsize
+    token_bytes: int = 2 * config.num_hidden_layers * heads * _head_dim(config) * dtype.itemsize
     if kv_tokens is None:
         whole = max_running * config.max_position_embeddings
         if device.type == "cuda":

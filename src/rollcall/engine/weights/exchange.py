@@ -202,14 +202,14 @@ class LineReceiver(ABC):
 
     @abstractmethod
     def _fit(self, headers: Sequence[Header]) -> None:
-        """Raises if the update cannot be applied here."""
+        """Raise if the update cannot be applied here."""
 
     @abstractmethod
     def _apply(self, headers: Sequence[Header], deadline: Wait) -> list[list[int]]:
-        """Receives and applies the update; returns the checksums of what each sender brought."""
+        """Receive and apply the update; returns the checksums of what each sender brought."""
 
     def _update(self, version: int) -> None:
-        """Waits for the update to this version, in as many attempts as its senders make."""
+        """Wait for the update to this version, in as many attempts as its senders make."""
         deadline = Wait(max(invitation.timeout_s for invitation in self._invitations))
         try:
             if not self._ends:
@@ -268,7 +268,7 @@ class LineReceiver(ABC):
         self._fit(headers)
 
     def _answer(self, refusal: Exception | None, deadline: Wait) -> str:
-        """Gives all senders the same answer, and returns what they do next."""
+        """Give all senders the same answer; returns what they do next."""
         for line, _ in self._ends:
             line.tell({"refused": None if refusal is None else str(refusal)}, deadline)
         steps = {line.peer: line.hear(deadline)["step"] for line, _ in self._ends}

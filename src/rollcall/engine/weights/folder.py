@@ -5,8 +5,8 @@ renamed into place when it is complete, with the update's version, layout and th
 has the sender's secret and the version, so no receiver takes the files of another sender. The files stay until the next update
 is complete, so a receiver that comes later finds them.
 
-Who waits for whom: ``send`` does not wait; ``receive`` waits for the files of its version. The caller of both knows by
-their answers that all have it.
+Who waits for whom: ``send`` does not wait; ``receive`` waits for the files of its version. The caller of both knows
+that all have an update when both have returned.
 """
 
 from __future__ import annotations
