@@ -31,8 +31,7 @@ from torch import Tensor
 from benchmarks.common import SMALL, SMOLLM2, TINY, WORKLOADS, print_result
 from benchmarks.learner import make_samples
 from rollcall.config import Grpo, OptimizerSection, WeightTransport
-from rollcall.engine.weights.protocol import WeightSender
-from rollcall.engine.weights.transports import open_receiver, open_sender
+from rollcall.engine.weights.transports import FanOut, open_receiver, open_sender
 from rollcall.learner.learner import Learner
 from rollcall.model.decoder import Decoder, fuse_parameters
 
@@ -190,7 +189,7 @@ def compare(
     }
 
 
-def _ours(peer: Peer, sender: WeightSender, tensors: dict[str, Tensor]) -> Callable[[], object]:
+def _ours(peer: Peer, sender: FanOut, tensors: dict[str, Tensor]) -> Callable[[], object]:
     versions = iter(range(1_000_000))
 
     def run() -> None:
@@ -293,7 +292,7 @@ def real_delta(dtype: torch.dtype, rate: float) -> dict[str, Any]:
     }
 
 
-def _send_here(sender: WeightSender, receiver: Any, tensors: dict[str, Tensor], version: int) -> int:
+def _send_here(sender: FanOut, receiver: Any, tensors: dict[str, Tensor], version: int) -> int:
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(max_workers=1) as pool:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollcall.algo import advantages as adv
-from rollcall.algo import corrections, losses, recipe
+from rollcall.algo import losses, recipe
 from rollcall.config import Cispo, Dapo, DrGrpo, Grpo, Gspo, Intuitor, Ppo, ReinforcePlusPlus, Rloo
 
 REFERENCE = json.loads((Path(__file__).parent / "data" / "algo_reference.json").read_text())
@@ -107,7 +107,7 @@ def assert_same_advantages(ours: list[recipe.TokenAdvantages], theirs: Any) -> N
 # --- the docstrings' examples
 
 
-@pytest.mark.parametrize("module", [adv, losses, corrections, recipe], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [adv, losses, recipe], ids=lambda module: module.__name__)
 def test_docstring_examples_hold(module: Any) -> None:
     result = doctest.testmod(module)
     assert result.attempted > 0
@@ -380,14 +380,14 @@ def test_k3_is_never_negative_nor_infinite() -> None:
 def test_corrections_are_verls_and_carry_no_gradient() -> None:
     expected = REFERENCE["corrections"]
     old, behaviour = flat_input("old_logprobs").requires_grad_(), flat_input("behaviour_logprobs")
-    truncated = corrections.truncated_weights(old, behaviour, cap=expected["cap"])
+    truncated = losses.truncated_weights(old, behaviour, cap=expected["cap"])
     low, high = expected["bounds"]
-    kept = corrections.mismatch_mask(old, behaviour, low=low, high=high)
+    kept = losses.mismatch_mask(old, behaviour, low=low, high=high)
     assert not truncated.requires_grad and not kept.requires_grad
     assert_close(truncated, flat(expected["truncated"]))
     assert_close(kept, flat(expected["kept"]))
     assert 0 < float(kept.mean()) < 1
-    assert_close(kept * corrections.truncated_weights(old, behaviour, cap=high), flat(expected["icepop"]))
+    assert_close(kept * losses.truncated_weights(old, behaviour, cap=high), flat(expected["icepop"]))
 
 
 @pytest.mark.parametrize("case", REFERENCE["value"], ids=lambda case: f"clip={case['clip']}")

@@ -18,6 +18,7 @@ from rollcall.engine.native.engine import NativeEngine
 from rollcall.engine.native.fill import run_halved
 from rollcall.engine.native.runner import Fill
 from rollcall.engine.protocol import Request, Sampling
+from rollcall.learner.fit import accumulate
 from rollcall.learner.learner import Critic, Learner
 from rollcall.learner.measure import Rows, measured
 from rollcall.learner.packing import Packing
@@ -136,7 +137,7 @@ def test_a_made_up_pass_leaves_no_gradient(algorithm: Any) -> None:
     samples = ROWS.fill(60, vocab=40)
     for model in (learner, critic):
         packing = Packing(samples=samples, weights=np.zeros(len(samples), dtype=np.float32), max_rows=4)
-        assert len(model.body.accumulate(packing, model.fit, model._loss, model.optimizer)) > 1
+        assert len(accumulate(model.body, model.fit, packing, model._loss, model.optimizer)) > 1
         sums = model.optimizer._sums.values()
         assert sums and all(torch.equal(each, torch.zeros_like(each)) for each in sums)
         model.optimizer.discard()

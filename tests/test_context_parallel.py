@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from rollcall.checkpoint.training import read_learner
 from rollcall.config import Algorithm, Config, Grpo, Gspo, OptimizerSection, Ppo, RunSection
 from rollcall.learner.context_parallel import own_of
 from rollcall.learner.gang import Gang
-from rollcall.learner.learner import Critic, Learner, TokenScores, make_body, score_samples, whole_body
+from rollcall.learner.learner import Critic, Learner, TokenScores, score_samples, whole_body
 from rollcall.learner.packing import pack
 from rollcall.model.decoder import fuse_parameters
 from rollcall.plan.mesh import ModelSplit, indivisible_heads, split_of
@@ -353,13 +352,6 @@ def test_heads_that_do_not_divide_are_refused_with_the_sum(
 ) -> None:
     found = indivisible_heads(heads=heads, kv_heads=kv_heads, tensor=tensor, context=context, name="actor")
     assert found is None if message is None else found is not None and message in found
-
-
-def test_a_body_refuses_heads_that_do_not_divide() -> None:
-    two = replace(Gang.alone(), size=2, nodes=("", ""))
-    model = trainable("llama-tied", num_attention_heads=3, num_key_value_heads=3, hidden_size=96)
-    with pytest.raises(ValueError, match="actor.context_parallel_size=2 does not divide the model's 3 attention heads"):
-        make_body(model, section(**TWO), gang=two)
 
 
 class Listeners:

@@ -47,7 +47,7 @@ from rollcall.cli.main import app
 from rollcall.config import VllmSection, dump_config
 from rollcall.engine.protocol import Refused
 from rollcall.engine.ticker import Ticker
-from rollcall.engine.vllm.child import Child, UpdateRefused, VllmError
+from rollcall.engine.vllm.child import Child, VllmError
 from rollcall.engine.vllm.engine import VllmEngine
 from rollcall.engine.vllm.setup import PYTHON_VARIABLE, VllmUnavailable, find_python
 
@@ -172,33 +172,33 @@ def test_a_stale_update_is_refused_and_leaves_the_engine_as_it_was(engine: Any, 
     requests = requests_for(random_prompts(2))
     state = {name: parameter.clone() for name, parameter in model.named_parameters()}
     perturb(model, seed=2)
-    with pytest.raises(UpdateRefused, match="version 4 is stale: this engine has version 5"):
+    with pytest.raises(VllmError, match="version 4 is stale: this engine has version 5"):
         engine.update_weights(4)
     assert engine.version == 5
     model.load_state_dict(state, strict=False)
     assert off_by(model, requests, run(engine, requests)) < TOLERANCE
 
 
-def test_a_torn_update_is_refused_and_sent_again(engine: Any, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torn_update_is_refused_and_leaves_the_engine_as_it_was(
+    engine: Any, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     memory = engine.child.memory
-    lay_out, tears = memory._lay_out, [True, False]
+    write = memory.write
 
-    def write_and_tear(placed: Any, **where: Any) -> Any:
-        message = lay_out(placed, **where)
-        if tears.pop(0):
-            os.pwrite(memory.fd, b"\x55" * 40, where["offset"] + 400)
+    def write_and_tear(tensors: Any, **where: Any) -> Any:
+        message = write(tensors, **where)
+        os.pwrite(memory.fd, b"\x55" * 40, message["offset"] + 400)
         return message
 
-    monkeypatch.setattr(memory, "_lay_out", write_and_tear)
-    perturb(model, seed=1)
-    engine.update_weights(1)
-    assert tears == []
     requests = requests_for(random_prompts(2))
-    assert off_by(model, requests, run(engine, requests)) < TOLERANCE
-    tears += [True, True]
-    with pytest.raises(UpdateRefused, match="torn: model.embed_tokens.weight is not what was sent"):
-        engine.update_weights(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "write", write_and_tear)
+        with pytest.raises(VllmError, match="torn: model.embed_tokens.weight is not what was sent"):
+            engine.update_weights(2)
     assert off_by(model, requests, run(engine, requests)) < TOLERANCE, "it still has the weights before"
+    perturb(model, seed=1)
+    engine.update_weights(2)
+    assert off_by(model, requests, run(engine, requests)) < TOLERANCE
 
 
 def test_an_update_without_one_of_the_parameters_fails_by_its_name(engine: Any, model: Any) -> None:

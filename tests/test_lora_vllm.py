@@ -14,7 +14,7 @@ from tiny import make_tokenizer, random_prompts, reference_logprobs, save_model
 
 from rollcall.config import VllmSection
 from rollcall.config.lora import LoraSection
-from rollcall.engine.vllm.child import Child, UpdateRefused
+from rollcall.engine.vllm.child import Child, VllmError
 from rollcall.engine.vllm.engine import VllmEngine
 from rollcall.engine.vllm.setup import PYTHON_VARIABLE, VllmUnavailable, find_python, make_spec
 from rollcall.model.load import load_causal_lm
@@ -49,7 +49,7 @@ def test_vllm_samples_from_every_version_of_the_adapter(tmp_path: Path) -> None:
                 for completion in completions:
                     expected = reference_logprobs(other, prompts[int(name[1:])], completion.token_ids)
                     np.testing.assert_allclose(completion.logprobs, expected.numpy(), atol=2e-3)
-        with pytest.raises(UpdateRefused, match="stale"):
+        with pytest.raises(VllmError, match="stale"):
             engine.update_weights(1)
     finally:
         engine.close()
@@ -59,9 +59,6 @@ def test_vllm_refuses_what_it_cannot_load_with_an_adapter(tmp_path: Path) -> Non
     path = save_model(tmp_path / "model", "llama-tied", **SHAPE)
     model = load_causal_lm(str(path), device=CPU, dtype=torch.float32)
     how = dict(max_running=4, kv_tokens=64, kv_fraction=0.3)
-    large = replace(make_adapter(model, LoraSection(rank=600)), base=str(path))
-    with pytest.raises(VllmUnavailable, match="model.lora.rank=600 is more than vLLM takes"):
-        make_spec(model, VllmSection(), adapter=large, **how)  # type: ignore[arg-type]
     stray = replace(make_adapter(model, LoraSection(rank=4)), base=str(tmp_path))
     with pytest.raises(VllmUnavailable, match="is a checkpoint, and with model.lora vLLM reads the model itself"):
         make_spec(model, VllmSection(), adapter=stray, **how)  # type: ignore[arg-type]

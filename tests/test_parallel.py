@@ -23,7 +23,7 @@ from rollcall.checkpoint.training import read_critic, read_learner
 from rollcall.config import ClusterSection, Config, Grpo, OptimizerSection, Ppo, RolloutSection, RunSection
 from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Critic, Learner, Reference, make_body
-from rollcall.learner.tensor_parallel import refuse_indivisible, split_order
+from rollcall.learner.tensor_parallel import split_order
 from rollcall.model.decoder import fuse_parameters, module_names
 from rollcall.plan.mesh import ModelSplit, is_split, split_of
 from rollcall.plan.placement import Plan, Role, plan_placement, roles_in_parts
@@ -403,9 +403,6 @@ def try_to_build(gang: Gang, changes: dict[str, Any], shape: dict[str, Any]) -> 
 @pytest.mark.parametrize(
     ("shape", "changes", "message"),
     [
-        (dict(num_attention_heads=3, num_key_value_heads=3, hidden_size=96), TENSOR, "tensor_parallel_size=2 does not divide the model's 3 attention heads: 3 = 2 x 1 + 1; use 1"),
-        (dict(num_attention_heads=6, num_key_value_heads=3, hidden_size=96), TENSOR, "does not divide the model's 3 key/value heads"),
-        (dict(intermediate_size=97), TENSOR, "does not divide the model's 97 MLP columns"),
         (dict(), dict(tensor_parallel_size=4), "actor.tensor_parallel_size=4, but actor has 2 processes; use a divisor of 2"),
         (dict(), dict(**HSDP, tensor_parallel_size=2), "sharding_group_size=2 does not divide the 1 data ranks"),
         (dict(), dict(sharding="fsdp", cpu_offload=True), "this run has none (it is on the CPU); leave it out"),
@@ -613,14 +610,6 @@ def test_the_order_of_cut_rows_is_a_permutation(field: str) -> None:
     order = split_order(field, heads=6, kv_heads=3, dim=4, intermediate=12, tensor=3)
     assert order is not None and sorted(order.tolist()) == list(range(len(order)))
     assert split_order(field, heads=6, kv_heads=3, dim=4, intermediate=12, tensor=1) is None
-
-
-def test_sizes_that_divide_are_let_through() -> None:
-    refuse_indivisible(heads=4, kv_heads=2, intermediate=96, tensor=2, name="actor")
-    refuse_indivisible(heads=4, kv_heads=2, intermediate=96, tensor=4, name="actor")  # two ranks to a key/value head
-    message = "critic.tensor_parallel_size=4 does not divide .* 6 key/value heads: 6 = 4 x 1 \\+ 2; use 1 or 2 or 3"
-    with pytest.raises(ValueError, match=message):
-        refuse_indivisible(heads=12, kv_heads=6, intermediate=96, tensor=4, name="critic")
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from rollcall.config import VllmSection, load_config
 from rollcall.engine.tokenizers import refuse_other_tokenizers, tokenizer_mark
 from rollcall.engine.vllm.child import ALIGN, Child, SharedMemory, VllmError, child_environment
 from rollcall.engine.vllm.engine import vllm_seed
-from rollcall.engine.vllm.server import Refused, Server, begin_weights, end_weights, take_weights, verify
+from rollcall.engine.vllm.server import Server, begin_weights, end_weights, take_weights, verify
 from rollcall.engine.vllm.setup import PYTHON_VARIABLE, VllmUnavailable, find_python, make_spec
 from rollcall.model.tiny import char_tokenizer
 from rollcall.run.training import train
@@ -108,12 +108,12 @@ def test_weights_in_shared_memory_are_found_and_checked() -> None:
     for place in (offset, offset + length - 1):
         before = os.pread(memory.fd, 1, place)
         os.pwrite(memory.fd, bytes([before[0] ^ 1]), place)
-        with pytest.raises(Refused, match="torn: part of a wider one is not what was sent"):
+        with pytest.raises(ValueError, match="torn: part of a wider one is not what was sent"):
             verify(path, **message)
         os.pwrite(memory.fd, before, place)
     verify(path, **message)
     with pytest.raises(
-        Refused, match=rf"torn: {message['size']} bytes of weights where {message['size'] + 1} were sent"
+        ValueError, match=rf"torn: {message['size']} bytes of weights where {message['size'] + 1} were sent"
     ):
         verify(path, 0, message["size"] + 1, message["tensors"])
     memory.close()

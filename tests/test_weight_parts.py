@@ -21,11 +21,11 @@ from rollcall.base.errors import MissingPeerError, WeightUpdateError
 from rollcall.base.wait import Wait
 from rollcall.config import Config, Grpo, RolloutSection, RunSection
 from rollcall.engine.vllm.engine import VllmEngine
-from rollcall.engine.weights import broadcast, parts, shared_memory
-from rollcall.engine.weights.layout import BucketSize, Layout
-from rollcall.engine.weights.parts import Parts, PartsReceiver, SentBlock
+from rollcall.engine.weights import broadcast, shared_memory
+from rollcall.engine.weights.layout import BucketSize, Layout, Parts, SentBlock, in_order
+from rollcall.engine.weights.parts import PartsReceiver
 from rollcall.engine.weights.protocol import Invitation, RefusedUpdateError
-from rollcall.engine.weights.transports import FanOut, open_parts_receiver, open_sender
+from rollcall.engine.weights.transports import FanOut, open_sender
 from rollcall.learner.gang import Gang
 from rollcall.learner.layout import WeightSplit, module_shapes
 from rollcall.model.decoder import Decoder, module_names
@@ -87,12 +87,12 @@ class Update:
         self.senders: list[FanOut] = [
             open_sender(
                 "auto", receivers=receivers, name=f"actor rank {rank}", host="127.0.0.1", on_gpu=False,
-                folder=Path("unused"), timeout_s=TIMEOUT_S, by_parts=True,
+                folder=Path("unused"), timeout_s=TIMEOUT_S,
             )
             for rank in range(len(sent))
         ]  # fmt: skip
         self.receivers: dict[str, PartsReceiver] = {
-            name: open_parts_receiver(
+            name: PartsReceiver(
                 [sender.invitations[name] for sender in self.senders], name=name, wanted=wanted, device=CPU
             )
             for name in receivers
@@ -214,7 +214,7 @@ def test_a_torn_part_makes_all_senders_send_again(monkeypatch: pytest.MonkeyPatc
 
 def test_senders_that_do_not_go_on_alike_end_the_update_with_a_sentence() -> None:
     """Receivers on three nodes share some senders and not others, and one of them has refused."""
-    receiver = PartsReceiver([], name="rollout rank 2", wanted={}, device=CPU, open_inlet=lambda invitation: None)  # type: ignore[arg-type, return-value]
+    receiver = PartsReceiver([], name="rollout rank 2", wanted={}, device=CPU)
     told = {"actor rank 0": "end", "actor rank 1": "again"}
     receiver._ends = [  # type: ignore[assignment]
         (SimpleNamespace(peer=peer, tell=lambda *words: None, hear=lambda deadline, step=step: {"step": step}), None)
@@ -259,7 +259,7 @@ def test_a_receiver_that_goes_away_in_the_middle_is_named_to_every_sender() -> N
 def test_buckets_in_order_never_put_a_small_tensor_behind_a_large_one() -> None:
     sizes = {"a": 10, "b": 5000, "c": 20, "d": 30, "e": 2000}
     layout = Layout.of({name: torch.zeros(size, dtype=torch.uint8) for name, size in sizes.items()})
-    spans = [[layout.entries[span.entry].name for span in bucket] for bucket in layout.buckets(parts.in_order(SMALL))]
+    spans = [[layout.entries[span.entry].name for span in bucket] for bucket in layout.buckets(in_order(SMALL))]
     assert spans == [["a"], ["b"], ["b", "c", "d"], ["e"]]
 
 

@@ -29,7 +29,7 @@ from rollcall.config import parse_config
 from rollcall.engine.weights import delta
 from rollcall.engine.weights.layout import BucketSize, Layout, Views
 from rollcall.engine.weights.line import Desk, Line, call, decline
-from rollcall.engine.weights.protocol import TornUpdateError
+from rollcall.engine.weights.protocol import RefusedUpdateError
 from rollcall.engine.weights.shared_memory import _IpcInlet, _IpcOutlet
 from rollcall.engine.weights.transports import carrying_for, open_receiver, open_sender
 from rollcall.model import checksum as checksums
@@ -369,7 +369,7 @@ def test_changes_that_make_no_sense_are_refused_before_they_are_written(spoil: A
     layout = Layout.of({"w": new})
     found = delta.encode(layout, new=[bits(new)], base=[bits(base)])
     spoil(found.payload)
-    with pytest.raises(TornUpdateError, match="'w'"):
+    with pytest.raises(RefusedUpdateError, match="'w'"):
         delta.apply(layout, found, flat=[bits(base)])
     assert not base.any()
 

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from rollcall.base.errors import MissingPeerError, WeightUpdateError
-from rollcall.engine.weights.protocol import RefusedUpdateError, Sent, WeightReceiver, WeightSender
+from rollcall.engine.weights.protocol import RefusedUpdateError, Sent, WeightReceiver
+from rollcall.engine.weights.transports import FanOut
 from rollcall.model.checksum import checksum
 
 Tensors = dict[str, Tensor]
@@ -30,7 +31,7 @@ SHORT_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ends:
-    sender: WeightSender
+    sender: FanOut
     receivers: Mapping[str, WeightReceiver]
 
 

@@ -150,6 +150,33 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, *, estimator: Lite
     return ((-difference).expm1() + difference).clamp(0.0, K3_BOUND)
 
 
+# Corrections for the gap between the policy that sampled (behaviour: the engine) and the one that the ratio starts from (old: the
+# learner before the step). Both compare old with behaviour token by token, and neither carries a gradient.
+
+
+def truncated_weights(old_logprobs: Tensor, behaviour_logprobs: Tensor, *, cap: float) -> Tensor:
+    """Truncated importance weights: ``min(old / behaviour, cap)`` per token.
+
+    Truncation bounds the variance at the price of a bias, as in V-trace (arXiv:1802.01561).
+
+    >>> old = torch.tensor([0.5, 0.9, 0.2]).log()
+    >>> truncated_weights(old, torch.tensor([0.5, 0.1, 0.4]).log(), cap=2.0)
+    tensor([1.0000, 2.0000, 0.5000])
+    """
+    return bounded_ratio(old_logprobs, behaviour_logprobs).clamp(max=cap).detach()
+
+
+def mismatch_mask(old_logprobs: Tensor, behaviour_logprobs: Tensor, *, low: float, high: float) -> Tensor:
+    """1 where ``low <= old / behaviour <= high``, else 0: the tokens to keep (IcePop, arXiv:2510.18855).
+
+    >>> old = torch.tensor([0.5, 0.9, 0.2]).log()
+    >>> mismatch_mask(old, torch.tensor([0.5, 0.1, 0.4]).log(), low=0.4, high=5.0)
+    tensor([1., 0., 1.])
+    """
+    ratio = bounded_ratio(old_logprobs, behaviour_logprobs).detach()
+    return ((ratio >= low) & (ratio <= high)).to(ratio.dtype)
+
+
 def attempt_mean(values: Tensor, *, attempt: Tensor, num_attempts: int) -> Tensor:
     """Mean of each attempt's tokens, [num_attempts]; 0 for one without tokens.
 

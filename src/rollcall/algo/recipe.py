@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollcall.algo import advantages as adv
-from rollcall.algo import corrections, losses
+from rollcall.algo import losses
 from rollcall.algo.shaping import COMPARE, TurnRewards
 from rollcall.base.types import Bools, Doubles, Floats, Longs
 from rollcall.config import (
@@ -202,12 +202,12 @@ def _corrected(
     """The surrogate and the weights of its tokens after the importance corrections."""
     kept = weights
     if algorithm.tis_cap is not None:
-        tis = corrections.truncated_weights(base, behaviour, cap=algorithm.tis_cap)
+        tis = losses.truncated_weights(base, behaviour, cap=algorithm.tis_cap)
         surrogate = surrogate * tis
         measure("tis_weight_mean", tis)
     if algorithm.mismatch_mask is not None:
         low, high = algorithm.mismatch_mask
-        keep = corrections.mismatch_mask(base, behaviour, low=low, high=high)
+        keep = losses.mismatch_mask(base, behaviour, low=low, high=high)
         kept = weights * keep
         measure("masked_fraction", 1 - keep)
     return surrogate, kept

@@ -1,4 +1,4 @@
-"""Whether all processes of a run have the same tokenizer: each loads it from the files of its own node."""
+"""Whether all processes of a run have the same tokenizer: each loads it from the files of its node."""
 
 from __future__ import annotations
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,6 +25,15 @@ from rollcall.model.layer import Halves, Ops, Pass, Shape, TorchOps, compiled_ha
 from rollcall.model.load import non_finite_of
 from rollcall.model.recompute import HostStore
 from rollcall.plan.activations import Recompute
+
+_ONE, _NOTHING = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.float32)
+# The micro-batch of a rank that has none left while others have.
+IDLE = MicroBatch(
+    token_ids=_ONE, positions=_ONE, kv_index=_ONE, cu_q=np.array([0, 1], dtype=np.int32),
+    cu_k=np.array([0, 1], dtype=np.int32), logit_index=_ONE, targets=_ONE, row=_ONE, sample_index=_ONE, attempt=_ONE,
+    weights=_NOTHING, behaviour_logprobs=_NOTHING, old_logprobs=None, reference_logprobs=None, advantages=_NOTHING,
+    returns=None, values=None,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +119,14 @@ class BodyBase(ABC):
     @abstractmethod
     def _run(self, work: Work) -> tuple[Tensor, ...]:
         """``head_outputs`` of the work's logits."""
+
+    def nothing(self) -> Tensor:
+        """The loss of an idle pass: zero, and so are all gradients."""
+        return self._forward(IDLE)[0].sum() * 0.0
+
+    @abstractmethod
+    def gradients(self, loss: Tensor) -> Sequence[Tensor | None]:
+        """The gradients of one micro-batch, in the order of ``named``."""
 
     # The weights: whole tensors, and this rank's parts of them
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from rollcall.base.types import Longs, MicroBatch
 from rollcall.learner.gang import Gang
-from rollcall.learner.tensor_parallel import all_gather, pad_rows
+from rollcall.learner.tensor_parallel import all_gather, exchanged, pad_rows
 from rollcall.model.arrays import on_device
 from rollcall.model.layer import Attend
 
@@ -39,9 +39,8 @@ class Own:
     positions: Longs  # [n]
     logit_index: Longs  # [m], among the rank's own tokens
     targets: Longs  # [m]
-    places: (
-        Longs | None
-    )  # [M]: where each logit of the micro-batch is among those of all ranks; None where one rank has all
+    # [M]: where each logit of the micro-batch is among those of all ranks; None where one rank has all.
+    places: Longs | None
 
 
 def own_of(batch: MicroBatch, *, rank: int, size: int) -> Own:
@@ -105,10 +104,13 @@ class ContextGroup:
 
     def join(self, values: Tensor, own: Own) -> Tensor:
         """[m] of each rank's logits to [M] of the micro-batch's. All ranks compute the same from them, so each has the whole
-        gradient of its own."""
+        gradient of its part."""
         if own.places is None:
             return values
-        everyones: Any = _Gather.apply(values, self)
+        mine = slice(self.rank * len(values), (self.rank + 1) * len(values))
+        everyones = exchanged(
+            values, lambda x: all_gather(x, group=self.group, size=self.size), lambda grad: grad[mine]
+        )
         return everyones.index_select(0, on_device(own.places, values.device))
 
     def _to_heads(self, q: Tensor, k: Tensor, v: Tensor, count: int) -> list[Tensor]:
@@ -118,14 +120,21 @@ class ContextGroup:
             k, v = k.repeat_interleave(copies, dim=1), v.repeat_interleave(copies, dim=1)
         by_rank = [heads.unflatten(1, (self.size, -1)).transpose(0, 1) for heads in (q, k, v)]  # [c, n, heads, D]
         widths = [heads.shape[2] for heads in by_rank]
-        got: Any = _AllToAll.apply(torch.cat(by_rank, dim=2), self)
+        got = exchanged(torch.cat(by_rank, dim=2), self._swap, self._swap)
         return [heads.transpose(0, 1).flatten(0, 1)[:count] for heads in got.split(widths, dim=2)]
 
     def _to_tokens(self, attended: Tensor) -> Tensor:
         """[N, H / c * D] of own heads to [n, H * D] of own tokens."""
         padded = pad_rows(attended, -(-len(attended) // self.size) * self.size)
-        got: Any = _AllToAll.apply(padded.unflatten(0, (-1, self.size)).transpose(0, 1), self)
+        got = exchanged(padded.unflatten(0, (-1, self.size)).transpose(0, 1), self._swap, self._swap)
         return got.transpose(0, 1).flatten(1)
+
+    def _swap(self, x: Tensor) -> Tensor:
+        """[c, ...]: slice i goes to rank i, and slice i comes from rank i. The way back is the same."""
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        dist.all_to_all_single(out, x, group=self.group)
+        return out
 
 
 def join_context(gang: Gang, *, size: int, tensor: int = 1) -> ContextGroup:
@@ -139,34 +148,3 @@ def join_context(gang: Gang, *, size: int, tensor: int = 1) -> ContextGroup:
         gang.meshes[key], _ = dist.new_subgroups_by_enumeration(ranks.tolist())
         gang.greet(gang.meshes[key], f"context of {size}, tensor {tensor}")
     return ContextGroup(group=gang.meshes[key], rank=gang.rank // tensor % size, size=size)
-
-
-class _AllToAll(torch.autograd.Function):
-    """[c, ...]: slice i goes to rank i, and slice i comes from rank i. The way back is the same."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, context: ContextGroup) -> Tensor:  # type: ignore[override]
-        ctx.context = context
-        return _all_to_all(x, context)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _all_to_all(grad, ctx.context), None
-
-
-def _all_to_all(x: Tensor, context: ContextGroup) -> Tensor:
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    dist.all_to_all_single(out, x, group=context.group)
-    return out
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, context: ContextGroup) -> Tensor:  # type: ignore[override]
-        ctx.own = slice(context.rank * len(x), (context.rank + 1) * len(x))
-        return all_gather(x, group=context.group, size=context.size)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return grad[ctx.own], None

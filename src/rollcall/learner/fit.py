@@ -12,7 +12,7 @@ with half the tokens; the journal has the groups.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
 import torch
@@ -21,21 +21,39 @@ from torch import Tensor
 from rollcall.base.errors import BatchTooLargeError, MemoryShortError, in_one_line, is_out_of_memory
 from rollcall.base.types import MicroBatch
 from rollcall.base.words import counted, size
-from rollcall.learner.body import BodyBase
+from rollcall.learner.body import IDLE, BodyBase
 from rollcall.learner.optimizer import Optimizer
 from rollcall.learner.packing import Fit, Packing
 from rollcall.plan.activations import DecoderSizes, Passes, Recompute
 
 T = TypeVar("T")
+LossOf = Callable[[MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 
 
-def run_fitting(
-    body: BodyBase, fit: Fit, packing: Packing, run: Callable[[MicroBatch], T], *, optimizer: Optimizer | None
+def accumulate(
+    body: BodyBase, fit: Fit, packing: Packing, loss_of: LossOf, optimizer: Optimizer
+) -> list[tuple[MicroBatch, dict[str, Tensor]]]:
+    """Backward through every micro-batch; returns each with its metrics."""
+
+    def run(batch: MicroBatch) -> dict[str, Tensor]:
+        loss, metrics = loss_of(batch) if batch is not IDLE else (body.nothing(), {})
+        # Not kept in a name: the gradients would be there during the next backward too.
+        optimizer.accumulate(body.gradients(loss))
+        return metrics
+
+    return list(each_fitting(body, fit, packing, run, optimizer=optimizer))
+
+
+def each_fitting(
+    body: BodyBase, fit: Fit, packing: Packing, run: Callable[[MicroBatch], T], *, optimizer: Optimizer | None = None
 ) -> Iterator[tuple[MicroBatch, T]]:
     """Yield each micro-batch with the result of ``run``. Those that do not fit are made smaller, unless other ranks run the same one.
     The next is packed while a card still computes the last."""
     rows, done = range(len(packing.samples)), set[int]()
     waiting = packing.batches(rows, fit.tokens * body.context.size)
+    if body.in_parts:  # every rank runs the same number
+        own = list(waiting)
+        waiting = iter([*own, *[IDLE] * (max(body.gang.gather(len(own))) - len(own))])
     while (batch := next(waiting, None)) is not None:
         try:
             result = run(batch)
@@ -46,8 +64,9 @@ def run_fitting(
                 raise too_large(body, fit, batch, packing, error, optimizer=optimizer) from None
             why = in_one_line(error)
         else:
-            done.update(batch.sample_index.tolist())
-            yield batch, result
+            if batch is not IDLE:
+                done.update(batch.sample_index.tolist())
+                yield batch, result
             continue
         # Outside the handler: the error holds the frames, and these the tensors.
         release(body.device)
@@ -111,22 +130,18 @@ def passes_of(body: BodyBase, fit: Fit, *, recompute: Recompute | None = None) -
 def row_sentence(body: BodyBase, fit: Fit, batch: MicroBatch, *, why: str, optimizer: Optimizer | None) -> str:
     """The error when a single row, or one attempt whose rows stay together, does not fit."""
     rows = "a row" if batch.num_rows == 1 else f"{counted(batch.num_rows, 'row')} that stay together, in all"
-    parts = {"weights": _bytes_of(body.named.values()) + body.frozen_bytes}
-    if optimizer is not None:
-        parts["optimizer state"] = optimizer.num_bytes
-        parts["gradients"] = 4 * sum(tensor.numel() for tensor in body.named.values())
+    parts = _needs(body, optimizer)
     parts["activations of this row"] = passes_of(body, fit).peak(-(-batch.num_tokens // body.context.size))
     if body.device.type == "cuda":
         held = torch.cuda.memory_allocated(body.device)
         parts["KV cache and other roles"] = max(0, held - parts["weights"] - parts.get("optimizer state", 0))
-    summed = ", ".join(f"{name} {size(count)}" for name, count in parts.items())
     again = ""
     if fit.recompute < _furthest(body, optimizer):
         again = f"set {fit.name}.activation_checkpointing={Recompute(fit.recompute + 1).setting}, "
     if optimizer is not None and optimizer.num_bytes > sum(parts.values()) / 2:
         again += f"set {fit.name}.optimizer.state=bfloat16, train an adapter (model.lora.rank=16), "
     return (
-        f"{fit.name}: {rows} of {batch.num_tokens} tokens does not fit in memory ({why}). It needs {summed}: together "
+        f"{fit.name}: {rows} of {batch.num_tokens} tokens does not fit in memory ({why}). It needs {_listed(parts)}: together "
         f"{size(sum(parts.values()))}{_card(body.device)}. To make room: {again}lower rollout.max_response_tokens, data.max_prompt_tokens or "
         f"rollout.kv_memory_fraction, or divide over more cards: the model with {fit.name}.sharding=fsdp, the row with "
         f"{fit.name}.context_parallel_size. The run directory is whole: the same command continues it"
@@ -135,11 +150,9 @@ def row_sentence(body: BodyBase, fit: Fit, batch: MicroBatch, *, why: str, optim
 
 def step_sentence(body: BodyBase, fit: Fit, optimizer: Optimizer, why: str) -> str:
     """The error when the weights cannot be updated, whatever the micro-batches."""
-    gradients = 4 * sum(tensor.numel() for tensor in body.named.values())
     return (
-        f"{fit.name}: there is no memory left to update the weights ({why}). The update needs weights {size(_bytes_of(body.named.values()))}, "
-        f"optimizer state {size(optimizer.num_bytes)} and gradients {size(gradients)}{_card(body.device)}. Lower "
-        f"rollout.kv_memory_fraction, set {fit.name}.master_weights=false, or divide the model with {fit.name}.sharding=fsdp over more "
+        f"{fit.name}: there is no memory left to update the weights ({why}). The update needs {_listed(_needs(body, optimizer))}"
+        f"{_card(body.device)}. Lower rollout.kv_memory_fraction, set {fit.name}.master_weights=false, or divide the model with {fit.name}.sharding=fsdp over more "
         "cards. The run directory is whole: the same command continues it"
     )
 
@@ -151,8 +164,16 @@ def _furthest(body: BodyBase, optimizer: Optimizer | None) -> Recompute:
     return Recompute.ON_HOST if body.device.type == "cuda" else Recompute.YES
 
 
-def _bytes_of(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+def _needs(body: BodyBase, optimizer: Optimizer | None) -> dict[str, int]:
+    parts = {"weights": sum(tensor.nbytes for tensor in body.named.values()) + body.frozen_bytes}
+    if optimizer is not None:
+        parts["optimizer state"] = optimizer.num_bytes
+        parts["gradients"] = 4 * sum(tensor.numel() for tensor in body.named.values())
+    return parts
+
+
+def _listed(parts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {size(count)}" for name, count in parts.items())
 
 
 def _card(device: torch.device) -> str:

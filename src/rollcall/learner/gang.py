@@ -12,10 +12,9 @@ import heapq
 import json
 import os
 import socket
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,28 +34,21 @@ COLLECTIVE_S = 24 * 3600.0
 LONGEST_BYTES = 1 << 30  # of one member at once: log-probs of 256 million tokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Gang:
-    rank: int
-    size: int
-    sum_over: Callable[[Tensor], None]  # in place
-    gather_bytes: Callable[[bytes], list[bytes]]  # of each member, by rank
-    # The members of a new group prove who they are to each other; the name is new each time.
-    greet: Callable[[Any, str], None]
-    close: Callable[[], None]
-    meshes: dict[Any, Any] = field(default_factory=dict)  # groups of members, made once for each way to divide a model
-    nodes: tuple[str, ...] = ("",)  # where each member runs
+    # Of several members:
+    _secret: str
+    _server: MeetingServer | None
+    _store: MeetingStore
+    _small: Any  # ProcessGroup for small values
+
+    def __init__(self, *, rank: int = 0, size: int = 1) -> None:
+        self.rank, self.size = rank, size
+        self.nodes: Sequence[str] = ("",)  # where each member runs
+        self.meshes: dict[Any, Any] = {}  # groups of members, made once for each way to divide a model
 
     @classmethod
     def alone(cls) -> Gang:
-        return cls(
-            rank=0,
-            size=1,
-            sum_over=lambda tensor: None,
-            gather_bytes=lambda data: [data],
-            greet=lambda group, name: None,
-            close=lambda: None,
-        )
+        return cls()
 
     @classmethod
     def join(
@@ -70,51 +62,54 @@ class Gang:
         interface: str | None = None,
     ) -> Gang:
         """Meet the others where rank 0 listens, by its deadline. ``interface`` is the one that torch listens on too."""
+        gang = cls(rank=rank, size=size)
         if size == 1:
-            return cls.alone()
+            return gang
         if interface is not None:  # torch makes its own groups, and reads it only from here
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # =: this name, not all that begin so
-        server = MeetingServer(listener, secret=place.secret) if listener is not None else None
-        store = MeetingStore(place, timeout_s=JOIN_S)
+        gang._secret = place.secret
+        gang._server = MeetingServer(listener, secret=place.secret) if listener is not None else None
+        gang._store = MeetingStore(place, timeout_s=JOIN_S)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            store=store,
+            store=gang._store,
             rank=rank,
             world_size=size,
             timeout=timedelta(seconds=JOIN_S),
             device_id=device if device.type == "cuda" else None,
         )
+        gang._small = dist.new_group(backend="gloo", timeout=timedelta(seconds=JOIN_S))
+        gang.greet(dist.group.WORLD, "all")
+        gang.greet(gang._small, "small")
+        gang.nodes = gang.gather(os.environ.get("NODE_RANK") or socket.gethostname())
+        return gang
 
-        def greet_in(group: Any, name: str) -> None:
-            if dist.get_backend(group) == "gloo":
-                members = dist.get_process_group_ranks(group)
-                greet(group, store, name=name, rank=rank, members=members, secret=place.secret)
-            # torch has no public call for it (2.13). Groups that torch makes by itself have its own default.
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=COLLECTIVE_S), group)
+    def greet(self, group: Any, name: str) -> None:
+        """Have the members of a new group prove who they are to each other; the name is new each time."""
+        if self.size == 1:
+            return
+        if dist.get_backend(group) == "gloo":
+            members = dist.get_process_group_ranks(group)
+            greet(group, self._store, name=name, rank=self.rank, members=members, secret=self._secret)
+        # torch has no public call for it (2.13). Groups that torch makes by itself have its own default.
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=COLLECTIVE_S), group)
 
-        def sum_over(tensor: Tensor) -> None:
+    def close(self) -> None:
+        if self.size > 1:
+            dist.destroy_process_group()
+            self._store.close()
+            if self._server is not None:
+                self._server.close()
+
+    def sum_over(self, tensor: Tensor) -> None:
+        """Replace a tensor by its sum over the gang."""
+        if self.size > 1:
             dist.all_reduce(tensor)
 
-        def close() -> None:
-            dist.destroy_process_group()
-            store.close()
-            if server is not None:
-                server.close()
-
-        small = dist.new_group(backend="gloo", timeout=timedelta(seconds=JOIN_S))
-        greet_in(dist.group.WORLD, "all")
-        greet_in(small, "small")
-        gang = cls(
-            rank=rank,
-            size=size,
-            sum_over=sum_over,
-            gather_bytes=partial(_gather_bytes, group=small, size=size),
-            greet=greet_in,
-            close=close,
-        )
-        node = os.environ.get("NODE_RANK") or socket.gethostname()
-        return replace(gang, nodes=tuple(gang.gather(node)))
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """The bytes of each member, by rank."""
+        return _gather_bytes(data, group=self._small, size=self.size) if self.size > 1 else [data]
 
     def gather(self, value: Any) -> list[Any]:
         """A small value of each member, by rank, as JSON. Never a pickle: reading one runs code."""
@@ -176,10 +171,7 @@ class Meshes:
 
     data: Any  # DeviceMesh [shard], or [replicate, shard]
     tensor: Any  # DeviceMesh [tensor]
-    every: Any  # DeviceMesh [shard x tensor], or [replicate, shard x tensor]
-    shard_group: Any  # ProcessGroup
-    every_group: Any
-    tensor_group: Any
+    every: Any  # DeviceMesh [every], which is shard x tensor, or [replicate, every]
     kv_group: Any  # of the neighbours in a tensor group that have the same key/value head, if any do
 
 
@@ -210,9 +202,6 @@ def make_meshes(gang: Gang, split: ModelSplit, *, device_type: str, kv_copies: i
         data=mesh["replicate", "shard"] if several else mesh["shard"],
         tensor=mesh["tensor"],
         every=flat if several else flat["every"],
-        shard_group=mesh.get_group("shard"),
-        every_group=flat.get_group("every"),
-        tensor_group=mesh.get_group("tensor"),
         kv_group=kv_group,
     )
 

@@ -139,27 +139,11 @@ def read_part(
     precision that the values go through on their way."""
     for block in layout.blocks():
         name = f"{prefix}{block.name}"
-        for row, start, shape in pieces(block, itemsize=stored.tensors[name].dtype.itemsize):
+        # Stored rows are read with all their columns, also where the block has only some.
+        row_bytes = stored.tensors[name].dtype.itemsize * int(torch.Size(block.whole[1:]).numel())
+        step = max(1, PIECE_BYTES // max(row_bytes, 1))
+        for begin in range(0, block.shape[0], step):
+            rows, row = min(step, block.shape[0] - begin), block.row + begin
+            start, shape = (block.start[0] + begin, *block.start[1:]), (rows, *block.shape[1:])
             piece = stored.read(name, start=start, shape=shape)
-            into[row : row + shape[0]].copy_(piece if rounded_to is None else piece.to(rounded_to))
-
-
-def pieces(block: Block, *, itemsize: int) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """A block in runs of rows: the first of the rank's rows, where the run begins in the tensor, and its shape."""
-    # Stored rows are read with all their columns, also where the block has only some.
-    row_bytes = itemsize * int(torch.Size(block.whole[1:]).numel())
-    step = max(1, PIECE_BYTES // max(row_bytes, 1))
-    for begin in range(0, block.shape[0], step):
-        rows = min(step, block.shape[0] - begin)
-        yield block.row + begin, (block.start[0] + begin, *block.start[1:]), (rows, *block.shape[1:])
-
-
-def same_values(layout: WeightSplit, stored: Stored, *, name: str, other: str) -> bool:
-    """Whether two stored tensors are equal in the rows that this rank holds of ``name``, which is not fused."""
-    for block in layout.blocks():
-        assert block.name == name
-        for _, start, shape in pieces(block, itemsize=stored.tensors[name].dtype.itemsize):
-            one, two = (stored.read(each, start=start, shape=shape) for each in (name, other))
-            if not torch.equal(one, two):
-                return False
-    return True
+            into[row : row + rows].copy_(piece if rounded_to is None else piece.to(rounded_to))

@@ -22,18 +22,17 @@ from rollcall.algo.recipe import loss_weights, policy_loss, value_loss
 from rollcall.base.errors import NonFiniteError, short_of_memory
 from rollcall.base.types import Floats, MicroBatch, Sample, attempts_of
 from rollcall.config import Algorithm, OptimizerSection, Ppo
-from rollcall.learner.fit import step_sentence
+from rollcall.learner.fit import accumulate, each_fitting, step_sentence
 from rollcall.learner.gang import Gang, share
 from rollcall.learner.optimizer import Optimizer, optimizer_class
 from rollcall.learner.packing import Fit, Packing
-from rollcall.learner.tensor_parallel import refuse_indivisible
-from rollcall.learner.whole import LossOf, Whole
+from rollcall.learner.whole import Whole
 from rollcall.model.adapter import Adapter
 from rollcall.model.arrays import on_device
 from rollcall.model.base import base_identities, is_adapter
 from rollcall.model.decoder import Decoder
 from rollcall.model.stored.tensors import Stored
-from rollcall.plan.mesh import indivisible_heads, split_of
+from rollcall.plan.mesh import split_of
 
 if TYPE_CHECKING:
     from rollcall.learner.sharded import Sharded  # loads torch.distributed, which few runs need
@@ -150,7 +149,7 @@ class Learner:
         )
         rows = self._rows_with_gradient(samples)
         with self._drawing():
-            total = accumulate_gradients(self, samples, rows=rows, weights=weights, loss_of=self._loss)
+            total, stepped = step_on(self, samples, rows=rows, weights=weights)
         self.num_tokens_trained += int(total.pop("packed"))
         weight = total.pop("weight")
         num_tokens = total.pop("tokens")
@@ -158,8 +157,6 @@ class Learner:
         loss = total.pop("loss")
         mismatch = total.pop("mismatch")
         metrics = {name: value / weight for name, value in total.items()}
-        with short_of_memory(partial(step_sentence, self.body, self.fit, self.optimizer)):
-            stepped = self.optimizer.step()
         return {**metrics, "loss": loss, "mismatch": mismatch / num_tokens, "mismatch_max": largest, **stepped}
 
     def _rows_with_gradient(self, samples: Sequence[Sample]) -> list[int]:
@@ -241,9 +238,7 @@ class Critic:
             for part in split_by_draw(samples, self.section.minibatches):
                 counts = np.array([int(sample.mask.sum()) for sample in part])
                 weights = np.full(len(part), 1.0 / max(counts.sum(), 1), dtype=np.float32)
-                total = accumulate_gradients(self, part, rows=range(len(part)), weights=weights, loss_of=self._loss)
-                with short_of_memory(partial(step_sentence, self.body, self.fit, self.optimizer)):
-                    self.optimizer.step()
+                total, _ = step_on(self, part, rows=range(len(part)), weights=weights)
                 losses.append(total["loss"])
         return {"value_loss": float(np.mean(losses))}
 
@@ -290,15 +285,10 @@ def make_body(
     split = split_of(section, rank=gang.rank, nodes=gang.nodes, name=name)
     optimizer_class(section, name=name, in_parts=split is not None)
     decoder = Decoder.of(model)
-    context, tensor = section.context_parallel_size, section.tensor_parallel_size
-    counts = dict(heads=decoder.shape.heads, kv_heads=decoder.shape.kv_heads, tensor=tensor)
-    refuse_indivisible(**counts, intermediate=len(decoder.layers[0].gate_up) // 2, name=name)
-    if problem := indivisible_heads(**counts, context=context, name=name):
-        raise ValueError(problem)
     if split is None:
         if heads is not None:
             heads = {key: head.to(decoder.device, decoder.dtype) for key, head in heads.items()}
-        return Whole(decoder, gang=gang, heads=heads, context=context, adapter=adapter)
+        return Whole(decoder, gang=gang, heads=heads, context=section.context_parallel_size, adapter=adapter)
     from rollcall.learner.sharded import Sharded
 
     where = device or decoder.device
@@ -333,10 +323,11 @@ def share_rows(samples: Sequence[Sample], rows: Sequence[int], body: Body) -> li
     return [rows[index] for index in share(costs, keys=keys, attempts=attempts, rank=rank, size=size)]
 
 
-def accumulate_gradients(
-    model: Learner | Critic, samples: Sequence[Sample], *, rows: Sequence[int], weights: Floats, loss_of: LossOf
-) -> dict[str, float]:
-    """Backward through the gang's micro-batches of these rows; the metrics are sums over them (``*_max``: the largest)."""
+def step_on(
+    model: Learner | Critic, samples: Sequence[Sample], *, rows: Sequence[int], weights: Floats
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Backward through the gang's micro-batches of these rows, and one step of the optimizer. Returns the metrics of both; those of the
+    micro-batches are sums over them (``*_max``: the largest)."""
     body, optimizer = model.body, model.optimizer
     mine = share_rows(samples, rows, body)
     packing = Packing(
@@ -345,7 +336,7 @@ def accumulate_gradients(
         max_rows=model.section.train_micro_batch_size,
         whole_attempts=model.algorithm.name == "gspo",  # its ratio is a mean over them
     )
-    own = body.accumulate(packing, model.fit, loss_of, optimizer)
+    own = accumulate(body, model.fit, packing, model._loss, optimizer)
     # Read here, not while others still compute.
     metrics = [
         {name: float(value) for name, value in row.items()} | {"packed": float(batch.num_tokens)} for batch, row in own
@@ -367,7 +358,7 @@ def accumulate_gradients(
         raise NonFiniteError(f"the loss is {total['loss']}")
     with short_of_memory(partial(step_sentence, body, model.fit, optimizer)):
         body.sum_gradients(optimizer)
-    return total
+        return total, optimizer.step()
 
 
 @torch.no_grad()
@@ -395,7 +386,7 @@ def over_samples(
     out = [[np.zeros(len(sample.response_ids), dtype=np.float32) for sample in own] for _ in range(num_outputs)]
     packing = Packing(samples=own, weights=np.zeros(len(own), dtype=np.float32), max_rows=section.logprob_batch_size)
     fit = body.fit = body.fit or Fit.of(section, name="actor")
-    for batch, outputs in body.each(packing, fit, run):
+    for batch, outputs in each_fitting(body, fit, packing, run):
         for values, rows in zip(outputs, out, strict=True):
             scatter(values, batch, own, rows)
     if not body.together:

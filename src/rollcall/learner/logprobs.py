@@ -1,7 +1,7 @@
 """Log-probs of chosen tokens straight from hidden states, a chunk of rows at a time.
 
 The forward keeps three numbers per row, and the backward makes each chunk's logits again, so the full [tokens, vocabulary]
-matrix never exists. Where a card has room for it, the forward keeps it all the same: a product less, and the same numbers.
+matrix never exists. Where a card has room for it, the forward keeps it and saves a product; the numbers are the same.
 Entropy and self-certainty come from the same pass.
 """
 

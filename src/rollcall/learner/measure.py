@@ -9,7 +9,7 @@ import torch
 
 from rollcall.base.types import Sample
 from rollcall.learner import logprobs
-from rollcall.learner.fit import passes_of, release
+from rollcall.learner.fit import accumulate, passes_of, release
 from rollcall.learner.learner import Critic, Learner
 from rollcall.learner.packing import Packing
 from rollcall.plan.choose import Line
@@ -78,7 +78,7 @@ def _peak(model: Learner | Critic, rows: Rows, tokens: int) -> int:
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    body.accumulate(packing, fit, model._loss, model.optimizer)
+    accumulate(body, fit, packing, model._loss, model.optimizer)
     torch.cuda.synchronize(device)
     model.optimizer.discard()
     if fit.tokens < 2 * tokens:

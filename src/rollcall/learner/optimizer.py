@@ -82,8 +82,9 @@ class Optimizer:
     @property
     def num_bytes(self) -> int:
         """Memory of masters and state; before the first update that of AdamW's state."""
-        state = sum(_bytes(value) for entry in self.adamw.state.values() for value in entry.values())
-        masters = sum(map(_bytes, self.targets.values()))
+        values = [value for entry in self.adamw.state.values() for value in entry.values()]
+        state = sum(value.nbytes for value in values if isinstance(value, Tensor))
+        masters = sum(target.nbytes for target in self.targets.values())
         expected = masters if self.section.optimizer.state == "bfloat16" else 2 * masters
         return (masters if self.uses_masters else 0) + (state or expected)
 
@@ -187,14 +188,17 @@ class Optimizer:
                 f"the checkpoint has optimizer state of {_count(saved)} weights, and the model has {_count(own)}; restore the "
                 "model.path that the run began with, or start over with --fresh"
             )
+        for key in STATEFUL if name in ELEMENTWISE and name != "torch.optim.SGD" else ():
+            if own[0].get(key) and not saved[0].get(key):
+                raise ValueError(
+                    f"optimizer.kwargs.{key}={own[0][key]} needs state that the checkpoint does not have, since it was {saved[0].get(key)} "
+                    "before; keep the old value, or start over with --fresh"
+                )
         arguments = inspect.signature(type(self.adamw)).parameters
-        groups = [
+        return [
             {**mine, **{key: value for key, value in theirs.items() if key not in arguments}}
             for mine, theirs in zip(own, saved, strict=True)
         ]
-        if name in ELEMENTWISE:
-            _refuse_missing_state(self.adamw, before=saved[0], after=groups[0])
-        return groups
 
     @torch.no_grad()
     def _take_masters(self, masters: Mapping[str, Tensor]) -> None:
@@ -226,47 +230,8 @@ def _add(total: Tensor, part: Tensor) -> None:
         total += part
 
 
-def _bytes(value: Any) -> int:
-    return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
-
-
 def _count(groups: Sequence[Mapping[str, Any]]) -> int:
     return sum(len(group["params"]) for group in groups)
-
-
-def _refuse_missing_state(
-    optimizer: torch.optim.Optimizer, *, before: Mapping[str, Any], after: Mapping[str, Any]
-) -> None:
-    """Refuse settings, such as ``amsgrad``, that need state which the optimizer did not keep before.
-
-    This is tried on one small weight: there is no list of such arguments.
-    """
-    known = inspect.signature(type(optimizer)).parameters.keys() - {"params"}
-    arguments = sorted(key for key in known if key in before and key in after)
-    meaning = [key for key in arguments if key not in ("lr", "foreach", "fused", "capturable")]
-    changed = [key for key in meaning if before[key] != after[key]]
-    if not changed:
-        return
-    like = optimizer.param_groups[0]["params"][0]
-    weight = torch.zeros(2, 2, dtype=like.dtype, device=like.device, requires_grad=True)
-
-    def step(settings: Mapping[str, Any], state: dict[str, Any] | None) -> dict[str, Any]:
-        made: Any = type(optimizer)([weight], **{key: settings[key] for key in arguments})  # type: ignore[call-arg]
-        if state is not None:
-            made.load_state_dict({**state, "param_groups": made.state_dict()["param_groups"]})
-        weight.grad = torch.zeros_like(weight)
-        made.step()
-        return made.state_dict()
-
-    state = step({**after, **{key: before[key] for key in meaning}}, None)
-    try:
-        step(after, state)
-    except KeyError as error:
-        shown = ", ".join(f"{key}: {before[key]} -> {after[key]}" for key in changed)
-        raise ValueError(
-            f"the checkpoint's optimizer state lacks {error}, which the optimizer needs with {shown}; keep the old value, or "
-            "start over with --fresh"
-        ) from error
 
 
 def norm_of(tensors: Mapping[str, Tensor]) -> Tensor:
@@ -279,6 +244,8 @@ ELEMENTWISE = (
     "torch.optim.Adadelta", "torch.optim.Adamax", "torch.optim.NAdam", "torch.optim.RAdam", "torch.optim.ASGD",
     "torch.optim.Rprop",
 )  # fmt: skip
+# Arguments of these that need state from the first update on; only SGD begins its momentum when there is none.
+STATEFUL = ("amsgrad", "centered", "momentum")
 
 
 def optimizer_class(section: OptimizerSection, *, name: str = "actor", in_parts: bool = False) -> type:

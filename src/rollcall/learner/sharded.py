@@ -4,35 +4,29 @@ Each decoder layer is a module that owns its fused weights; so is the root with 
 (``sharded_modules.py``). FSDP gathers a module's weights before its forward and its backward, frees them after, and leaves
 each rank its part of the gradient's sum over all ranks. Loss weights are global, so gradients add up and are never divided.
 
-All ranks must run every forward and backward together, the same number of them. ``_passes`` agrees on the number, and a
-rank with fewer micro-batches runs idle ones, whose gradient is zero.
+All ranks must run every forward and backward together, the same number of them. A rank with fewer micro-batches runs idle ones, whose
+gradient is zero (``fit.py``).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from rollcall.base.errors import is_out_of_memory
-from rollcall.base.types import MicroBatch
 from rollcall.config import OptimizerSection
 from rollcall.learner.body import BodyBase, Work
 from rollcall.learner.context_parallel import join_context
-from rollcall.learner.fit import too_large
 from rollcall.learner.gang import Gang, Meshes, make_meshes
-from rollcall.learner.layout import WeightSplit, fused_rows, read_part, same_values
+from rollcall.learner.layout import WeightSplit, fused_rows, read_part
 from rollcall.learner.optimizer import Optimizer
-from rollcall.learner.packing import Fit, Packing
 from rollcall.learner.sharded_modules import LAYER_TENSORS, ShardedLayer, ShardedRoot
 from rollcall.learner.tensor_parallel import (
     SHARED_HEADS,
@@ -43,18 +37,12 @@ from rollcall.learner.tensor_parallel import (
     pad_rows,
     split_order,
 )
-from rollcall.learner.whole import LossOf, T
 from rollcall.model.adapter import Adapter
 from rollcall.model.decoder import Decoder, Rope, module_names
 from rollcall.model.layer import Ops
 from rollcall.model.load import non_finite_of, refuse_diverged
 from rollcall.model.stored.tensors import Stored
 from rollcall.plan.mesh import ModelSplit
-
-OTHER_HEAD = (
-    "config.json says that the output head is the embeddings, and the weight file has a different head; set "
-    "tie_word_embeddings to false in config.json"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +106,7 @@ class Sharded(BodyBase):
         self.num_tensor = tensor
         self.kv_copies, self.meshes = kv_copies, meshes
         self.group = TensorGroup(
-            group=self.meshes.tensor_group,
+            group=self.meshes.tensor.get_group(),
             rank=split.tensor_rank,
             size=tensor,
             sequence_parallel=section.sequence_parallel,
@@ -127,7 +115,10 @@ class Sharded(BodyBase):
         )
         self._first_gives = any(gang.gather(decoder.device.type == "meta" and unread is None))
         if len({str(names) for names in gang.gather(list(decoder.named_tensors()))}) > 1:
-            raise ValueError(f"the processes of this model do not agree on its weights: {OTHER_HEAD}")
+            raise ValueError(
+                "the processes of this model do not agree on its weights: config.json says that the output head is the embeddings, and "
+                "the weight file has a different head; set tie_word_embeddings to false in config.json"
+            )
         self.homes: dict[str, Home] = {}
         self._build(decoder, heads or {})
         trained = list(self.homes if adapter is None else adapter.named_tensors())
@@ -139,17 +130,11 @@ class Sharded(BodyBase):
 
     def _read(self, unread: Stored | None, *, made: Collection[str], path: str) -> None:
         """Fill this rank's parts from the files, but for what was ``made`` here. All ranks call it, also those that have values."""
-        other_head = False
         base = {name: self.local(name) for name in self.base_names}
         if unread is not None:
             for name, local in base.items():
                 if name not in made:
                     read_part(local, self.layout(name), unread, rounded_to=self.dtype)
-            (embed,), (head,) = module_names("embed"), module_names("lm_head")
-            if "lm_head" not in base and head in unread.tensors and not made:
-                other_head = not same_values(self.layout("embed"), unread, name=embed, other=head)
-        if any(self.gang.gather(other_head)):
-            raise ValueError(f"model.path={path}: {OTHER_HEAD}")
         bad = self.gang.names_of_all(non_finite_of(base, dtype=self.dtype))
         refuse_diverged(path, [one for name in bad for one in module_names(name)])
 
@@ -260,51 +245,11 @@ class Sharded(BodyBase):
             self.root.reshard()  # there is no backward to do it, and gathered weights would be stale after an update
         return out
 
-    def _passes(self, packing: Packing, fit: Fit) -> list[tuple[MicroBatch, bool]]:
-        """Micro-batches, then idle ones until every rank has the same number; whether each is idle."""
-        own = list(packing.batches(range(len(packing.samples)), fit.tokens * self.context.size))
-        num_idle = max(self.gang.gather(len(own))) - len(own)
-        return [*((batch, False) for batch in own), *[(_idle_batch(), True)] * num_idle]
-
-    def each(self, packing: Packing, fit: Fit, run: Callable[[MicroBatch], T]) -> Iterator[tuple[MicroBatch, T]]:
-        """Each micro-batch with the result of ``run``, without gradients."""
-        for batch, is_idle in self._passes(packing, fit):
-            with self._together(packing, fit, batch, None):
-                result = run(batch)
-            if not is_idle:
-                yield batch, result
-
-    @contextmanager
-    def _together(self, packing: Packing, fit: Fit, batch: MicroBatch, optimizer: Optimizer | None) -> Iterator[None]:
-        """A rank that runs out of memory cannot continue by itself: the others are in the same pass."""
-        try:
-            yield
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            raise too_large(self, fit, batch, packing, error, optimizer=optimizer) from None
-
-    def accumulate(
-        self, packing: Packing, fit: Fit, loss_of: LossOf, optimizer: Optimizer
-    ) -> list[tuple[MicroBatch, dict[str, Tensor]]]:
-        """Backward through every micro-batch."""
-        rows: list[tuple[MicroBatch, dict[str, Tensor]]] = []
-        for batch, is_idle in self._passes(packing, fit):
-            with self._together(packing, fit, batch, optimizer):
-                if is_idle:
-                    loss = self._forward(batch)[0].sum() * 0.0
-                else:
-                    loss, metrics = loss_of(batch)
-                    rows.append((batch, metrics))
-                loss.backward()
-                optimizer.accumulate(self._take_gradients())
-        return rows
-
     def sum_gradients(self, optimizer: Optimizer) -> None:
         """FSDP does it in every backward."""
 
-    def _take_gradients(self) -> list[Tensor | None]:
-        """This rank's part of what the last backward gave, in the order of ``named``."""
+    def gradients(self, loss: Tensor) -> Sequence[Tensor | None]:
+        loss.backward()
         gradients: list[Tensor | None] = []
         for home in map(self.homes.__getitem__, self.named):
             gradient = home.parameter.grad
@@ -318,13 +263,14 @@ class Sharded(BodyBase):
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         if own:
             squares = torch.stack(torch._foreach_norm(list(own.values()))).double().square()
-            copies = [self._num_copies(self.layout(name)) for name in own]
+            layouts, split = [self.layout(name) for name in own], self.split
+            copies = [
+                split.replicate * (1 if layout.is_root or layout.dim is not None else split.tensor)
+                for layout in layouts
+            ]
             total += (squares / torch.tensor(copies, device=squares.device)).sum().to(self.device)
         self.gang.sum_over(total)
         return total.sqrt()
-
-    def _num_copies(self, layout: WeightSplit) -> int:
-        return self.split.replicate * (1 if layout.is_root or layout.dim is not None else self.split.tensor)
 
     def _once(self, name: str, tensor: Tensor) -> Tensor:
         """Scale the rows of shared key/value heads down, so that all their copies together count as one."""
@@ -345,13 +291,14 @@ class Sharded(BodyBase):
 
     def gather(self, name: str, local: Tensor) -> Tensor:
         layout, split = self.layout(name), self.split
-        size, group = layout.num_shards, self.meshes.every_group if layout.is_root else self.meshes.shard_group
+        mesh, axis = (self.meshes.every, "every") if layout.is_root else (self.meshes.data, "shard")
+        size, group = layout.num_shards, mesh.get_group(axis)
         rows = layout.shape[0] if layout.order is None else len(layout.order)
         rows //= split.tensor if layout.dim == 0 else 1
         part = pad_rows(local.detach().to(self.device), -(-rows // size))
         whole = all_gather(part, group=group, size=size)[:rows]
         if layout.dim is not None and split.tensor > 1:
-            parts = all_gather(whole, group=self.meshes.tensor_group, size=split.tensor)
+            parts = all_gather(whole, group=self.meshes.tensor.get_group(), size=split.tensor)
             whole = parts if layout.dim == 0 else torch.cat(parts.chunk(split.tensor), dim=1)
         if layout.order is not None:
             whole = whole.new_empty(layout.shape).index_copy_(0, layout.order.to(whole.device), whole)
@@ -359,7 +306,7 @@ class Sharded(BodyBase):
 
     def masters(self, optimizer: Optimizer) -> Mapping[str, Tensor]:
         """This rank's parts of them."""
-        return self.named if self._has_masters else {}
+        return self.named if self.dtype != torch.float32 and self.section.master_weights else {}
 
     def load_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load the state of a whole model. The state saved by any number of ranks is the same."""
@@ -389,10 +336,6 @@ class Sharded(BodyBase):
     def _is_part(self, name: str, value: Any) -> bool:
         return isinstance(value, Tensor) and value.ndim > 0 and value.shape == self.named[name].shape
 
-    @property
-    def _has_masters(self) -> bool:
-        return self.dtype != torch.float32 and self.section.master_weights
-
     def _own(self, name: str, value: Any) -> Any:
         """A copy: the state may be mapped from a file that is removed later."""
         if not isinstance(value, Tensor):
@@ -404,14 +347,3 @@ def own_rotary(decoder: Decoder) -> nn.Module:
     """A copy, because the model's weights may be freed; on the meta device its angles are computed from the config."""
     rotary: Any = decoder.rope.rotary
     return type(rotary)(rotary.config) if decoder.device.type == "meta" else copy.deepcopy(rotary)
-
-
-def _idle_batch() -> MicroBatch:
-    one = np.zeros(1, dtype=np.int64)
-    nothing = np.zeros(1, dtype=np.float32)
-    return MicroBatch(
-        token_ids=one, positions=one, kv_index=one, cu_q=np.array([0, 1], dtype=np.int32),
-        cu_k=np.array([0, 1], dtype=np.int32), logit_index=one, targets=one, row=one, sample_index=one, attempt=one,
-        weights=nothing, behaviour_logprobs=nothing, old_logprobs=None, reference_logprobs=None, advantages=nothing,
-        returns=None, values=None,
-    )  # fmt: skip

@@ -42,26 +42,6 @@ _gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_into = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-def refuse_indivisible(*, heads: int, kv_heads: int, intermediate: int, tensor: int, name: str) -> None:
-    counts = {"attention heads": heads, "key/value heads": kv_heads, "MLP columns": intermediate}
-    for what, count in counts.items():
-        if not fits(count, tensor, shared=what == "key/value heads"):
-            sizes = [
-                size
-                for size in range(1, tensor)
-                if all(fits(other, size, shared=name == "key/value heads") for name, other in counts.items())
-            ]
-            raise ValueError(
-                f"{name}.tensor_parallel_size={tensor} does not divide the model's {count} {what}: {count} = {tensor} x "
-                f"{count // tensor} + {count % tensor}; use {' or '.join(map(str, sizes))}"
-            )
-
-
-def fits(count: int, tensor: int, *, shared: bool) -> bool:
-    """Whether ``count`` parts can be divided over the ranks; a ``shared`` part may also be on several ranks."""
-    return count % tensor == 0 or (shared and tensor % count == 0)
-
-
 def cut_dim(field: str) -> int | None:
     """The dimension along which a layer's weight is cut, or None if every rank has all of it."""
     return 0 if field in BY_ROWS else 1 if field in BY_COLUMNS else None
@@ -118,23 +98,23 @@ class TensorGroup:
         if self.size == 1:
             return part
         own = slice(self.rank * len(part), (self.rank + 1) * len(part))
-        return _Exchange.apply(part, self._gather, lambda grad: grad[own])[:count]  # type: ignore[index]
+        return exchanged(part, self._gather, lambda grad: grad[own])[:count]
 
     def enter(self, x: Tensor, count: int) -> Tensor:
         """[count, C] for products that are cut by heads or columns."""
         if self.size == 1:
             return x
         if self.sequence_parallel:
-            return _Exchange.apply(x, self._gather, self._scatter)[:count]  # type: ignore[index]
-        return _Exchange.apply(x, _same, self._add_up)  # type: ignore[return-value]
+            return exchanged(x, self._gather, self._scatter)[:count]
+        return exchanged(x, _same, self._add_up)
 
     def with_kv_copies(self, weight: Tensor, *, num_own: int) -> Tensor:
         """A fused q/k/v weight whose rows from ``num_own`` on others have too: their gradients are everyone's."""
         if self.kv_copies == 1:
             return weight
         own, copied = weight.split((num_own, len(weight) - num_own))
-        shared = _Exchange.apply(copied, _same, lambda grad: _all_reduce(grad, self.kv_group))
-        return torch.cat((own, shared))  # type: ignore[arg-type]
+        shared = exchanged(copied, _same, lambda grad: _all_reduce(grad, self.kv_group))
+        return torch.cat((own, shared))
 
     def leave(self, x: Tensor) -> Tensor:
         """The sum over ranks of what such products give: whole, or this rank's part."""
@@ -142,8 +122,8 @@ class TensorGroup:
             return x
         if self.sequence_parallel:
             padded = pad_rows(x, self.part_size(len(x)) * self.size)
-            return _Exchange.apply(padded, self._scatter, self._gather)  # type: ignore[return-value]
-        return _Exchange.apply(x, self._add_up, lambda grad: grad)  # type: ignore[return-value]
+            return exchanged(padded, self._scatter, self._gather)
+        return exchanged(x, self._add_up, lambda grad: grad)
 
     def _add_up(self, x: Tensor) -> Tensor:
         return _all_reduce(x, self.group)
@@ -194,9 +174,12 @@ def _all_reduce(x: Tensor, group: Any) -> Tensor:
     return x
 
 
-class _Exchange(torch.autograd.Function):
+def exchanged(x: Tensor, forward: Exchange, backward: Exchange) -> Tensor:
     """``forward`` of the activations on the way there, ``backward`` of their gradients on the way back."""
+    return _Exchange.apply(x, forward, backward)  # type: ignore[return-value]
 
+
+class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: Exchange, backward: Exchange) -> Tensor:  # type: ignore[override]
         ctx.backward_of = backward

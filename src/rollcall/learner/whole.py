@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rollcall.base.types import MicroBatch
 from rollcall.learner.body import BodyBase, Work, head_outputs
 from rollcall.learner.context_parallel import join_context
-from rollcall.learner.fit import run_fitting
 from rollcall.learner.gang import Gang
 from rollcall.learner.layout import WeightSplit, fused_rows
 from rollcall.learner.optimizer import Optimizer, norm_of
-from rollcall.learner.packing import Fit, Packing
 from rollcall.model.adapter import Adapter
 from rollcall.model.decoder import Decoder
-
-T = TypeVar("T")
-LossOf = Callable[[MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 
 
 class Whole(BodyBase):
@@ -59,23 +53,8 @@ class Whole(BodyBase):
         hidden = decoder.run(work.token_ids, work.layers).index_select(0, work.logit_index)
         return head_outputs(hidden, self._weights, work.targets, temperature=work.temperature)
 
-    def each(self, packing: Packing, fit: Fit, run: Callable[[MicroBatch], T]) -> Iterator[tuple[MicroBatch, T]]:
-        """Each micro-batch with the result of ``run``, without gradients."""
-        return run_fitting(self, fit, packing, run, optimizer=None)
-
-    def accumulate(
-        self, packing: Packing, fit: Fit, loss_of: LossOf, optimizer: Optimizer
-    ) -> list[tuple[MicroBatch, dict[str, Tensor]]]:
-        """Backward through every micro-batch; returns each with its metrics."""
-        weights = list(self.named.values())
-
-        def run(batch: MicroBatch) -> dict[str, Tensor]:
-            loss, metrics = loss_of(batch)
-            # Not kept in a name: the gradients would be there during the next backward too.
-            optimizer.accumulate(torch.autograd.grad(loss, weights, allow_unused=True))
-            return metrics
-
-        return list(run_fitting(self, fit, packing, run, optimizer=optimizer))
+    def gradients(self, loss: Tensor) -> Sequence[Tensor | None]:
+        return torch.autograd.grad(loss, list(self.named.values()), allow_unused=True)
 
     def sum_gradients(self, optimizer: Optimizer) -> None:
         optimizer.sum_over(self.gang)

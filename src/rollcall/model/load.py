@@ -77,7 +77,6 @@ def load_causal_lm(path: str, *, device: torch.device, dtype: torch.dtype, trust
     outline = outline_causal_lm(path, dtype=dtype, trust_remote_code=trust_remote_code)
     try:
         stored = open_unread(path, outline)
-        refuse_other_head(outline, stored)
         return fill(outline, stored, device=device, path=path)
     except WholeOnly:
         if is_stored(path):
@@ -117,6 +116,7 @@ def open_unread(path: str, model: Any, *, fetch: bool = False) -> Stored:
         )
     except ModelError as error:
         raise WholeOnly(str(error)) from None
+    _refuse_other_head(model, stored)
     refuse_whole_numbers(stored.types, wanted, origin=f"model.path={path}")
     return stored
 
@@ -155,7 +155,7 @@ def _ready(model: Any, path: str) -> Any:
     return model
 
 
-def refuse_other_head(model: Any, stored: Stored) -> None:
+def _refuse_other_head(model: Any, stored: Stored) -> None:
     """Raises WholeOnly if an output head is stored that is not the embeddings, although the config says so: transformers takes it."""
     if HEAD not in stored.tensors or HEAD in dict(model.named_parameters()):
         return

@@ -43,7 +43,6 @@ from rollcall.model.load import (
     load_tokenizer,
     open_unread,
     outline_causal_lm,
-    refuse_other_head,
     resolve_device,
     resolve_dtype,
 )
@@ -299,7 +298,6 @@ def load_sampler(
         if lora is not None:
             raise WholeOnly("an adapter is added to it")
         unread = open_unread(path, model)
-        refuse_other_head(model, unread)
     except WholeOnly:  # the whole model is in this process until vLLM has it
         model = load(torch.device("cpu"))
         engine = build_engine(rollout, model, tokenizer, device=device)

@@ -21,10 +21,11 @@ from torch import Tensor
 
 from rollcall.base.errors import MissingPeerError, WorkerTimeoutError
 from rollcall.config import WeightTransport
+from rollcall.engine.weights.layout import Parts
 from rollcall.engine.weights.line import decline
-from rollcall.engine.weights.parts import Parts, Take
+from rollcall.engine.weights.parts import PartsReceiver, Take
 from rollcall.engine.weights.protocol import Invitation
-from rollcall.engine.weights.transports import FanOut, open_parts_receiver, open_receiver, open_sender
+from rollcall.engine.weights.transports import FanOut, open_receiver, open_sender
 from rollcall.plan.placement import HOLDERS, Role
 from rollcall.run.team import Team
 
@@ -104,14 +105,12 @@ class WeightSync:
 
 
 class WorkerWeights:
-    """A process's side of it: its end of each transport that it takes part in. With ``by_parts``, senders send what they hold, and receivers
-    get tensors one by one."""
+    """A process's side of it: its end of each transport that it takes part in."""
 
-    def __init__(self, transport: WeightTransport, *, folder: Path, on_gpu: bool, by_parts: bool = False) -> None:
+    def __init__(self, transport: WeightTransport, *, folder: Path, on_gpu: bool) -> None:
         self._transport: WeightTransport = transport
         self._folder = folder
         self._on_gpu = on_gpu
-        self._by_parts = by_parts
         self._sender: FanOut | None = None
         self._receiver: Any = None  # of parts, or of whole tensors
         self._invitations: Sequence[Invitation] = ()  # to which it belongs
@@ -134,7 +133,6 @@ class WorkerWeights:
             host=host,
             on_gpu=self._on_gpu,
             folder=self._folder,
-            by_parts=self._by_parts,
         )
         return self._sender.invitations
 
@@ -161,7 +159,7 @@ class WorkerWeights:
         invitations: Sequence[Invitation],
     ) -> None:
         """Tensors of the ``wanted`` shapes go to ``take`` one by one, put together in host memory from what each sender holds."""
-        make = partial(open_parts_receiver, invitations, name=name, wanted=wanted, device=torch.device("cpu"))
+        make = partial(PartsReceiver, invitations, name=name, wanted=wanted, device=torch.device("cpu"))
         self._receiver_of(invitations, make).receive(take, version=version)
 
     def _receiver_of(self, invitations: Sequence[Invitation], make: Callable[[], Any]) -> Any:

@@ -28,7 +28,7 @@ from rollcall.engine.exchange import Exchanged, exchange
 from rollcall.engine.protocol import Request
 from rollcall.engine.tokenizers import tokenizer_mark
 from rollcall.engine.vllm.engine import VllmEngine
-from rollcall.engine.weights.parts import Parts, SentBlock
+from rollcall.engine.weights.layout import Parts, SentBlock
 from rollcall.engine.weights.protocol import Invitation
 from rollcall.learner.gang import Gang
 from rollcall.learner.layout import Block, module_shapes
@@ -130,7 +130,6 @@ class RoleWorker(Trained):
             config.rollout.weights,
             folder=config.run.dir.resolve() / "weights",
             on_gpu=self.device.type == "cuda" and not self._by_parts,
-            by_parts=self._by_parts,
         )
 
     def listen(self, address: str) -> int:

@@ -10,8 +10,9 @@ import mmap
 import os
 import tempfile
 import weakref
+import zlib
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ import torch
 from torch import Tensor
 
 from rollcall.base.wait import say
-from rollcall.engine.vllm.server import checksum
 from rollcall.nodes.framing import JSON
 from rollcall.process.here import LinkHere
 from rollcall.process.worker import Call, Lost, Raised, Worker
@@ -40,10 +40,6 @@ class VllmError(RuntimeError):
     """The vLLM process failed, ended or does not answer; the message has the end of its log."""
 
 
-class UpdateRefused(VllmError):
-    """The weights were stale or did not arrive whole; the engine still has the ones before."""
-
-
 class Child:
     def __init__(self, python: str, *, num_threads: int):
         self.memory = SharedMemory()
@@ -51,7 +47,7 @@ class Child:
         link = LinkHere([python, str(SERVER)], env=env, fds=(self.memory.fd,))
         # It is trusted, and its Python has no classes of ours.
         self._worker = Worker(link, name="vLLM", hears=JSON, answers=defaultdict(lambda: json.loads))
-        self._sent: Call | None = self._begin("version", START_S)
+        self._start = self._last = self.begin("version", deadline_s=START_S)
         self._finalizer = weakref.finalize(self, self._worker.close)
 
     @property
@@ -60,20 +56,18 @@ class Child:
 
     def wait_until_ready(self) -> str:
         """The version of vLLM, once it is imported."""
-        return self.receive()
+        return self.result_of(self._start)
 
     def ask(self, method: str, *, deadline_s: float = ANSWER_S, **what: Any) -> Any:
-        self.send(method, deadline_s=deadline_s, **what)
-        return self.receive()
+        return self.result_of(self.begin(method, deadline_s=deadline_s, **what))
 
-    def send(self, method: str, *, deadline_s: float = ANSWER_S, **what: Any) -> None:
-        assert self._sent is None, f"{self._sent.method} is not answered yet"
-        self._sent = self._begin(method, deadline_s, **what)
+    def begin(self, method: str, *, deadline_s: float = ANSWER_S, **what: Any) -> Call:
+        """Calls are answered in the order in which they begin; the answer of one may be left where it is."""
+        self._last = self._worker.begin(method, what, deadline_s=deadline_s)
+        return self._last
 
-    def receive(self) -> Any:
-        """The answer to what was sent last. While vLLM starts and loads, it says from time to time what is being waited for."""
-        call, self._sent = self._sent, None
-        assert call is not None, "nothing was sent"
+    def result_of(self, call: Call) -> Any:
+        """Wait for the answer. While vLLM starts and loads, it says from time to time what is being waited for."""
 
         def tell(waited_s: float) -> None:
             if call.method in ("version", "load"):
@@ -83,8 +77,6 @@ class Child:
         try:
             return call.wait(meanwhile=tell)
         except Raised as error:
-            if error.kind == "Refused":
-                raise UpdateRefused(f"vLLM refused the weights: {error.message}") from None
             raise VllmError(
                 f"vLLM failed in `{call.method}`: {error.kind}: {error.message}\n{self.log_tail(LOG_LINES)}\n{error.trace}"
             ) from None
@@ -98,12 +90,9 @@ class Child:
         return self._worker.log_tail(count)
 
     def close(self) -> None:
-        """Let it end, and end it if it does not."""
-        self._worker.close(grace_s=QUIT_S if self._sent is None else 0.0)
+        """Ask it to end, and kill it if it does not."""
+        self._worker.close(grace_s=QUIT_S if self._last.is_done else 0.0)
         self.memory.close()
-
-    def _begin(self, method: str, deadline_s: float, **what: Any) -> Call:
-        return self._worker.begin(method, what, deadline_s=deadline_s)
 
 
 class SharedMemory:
@@ -120,7 +109,7 @@ class SharedMemory:
     def write(self, tensors: Sequence[tuple[str, Tensor]], *, held: Collection[int] = ()) -> dict[str, Any]:
         """Lay a part out, away from the parts that begin at ``held``; the result is what the child needs to find and to check
         its tensors."""
-        placed: list[tuple[str, Tensor, int, int]] = []
+        placed: list[tuple[str, Tensor, int, int]] = []  # with where each begins in the part, and its bytes
         size = 0
         for name, tensor in tensors:
             length = tensor.numel() * tensor.element_size()
@@ -129,24 +118,17 @@ class SharedMemory:
         self._sizes = {begin: length for begin, length in self._sizes.items() if begin in held}
         offset = self._room_for(size)
         self._sizes[offset] = size
-        return self._lay_out(placed, offset=offset, size=size)
-
-    def write_again(self, tensors: Sequence[tuple[str, Tensor]], written: Mapping[str, Any]) -> None:
-        """The same tensors to the same place."""
-        places = [
-            (*pair, begin, length) for pair, (*_, begin, length, _) in zip(tensors, written["tensors"], strict=True)
-        ]
-        self._lay_out(places, offset=written["offset"], size=written["size"])
-
-    def _lay_out(self, placed: Sequence[tuple[str, Tensor, int, int]], *, offset: int, size: int) -> dict[str, Any]:
-        memory = self._of_size(offset + size)
+        if self._map is None or len(self._map) < offset + size:
+            os.ftruncate(self.fd, offset + size)
+            self._map = mmap.mmap(self.fd, offset + size)
+        memory = self._map
 
         def put(name: str, tensor: Tensor, begin: int, length: int) -> list[Any]:
             at = offset + begin
             target = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=at)
             target.view(tensor.shape).copy_(tensor)
             with memoryview(memory) as view, view[at : at + length] as part:
-                check = checksum(part)
+                check = zlib.crc32(part)
             return [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), begin, length, check]
 
         # Copying and summing release Python's lock.
@@ -161,12 +143,6 @@ class SharedMemory:
                 break
             free = max(free, -(-(begin + length) // page) * page)
         return free
-
-    def _of_size(self, size: int) -> mmap.mmap:
-        if self._map is None or len(self._map) < size:
-            os.ftruncate(self.fd, size)
-            self._map = mmap.mmap(self.fd, size)
-        return self._map
 
     def close(self) -> None:
         if self.fd >= 0:

@@ -14,7 +14,6 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,11 @@ from rollcall.base.types import Completion, FinishReason
 from rollcall.config import VllmSection
 from rollcall.engine.protocol import Refused, Request
 from rollcall.engine.sequence import Sequence, check_fits, cut_at_stop_string, note_version, take_ended
-from rollcall.engine.vllm.child import START_S, Child, UpdateRefused, VllmError
+from rollcall.engine.vllm.child import START_S, Child
 from rollcall.engine.vllm.setup import make_spec
 from rollcall.model.adapter import Adapter
 from rollcall.model.peft_files import write_adapter
+from rollcall.process.worker import Call
 
 PART_BYTES = 128 << 20  # of an update that lies in memory at once; two or three do
 SHARED_MEMORY = "/dev/shm"
@@ -65,7 +65,7 @@ class VllmEngine:
         self._rows: dict[str, Sequence] = {}  # what vLLM has, or will have with the next steps
         self._new: list[dict[str, Any]] = []  # rows that vLLM has not seen yet
         self._num_submitted = 0
-        self._is_advancing = False
+        self._advancing: Call | None = None  # the steps that were asked for
         self._asleep: set[str] = set()
         spec = make_spec(
             model,
@@ -119,7 +119,7 @@ class VllmEngine:
         self._num_submitted += 1
 
     def step(self) -> dict[str, Completion]:
-        if self._rows and not self._is_advancing:
+        if self._rows and self._advancing is None:
             self._advance()
         self.settle()
         if self._rows:
@@ -157,7 +157,7 @@ class VllmEngine:
 
     def sleep(self) -> None:
         """Give the GPU's memory back while nothing is sampled; ``submit`` and ``update_weights`` wake what they need."""
-        assert not self._rows and not self._is_advancing, "an engine at work cannot sleep"
+        assert not self._rows and self._advancing is None, "an engine at work cannot sleep"
         self.child.ask("sleep")
         self._asleep = {"weights", "kv_cache"}
 
@@ -178,47 +178,29 @@ class VllmEngine:
     def _ship(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Part by part: one is laid out while vLLM loads the one before."""
         self.child.ask("begin", version=version)
-        held: list[int] = []  # parts that vLLM still reads
-        sent: tuple[list[tuple[str, Tensor]], dict[str, Any]] | None = None
-        try:
-            for part in in_parts(tensors, num_bytes=PART_BYTES):
-                written = self.child.memory.write(part, held=[*held, *([sent[1]["offset"]] if sent else [])])
-                if sent is not None:
-                    before, sent = sent, None
-                    held = self._land(*before)
-                self.child.send("part", **written)
-                sent = part, written
-        except BaseException:  # the source of the tensors may fail while vLLM loads
-            if sent is not None:
-                with suppress(VllmError):
-                    self.child.receive()
-            raise
-        if sent is not None:
-            self._land(*sent)
+        held: list[int] = []  # where parts begin that vLLM still reads
+        loading: Call | None = None
+        for part in in_parts(tensors, num_bytes=PART_BYTES):
+            written = self.child.memory.write(part, held=held)
+            if loading is not None:
+                held = self.child.result_of(loading)["held"]
+            loading = self.child.begin("part", **written)
+            held = [*held, written["offset"]]
+        if loading is not None:
+            self.child.result_of(loading)
         self.child.ask("end")
-
-    def _land(self, part: list[tuple[str, Tensor]], written: dict[str, Any]) -> list[int]:
-        """Wait until vLLM has taken a part; a torn one is sent again."""
-        try:
-            return self.child.receive()["held"]
-        except UpdateRefused as error:
-            if "torn" not in str(error):
-                raise
-        self.child.memory.write_again(part, written)
-        return self.child.ask("part", **written)["held"]
 
     def _advance(self) -> None:
         self._wake("weights", "kv_cache")
         new, self._new = self._new, []
-        self.child.send("advance", submit=new, steps=STEPS)
-        self._is_advancing = True
+        self._advancing = self.child.begin("advance", submit=new, steps=STEPS)
 
     def settle(self) -> None:
         """Take in the tokens of the steps that were asked for, if any were."""
-        if not self._is_advancing:
+        if self._advancing is None:
             return
-        self._is_advancing = False
-        answer = self.child.receive()
+        call, self._advancing = self._advancing, None
+        answer = self.child.result_of(call)
         self.num_preemptions += answer["preempted"]
         cut: list[str] = []
         for name, tokens, logprobs, finish in answer["rows"]:

@@ -15,7 +15,7 @@ after the other. When its parent hangs up, or is gone, it ends. A call names a m
     sleep, wake
 
 An update may come while completions are running. vLLM then puts them back into its queue and drops all keys and values
-that the old weights made, so every token is sampled under one version of the weights, context included.
+that the old weights made. So the context of every token is of the version that the token is sampled from.
 """
 
 from __future__ import annotations
@@ -40,10 +40,6 @@ from typing import Any
 # As in nodes/framing.py: a message's length; the number of its call, and whether it calls, answers or complains.
 LENGTH, HEAD = struct.Struct("<Q"), struct.Struct("<IB")
 DONE, RAISED = 2, 3
-
-
-class Refused(Exception):
-    """An update that must not be applied; the engine stays as it is."""
 
 
 class Server:
@@ -120,7 +116,12 @@ class Server:
             if not self.engine.has_unfinished_requests():
                 break
             for output in self.engine.step():
-                add_tokens(rows.setdefault(output.request_id, [[], [], None]), output.outputs[0])
+                row, made = rows.setdefault(output.request_id, [[], [], None]), output.outputs[0]
+                row[0] += made.token_ids
+                row[1] += [
+                    entry[token].logprob for token, entry in zip(made.token_ids, made.logprobs or [], strict=True)
+                ]
+                row[2] = made.finish_reason
             num_preempted += self._count_preemptions()
         return {"rows": [[name, *row] for name, row in rows.items()], "preempted": num_preempted}
 
@@ -129,14 +130,12 @@ class Server:
 
     def do_begin(self, version: int) -> None:
         if version < self.version:
-            raise Refused(f"version {version} is stale: this engine has version {self.version}")
+            raise ValueError(f"version {version} is stale: this engine has version {self.version}")
         self._break_off()
         self._due = version
 
     def do_part(self, offset: int, size: int, tensors: list[list[Any]]) -> dict[str, Any]:
         """Answers with where parts begin that something here still reads: their memory must stay as it is."""
-        if self._due is None:
-            raise RuntimeError("a part of the weights came, and no version was begun")
         verify(self.memory_path, offset, size, tensors)
         if not self._is_changing:  # until here the engine is untouched
             self._is_changing, self.version = True, -1
@@ -161,7 +160,7 @@ class Server:
         from vllm.lora.request import LoRARequest  # type: ignore[import-not-found]
 
         if version < self.version:
-            raise Refused(f"version {version} is stale: this engine has version {self.version}")
+            raise ValueError(f"version {version} is stale: this engine has version {self.version}")
         # Under one number: running completions continue with the new adapter. Their own request must not load it again.
         if not self.engine.add_lora(LoRARequest("policy", 1, folder, load_inplace=True)):
             raise RuntimeError(f"vLLM did not load the adapter in {folder}")
@@ -254,34 +253,24 @@ def sampling_params(row: dict[str, Any]) -> Any:
     )
 
 
-def add_tokens(row: list[Any], output: Any) -> None:
-    tokens, logprobs, _ = row
-    for token, entry in zip(output.token_ids, output.logprobs or [], strict=True):
-        tokens.append(token)
-        logprobs.append(entry[token].logprob)
-    row[2] = output.finish_reason
-
-
 # Weights. A tensor is [name, dtype, shape, where it begins in its part, number of bytes, checksum].
-
-
-def checksum(data: Any) -> int:
-    return zlib.crc32(data)
 
 
 def verify(path: str, offset: int, size: int, tensors: list[list[Any]]) -> None:
     """Every byte of a part is there and is what was sent; nothing of the engine has been touched by it so far."""
     with open(path, "rb") as file:
         if os.fstat(file.fileno()).st_size < offset + size:
-            raise Refused(f"torn: {os.fstat(file.fileno()).st_size} bytes of weights where {offset + size} were sent")
+            raise ValueError(
+                f"torn: {os.fstat(file.fileno()).st_size} bytes of weights where {offset + size} were sent"
+            )
         with (
             mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ, offset=offset) as memory,
             memoryview(memory) as view,
         ):
             for name, _, _, begin, length, expected in tensors:
                 with view[begin : begin + length] as part:
-                    if checksum(part) != expected:
-                        raise Refused(f"torn: {name} is not what was sent")
+                    if zlib.crc32(part) != expected:
+                        raise ValueError(f"torn: {name} is not what was sent")
 
 
 # In each process of the engine
@@ -305,7 +294,7 @@ class Reload:
         self._loaded: set[str] = set()
         self._maps: dict[int, Any] = {}  # where a part begins -> a weak reference to its mapping
         self._parts: Any = queue.Queue()
-        self._asked: Any = queue.Queue()  # a word for each time that vLLM wants more than it has, and when it is done
+        self._asked: Any = queue.Queue()  # one entry each time that vLLM wants more tensors, and one when it is done
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
         self._thread.start()
@@ -395,7 +384,7 @@ def end_weights(worker: Any, is_whole: bool) -> None:
 
 
 def end_with(lifeline_fd: int) -> None:
-    """Have the kernel kill this process, and the ones it started, when the starter is gone, however it went."""
+    """Have the kernel kill this process, and those that it started, as soon as the process that started it is gone."""
     if not hasattr(fcntl, "F_SETSIG"):  # macOS: it ends at its next read
         return
     fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, -os.getpid())

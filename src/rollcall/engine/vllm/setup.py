@@ -68,12 +68,19 @@ def make_spec(
     """The child's settings for its engine, derived from the model. ``device`` is for an outline, which has none."""
     config: Any = model.config
     if adapter is not None:
-        _refuse_adapter(adapter)
+        base = Path(adapter.base)
+        if base.is_absolute() and (not is_model_dir(base) or adapter_folder(base) is not None):
+            raise VllmUnavailable(
+                f"model.path={base} is a checkpoint, and with model.lora vLLM reads the model itself, from a model directory; write "
+                "one with `rollcall merge`, or use rollout.engine=native"
+            )
     first = next(model.parameters())
     device, dtype = device or first.device, first.dtype
     _refuse(config, section, device=device)
     block = KV_BLOCK[device.type]
-    token_bytes = _kv_token_bytes(config, dtype, section.tensor_parallel_size)
+    # Of a token's KV on each GPU; where there are more GPUs than KV heads, each has one head.
+    heads = max(1, config.num_key_value_heads // section.tensor_parallel_size)
+    token_bytes: int = 2 * config.num_hidden_layers * heads * _head_dim(config) * dtype.itemsize
     if kv_tokens is None:
         whole = max_running * config.max_position_embeddings
         if device.type == "cuda":
@@ -101,30 +108,11 @@ def make_spec(
     }
 
 
-def _refuse_adapter(adapter: Adapter) -> None:
-    if adapter.section.rank > LORA_RANKS[-1]:
-        raise VllmUnavailable(
-            f"model.lora.rank={adapter.section.rank} is more than vLLM takes ({LORA_RANKS[-1]}); lower it, or use rollout.engine=native"
-        )
-    base = Path(adapter.base)
-    if base.is_absolute() and (not is_model_dir(base) or adapter_folder(base) is not None):
-        raise VllmUnavailable(
-            f"model.path={base} is a checkpoint, and with model.lora vLLM reads the model itself, from a model directory; write one with "
-            "`rollcall merge`, or use rollout.engine=native"
-        )
-
-
 def config_fields(model: nn.Module) -> dict[str, Any]:
     """The model's config.json, without references to code that comes with it; its weights come later."""
     config: Any = model.config
     fields = json.loads(config.to_json_string(use_diff=False)) | {"architectures": [type(model).__name__]}
     return {name: value for name, value in fields.items() if name != "auto_map"}
-
-
-def _kv_token_bytes(config: Any, dtype: torch.dtype, tensor_parallel_size: int) -> int:
-    """Bytes of a token's KV on each GPU; where there are more GPUs than KV heads, each has one head."""
-    heads = max(1, config.num_key_value_heads // tensor_parallel_size)
-    return 2 * config.num_hidden_layers * heads * _head_dim(config) * dtype.itemsize
 
 
 def _head_dim(config: Any) -> int:

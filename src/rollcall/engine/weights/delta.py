@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rollcall.engine.weights.layout import Entry, Layout
-from rollcall.engine.weights.protocol import TornUpdateError
+from rollcall.engine.weights.protocol import RefusedUpdateError
 
 BLOCK = 1 << 16  # elements; a place in it takes two bytes
 WHOLE = -1  # in place of a count: the tensor as it is
@@ -62,10 +62,6 @@ def payload_bytes(entry: Entry, count: int) -> int:
 
 
 def total_bytes(layout: Layout, counts: Sequence[int]) -> int:
-    if len(counts) != len(layout.entries):
-        raise TornUpdateError(
-            f"the update has changes of {len(counts)} tensors, and the model has {len(layout.entries)}"
-        )
     return sum(payload_bytes(entry, count) for entry, count in zip(layout.entries, counts, strict=True))
 
 
@@ -88,12 +84,12 @@ def _changes(entry: Entry, count: int, part: Tensor) -> tuple[Tensor, Tensor]:
     head = 4 * _num_blocks(entry)
     per_block = part[:head].view(torch.int32).long()
     if bool((per_block < 0).any()) or int(per_block.sum()) != count:
-        raise TornUpdateError(f"the changes of tensor {entry.name!r} do not add up")
+        raise RefusedUpdateError(f"the changes of tensor {entry.name!r} do not add up")
     offsets = part[head : head + 2 * count].view(torch.uint16).long()
     blocks = torch.arange(len(per_block), device=part.device) * BLOCK
     places = torch.repeat_interleave(blocks, per_block) + offsets
     if int(places.max()) * entry.torch_dtype.itemsize >= entry.num_bytes:
-        raise TornUpdateError(f"a change of tensor {entry.name!r} is outside of it")
+        raise RefusedUpdateError(f"a change of tensor {entry.name!r} is outside of it")
     return places, part[head + 2 * count :].clone().view(_word(entry))
 
 

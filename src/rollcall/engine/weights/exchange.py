@@ -2,7 +2,7 @@
 
 receiver                          sender
 "I hold version 3"           ->
-                             <-   "this is version 4": its layout, and the base of its changes if it is not whole
+                             <-   "this is version 4": its layout, and the counts of its changes if it is not whole
 "go" or why it is refused    ->
                              <-   "data" if all say go, else "again" or "end"
                   (the carrier moves the bytes)
@@ -13,6 +13,7 @@ receiver                          sender
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,16 +22,16 @@ from torch import Tensor
 
 from rollcall.base.errors import WeightUpdateError
 from rollcall.base.wait import Wait
-from rollcall.engine.weights import delta
-from rollcall.engine.weights.carrier import Header, LineReceiver, OpenInletFor, OpenOutlet, Outlet
-from rollcall.engine.weights.layout import Views, cut, fit, view
-from rollcall.engine.weights.line import Desk, Line, hear_all
-from rollcall.engine.weights.parts import Parts
-from rollcall.engine.weights.protocol import Carrying, Invitation, RefusedUpdateError, Sent, StaleUpdateError
+from rollcall.engine.weights import delta, shared_memory
+from rollcall.engine.weights.broadcast import BroadcastInlet, BroadcastOutlet
+from rollcall.engine.weights.carrier import Hellos, Inlet, Outlet, visible_gpus
+from rollcall.engine.weights.layout import Parts, Views, cut, fit, view
+from rollcall.engine.weights.line import Desk, Line, call, hear_all
+from rollcall.engine.weights.protocol import Carrying, Invitation, RefusedUpdateError, Sent, refuse_stale
 from rollcall.model.checksum import checksum
 
 TIMEOUT_S = 300.0
-MOST_ATTEMPTS = 2
+Header = Mapping[str, Any]  # what a sender says of an update
 
 
 class StreamSender:
@@ -38,7 +39,6 @@ class StreamSender:
 
     def __init__(
         self,
-        open_outlet: OpenOutlet,
         *,
         carrying: Carrying,
         name: str,
@@ -47,7 +47,7 @@ class StreamSender:
         changes_only: bool,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        self._open_outlet = open_outlet
+        self._carrying = carrying
         self._outlet: Outlet | None = None
         self._timeout_s = timeout_s
         self._changes_only = changes_only
@@ -71,12 +71,18 @@ class StreamSender:
             views = tensors if isinstance(tensors, Parts) else self._viewed(tensors)
             if self._outlet is None:
                 self._lines, hellos = self._desk.welcome(deadline)
-                self._outlet = self._open_outlet(self._lines, hellos, views.device, deadline)
+                self._outlet = self._open_outlet(views, hellos, deadline)
             sent = self._exchange(views, version=version, deadline=deadline)
         except BaseException:  # receivers must not wait for a sender that has given up
             self.close()
             raise
         return [sent]
+
+    def _open_outlet(self, views: Views | Parts, hellos: Hellos, deadline: Wait) -> Outlet:
+        if self._carrying == "broadcast":
+            return BroadcastOutlet(self._lines, hellos, views.device, deadline)
+        through_host = isinstance(views, Parts)
+        return shared_memory.open_outlet(self._lines, hellos, views.device, deadline, through_host=through_host)
 
     def _viewed(self, tensors: Mapping[str, Tensor]) -> Views:
         views = view(tensors, kept=self._views)
@@ -96,23 +102,26 @@ class StreamSender:
 
     def _exchange(self, views: Views | Parts, *, version: int, deadline: Wait) -> Sent:
         first: dict[str, str] = {}
-        for attempt in range(1, MOST_ATTEMPTS + 1):
-            refused, num_bytes, is_full = self._attempt(
-                views, version=version, deadline=deadline, in_full=attempt > 1, is_last=attempt == MOST_ATTEMPTS
-            )
+        for attempt in (1, 2):
+            refused, changes = self._attempt(views, version=version, deadline=deadline, in_full=attempt > 1)
+            self._tell({"step": "again" if refused and attempt == 1 else "end"}, deadline)
             if not refused:
-                self._tell({"step": "end"}, deadline)
-                return Sent(version=version, num_bytes=num_bytes, is_full=is_full, num_attempts=attempt, refusals=first)
+                return Sent(
+                    version=version,
+                    num_bytes=views.layout.num_bytes if changes is None else len(changes.payload),
+                    is_full=changes is None,
+                    num_attempts=attempt,
+                    refusals=first,
+                )
             first = first or refused
         why = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
         raise RefusedUpdateError(f"weights of version {version} were refused, and again when sent in full: {why}")
 
     def _attempt(
-        self, views: Views | Parts, *, version: int, deadline: Wait, in_full: bool, is_last: bool
-    ) -> tuple[dict[str, str], int, bool]:
-        """Who refused and why; the bytes that went out; whether they were all of the weights."""
+        self, views: Views | Parts, *, version: int, deadline: Wait, in_full: bool
+    ) -> tuple[dict[str, str], delta.Delta | None]:
+        """Who refused and why; the changes that were sent, if not all of the weights were."""
         assert self._outlet is not None
-        after_refusal = {"step": "end" if is_last else "again"}
         ready = hear_all(self._lines, deadline, waiting_for="readiness")
         changes = None
         if isinstance(views, Views) and not in_full:
@@ -122,15 +131,12 @@ class StreamSender:
                 "version": version,
                 "layout": views.layout.text,
                 "counts": None if changes is None else changes.counts,
-                "base": None if changes is None else self._base_version,
                 "parts": views.about if isinstance(views, Parts) else None,
             },
             deadline,
         )
-        refused = self._refusals(deadline, waiting_for="consent")
-        if refused:
-            self._tell(after_refusal, deadline)
-            return refused, 0, changes is None
+        if refused := self._refusals(deadline, waiting_for="consent"):
+            return refused, changes
         self._tell({"step": "data"}, deadline)
         size = self._outlet.bucket_size
         buckets = views.buckets(size)
@@ -142,10 +148,9 @@ class StreamSender:
         refused = self._refusals(deadline, waiting_for="confirmation")
         if refused:
             self._base_version = None
-            self._tell(after_refusal, deadline)
         elif isinstance(views, Views):
             self._keep(views, version=version, changes=changes)
-        return refused, views.layout.num_bytes if changes is None else len(changes.payload), changes is None
+        return refused, changes
 
     def _changes(self, views: Views, *, held: Sequence[int | None]) -> delta.Delta | None:
         if self._base is None or self._base_version is None or any(version != self._base_version for version in held):
@@ -173,15 +178,116 @@ class StreamSender:
             line.tell(message, deadline)
 
 
+class LineReceiver(ABC):
+    """A receiver's side, with a line to each of its senders."""
+
+    def __init__(self, invitations: Sequence[Invitation], *, name: str, device: torch.device) -> None:
+        self.name = name
+        self._invitations = invitations
+        self._device = device
+        self._ends: list[tuple[Line, Inlet]] = []
+        self._held: int | None = None
+        self._newest: int | None = None
+
+    @property
+    def version(self) -> int | None:
+        """The version held; None before the first update and after one that broke off."""
+        return self._held
+
+    def close(self) -> None:
+        for line, inlet in self._ends:
+            line.close()
+            inlet.close()
+        self._ends = []
+
+    @abstractmethod
+    def _fit(self, headers: Sequence[Header]) -> None:
+        """Raise if the update cannot be applied here."""
+
+    @abstractmethod
+    def _apply(self, headers: Sequence[Header], deadline: Wait) -> list[list[int]]:
+        """Receive and apply the update; returns the checksums of what each sender brought."""
+
+    def _update(self, version: int) -> None:
+        """Wait for the update to this version, in as many attempts as its senders make."""
+        deadline = Wait(max(invitation.timeout_s for invitation in self._invitations))
+        try:
+            if not self._ends:
+                self._join(deadline)
+            refusal, step = self._attempt(version, deadline)
+            while step != "end":
+                refusal, step = self._attempt(version, deadline)
+        except BaseException:
+            self.close()
+            raise
+        if refusal is not None:
+            raise RefusedUpdateError(f"{self.name} refused version {version} twice: {refusal}") from refusal
+        self._held = self._newest = version
+
+    def _join(self, deadline: Wait) -> None:
+        for invitation in self._invitations:
+            about = {"device": self._device.type, "gpus": visible_gpus()}
+            line = call(invitation, name=self.name, deadline=deadline, about=about)
+            open_inlet = shared_memory.open_inlet if invitation.carrying == "shared_memory" else BroadcastInlet
+            try:
+                self._ends.append((line, open_inlet(line, deadline)))
+            except BaseException:
+                line.close()
+                raise
+
+    def _attempt(self, version: int, deadline: Wait) -> tuple[RefusedUpdateError | None, str]:
+        """The reason for a refusal, if any, and what the senders do next."""
+        lines = [line for line, _ in self._ends]
+        for line in lines:
+            line.tell({"version": self._held}, deadline)
+        headers = [line.hear(deadline) for line in lines]
+        refusal: RefusedUpdateError | None = None
+        try:
+            self._check(headers, version=version)
+        except RefusedUpdateError as error:
+            refusal = error
+        if (step := self._answer(refusal, deadline)) != "data":
+            return refusal, step
+        self._held = None  # from here on the tensors are a mix of two versions
+        sums: list[list[int]] = []
+        try:
+            sums = self._apply(headers, deadline)
+        except RefusedUpdateError as error:
+            refusal = error
+        due = [line.hear(deadline)["sums"] for line in lines]
+        if refusal is None and sums != due:
+            wrong = [line.peer for line, own, its in zip(lines, sums, due, strict=True) if own != its]
+            refusal = RefusedUpdateError(
+                f"checksums differ after version {version} from {', '.join(wrong)} was applied"
+            )
+        return refusal, self._answer(refusal, deadline)
+
+    def _check(self, headers: Sequence[Header], *, version: int) -> None:
+        for header in headers:
+            refuse_stale(header["version"], due=version, newest=self._newest)
+        self._fit(headers)
+
+    def _answer(self, refusal: Exception | None, deadline: Wait) -> str:
+        """Give all senders the same answer; returns what they do next."""
+        for line, _ in self._ends:
+            line.tell({"refused": None if refusal is None else str(refusal)}, deadline)
+        steps = {line.peer: line.hear(deadline)["step"] for line, _ in self._ends}
+        if len(set(steps.values())) > 1:  # a receiver that shares some of the senders with this one has refused
+            found = ", ".join(f"{sender}: {step}" for sender, step in steps.items())
+            raise WeightUpdateError(
+                f"{self.name} cannot continue, since another receiver of weights refused them and its senders differ ({found}); start the "
+                "run again, and look at the memory and the network of the receiver that refused if it comes back"
+            )
+        return steps.popitem()[1]
+
+
 class StreamReceiver(LineReceiver):
     """Receives over one carrier, into tensors that stay where they are."""
 
-    def __init__(
-        self, invitation: Invitation, *, name: str, tensors: Mapping[str, Tensor], open_inlet: OpenInletFor
-    ) -> None:
+    def __init__(self, invitation: Invitation, *, name: str, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = dict(tensors)
         device = next(iter(self._tensors.values())).device
-        super().__init__([invitation], name=name, device=device, open_inlet=open_inlet)
+        super().__init__([invitation], name=name, device=device)
         self._views: Views | None = None
 
     def receive(self, *, version: int) -> None:
@@ -189,8 +295,6 @@ class StreamReceiver(LineReceiver):
 
     def _fit(self, headers: Sequence[Header]) -> None:
         (header,) = headers
-        if header["base"] is not None and header["base"] != self._held:
-            raise StaleUpdateError(f"the changes are to version {header['base']}, and this receiver has {self._held}")
         self._views = fit(header["layout"], self._tensors, kept=self._views)
 
     def _apply(self, headers: Sequence[Header], deadline: Wait) -> list[list[int]]:

@@ -5,8 +5,8 @@ renamed into place when it is complete, with the update's version, layout and th
 has the sender's secret and the version, so no receiver takes the files of another sender. The files stay until the next update
 is complete, so a receiver that comes later finds them.
 
-Who waits for whom: ``send`` does not wait; ``receive`` waits for the files of its version. The caller of both knows by
-their answers that all have it.
+Who waits for whom: ``send`` does not wait; ``receive`` waits for the files of its version. The caller of both knows
+that all have an update when both have returned.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rollcall.base.atomic import TEMPORARY, replacing
 from rollcall.base.errors import MissingPeerError
 from rollcall.base.wait import Wait
 from rollcall.engine.weights.layout import BucketSize, Entry, Layout, Views, fit, view
-from rollcall.engine.weights.protocol import Invitation, RefusedUpdateError, Sent, StaleUpdateError, TornUpdateError
+from rollcall.engine.weights.protocol import Invitation, RefusedUpdateError, Sent, refuse_stale
 from rollcall.model.checksum import checksum
 from rollcall.model.stored.files import StoredError
 from rollcall.model.stored.safetensors import read_header, write_header
@@ -35,7 +35,6 @@ from rollcall.model.stored.safetensors import read_header, write_header
 # Spans follow each other as in the files, and each is summed while it is in the cache.
 BUCKETS = BucketSize(num_bytes=1 << 20, alone_from=0)
 PART_BYTES, MOST_PARTS = 32 << 20, 16
-MOST_READS = 2
 LOOK_S = 0.1
 
 
@@ -68,8 +67,7 @@ class FolderSender:
             path = _path(self._invitation, version, number)
             with replacing(path, durable=False) as file:
                 entries = ((entry.name, entry.torch_dtype, entry.stored_shape) for entry in part.entries)
-                about = {"version": str(version), "layout": views.layout.text, "sums": sums}
-                write_header(file, entries, metadata=about)
+                write_header(file, entries, metadata={"layout": views.layout.text, "sums": sums})
                 for span in (span for bucket in buckets for span in bucket):
                     file.write(span.cpu().numpy().data)
             written.add(path.name)
@@ -100,15 +98,14 @@ class FolderReceiver:
         return self._held
 
     def receive(self, *, version: int) -> None:
-        if self._newest is not None and version <= self._newest:
-            raise StaleUpdateError(f"version {version} is not newer than the {self._newest} that {self.name} has")
+        refuse_stale(version, due=version, newest=self._newest)
         deadline = Wait(self._invitation.timeout_s)
         self._held = None
-        refusal: TornUpdateError | None = None
-        for _ in range(MOST_READS):  # a share may show a file before all of its bytes
+        refusal: RefusedUpdateError | None = None
+        for _ in range(2):  # a share may show a file before all of its bytes
             try:
                 self._apply(version, deadline)
-            except TornUpdateError as error:
+            except RefusedUpdateError as error:
                 refusal = error
                 time.sleep(LOOK_S)
                 continue
@@ -130,18 +127,16 @@ class FolderReceiver:
             self._views.read()  # of the tensors themselves, not of what was copied into them
             sums = [checksum(bucket) for bucket in self._views.buckets(BUCKETS)]
         if sums != due:
-            raise TornUpdateError(f"the checksums of version {version} differ after it was applied")
+            raise RefusedUpdateError(f"the checksums of version {version} differ after it was applied")
 
     def _read_part(self, version: int, number: int, deadline: Wait) -> tuple[list[int], list[int]]:
         """Copy one file into the tensors; returns the checksums that it names, and those of what arrived."""
         path = self._find(version, number, deadline)
         try:
             entries, about = read_header(path)
-            found, layout, sums = int(about["version"]), about["layout"], json.loads(about["sums"])
+            layout, sums = about["layout"], json.loads(about["sums"])
         except (StoredError, ValueError, KeyError, TypeError) as error:
-            raise TornUpdateError(f"{path} is not a file of weights ({type(error).__name__}: {error})") from None
-        if found != version:
-            raise TornUpdateError(f"{path} holds version {found}, and version {version} is due")
+            raise RefusedUpdateError(f"{path} is not a file of weights ({type(error).__name__}: {error})") from None
         self._views = fit(layout, self._tensors, kept=self._views)
         _, buckets = _parts_of(self._views)[number]
         with path.open("rb", buffering=0) as file:
@@ -166,7 +161,7 @@ def _fill(bucket: Sequence[Tensor], file: FileIO, *, path: Path) -> int:
     for span in bucket:
         host = span if span.device.type == "cpu" else torch.empty(len(span), dtype=torch.uint8)
         if file.readinto(host.numpy().data) != len(span):
-            raise TornUpdateError(f"{path} is cut short")
+            raise RefusedUpdateError(f"{path} is cut short")
         if host is not span:
             span.copy_(host)
     return checksum(bucket)

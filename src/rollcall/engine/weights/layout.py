@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rollcall.engine.weights.protocol import TornUpdateError
+from rollcall.engine.weights.protocol import RefusedUpdateError
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +99,11 @@ class Layout:
         for name, tensor in tensors.items():
             here = Entry.of(name, tensor)
             if name not in sent:
-                raise TornUpdateError(f"tensor {name!r} is missing in the update")
+                raise RefusedUpdateError(f"tensor {name!r} is missing in the update")
             if (sent[name].shape, sent[name].dtype) != (here.shape, here.dtype):
-                raise TornUpdateError(f"tensor {name!r} is {sent[name]} in the update and {here} here")
+                raise RefusedUpdateError(f"tensor {name!r} is {sent[name]} in the update and {here} here")
         if extra := [name for name in sent if name not in tensors]:
-            raise TornUpdateError(f"the update has a tensor {extra[0]!r} that is not here")
+            raise RefusedUpdateError(f"the update has a tensor {extra[0]!r} that is not here")
 
     def buckets(self, size: BucketSize) -> list[list[Span]]:
         found: list[list[Span]] = []
@@ -195,3 +196,56 @@ def _places(tensors: Mapping[str, Tensor]) -> tuple[object, ...]:
 def cut(flat: Tensor, size: BucketSize) -> list[list[Tensor]]:
     """One flat tensor in buckets."""
     return [[flat[start : start + size.num_bytes]] for start in range(0, len(flat), size.num_bytes)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SentBlock:
+    """A block of one tensor of the model, as one process holds it."""
+
+    name: str  # of the tensor, as transformers knows it
+    start: tuple[int, ...]  # where the block begins in the tensor
+    whole: tuple[int, ...]  # shape of the tensor
+    dtype: torch.dtype  # in which it travels
+    values: Tensor  # on any device, of any type
+
+    @property
+    def entry(self) -> Entry:
+        shape = tuple(self.values.shape)
+        key = f"{self.name}@{','.join(map(str, self.start))}"
+        return Entry(key, str(self.dtype).removeprefix("torch."), shape, tuple(range(len(shape))))
+
+
+class Parts:
+    """The blocks that one process sends, used like ``Views``. Nothing is copied before a bucket needs it."""
+
+    def __init__(self, blocks: Sequence[SentBlock], *, device: torch.device) -> None:
+        self.device = device
+        self._blocks = blocks
+        self.layout = Layout(tuple(block.entry for block in blocks))
+
+    @property
+    def about(self) -> list[list[Any]]:
+        """Of each entry of the layout: its tensor, where it begins there, and the tensor's shape."""
+        return [[block.name, block.start, block.whole] for block in self._blocks]
+
+    def buckets(self, size: BucketSize) -> Iterator[list[Tensor]]:
+        return slices(self.layout.buckets(in_order(size)), self._bytes)
+
+    def _bytes(self, index: int) -> Tensor:
+        block = self._blocks[index]
+        return block.values.detach().to(self.device, block.dtype).contiguous().reshape(-1).view(torch.uint8)
+
+
+def in_order(size: BucketSize) -> BucketSize:
+    return replace(size, in_order=True)
+
+
+def slices(buckets: Sequence[Sequence[Span]], bytes_of: Callable[[int], Tensor]) -> Iterator[list[Tensor]]:
+    """Buckets in order, out of the bytes of their entries; those of an entry are asked for once, and let go after its last bucket."""
+    ready: dict[int, Tensor] = {}
+    for spans in buckets:
+        ready = {index: flat for index, flat in ready.items() if index >= spans[0].entry}
+        for span in spans:
+            if span.entry not in ready:
+                ready[span.entry] = bytes_of(span.entry)
+        yield [ready[span.entry][span.start : span.end] for span in spans]

@@ -12,7 +12,7 @@ import secrets
 import select
 import selectors
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -94,9 +94,8 @@ class Line:
             self.socket.settimeout(deadline.left_s)
             yield
         except OSError as error:
-            is_silent = (
-                isinstance(error, TimeoutError) and not error.errno
-            )  # else the kernel says that the host does not answer
+            # With a number the kernel says that the host does not answer.
+            is_silent = isinstance(error, TimeoutError) and not error.errno
             raise (self._silent(deadline) if is_silent else self.gone(error)) from None
 
     def gone(self, error: OSError | None) -> MissingPeerError:
@@ -106,33 +105,21 @@ class Line:
         return MissingPeerError(f"no word from {self.peer} within {deadline.timeout_s:g} s of a weight update")
 
 
-def from_each(lines: Mapping[str, Line], take: Callable[[str], bool], deadline: Wait, *, waiting_for: str) -> None:
-    """Call ``take`` with the name of a line that has something to read, until it has returned True for each; the deadline's
-    error names those that are missing."""
-    missing = list(lines)
+def hear_all(lines: Mapping[str, Line], deadline: Wait, *, waiting_for: str) -> dict[str, dict[str, Any]]:
+    """One message from each; the deadline's error names all that are missing."""
+    heard: dict[str, dict[str, Any]] = {}
     with selectors.DefaultSelector() as selector:
         for name, line in lines.items():
             selector.register(line.socket, selectors.EVENT_READ, name)
-        while missing:
-            for key, _ in selector.select(deadline.until_word_s):
-                if take(key.data):
-                    selector.unregister(key.fileobj)
-                    missing.remove(key.data)
-            if missing and deadline.is_over:
-                raise MissingPeerError(f"no {waiting_for} within {deadline.timeout_s:g} s from {', '.join(missing)}")
-            if missing:
-                deadline.tell(f"weights: waiting for the {waiting_for} of {', '.join(missing)}")
-
-
-def hear_all(lines: Mapping[str, Line], deadline: Wait, *, waiting_for: str) -> dict[str, dict[str, Any]]:
-    """One message from each."""
-    heard: dict[str, dict[str, Any]] = {}
-
-    def hear(name: str) -> bool:
-        heard[name] = lines[name].hear(deadline)
-        return True
-
-    from_each(lines, hear, deadline, waiting_for=waiting_for)
+        while missing := ", ".join(name for name in lines if name not in heard):
+            found = selector.select(deadline.until_word_s)
+            for key, _ in found:
+                heard[key.data] = lines[key.data].hear(deadline)
+                selector.unregister(key.fileobj)
+            if not found and deadline.is_over:
+                raise MissingPeerError(f"no {waiting_for} within {deadline.timeout_s:g} s from {missing}")
+            if not found:
+                deadline.tell(f"weights: waiting for the {waiting_for} of {missing}")
     return heard
 
 
@@ -145,7 +132,12 @@ class Desk:
         self._receivers = tuple(receivers)
         is_local = carrying == "shared_memory"
         local = f"rollcall-weights-{secrets.token_hex(12)}" if is_local else ""
-        listener = _listen_locally(local) if is_local else listen_at(host)
+        if is_local:
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            listener.bind(f"\0{local}")  # no file: it is gone with the process
+            listener.listen(BACKLOG)
+        else:
+            listener = listen_at(host)
         self.invitation = Invitation(
             sender=sender,
             carrying=carrying,
@@ -227,10 +219,3 @@ def decline(invitation: Invitation, *, name: str, timeout_s: float) -> None:
 def _close_all(lines: Mapping[str, Line]) -> None:
     for line in lines.values():
         line.close()
-
-
-def _listen_locally(name: str) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(f"\0{name}")  # no file: it is gone with the process
-    listener.listen(BACKLOG)
-    return listener

@@ -1,6 +1,6 @@
 """New weights straight from the processes that hold parts of them: every actor sends its own blocks, and no process gathers the model.
 
-A sender (``exchange.StreamSender``) gets ``Parts``: blocks of the model's tensors, each brought to the type that engines use when its
+A sender (``exchange.StreamSender``) gets ``Parts`` (``layout.py``): blocks of the model's tensors, each brought to the type that engines use when its
 turn comes. A receiver has a line to every sender (``PartsReceiver``) and puts the blocks together, one tensor at a time, in the order
 in which all senders send. So both sides hold a few buckets and about one tensor, whatever the size of the model, and how the
 actor is divided need not be known to the receiver: each block says where it belongs.
@@ -12,73 +12,19 @@ send again or none; where receivers share only some of their senders, a refusal 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from rollcall.base.wait import Wait
-from rollcall.engine.weights.carrier import Bucket, Header, Inlet, LineReceiver, OpenInletFor
-from rollcall.engine.weights.layout import BucketSize, Entry, Layout, Span
-from rollcall.engine.weights.protocol import Invitation, TornUpdateError
+from rollcall.engine.weights.carrier import Inlet
+from rollcall.engine.weights.exchange import Header, LineReceiver
+from rollcall.engine.weights.layout import Layout, Span, in_order, slices
+from rollcall.engine.weights.protocol import Invitation, RefusedUpdateError
 
 Take = Callable[[Iterator[tuple[str, Tensor]]], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SentBlock:
-    """A block of one tensor of the model, as one process holds it."""
-
-    name: str  # of the tensor, as transformers knows it
-    start: tuple[int, ...]  # where the block begins in the tensor
-    whole: tuple[int, ...]  # shape of the tensor
-    dtype: torch.dtype  # in which it travels
-    values: Tensor  # on any device, of any type
-
-    @property
-    def entry(self) -> Entry:
-        shape = tuple(self.values.shape)
-        key = f"{self.name}@{','.join(map(str, self.start))}"
-        return Entry(key, str(self.dtype).removeprefix("torch."), shape, tuple(range(len(shape))))
-
-
-class Parts:
-    """The blocks that one process sends, used like ``layout.Views``. Nothing is copied before a bucket needs it."""
-
-    def __init__(self, blocks: Sequence[SentBlock], *, device: torch.device) -> None:
-        self.device = device
-        self._blocks = blocks
-        self.layout = Layout(tuple(block.entry for block in blocks))
-
-    @property
-    def about(self) -> list[list[Any]]:
-        """Of each entry of the layout: its tensor, where it begins there, and the tensor's shape."""
-        return [[block.name, block.start, block.whole] for block in self._blocks]
-
-    def buckets(self, size: BucketSize) -> Iterator[Bucket]:
-        return _slices(self.layout.buckets(in_order(size)), self._bytes)
-
-    def _bytes(self, index: int) -> Tensor:
-        block = self._blocks[index]
-        return block.values.detach().to(self.device, block.dtype).contiguous().reshape(-1).view(torch.uint8)
-
-
-def in_order(size: BucketSize) -> BucketSize:
-    return replace(size, in_order=True)
-
-
-def _slices(buckets: Sequence[Sequence[Span]], bytes_of: Callable[[int], Tensor]) -> Iterator[Bucket]:
-    """Buckets in order, out of the bytes of their entries; those of an entry are asked for once, and let go after its last bucket."""
-    ready: dict[int, Tensor] = {}
-    for spans in buckets:
-        ready = {index: flat for index, flat in ready.items() if index >= spans[0].entry}
-        for span in spans:
-            if span.entry not in ready:
-                ready[span.entry] = bytes_of(span.entry)
-        yield [ready[span.entry][span.start : span.end] for span in spans]
 
 
 class PartsReceiver(LineReceiver):
@@ -91,9 +37,8 @@ class PartsReceiver(LineReceiver):
         name: str,
         wanted: Mapping[str, Sequence[int]],
         device: torch.device,
-        open_inlet: OpenInletFor,
     ) -> None:
-        super().__init__(invitations, name=name, device=device, open_inlet=open_inlet)
+        super().__init__(invitations, name=name, device=device)
         self._wanted = {key: tuple(shape) for key, shape in wanted.items()}
         self._take: Take | None = None
 
@@ -111,22 +56,24 @@ class PartsReceiver(LineReceiver):
         for header in headers:
             for (name, _, whole), entry in zip(header["parts"], Layout.parse(header["layout"]).entries, strict=True):
                 if name not in found:
-                    raise TornUpdateError(f"the update has a tensor {name!r} that is not here")
+                    raise RefusedUpdateError(f"the update has a tensor {name!r} that is not here")
                 if tuple(whole) != self._wanted[name]:
-                    raise TornUpdateError(
+                    raise RefusedUpdateError(
                         f"tensor {name!r} is {list(whole)} in the update and {list(self._wanted[name])} here"
                     )
                 found[name] += prod(entry.shape)
         for name, count in found.items():
             if count != prod(self._wanted[name]):
-                raise TornUpdateError(f"the update has {count} of the {prod(self._wanted[name])} elements of {name!r}")
+                raise RefusedUpdateError(
+                    f"the update has {count} of the {prod(self._wanted[name])} elements of {name!r}"
+                )
 
     def _apply(self, headers: Sequence[Header], deadline: Wait) -> list[list[int]]:
         assert self._take is not None
         streams = [_Stream(inlet, header, deadline) for (_, inlet), header in zip(self._ends, headers, strict=True)]
         tensors = self._put_together(streams)
         self._take(tensors)
-        for _ in tensors:  # what ``take`` did not want has to be received all the same
+        for _ in tensors:  # what ``take`` did not want has to be received too
             continue
         return [stream.sums for stream in streams]
 
@@ -167,7 +114,7 @@ class _Stream:
         self._apart: dict[int, tuple[Tensor, Tensor]] = {}
 
     def start(self, room: Callable[[str, torch.dtype], Tensor]) -> None:
-        self._landed = self._inlet.each(_slices(self._buckets, partial(self._bytes, room=room)), self._deadline)
+        self._landed = self._inlet.each(slices(self._buckets, partial(self._bytes, room=room)), self._deadline)
 
     def until(self, name: str) -> None:
         """Receive until everything of this tensor is in its place."""

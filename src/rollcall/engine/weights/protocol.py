@@ -11,27 +11,18 @@ sender. Each wait has a deadline, and its error says who is missing. After an er
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
-
-from torch import Tensor
 
 from rollcall.base.errors import WeightUpdateError
 
 Carrying = Literal["shared_memory", "broadcast", "file"]  # how bytes get across
 
 
-class StaleUpdateError(WeightUpdateError):
-    """An update that is not newer than what the receiver has, or not the one that is due."""
-
-
-class TornUpdateError(WeightUpdateError):
-    """An update that does not fit the receiver's tensors, or arrived damaged."""
-
-
 class RefusedUpdateError(WeightUpdateError):
-    """Refused twice, the second time in full."""
+    """An update that is stale (not newer than what the receiver has, or not the one that is due) or torn (it does not fit the receiver's
+    tensors, or arrived damaged)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,21 +49,6 @@ class Sent:
     refusals: Mapping[str, str]  # receivers that refused the first attempt, and why
 
 
-class WeightSender(Protocol):
-    @property
-    def invitations(self) -> Mapping[str, Invitation]:
-        """By receiver."""
-        ...
-
-    def send(self, tensors: Mapping[str, Tensor], *, version: int) -> Sequence[Sent]:
-        """Bring these tensors to every receiver; returns once all have them, checked."""
-        ...
-
-    def close(self) -> None:
-        """Let the receivers go. Closing twice does nothing."""
-        ...
-
-
 class WeightReceiver(Protocol):
     """Receives into tensors that stay where they are."""
 
@@ -91,6 +67,6 @@ class WeightReceiver(Protocol):
 def refuse_stale(came: int, *, due: int, newest: int | None) -> None:
     """``newest``: what the receiver has had."""
     if came != due:
-        raise StaleUpdateError(f"version {came} came, and version {due} is due")
+        raise RefusedUpdateError(f"version {came} came, and version {due} is due")
     if newest is not None and due <= newest:
-        raise StaleUpdateError(f"version {due} is not newer than the {newest} that is here")
+        raise RefusedUpdateError(f"version {due} is not newer than the {newest} that is here")

@@ -21,7 +21,7 @@ from torch import Tensor
 from rollcall.base.wait import Wait
 from rollcall.engine.weights.carrier import Bucket, Hellos, Inlet, Outlet, visible_gpus
 from rollcall.engine.weights.layout import BucketSize
-from rollcall.engine.weights.line import Line, from_each
+from rollcall.engine.weights.line import Line
 from rollcall.model.checksum import checksum, copy_summed
 
 SLOT_BYTES = 4 << 20
@@ -74,18 +74,9 @@ class _RingOutlet(Outlet):
 
     def _wait(self, taken: dict[str, int], *, at_least: int, deadline: Wait) -> None:
         """Wait until every receiver has taken this many buckets."""
-        late = {name: self._lines[name] for name, count in taken.items() if count < at_least}
-
-        def take(name: str) -> bool:
-            taken[name] += len(self._lines[name].read_some(NUM_SLOTS, deadline))
-            return taken[name] >= at_least
-
-        if len(late) == 1:  # no need to watch several
-            (name,) = late
-            while not take(name):
-                continue
-        elif late:
-            from_each(late, take, deadline, waiting_for="acknowledgement")
+        for name, line in self._lines.items():
+            while taken[name] < at_least:
+                taken[name] += len(line.read_some(NUM_SLOTS, deadline))
 
 
 class _RingInlet(Inlet):

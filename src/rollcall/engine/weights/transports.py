@@ -8,22 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from rollcall.base.errors import WeightUpdateError
 from rollcall.config import WeightTransport
-from rollcall.engine.weights import shared_memory
-from rollcall.engine.weights.broadcast import BroadcastInlet, BroadcastOutlet
-from rollcall.engine.weights.carrier import OpenInlet
 from rollcall.engine.weights.exchange import TIMEOUT_S, StreamReceiver, StreamSender
 from rollcall.engine.weights.folder import FolderReceiver, FolderSender
-from rollcall.engine.weights.parts import Parts, PartsReceiver
-from rollcall.engine.weights.protocol import Carrying, Invitation, Sent, WeightReceiver, WeightSender
+from rollcall.engine.weights.layout import Parts
+from rollcall.engine.weights.protocol import Carrying, Invitation, Sent, WeightReceiver
 
 
 def carrying_for(transport: WeightTransport, *, on_host: bool, on_gpu: bool) -> Carrying:
@@ -43,11 +37,10 @@ def open_sender(
     on_gpu: bool,
     folder: Path,
     timeout_s: float = TIMEOUT_S,
-    by_parts: bool = False,
 ) -> FanOut:
     """A sender for these receivers, each of which is (or is not) on this host.
 
-    ``host`` is the address they reach this one by; empty: they share only the folder. ``by_parts``: it sends ``Parts``.
+    ``host`` is the address they reach this one by; empty: they share only the folder.
     """
     if transport == "file":
         return FanOut([FolderSender(folder, name=name, receivers=tuple(receivers), timeout_s=timeout_s)])
@@ -58,9 +51,6 @@ def open_sender(
     return FanOut(
         [
             StreamSender(
-                partial(shared_memory.open_outlet, through_host=by_parts)
-                if carrying == "shared_memory"
-                else BroadcastOutlet,
                 carrying=carrying,
                 name=name,
                 receivers=names,
@@ -76,44 +66,34 @@ def open_sender(
 def open_receiver(invitation: Invitation, *, name: str, tensors: Mapping[str, Tensor]) -> WeightReceiver:
     if invitation.carrying == "file":
         return FolderReceiver(invitation=invitation, name=name, tensors=tensors)
-    return StreamReceiver(invitation, name=name, tensors=tensors, open_inlet=_open_inlet)
-
-
-def open_parts_receiver(
-    invitations: Sequence[Invitation], *, name: str, wanted: Mapping[str, Sequence[int]], device: torch.device
-) -> PartsReceiver:
-    """A receiver of what several processes hold parts of; ``wanted`` has the tensors' shapes in the order they are sent."""
-    return PartsReceiver(invitations, name=name, wanted=wanted, device=device, open_inlet=_open_inlet)
-
-
-def _open_inlet(invitation: Invitation) -> OpenInlet:
-    return shared_memory.open_inlet if invitation.carrying == "shared_memory" else BroadcastInlet
+    return StreamReceiver(invitation, name=name, tensors=tensors)
 
 
 class FanOut:
-    """Several senders as one; they work side by side."""
+    """Several senders as one; they send at the same time."""
 
-    def __init__(self, senders: Sequence[WeightSender]) -> None:
+    def __init__(self, senders: Sequence[StreamSender] | Sequence[FolderSender]) -> None:
         self._senders: list[Any] = list(senders)  # those that take Parts, and those that do not
         self._pool = ThreadPoolExecutor(max_workers=max(len(senders), 1), thread_name_prefix="weights")
 
     @property
     def invitations(self) -> Mapping[str, Invitation]:
+        """By receiver."""
         return {name: invitation for sender in self._senders for name, invitation in sender.invitations.items()}
 
     def send(self, tensors: Mapping[str, Tensor] | Parts, *, version: int) -> Sequence[Sent]:
+        """Bring these tensors to every receiver; returns once all have them, checked."""
         if len(self._senders) == 1:
             return self._senders[0].send(tensors, version=version)
         running = [self._pool.submit(sender.send, tensors, version=version) for sender in self._senders]
         failures = [error for future in running if (error := future.exception()) is not None]
         if failures:
             self.close()
-            if len(failures) == 1 or not all(isinstance(error, WeightUpdateError) for error in failures):
-                raise failures[0]
-            raise WeightUpdateError("; ".join(map(str, failures))) from failures[0]
+            raise failures[0]
         return [sent for future in running for sent in future.result()]
 
     def close(self) -> None:
+        """Let the receivers go. Closing twice does nothing."""
         for sender in self._senders:
             sender.close()
         self._pool.shutdown(wait=False)
