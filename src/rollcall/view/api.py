@@ -274,10 +274,8 @@ def answering(name: str, answer_to: Callable[[Any], Any]) -> Callable[[Request],
         except ValidationError as error:
             wrong = "; ".join(f"{one['loc'][0]}: {one['msg']}" for one in error.errors(include_input=False))
             return as_json({"error": wrong}, status=400)
-        except PermissionError as error:
-            return as_json({"error": f"{error.filename} cannot be read: {error.strerror}"}, status=403)
         except OSError as error:
-            return as_json({"error": f"a file of this run cannot be read: {error.strerror}"}, status=500)
+            return as_json({"error": f"{error.filename} cannot be read: {error.strerror}"}, status=403)
 
     return answer
 
