@@ -22,7 +22,7 @@ from safetensors.numpy import load_file
 from tiny import save_model
 
 from rollcall.base.group_record import MAGIC
-from rollcall.base.journal import Journal
+from rollcall.base.journal import ATTEMPTS, Journal
 from rollcall.base.types import Group
 from rollcall.config import Config, dump_config, load_config
 from rollcall.observe.sinks import read_rows
@@ -173,6 +173,8 @@ def _arm(kill: Kill) -> None:
 
     def armed(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
+        if kill.call == IN_JOURNAL and args[0].path.suffix == f".{ATTEMPTS}":  # once a second, so nobody can count them
+            return original(*args, **kwargs)
         calls += 1
         if calls < kill.number:
             return original(*args, **kwargs)

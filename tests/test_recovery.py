@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import pytest
@@ -40,6 +40,7 @@ from rollcall.base.wait import speaking
 from rollcall.config import Config
 from rollcall.engine.protocol import Made, Request
 from rollcall.loop.attempts import Budget, Regrow, closing, run_attempts
+from rollcall.loop.workers import Workers
 from rollcall.observe.live import REWARDS, read_live
 from rollcall.observe.timeline import CONTROLLER, WORKER_BACK, WORKER_LOST, read_timeline
 from rollcall.plan.placement import Role
@@ -147,10 +148,10 @@ def test_the_reason_stays_the_reason_when_closing_fails_too() -> None:
             raise ClusterError("node 1 still has processes")
 
     said: list[str] = []
-    with pytest.raises(WorkerDiedError), speaking(said.append), closing(Stubborn()):
+    with pytest.raises(WorkerDiedError), speaking(said.append), closing(cast(Workers, Stubborn())):
         raise died()
     assert said == ["node 1 still has processes"]
-    with pytest.raises(ClusterError, match="still has"), closing(Stubborn()):
+    with pytest.raises(ClusterError, match="still has"), closing(cast(Workers, Stubborn())):
         pass
 
 

@@ -40,8 +40,9 @@ class AppendFile:
             write_at(self._fd, record, self._end)
         except OSError as error:
             if error.errno == errno.ESTALE:  # the server forgot the file's handle; its name still leads there
+                fresh = self._open()
                 os.close(self._fd)
-                self._fd = self._open()
+                self._fd = fresh
             self._drop_partial()
             raise
         self._unsynced.append((self._end, record))

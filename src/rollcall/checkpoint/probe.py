@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
-from pydantic import FiniteFloat, NonNegativeInt, TypeAdapter
+from pydantic import BeforeValidator, FiniteFloat, NonNegativeInt, TypeAdapter
 
 from rollcall.base.errors import CheckpointError
 from rollcall.base.types import Completion, Sample
@@ -42,8 +42,11 @@ class TrainedProbe:
     rollcall: str
     torch: str
     beside: Mapping[str, str] = field(default_factory=dict)  # checksums of the config files
-    # Of the weights that an adapter is added to, an identity for each type (``model/base.py``); empty: there is no adapter.
-    base: Mapping[str, str] = field(default_factory=dict)
+    # Of the weights that an adapter is added to, an identity for each type (``model/base.py``); empty: there is no adapter, or
+    # an earlier version saved it, which noted another identity as one text.
+    base: Annotated[Mapping[str, str], BeforeValidator(lambda one: {} if isinstance(one, str) else one)] = field(
+        default_factory=dict
+    )
     format: Literal[1] = 1
 
     def dump(self) -> str:
