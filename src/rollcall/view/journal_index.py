@@ -21,7 +21,7 @@ from rollcall.base.group_record import HEAD_BYTES, NOT_A_GROUP, header_of, heade
 from rollcall.base.wait import warn
 
 FOLDER = "journal"
-_STEP_FILE = re.compile(r"(\d{6,})\.groups")
+_STEP_FILE = re.compile(r"(\d{6,12})\.groups")
 
 
 class GroupRow(NamedTuple):
