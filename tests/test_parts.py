@@ -143,6 +143,17 @@ def test_what_parts_hold_comes_back(saved: Path) -> None:
         assert one.optimizer.num_updates == other.optimizer.num_updates == 2
 
 
+def test_an_optimizer_without_all_its_parts_is_refused(saved: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(saved, tmp_path / "saved")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["files"]["actor/part-00000-of-00001.safetensors"]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(
+        CheckpointError, match="saved/actor lacks .* not all parts of one save; move the checkpoint away"
+    ):
+        read_learner(learner_of(Gang.alone()), folder)
+
+
 def test_a_manifest_tells_of_mesh_model_and_files(saved: Path, tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep_last=2, keep_best=0)
     manifest = json.loads((commit(store, 4, saved) / "manifest.json").read_text())
