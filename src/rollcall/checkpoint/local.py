@@ -22,7 +22,6 @@ from rollcall.base.atomic import replacing
 from rollcall.base.errors import CheckpointError
 from rollcall.base.patience import plain_disk_errors
 from rollcall.base.wait import warn
-from rollcall.config.yaml import read_small
 from rollcall.model.stored.files import file_checksum, new_checksum
 from rollcall.model.stored.manifest import read_manifest
 
@@ -54,11 +53,8 @@ def name_of_run(checkpoints: Path, *, run: str) -> str:
 def names_of_run(checkpoints: Path) -> tuple[list[str], int | None]:
     """The names of the run's folder and of those that it was copied from, and the inode of the file that says so, if it says."""
     path = checkpoints / FOLDER_NAME
-    try:
-        with plain_disk_errors(path):
-            text = read_small(path, most=1 << 20).decode(errors="replace")
-    except ValueError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; restore it from a copy of the run") from None
+    with plain_disk_errors(path):
+        text = path.read_text(errors="replace")
     lines = [line.split(" ") for line in text.splitlines()]
     if not lines or not all(_NAME.fullmatch(line[0]) for line in lines):
         raise CheckpointError(
