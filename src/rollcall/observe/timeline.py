@@ -18,7 +18,7 @@ from typing import Any
 
 from rollcall.base.words import counted
 from rollcall.observe.calls import RecordedCall, read_calls
-from rollcall.observe.events import Mark, MarkKind, PhaseEvent, StepPhase, num_bytes_left_out, read_marks, read_phases
+from rollcall.observe.events import Mark, MarkKind, PhaseEvent, StepPhase, read_marks, read_phases
 from rollcall.observe.live import CONTROLLER, REWARDS, Live, read_live
 
 SHORTEST_WAIT_S = 0.05  # a shorter pause between two calls is not shown
@@ -77,7 +77,6 @@ class Timeline:
     lanes: tuple[str, ...]
     spans: tuple[TimeSpan, ...]
     marks: tuple[Mark, ...]
-    num_bytes_left_out: int = 0  # of the events, at their beginning: the file is too long to be read as a whole
 
 
 def read_timeline(run_dir: Path, *, first_step: int | None = None, last_step: int | None = None) -> Timeline:
@@ -88,7 +87,7 @@ def read_timeline(run_dir: Path, *, first_step: int | None = None, last_step: in
     first_s, last_s = -math.inf, math.inf
     if first_step is not None or last_step is not None:
         if not phases:
-            return Timeline((CONTROLLER,), (), (), num_bytes_left_out(run_dir))
+            return Timeline((CONTROLLER,), (), ())
         first_s = min(span.start_s for span in phases) if first_step is not None else first_s
         last_s = max(span.end_s for span in phases) if last_step is not None else last_s
     calls = read_calls(run_dir, first_s=first_s, last_s=last_s)
@@ -106,7 +105,7 @@ def read_timeline(run_dir: Path, *, first_step: int | None = None, last_step: in
     for lane in lanes:
         waits = _waits(lane, own[lane], places, marks=marks) if lane in workers else []
         spans += sorted([*own[lane], *waits], key=lambda span: span.start_s)
-    return Timeline((CONTROLLER, *lanes), tuple(spans), tuple(marks), num_bytes_left_out(run_dir))
+    return Timeline((CONTROLLER, *lanes), tuple(spans), tuple(marks))
 
 
 def idle_shares(timeline: Timeline) -> dict[str, float]:
