@@ -177,7 +177,7 @@ def test_a_process_with_many_open_files_can_be_debugged() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def testnobody_comes_and_it_goes_on_by_itself_and_so_do_later_ones(
+def test_nobody_comes_and_it_goes_on_by_itself_and_so_do_later_ones(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attach, "UNATTENDED_S", 0.1)

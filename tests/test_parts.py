@@ -418,10 +418,3 @@ def test_a_damaged_name_of_the_folder_on_nodes_removes_nothing(
     with pytest.raises(CheckpointError, match="not the name of a"):
         local.name_of_run(tmp_path, run="any")
     assert (tmp_path / "mine").exists()
-
-
-def test_any_name_of_a_run_gives_a_folder_of_its_own(tmp_path: Path) -> None:
-    for number, run in enumerate(["../../x", "gsm8k / ünïcode", "...", "y" * 400]):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        assert "/" not in (name := local.name_of_run(folder, run=run)) and [name] == local.names_of_run(folder)[0]

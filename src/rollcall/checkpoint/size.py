@@ -5,9 +5,7 @@ from __future__ import annotations
 from rollcall.base.patience import free_bytes
 from rollcall.base.words import counted
 from rollcall.config import Config
-from rollcall.plan.memory import state_width
-
-GIB = 1 << 30
+from rollcall.plan.memory import GIB, state_width
 
 
 def checkpoint_bytes(config: Config, *, trained: int, critic: int, width: int) -> int:

@@ -40,7 +40,7 @@ _PHASE_KINDS = {
     StepPhase.EXPORT: "save",
 }
 _CALL_KINDS = {
-    **dict.fromkeys(("exchange",), "rollout"),
+    "exchange": "rollout",
     **dict.fromkeys(("reward", REWARDS), "reward"),
     **dict.fromkeys(("update", "update_critic", "score", "score_reference", "values"), "update"),
     **dict.fromkeys(("invite", "send_weights", "use_weights"), "sync"),
@@ -151,12 +151,6 @@ def _phases(events: Sequence[PhaseEvent], *, ends: Sequence[float]) -> list[Time
     return spans
 
 
-def _is_any(times: Sequence[float], start_s: float, end_s: float) -> bool:
-    """Whether one of these times, which are sorted, is between two others."""
-    place = bisect.bisect_left(times, start_s)
-    return place < len(times) and times[place] <= end_s
-
-
 class _Places:
     """The controller's phases by time."""
 
@@ -230,8 +224,8 @@ def _name_the_last(phases: Sequence[TimeSpan], lanes: Iterable[Sequence[TimeSpan
 
 def _waits(lane: str, spans: Sequence[TimeSpan], places: _Places, *, marks: Sequence[Mark]) -> list[TimeSpan]:
     """The pauses of a worker. While it is lost, its seat is empty."""
-    lost = [mark.at_s for mark in marks if mark.lane == lane and mark.name == WORKER_LOST]
-    lost = sorted([*lost, *(mark.at_s for mark in marks if mark.name in (ATTEMPT_LOST, CONTROLLER_ENDED))])
+    ends = (ATTEMPT_LOST, CONTROLLER_ENDED)
+    lost = [one.at_s for one in marks if one.name in ends or (one.lane == lane and one.name == WORKER_LOST)]
     found = []
     reached = spans[0].end_s if spans else 0.0
     for span in spans[1:]:
@@ -241,7 +235,7 @@ def _waits(lane: str, spans: Sequence[TimeSpan], places: _Places, *, marks: Sequ
             continue
         phase = places.longest(start_s, end_s)
         step = None if phase is None else phase.step
-        if _is_any(lost, start_s - SHORTEST_WAIT_S, end_s):
+        if any(start_s - SHORTEST_WAIT_S <= at_s <= end_s for at_s in lost):
             found.append(TimeSpan(lane, "lost", start_s, end_s, "wait", step, "no process works in this seat"))
             continue
         note = "" if phase is None else f"during {phase.name} of step {phase.step}"
