@@ -139,15 +139,20 @@ def test_groups_as_they_finish_are_each_in_one_step_and_none_too_late(staleness:
     clumsy = Clumsy(seed)
     begun_at: dict[int, int] = {}
 
+    class Announced(AsCompleted):
+        version = 0
+
+        async def announce(self, version: int) -> None:
+            self.version = version
+            await super().announce(version)
+
     async def work() -> list[StepBatch]:
-        supply = AsCompleted(needs_of(clumsy, staleness=staleness), cursor=NOTHING_YET, recorded={})
-        make = clumsy.make
-
         async def noted(step: int, draw: int) -> SuppliedGroup:
-            begun_at[draw] = supply._version
-            return await make(step, draw)
+            begun_at[draw] = supply.version
+            return await clumsy.make(step, draw)
 
-        object.__setattr__(supply._demand, "make", noted)
+        needs = replace(needs_of(clumsy, staleness=staleness), make=noted)
+        supply = Announced(needs, cursor=NOTHING_YET, recorded={})
         return await train_on(supply)
 
     batches = asyncio.run(work())

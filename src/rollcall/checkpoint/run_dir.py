@@ -39,11 +39,12 @@ def run_file_of(path: Path, *, what: str = "a run file or a run directory") -> t
 
 
 def read_summary(run_dir: Path) -> dict[str, Any] | None:
-    """The content of ``summary.json``; None if the run has not ended yet or the file is damaged."""
+    """The content of ``summary.json``; None if the run has not ended yet, the file is damaged or an earlier version wrote it."""
     try:
-        return json.loads((run_dir / "summary.json").read_bytes())
+        summary = json.loads((run_dir / "summary.json").read_bytes())
     except (OSError, ValueError):
         return None
+    return summary if {"steps", "headline", "no_signal"} <= summary.keys() else None
 
 
 def has_begun(run_dir: Path) -> bool:

@@ -186,7 +186,8 @@ def _phase_event(line: bytes) -> PhaseEvent | None:
     """None for a line of another kind, or one that was cut by a kill."""
     if not line.startswith(b'{"phase"') or (row := parse_row(line)) is None:
         return None
-    return PhaseEvent(**{field.name: row.get(field.name) for field in fields(PhaseEvent)})
+    known: dict[str, Any] = {field.name: row.get(field.name) for field in fields(PhaseEvent)}
+    return PhaseEvent(**known)
 
 
 def _lines(run_dir: Path, *, most: int | None = None) -> Iterator[bytes]:
