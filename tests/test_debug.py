@@ -151,7 +151,7 @@ def test_of_two_threads_that_stop_each_keeps_its_frame(run_dir: Path, capsys: py
     assert "1110" in shown and "1665" in shown
 
 
-def test_silent_strangers_delaynobody(run_dir: Path) -> None:
+def test_silent_strangers_delay_nobody(run_dir: Path) -> None:
     thread, _ = beside(lambda: add_up(5))
     (waits,) = wait_for(lambda: read_board(run_dir))
     strangers = [socket.create_connection((waits.address, waits.port)) for _ in range(100)]
