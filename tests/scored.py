@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,19 +56,12 @@ def a_prompt(*, answer: str = "46", text: str = "12+34=", metadata: dict[str, An
 
 
 def completions_of(*texts: str) -> tuple[Completion, ...]:
-    return tuple(
-        Completion(
-            token_ids=np.array([5], dtype=np.int32),
-            logprobs=np.array([-0.5], dtype=np.float32),
-            mask=np.array([True]),
-            segments=(Segment(version=0, num_tokens=1),),
-            finish=FinishReason.STOP,
-            seed=0,
-            text=text,
-            episode=None,
-        )
-        for text in texts
-    )
+    return tuple(Completion.given(np.array([5], dtype=np.int32), text=text) for text in texts)
+
+
+def made_of(seed: int, *, num_tokens: int = 2) -> Completion:
+    """A completion that tells its seed."""
+    return replace(Completion.given(np.full(num_tokens, 9, dtype=np.int32), text=str(seed)), seed=seed)
 
 
 def in_a_directory_with(module: str, *, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

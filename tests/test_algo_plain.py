@@ -26,7 +26,6 @@ ALGORITHMS: list[Any] = [
     Grpo(), DrGrpo(), Dapo(dynamic_sampling=False), Gspo(clip_low=0.05, clip_high=0.1), Cispo(clip_low=0.2, clip_high=0.3), Rloo(),
     ReinforcePlusPlus(gamma=0.9), Ppo(gamma=0.95, lam=0.8), Intuitor(kl_coef=0.0),
 ]  # fmt: skip
-NORMALISED = ("grpo", "dapo", "gspo", "cispo", "intuitor")
 GROUPS: list[Group] = [
     make_group(
         [

@@ -13,7 +13,6 @@ import yaml
 from rollcall import config as config_module
 from rollcall.base.errors import ConfigError
 from rollcall.config import Algorithm, Cispo, Config, Dapo, default_run, dump_config, load_config, parse_config
-from rollcall.config.errors import nearest
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("**/*.yaml"))
 
@@ -86,10 +85,6 @@ def test_slots_are_text_or_a_number_and_never_what_yaml_makes_of_yes(value: Any,
     message = refusal(cluster={"component_placement": {"actor,rollout": value}})
     assert message.startswith(f"cluster.component_placement.actor,rollout: {shown} is not a set of slots; write all, a")
     assert "\n" not in message, "one mistake, one line"
-
-
-def test_nearest_has_no_answer_among_no_names() -> None:
-    assert nearest("anything", []) is None
 
 
 def test_every_mistake_is_told_at_once() -> None:
@@ -463,16 +458,6 @@ def test_every_default_passes_its_own_validation() -> None:
 def test_a_config_cannot_be_changed_after_it_was_checked() -> None:
     with pytest.raises(ValueError, match="frozen"):
         load_config().actor.lr = 1.0  # type: ignore[misc]
-
-
-def test_a_reference_is_needed_only_for_a_kl() -> None:
-    assert not parse_config({}).needs_reference
-    assert parse_config({"algorithm": {"name": "grpo", "kl_coef": 0.1}}).needs_reference
-
-
-def test_completions_per_step_is_the_product() -> None:
-    config = parse_config({"data": {"prompts_per_step": 6}, "rollout": {"samples_per_prompt": 4}})
-    assert config.completions_per_step == 24
 
 
 @pytest.mark.parametrize(

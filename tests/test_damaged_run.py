@@ -13,16 +13,14 @@ import pytest
 from runs import finish, make_run
 from typer.testing import CliRunner
 
-from rollcall.base.errors import CheckpointError, ConfigError, JournalError
+from rollcall.base.errors import ConfigError, JournalError
 from rollcall.base.group_record import MAGIC
 from rollcall.base.journal import Journal, inspect
 from rollcall.base.lease import read_holder
-from rollcall.checkpoint.store import CheckpointStore
 from rollcall.cli.main import app
 from rollcall.config import Config, load_config
 from rollcall.loop.supply import Cursor
 from rollcall.observe.events import read_phases
-from rollcall.observe.sinks import read_rows
 from rollcall.run.evaluation import plan_evaluation
 from rollcall.view.audit import audit
 
@@ -57,24 +55,8 @@ def test_a_byte_that_is_no_text_in_the_metrics_is_named_and_the_run_goes_on(
     assert "metrics.jsonl, line" in caplog.text and "is not a row of metrics and is left out" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "line",
-    [b'{"step": "x"}', b'{"step": 1e400}', b'{"step": -1}', b'{"step": 1, "eval/accuracy": "high"}', b"[" * 100_000, b"[1]", b"1"],
-)  # fmt: skip
-def test_a_forged_row_of_metrics_is_left_out(run: Path, line: bytes) -> None:
-    before = read_rows(run / "metrics.jsonl")
-    add_line(run / "metrics.jsonl", line)
-    assert read_rows(run / "metrics.jsonl") == before
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        b'{"phase": [], "step": 1, "start_s": 1}', b'{"phase": "sync", "step": "one", "start_s": 1}',
-        b'{"phase": "sync", "step": 1, "start_s": "now"}', b'{"phase": "sync", "step": 1, "start_s": 1e300}', b"\xff", b"[" * 100_000,
-    ],
-)  # fmt: skip
-def test_a_forged_event_is_left_out(run: Path, line: bytes) -> None:
+@pytest.mark.parametrize("line", [b'{"phase": "sync", "step": 1, "sta', b"\0" * 40])
+def test_a_torn_event_is_left_out(run: Path, line: bytes) -> None:
     before = read_phases(run)
     add_line(run / "events.jsonl", line)
     assert read_phases(run) == before and before
@@ -127,32 +109,9 @@ def test_a_damaged_run_file_is_named_by_train_and_eval_and_recover_does_without(
     assert CliRunner().invoke(app, ["recover", str(run)]).exit_code == 0
 
 
-def test_a_forged_state_is_named(run: Path) -> None:
-    path = run / "checkpoints" / "step-000002"
+def test_a_state_without_the_next_draw_is_named() -> None:
     with pytest.raises(ValueError, match="step-2: its state does not say which draw comes next"):
         Cursor.of({"next_draw": "x"}, where="step-2")
-    manifest = json.loads((path / "manifest.json").read_text())
-    manifest["files"] = {"state.json": {"size": 2, "blake2b": ""}}
-    import hashlib
-
-    manifest["files"]["state.json"]["blake2b"] = hashlib.blake2b(b"[]", digest_size=16).hexdigest()
-    (path / "state.json").write_bytes(b"[]")
-    (path / "manifest.json").write_text(json.dumps(manifest))
-    found = CheckpointStore(run / "checkpoints", keep_last=2, keep_best=1).latest()
-    assert found is not None
-    with pytest.raises(CheckpointError, match=r"step-000002/state\.json is not a run's state"):
-        _ = found.state
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"score": "high"}, {"score": float("nan")}, {"scores": {"eval/accuracy": "x"}}, {"files": []}, {"step": None}],
-)
-def test_a_forged_manifest_is_a_torn_checkpoint(run: Path, change: dict[str, object]) -> None:
-    path = run / "checkpoints" / "step-000002" / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    found = CheckpointStore(run / "checkpoints", keep_last=2, keep_best=1).latest()
-    assert found is not None and found.step == 1
 
 
 def test_a_forged_lease_says_nothing_of_any_process(run: Path) -> None:

@@ -151,7 +151,7 @@ def test_of_two_threads_that_stop_each_keeps_its_frame(run_dir: Path, capsys: py
     assert "1110" in shown and "1665" in shown
 
 
-def test_silent_strangers_delaynobody(run_dir: Path) -> None:
+def test_silent_strangers_delay_nobody(run_dir: Path) -> None:
     thread, _ = beside(lambda: add_up(5))
     (waits,) = wait_for(lambda: read_board(run_dir))
     strangers = [socket.create_connection((waits.address, waits.port)) for _ in range(100)]
@@ -177,7 +177,7 @@ def test_a_process_with_many_open_files_can_be_debugged() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def testnobody_comes_and_it_goes_on_by_itself_and_so_do_later_ones(
+def test_nobody_comes_and_it_goes_on_by_itself_and_so_do_later_ones(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attach, "UNATTENDED_S", 0.1)

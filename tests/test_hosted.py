@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 from tiny import make_tokenizer
 
 from rollcall.base.errors import RestartsSpentError, WorkerLostError
-from rollcall.base.types import Completion, EndReason, FinishReason, Prompt, Segment
+from rollcall.base.types import Completion, EndReason, Prompt
 from rollcall.config.environments import StepEnvironment
 from rollcall.engine.protocol import Sampling
 from rollcall.environments import hosted
@@ -141,16 +142,7 @@ def test_an_episode_whose_host_is_lost_is_played_again_from_its_beginning(hosts:
         if len(seeds) == 2:
             await asyncio.to_thread(hosts.opened[0].close)
         token_ids = np.array(tokenizer("4" if len(seeds) % 2 == 0 else "3")["input_ids"], dtype=np.int32)
-        return Completion(
-            token_ids=token_ids,
-            logprobs=np.zeros(len(token_ids), dtype=np.float32),
-            mask=np.ones(len(token_ids), dtype=np.bool_),
-            segments=(Segment(version=0, num_tokens=len(token_ids)),),
-            finish=FinishReason.STOP,
-            seed=seed,
-            text=tokenizer.decode(token_ids),
-            episode=None,
-        )
+        return replace(Completion.given(token_ids, text=tokenizer.decode(token_ids)), seed=seed)
 
     async def play() -> None:
         player = Player(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import io
 import json
@@ -12,10 +13,12 @@ import re
 import subprocess
 import sys
 import termios
+import time
 import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from scored import make_group
@@ -75,8 +78,8 @@ def test_each_log_is_one_flushed_line(tmp_path: Path) -> None:
 def test_a_full_disk_is_said_with_the_file_and_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollcall.base.patience.DEADLINE_S", 0)
     sink = JsonlSink(tmp_path / "metrics.jsonl", resume_step=None)
-    sink._file._fd, fd = os.open("/dev/full", os.O_WRONLY), sink._file._fd
-    os.close(fd)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr("rollcall.observe.sinks.AppendFile.append", Mock(side_effect=full))
     with pytest.raises(ValueError, match=r"metrics.jsonl: cannot write the metrics of step 3: No space left"):
         sink.log(3, {"train/loss": 1.0})
     sink.close()
@@ -196,16 +199,22 @@ def test_a_failed_wandb_login_never_shows_the_key(tmp_path: Path, monkeypatch: p
 
 
 class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
+    now = 0.0
 
-    def __call__(self) -> float:
+    def monotonic(self) -> float:
         return self.now
 
 
-def test_progress_shows_first_and_last_accuracy_and_the_time_left() -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """In place of a progress's own."""
     clock = Clock()
-    progress = Progress(name="demo", num_steps=100, start_step=20, clock=clock)
+    monkeypatch.setattr("rollcall.observe.progress.time", clock)
+    return clock
+
+
+def test_progress_shows_first_and_last_accuracy_and_the_time_left(clock: Clock) -> None:
+    progress = Progress(name="demo", num_steps=100, start_step=20)
     assert progress.left_s is None
     progress.update(20, {"eval/accuracy": 0.25})
     for step in range(21, 31):
@@ -218,9 +227,8 @@ def test_progress_shows_first_and_last_accuracy_and_the_time_left() -> None:
     }  # fmt: skip
 
 
-def test_a_restart_goes_back_to_its_step_and_measures_the_pace_again() -> None:
-    clock = Clock()
-    progress = Progress(name="demo", num_steps=100, clock=clock)
+def test_a_restart_goes_back_to_its_step_and_measures_the_pace_again(clock: Clock) -> None:
+    progress = Progress(name="demo", num_steps=100)
     progress.update(0, {"eval/accuracy": 0.1})
     for step in range(1, 80):
         clock.now += 1.0
@@ -256,54 +264,47 @@ def test_a_reward_is_graded_if_it_is_neither_0_nor_1(value: float, parts: dict[s
     assert is_graded(Score(value=value, parts=parts, errors={})) is graded
 
 
-def test_lines_come_every_few_seconds_and_for_evaluations_and_the_last_step() -> None:
-    clock, out = Clock(), io.StringIO()
-    console = LineConsole(Progress(name="demo", num_steps=40, clock=clock), file=out)
+def test_lines_come_every_few_seconds_and_for_evaluations_and_the_last_step(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    console = LineConsole(Progress(name="demo", num_steps=40))
     for step in range(41):
         console.log(step, {"train/reward_mean": 0.5} | ({"eval/accuracy": 0.1} if step == 8 else {}))
         clock.now += 1.0
     console.close()
-    steps = [int(line.split()[1].split("/")[0]) for line in out.getvalue().splitlines()]
+    steps = [int(line.split()[1].split("/")[0]) for line in capsys.readouterr().out.splitlines()]
     assert steps == [0, 5, 8, 13, 18, 23, 28, 33, 38, 40]
 
 
-def test_a_log_says_what_takes_long_and_not_what_is_soon_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, out = Clock(), io.StringIO()
-    console = LineConsole(Progress(name="demo", num_steps=2, clock=clock), file=out)
-    asked: list[str] = []
-
-    def tick(timeout: float) -> bool:  # in place of the watcher's half second
-        if not asked:
-            console.progress.phase("loading")
-        elif len(asked) == 1:
-            clock.now += 3.0
-        elif len(asked) == 3:
-            console.progress.phase("rollout of step 1")
-            clock.now += 1.0
-        asked.append(out.getvalue())
-        return len(asked) > 6
-
-    monkeypatch.setattr(console._closed, "wait", tick)
-    console._watch()
-    assert out.getvalue() == "loading\n"
+def test_a_log_says_what_takes_long_and_not_what_is_soon_over(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    with LineConsole(Progress(name="demo", num_steps=2)) as console:
+        console.phase("loading")
+        clock.now += 3.0
+        printed = ""
+        while not printed:
+            time.sleep(0.05)
+            printed = capsys.readouterr().out
+        console.phase("rollout of step 1")
+        clock.now += 1.0
+        time.sleep(1.1)  # the watcher looks twice
+    assert printed + capsys.readouterr().out == "loading\n"
 
 
-def test_a_file_gets_plain_lines_and_samples_without_escape_codes() -> None:
-    out = io.StringIO()
-    with make_console(Progress(name="demo", num_steps=10), file=out) as console:
+def test_a_file_gets_plain_lines_and_samples_without_escape_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    with make_console(Progress(name="demo", num_steps=10)) as console:
         console.log(1, {"train/reward_mean": 0.5})
         console.note("resumed from step 0 [see docs]")
         console.show_samples("before training", [("2+3=", "[bold]5\x1b[31m", "5", 1.0), ("1+1=", "9\ud800", "2", 0.0)])
-    text = out.getvalue()
+    text = capsys.readouterr().out
     assert "\x1b" not in text
     assert "step 1/10" in text and "resumed from step 0 [see docs]" in text
     assert "before training" in text and "[bold]5" in text and "1.00" in text and "0.00" in text
 
 
-def test_a_log_without_utf8_does_not_end_the_run() -> None:
+def test_a_log_without_utf8_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = io.BytesIO()
-    out = io.TextIOWrapper(raw, encoding="ascii", write_through=True)
-    console = LineConsole(Progress(name="demo", num_steps=2), file=out)
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(raw, encoding="ascii", write_through=True))
+    console = LineConsole(Progress(name="demo", num_steps=2))
     console.log(1, {"eval/accuracy": 0.5})
     console.show_samples("samples", [("é", "ü", "→", 1.0)])
     assert b"0.500 ? 0.500" in raw.getvalue()
@@ -546,13 +547,12 @@ def test_a_sample_shows_what_the_user_says_and_not_the_chat_template() -> None:
     assert shown == "And 2+3?"
 
 
-def test_an_evaluation_that_could_not_be_scored_says_so_in_its_line() -> None:
-    out = io.StringIO()
-    console = LineConsole(Progress(name="demo", num_steps=2), file=out)
+def test_an_evaluation_that_could_not_be_scored_says_so_in_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+    console = LineConsole(Progress(name="demo", num_steps=2))
     console.log(0, {"eval/accuracy": 0.0, "eval/reward_mean": 0.0, "eval/completions": 8.0, "eval/reward_errors": 8.0})
-    assert "eval reward errors 8/8" in out.getvalue()
+    assert "eval reward errors 8/8" in capsys.readouterr().out
     console.log(1, {"eval/accuracy": 0.5, "eval/reward_mean": 0.5, "eval/completions": 8.0, "eval/reward_errors": 0.0})
-    assert "errors" not in out.getvalue().splitlines()[-1]
+    assert "errors" not in capsys.readouterr().out
 
 
 def test_the_completions_of_an_evaluation_that_no_reward_scored_are_counted() -> None:

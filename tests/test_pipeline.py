@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from branching import make_branch, make_episode, make_turn
 from branching import make_group as episode_group
+
 from runs import IN_JOURNAL, IN_SAVE_WRITE, IN_UPDATE, Kill, finish, letter_rows, make_run, run_and_be_killed, weights
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the benchmarks' stand-ins
@@ -32,7 +33,6 @@ from rollcall.base.types import Group, Prompt, Segment
 from rollcall.config import Config, parse_config
 from rollcall.loop.supply import AsCompleted, Begun, Cursor, Demand, InOrder, StepBatch, SuppliedGroup, choose
 from rollcall.loop.tasks import in_thread
-from rollcall.plan.placement import Role
 
 STEPS, PROMPTS = 8, 6
 ORDERS = ("in_order", "as_completed")
@@ -139,15 +139,20 @@ def test_groups_as_they_finish_are_each_in_one_step_and_none_too_late(staleness:
     clumsy = Clumsy(seed)
     begun_at: dict[int, int] = {}
 
+    class Announced(AsCompleted):
+        version = 0
+
+        async def announce(self, version: int) -> None:
+            self.version = version
+            await super().announce(version)
+
     async def work() -> list[StepBatch]:
-        supply = AsCompleted(needs_of(clumsy, staleness=staleness), cursor=NOTHING_YET, recorded={})
-        make = clumsy.make
-
         async def noted(step: int, draw: int) -> SuppliedGroup:
-            begun_at[draw] = supply._version
-            return await make(step, draw)
+            begun_at[draw] = supply.version
+            return await clumsy.make(step, draw)
 
-        object.__setattr__(supply._demand, "make", noted)
+        needs = replace(needs_of(clumsy, staleness=staleness), make=noted)
+        supply = Announced(needs, cursor=NOTHING_YET, recorded={})
         return await train_on(supply)
 
     batches = asyncio.run(work())
@@ -470,9 +475,3 @@ def test_dynamic_sampling_works_with_groups_as_they_finish(tmp_path: Path) -> No
     assert steps == dict.fromkeys(range(1, 5), 8)
     draws = [group.draw for _, group in trained_groups(config)]
     assert len(set(draws)) == len(draws)
-
-
-def test_roles_of_the_stand_ins_are_what_the_tests_say() -> None:
-    team = team_of([ROLLOUT, ACTOR], node_ranks=[0, 1], actors=[1])
-    assert team.members == {Role.ROLLOUT: [0], Role.ACTOR: [1]}
-    stop(team)

@@ -146,7 +146,7 @@ def test_a_tensor_group_on_two_nodes_is_noted() -> None:
         ({"actor": "0-8"}, ("asks for slot 8", "1 node x 8 = 8 slots", "numbered 0 to 7")),
         ({"actor": 9007199254740992}, ("asks for slot 9007199254740992",)),
         ({"actor": "0-7:0-2"}, ("8 = 3 x 2 + 2", "use 1, 2, 4 or 8 processes, such as 0-7:0-1")),
-        ({"actor": "0-7:0-8"}, ("9 processes cannot each have a slot of 8", "such as 0-7:0-7")),
+        ({"actor": "0-7:0-8"}, ("8 = 9 x 0 + 8", "such as 0-7:0-7")),
         ({"actor": "0-3:0-1,4-7:0-1"}, ("2 processes of the role sit on lower slots", "write 4-7:2-3")),
         ({"actor": "0-7:1-4"}, ("starts at process rank 1", "write 0-7:0-3")),
         ({"actor": "7-0"}, ("7-0 runs backwards; write 0-7",)),

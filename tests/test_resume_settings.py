@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from rollcall.base.errors import ConfigError
 from rollcall.base.journal import Journal
 from rollcall.config import Config, dump_config, load_config
 from rollcall.loop.resume import FREE_OF_REWARDS, changes_on_resume
-from rollcall.observe.events import read_events
 from rollcall.run.training import train
 
 
@@ -153,7 +153,8 @@ def test_settings_changed_on_resume_are_applied_told_and_recorded(tmp_path: Path
         state = torch.load(config.run.dir / "checkpoints" / "step-000004" / "actor.pt", weights_only=True)
         assert state["adamw"]["param_groups"][0]["weight_decay"] == decay
         ends[name] = load_file(config.run.dir / "model" / "model.safetensors")
-        changed = [event["changed"] for event in read_events(config.run.dir) if "changed" in event]
+        events = map(json.loads, (config.run.dir / "events.jsonl").read_bytes().splitlines())
+        changed = [event["changed"] for event in events if "changed" in event]
         expected = {"trainer.steps": [2, 4], **({"actor.weight_decay": [0.0, 10.0]} if decay else {})}
         assert changed == [expected]
         screen = capsys.readouterr().out

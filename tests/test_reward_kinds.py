@@ -12,29 +12,23 @@ import numpy as np
 import pytest
 import rewards_of_groups
 from commands import fork_context
-from runs import lean, letter_rows, make_run
+from scored import completions_of
 
 import rollcall
-from rollcall.base.types import Completion, FinishReason, Prompt, Score, Segment
+from rollcall.base.types import Prompt, Score
 from rollcall.config import FunctionReward, RegexReward
 from rollcall.reward.functions import check_score
 from rollcall.reward.given import name_functions
 from rollcall.reward.scorer import Scorer
 from rollcall.run.api import read_config
-
-
-def completion(text: str) -> Completion:
-    return Completion(
-        token_ids=np.zeros(1, dtype=np.int32), logprobs=np.zeros(1, dtype=np.float32), mask=np.ones(1, dtype=np.bool_),
-        segments=(Segment(version=0, num_tokens=1),), finish=FinishReason.STOP, seed=0, text=text, episode=None,
-    )  # fmt: skip
+from runs import lean, letter_rows, make_run
 
 
 def scored(*texts: str, path: str, **fields: Any) -> tuple[Scorer, tuple[Score, ...]]:
     prompt = Prompt(id="p", token_ids=np.zeros(1, dtype=np.int32), text="say ab", answer="ab", metadata={"extra": 1})
     reward = FunctionReward(path=path, **fields)
     with lean(), Scorer([reward, RegexReward(pattern="a")], num_workers=1, model_rewards={}) as scorer:
-        return scorer, asyncio.run(scorer.score(prompt, tuple(map(completion, texts))))
+        return scorer, asyncio.run(scorer.score(prompt, completions_of(*texts)))
 
 
 def parts(scores: tuple[Score, ...]) -> list[float]:

@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+from scored import made_of
 
-from rollcall.base.types import Completion, FinishReason, Group, Prompt, Score, Segment
+from rollcall.base.types import Completion, Group, Prompt, Score
 from rollcall.engine.protocol import Made, Refused, Request, Sampling, Stats
 from rollcall.loop.group_maker import OpenGroups
 from rollcall.loop.rollout import Rewards, Rollouts, sampling_seeds
@@ -48,19 +49,6 @@ def make_prompt(name: str) -> Prompt:
     return Prompt(id=name, token_ids=np.array([5, 6], dtype=np.int32), text=name, answer="7", metadata={})
 
 
-def make_completion(seed: int, *, num_tokens: int = 2) -> Completion:
-    return Completion(
-        token_ids=np.full(num_tokens, 9, dtype=np.int32),
-        logprobs=np.zeros(num_tokens, dtype=np.float32),
-        mask=np.ones(num_tokens, dtype=np.bool_),
-        segments=(Segment(version=0, num_tokens=num_tokens),),
-        finish=FinishReason.STOP,
-        seed=seed,
-        text=str(seed),
-        episode=None,
-    )
-
-
 class FakeEngine:
     """Ends every completion after a moment, the last that was asked for first."""
 
@@ -80,7 +68,7 @@ class FakeEngine:
             await asyncio.sleep(self.moment_s / len(self.requests))
         finally:
             self.num_running -= 1
-        return Made(completion=make_completion(request.seed), worker=f"w{request.seed % 2}")
+        return Made(completion=made_of(request.seed), worker=f"w{request.seed % 2}")
 
     async def pause(self, *, drain: bool) -> None:
         raise AssertionError("nobody pauses")
@@ -162,12 +150,12 @@ def test_groups_overlap_and_each_gets_its_own_from_its_own_scorer() -> None:
 
 
 def test_what_an_earlier_process_has_made_is_not_asked_for_again() -> None:
-    engine, done = FakeEngine(), {1: make_completion(5)}
+    engine, done = FakeEngine(), {1: made_of(5)}
     made = drive(group(rollouts_of(engine), "p", seeds=(4, 5, 6), scorer=FakeScorer(), done=done))
     assert [request.seed for request in engine.requests] == [4, 6]
     assert [request.order[2] for request in engine.requests] == [0, 2]
     assert [completion.seed for completion in made.completions] == [4, 5, 6] and len(done) == 3
-    nothing, everything = FakeEngine(), {place: make_completion(seed) for place, seed in enumerate((4, 5))}
+    nothing, everything = FakeEngine(), {place: made_of(seed) for place, seed in enumerate((4, 5))}
     made = drive(group(rollouts_of(nothing), "p", seeds=(4, 5), scorer=FakeScorer(), done=everything))
     assert nothing.requests == [] and [score.value for score in made.scores] == [4.0, 5.0]
 
@@ -212,7 +200,7 @@ def test_the_time_of_the_rewards_is_that_in_which_nothing_is_generated() -> None
             return await super().score(*given, **named)
 
     async def work() -> tuple[float, float, float]:
-        rewards, scorer, given = Rewards(), Slow(), (make_prompt("p"), (make_completion(3),))
+        rewards, scorer, given = Rewards(), Slow(), (make_prompt("p"), (made_of(3),))
         await rewards.score(scorer, *given)  # type: ignore[arg-type]
         alone, nothing = rewards.take_seconds(), rewards.take_seconds()
         with rewards.generating():
@@ -241,7 +229,7 @@ def test_a_model_in_another_process_is_asked_in_a_thread_and_one_here_in_the_eve
 
     threads: list[threading.Thread] = []
     scorer: Any = Asks()
-    drive(Rewards(is_remote=is_remote).score(scorer, make_prompt("p"), (make_completion(3),)))
+    drive(Rewards(is_remote=is_remote).score(scorer, make_prompt("p"), (made_of(3),)))
     assert (threads[0] is not threading.main_thread()) == is_remote
 
 
@@ -258,17 +246,17 @@ def test_what_has_ended_of_open_groups_is_written_once_and_all_at_once(monkeypat
     async def work() -> None:
         open_groups = OpenGroups(write)
         running = asyncio.create_task(open_groups.run())
-        dones: list[dict[int, Completion]] = [{0: make_completion(4)}, {}, {}]
+        dones: list[dict[int, Completion]] = [{0: made_of(4)}, {}, {}]
         for draw, done in enumerate(dones):
             open_groups.open(make_prompt(f"p{draw}"), step=1, draw=draw, done=done)
         await asyncio.sleep(0.05)
         assert writes == [], "what an earlier process has made is written already"
-        dones[0][2], dones[1][1], dones[2][0] = make_completion(6), make_completion(7), make_completion(8)
+        dones[0][2], dones[1][1], dones[2][0] = made_of(6), made_of(7), made_of(8)
         open_groups.close(step=1, draw=2)
         await asyncio.sleep(0.05)
-        dones[1][0] = broken = make_completion(9)
+        dones[1][0] = broken = made_of(9)
         broken.logprobs[0] = np.nan
-        dones[1][2] = make_completion(10)
+        dones[1][2] = made_of(10)
         running.cancel()
         await asyncio.wait({running})
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from runs import column, finish, letter_rows, make_run
 from safetensors.torch import save_file
 
 from rollcall.base.errors import CheckpointError, ConfigError, WorkerDiedError
@@ -26,6 +25,7 @@ from rollcall.run.api import read_config
 from rollcall.run.evaluation import newest_model_of
 from rollcall.run.training import train
 from rollcall.view.audit import audit
+from runs import column, finish, letter_rows, make_run
 
 
 def test_a_start_without_its_logger_leaves_nothing_and_the_next_one_may_differ(
@@ -205,15 +205,15 @@ class Recorder(Console):
 def test_the_console_is_told_where_an_attempt_begins_and_what_the_run_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    console, made, lost = Recorder(), Record._metrics, []
+    console, note, lost = Recorder(), Record.note_update, []
 
-    def lose_once(self: Record, batch: Any, *rest: Any, **named: Any) -> dict[str, float]:
+    def lose_once(self: Record, batch: Any, *rest: Any, **named: Any) -> None:
         if batch.step == 3 and not lost:
             lost.append(batch.step)
             raise WorkerDiedError("rollout rank 0 is lost", role="rollout", ranks=[0], node_ranks=[])
-        return made(self, batch, *rest, **named)
+        note(self, batch, *rest, **named)
 
-    monkeypatch.setattr(Record, "_metrics", lose_once)
+    monkeypatch.setattr(Record, "note_update", lose_once)
     monkeypatch.setattr("rollcall.run.training.make_console", lambda *_, **__: console)
     train(make_run(tmp_path, "trainer.steps=3", "trainer.save_every=2"))
     assert console.seen == [

@@ -7,16 +7,16 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-import numpy as np
 import pytest
 
 pytest.register_assert_rewrite("generate_contract")
 
 from generate_contract import *  # noqa: F403
 from generate_contract import House, ask
+from scored import made_of
 from tiny import make_model, make_tokenizer, random_prompts
 
-from rollcall.base.types import Completion, FinishReason, Segment
+from rollcall.base.types import Completion
 from rollcall.engine.native.engine import NativeEngine
 from rollcall.engine.protocol import Engine, Request
 from rollcall.engine.ticker import Ticker
@@ -67,19 +67,6 @@ class AllAtOnce:
 
     def close(self) -> None:
         pass
-
-
-def made_of(seed: int, *, num_tokens: int = 2) -> Completion:
-    return Completion(
-        token_ids=np.full(num_tokens, 9, dtype=np.int32),
-        logprobs=np.zeros(num_tokens, dtype=np.float32),
-        mask=np.ones(num_tokens, dtype=np.bool_),
-        segments=(Segment(version=0, num_tokens=num_tokens),),
-        finish=FinishReason.STOP,
-        seed=seed,
-        text=str(seed),
-        episode=None,
-    )
 
 
 def drive(core: Any, work: Callable[[Engine], Coroutine[Any, Any, None]]) -> None:

@@ -6,19 +6,15 @@ import json
 import os
 import time
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
-from fuzz.directories import NUMBERS, RUBBISH
-from runs import finish, letter_rows, make_run
 from typer.testing import CliRunner
 
 from rollcall.cli.main import app
 from rollcall.observe.calls import CALLS, BusySpans, CallFile, RecordedCall, read_calls
-from rollcall.observe.events import Events, Mark, MarkKind, StepPhase, last_phase, read_marks, read_phases
+from rollcall.observe.events import Events, Mark, MarkKind, StepPhase, read_marks, read_phases
 from rollcall.observe.live import LIVE, REWARDS, Live, Look, ProcessState, WorkState, read_live, write_live
 from rollcall.observe.logs import MOST_BYTES, keep_logs, read_log
 from rollcall.observe.recorder import Recorder
@@ -32,6 +28,7 @@ from rollcall.observe.timeline import (
 )
 from rollcall.process.groups.pulse import NUM_CALLS, DoneCall, LogTail, Pulse, Reader, Seen
 from rollcall.process.groups.sightings import HostClock, Lookout
+from runs import finish, letter_rows, make_run
 
 ACTOR, ROLLOUT = "actor 0 @ node 0", "rollout 0 @ node 1"
 
@@ -188,21 +185,8 @@ def test_calls_are_found_by_their_time_in_a_long_file(tmp_path: Path) -> None:
     assert read_calls(tmp_path, first_s=5_998.0)[ACTOR][-1].name == "slow"
 
 
-def test_calls_that_are_not_as_a_controller_writes_them_are_left_out(tmp_path: Path) -> None:
-    lines = [
-        b"{",
-        b"[]",
-        b'{"time": "x", "calls": {}}',
-        b'{"time": 5, "calls": []}',
-        *(
-            b'{"time": 5, "calls": {"b": [%b]}}' % one
-            for one in (b"1", b"[2]", b'["x", 0, 1, "y"]', b'["x", NaN, 1, 1]')
-        ),
-        b'{"time": 5, "calls": {"a": 1}}',
-        b'{"time": 5, "calls": {"b": [["x", -1, 1, 1]]}}',
-        b'{"time": 5, "calls": {"b": [["cut',
-    ]
-    (tmp_path / CALLS).write_bytes(b"\n".join(lines))
+def test_a_line_of_calls_that_was_cut_by_a_kill_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / CALLS).write_text('{"time": 5, "calls": {"b": [["x", -1, 1, 1]]}}\n{"time": 5, "calls": {"b": [["cut')
     assert read_calls(tmp_path) == {"b": [RecordedCall("x", 4, 5, 1)]}
 
 
@@ -224,16 +208,8 @@ def test_the_live_file_is_read_back_and_rubbish_is_none(tmp_path: Path) -> None:
     live = Live(time_s=time.time(), host="h", is_over=False, processes=(one,), missing_nodes=(2,))
     write_live(tmp_path, live)
     assert read_live(tmp_path) == live and not live.is_stale
-    for rubbish in (
-        b"",
-        b"{",
-        b"[]",
-        b"null",
-        b"[" * 100_000,
-        b'{"time_s": 1, "host": 1, "is_over": 0, "processes": [3]}',
-    ):
-        (tmp_path / LIVE).write_bytes(rubbish)
-        assert read_live(tmp_path) is None
+    (tmp_path / LIVE).write_text("{")
+    assert read_live(tmp_path) is None
 
 
 def test_a_recorder_writes_what_the_roles_tell_and_finishes_what_a_killed_one_left(tmp_path: Path) -> None:
@@ -392,32 +368,15 @@ def test_a_lost_worker_is_a_mark_and_an_empty_seat_until_it_is_back(tmp_path: Pa
     assert (empty.lane, empty.start_s, empty.end_s) == (ROLLOUT, 101.0, 102.0)
 
 
-def test_of_events_of_any_length_the_end_is_read_and_what_was_left_out_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rollcall.observe.events.MOST_BYTES", 1 << 20)
-    with (tmp_path / "events.jsonl").open("wb") as file:
-        file.truncate(20 << 30)  # a hole, which takes no room on the disk
-        file.seek(0, 2)
-        file.write(b"\n")
-    write_events(tmp_path, phase(StepPhase.ROLLOUT, 7, 100.0, 101.0), phase(StepPhase.UPDATE, 7, 101.0, 102.0))
-    size = (tmp_path / "events.jsonl").stat().st_size
-    for first_step in (None, 7):
-        found = read_timeline(tmp_path, first_step=first_step)
-        assert [(span.name, span.step) for span in found.spans] == [("rollout", 7), ("update", 7)]
-        assert found.num_bytes_left_out == size - (1 << 20)
-    assert last_phase(tmp_path) == read_phases(tmp_path)[-1]
-
-
 def test_a_directory_without_calls_has_the_controllers_lane(tmp_path: Path) -> None:
     assert read_timeline(tmp_path).spans == ()
     write_events(
         tmp_path,
         phase(StepPhase.ROLLOUT, 1, 100.0, None),
         phase(StepPhase.ROLLOUT, 1, 110.0, 111.0),
-        {"phase": "cut", "step": "x"},
-        {"mark": 3, "at_s": 5},
     )
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write('{"phase": "rollout", "step": 2, "sta')  # cut by a kill
     found = read_timeline(tmp_path)
     assert found.lanes == (CONTROLLER,)
     assert [(span.start_s, span.end_s, span.note) for span in found.spans] == [
@@ -448,36 +407,6 @@ def test_a_run_in_one_process_leaves_a_timeline_and_a_live_file(tmp_path: Path) 
     live = read_live(config.run.dir)
     assert live is not None and live.is_over and live.processes[0].pid == os.getpid()
     assert not list(config.run.dir.glob(".tmp-*"))
-
-
-def test_files_of_strangers_do_not_end_a_reader(tmp_path: Path) -> None:
-    """Whole files, and single parts of a line, are replaced by what they should not be."""
-    two_steps(tmp_path)
-    mark = {"mark": WORKER_LOST, "at_s": 101.2, "kind": "fault", "lane": ROLLOUT, "note": "gone"}
-    write_events(tmp_path, mark)
-    one = ProcessState(lane=ROLLOUT, roles={"rollout": 0}, slots=(0,), doing="exchange", since_s=106.1)
-    write_live(tmp_path, Live(time_s=108.0, host="h", is_over=False, processes=(one,), missing_nodes=(1,)))
-    whole = {name: (tmp_path / name).read_bytes() for name in ("events.jsonl", CALLS, LIVE)}
-    for name, data in whole.items():
-        for rubbish in RUBBISH:
-            (tmp_path / name).write_bytes(rubbish)
-            json.dumps(chrome_trace(read_timeline(tmp_path, first_step=1), name="x"))
-        hurt = [json.dumps(other) for row in data.splitlines()[-2:] for other in _hurt(json.loads(row))]
-        for line in Random(0).sample(hurt, 100):
-            (tmp_path / name).write_text(f"{line}\n")
-            json.dumps(chrome_trace(read_timeline(tmp_path), name="x"))
-        (tmp_path / name).write_bytes(data)
-
-
-def _hurt(value: Any) -> Iterator[Any]:
-    """The value with each of its parts replaced in turn."""
-    yield from NUMBERS
-    if isinstance(value, dict | list):
-        for key in value if isinstance(value, dict) else range(len(value)):
-            for other in _hurt(value[key]):
-                copy = value.copy()
-                copy[key] = other  # type: ignore[index]
-                yield copy
 
 
 # The trace

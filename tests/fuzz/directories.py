@@ -1,13 +1,9 @@
-"""Hostile model and run directories: files of whole ones replaced, damaged or forged."""
+"""Hostile model and run directories: files of whole ones replaced, damaged or torn."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import shutil
-import struct
-import zlib
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -32,27 +28,19 @@ def hurt_model(folder: Path, random: Random) -> str:
 
 
 def hurt_run(folder: Path, random: Random) -> str:
-    """Spoil a copy of a run directory, sometimes with checksums that fit what was forged."""
-    kind = random.randrange(8)
-    files = {
-        0: "run.yaml", 1: "metrics.jsonl", 2: "events.jsonl", 3: "journal/trained.jsonl", 4: "summary.json",
-    }  # fmt: skip
-    if kind in files:
-        name = files[kind]
-        _hurt_file(folder / name, random, edit=name.endswith((".jsonl", ".json")))
-        return name
-    if kind == 5:
-        path = random.choice(sorted((folder / "journal").glob("*.groups")))
-        _forge_journal(path, random) if random.random() < 0.6 else _hurt_file(path, random, edit=False)
-        return path.name
-    if kind == 6:
-        return _hurt_checkpoint(random.choice(sorted((folder / "checkpoints").glob("step-*"))), random)
+    """Tear a file of a copy of a run directory, as a crash may, or remove what a user may."""
     name = random.choice(("run.yaml", "metrics.jsonl", "events.jsonl", "journal", "checkpoints"))
     path = folder / name
-    shutil.rmtree(path) if path.is_dir() else path.unlink()
-    if random.random() < 0.5:
-        path.mkdir() if random.random() < 0.5 and name != "journal" else path.write_bytes(b"x")
-    return name
+    if random.random() < 0.2:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if random.random() < 0.5:
+            path.mkdir() if random.random() < 0.5 and name != "journal" else path.write_bytes(b"x")
+        return name
+    path = random.choice(sorted(file for file in folder.rglob("*") if file.is_file() and file.stat().st_size))
+    data = path.read_bytes()
+    zeros = bytes(random.randrange(100)) if random.random() < 0.3 else b""
+    path.write_bytes(data[: random.randrange(len(data))] + zeros)
+    return path.relative_to(folder).as_posix()
 
 
 def hurt_lease(run_dir: Path, random: Random) -> str:
@@ -108,32 +96,3 @@ def _edited(data: bytes, random: Random) -> bytes:
         node = node[key]
     lines[place] = json.dumps(document).encode() + b"\n"
     return b"".join(lines)
-
-
-def _forge_journal(path: Path, random: Random) -> None:
-    """A record whose length and checksum hold, with a header that no run wrote."""
-    header = random.choice(RUBBISH)
-    if random.random() < 0.7:
-        fields: dict[str, Any] = {"step": 1, "draw": 0, "prompt": {"num_tokens": 1}, "completions": []}
-        fields[random.choice(list(fields))] = random.choice(NUMBERS)
-        header = json.dumps(fields).encode()
-    payload = struct.pack("<I", len(header)) + header + random.randbytes(random.randrange(20))
-    if random.random() < 0.2:
-        payload = random.randbytes(random.randrange(8))
-    record = struct.pack("<8sQI", b"\x93RCGRP\x01\x9a", len(payload), zlib.crc32(payload)) + payload
-    path.write_bytes(record + path.read_bytes() if random.random() < 0.5 else path.read_bytes() + record)
-
-
-def _hurt_checkpoint(path: Path, random: Random) -> str:
-    files = sorted(file for file in path.rglob("*") if file.is_file())
-    file = random.choice([*files, path / "manifest.json", path / "state.json"])
-    _hurt_file(file, random, edit=file.suffix == ".json")
-    manifest = path / "manifest.json"
-    if file != manifest and random.random() < 0.7:  # forged: the checksum fits
-        fields = json.loads(manifest.read_bytes())
-        digest = hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
-        fields["files"][file.relative_to(path).as_posix()] = {"size": os.path.getsize(file), "blake2b": digest}
-        manifest.write_text(json.dumps(fields))
-    if random.random() < 0.2:
-        path.rename(path.with_name(random.choice(("step-x", "step-", "step-" + "9" * 30, "step-000007"))))
-    return file.name

@@ -10,7 +10,7 @@ import copy
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from rollcall.base.atomic import fsync_tree, staging, swap_in
 from rollcall.base.errors import CheckpointError
-from rollcall.checkpoint.probe import ENDS, TrainedProbe, describe_config_files
+from rollcall.checkpoint.probe import TrainedProbe, with_probe
 from rollcall.model.stop_tokens import special_ids, stop_token_ids
 from rollcall.model.stored.find import PROBE
 from rollcall.model.stored.safetensors import write_header
@@ -73,13 +73,10 @@ def export_files(
         shutil.rmtree(left, ignore_errors=True)
     try:
         with staging(dir) as tmp:
-            _write_configs(model, tokenizer, tmp, dtype=dtype, stops=stops)
-            tokenizer.save_pretrained(tmp)
-            if probe is not None:
-                paths = (path for path in tmp.rglob("*") if path.name.endswith(ENDS))
-                files = {path.relative_to(tmp).as_posix(): path.read_bytes() for path in paths}
-                probe = replace(probe, beside=describe_config_files(files))
-                (tmp / PROBE).write_text(probe.dump())
+            files = config_files(model, tokenizer, dtype=dtype, stops=stops)
+            for name, data in (files if probe is None else with_probe(files, probe)).items():
+                (tmp / name).parent.mkdir(exist_ok=True)
+                (tmp / name).write_bytes(data)
             write(tmp)
             fsync_tree(tmp)
             swap_in(tmp, dir)
@@ -96,16 +93,6 @@ def config_files(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, dtype: torch.dtype, stops: Sequence[int] = ()
 ) -> dict[str, bytes]:
     """The config files of a model directory: configs, tokenizer, chat template; ``model`` needs no weights."""
-    with tempfile.TemporaryDirectory(prefix="rollcall-") as folder:
-        _write_configs(model, tokenizer, Path(folder), dtype=dtype, stops=stops)
-        tokenizer.save_pretrained(folder)
-        paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
-        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
-
-
-def _write_configs(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dir: Path, *, dtype: torch.dtype, stops: Sequence[int]
-) -> None:
     config = copy.deepcopy(model.config)
     config.dtype = str(dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__]
@@ -115,9 +102,13 @@ def _write_configs(
     generation._from_model_config = False  # a loader then takes these ids as given, not as the guess of a config class
     if generation.pad_token_id not in special_ids(tokenizer):
         generation.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    config.save_pretrained(dir)
-    # Not save_pretrained: it refuses sampling flags that some published models carry.
-    generation.to_json_file(dir / "generation_config.json")
+    with tempfile.TemporaryDirectory(prefix="rollcall-") as folder:
+        config.save_pretrained(folder)
+        # Not save_pretrained: it refuses sampling flags that some published models carry.
+        generation.to_json_file(Path(folder) / "generation_config.json")
+        tokenizer.save_pretrained(folder)
+        paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
 def _weights_of(model: PreTrainedModel) -> Weights:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollcall.base.errors import CheckpointError
 from rollcall.checkpoint.parts import File, PartTensor
 from rollcall.learner.layout import read_part
 from rollcall.learner.learner import Body, Critic, Learner
@@ -124,8 +125,13 @@ class PartsOf(Mapping[str, Tensor]):
         self._body, self._stored, self._prefix = body, stored, prefix
 
     def __getitem__(self, name: str) -> Tensor:
-        stored = self._stored.tensors[f"{self._prefix}{module_names(name)[0]}"]
-        part = torch.empty(self._body.named[name].shape, dtype=stored.dtype.torch)
+        stored = [f"{self._prefix}{module}" for module in module_names(name)]
+        if lost := [one for one in stored if one not in self._stored.tensors]:
+            raise CheckpointError(
+                f"{self._stored.origin} lacks {lost[0]}, so these are not all parts of one save; move the checkpoint away to continue "
+                "from an earlier one"
+            )
+        part = torch.empty(self._body.named[name].shape, dtype=self._stored.tensors[stored[0]].dtype.torch)
         read_part(part, self._body.layout(name), self._stored, prefix=self._prefix)
         return part
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import tempfile
 import uuid
 from collections.abc import Collection, Mapping
@@ -22,12 +23,10 @@ from rollcall.base.atomic import replacing
 from rollcall.base.errors import CheckpointError
 from rollcall.base.patience import plain_disk_errors
 from rollcall.base.wait import warn
-from rollcall.config.yaml import read_small
-from rollcall.model.stored.files import file_checksum, new_checksum
+from rollcall.model.stored.files import file_checksum
 from rollcall.model.stored.manifest import read_manifest
 
 FOLDER_NAME = "node-folder"  # in the run's checkpoints folder
-CHUNK_BYTES = 16 << 20
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 
 
@@ -54,11 +53,8 @@ def name_of_run(checkpoints: Path, *, run: str) -> str:
 def names_of_run(checkpoints: Path) -> tuple[list[str], int | None]:
     """The names of the run's folder and of those that it was copied from, and the inode of the file that says so, if it says."""
     path = checkpoints / FOLDER_NAME
-    try:
-        with plain_disk_errors(path):
-            text = read_small(path, most=1 << 20).decode(errors="replace")
-    except ValueError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; restore it from a copy of the run") from None
+    with plain_disk_errors(path):
+        text = path.read_text(errors="replace")
     lines = [line.split(" ") for line in text.splitlines()]
     if not lines or not all(_NAME.fullmatch(line[0]) for line in lines):
         raise CheckpointError(
@@ -112,23 +108,15 @@ def bring(directory: Path, files: Mapping[str, Mapping[str, Any]], *, copy: bool
     """Compare these files of this node with their checksums, and ``copy`` them to the checkpoint."""
     for name, facts in files.items():
         source, target = Path(facts["place"]), directory / name
-        found = _copy(source, target) if copy else file_checksum(source)
-        if found != facts["blake2b"]:
+        if copy:
+            with plain_disk_errors(target):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with source.open("rb") as file, replacing(target) as out:
+                    shutil.copyfileobj(file, out, 1 << 20)
+        if file_checksum(target if copy else source) != facts["blake2b"]:
             if copy:
                 target.unlink()
             raise CheckpointError(
                 f"{source} on node {facts['node']} ({facts['host']}) is not as it was written: its checksum differs; remove "
                 f"{directory} to continue from an earlier checkpoint"
             )
-
-
-def _copy(source: Path, target: Path) -> str:
-    """Returns the checksum of what was copied."""
-    checksum = new_checksum()
-    with plain_disk_errors(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with source.open("rb") as file, replacing(target) as out:
-            while chunk := file.read(CHUNK_BYTES):
-                checksum.update(chunk)
-                out.write(chunk)
-    return checksum.hexdigest()

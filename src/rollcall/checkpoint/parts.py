@@ -131,13 +131,13 @@ class HostMemory:
 
     def __init__(self) -> None:
         self._all = _nothing()
-        self._wants_pinned = self._is_pinned = False
+        self._is_pinned = False
 
     def take(self, num_bytes: int, *, pinned: bool) -> Tensor:
-        if num_bytes > len(self._all) or pinned != self._wants_pinned:
+        if num_bytes > len(self._all):
             self.free()
-            self._all, self._wants_pinned = torch.empty(num_bytes, dtype=torch.uint8), pinned
-            self._is_pinned = pinned and num_bytes > 0 and self._pin()
+            self._all = torch.empty(num_bytes, dtype=torch.uint8)
+            self._is_pinned = pinned and self._pin()
         return self._all[:num_bytes]
 
     def _pin(self) -> bool:

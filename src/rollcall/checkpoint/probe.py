@@ -10,20 +10,21 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
 import torch
-from pydantic import BeforeValidator, FiniteFloat, NonNegativeInt, TypeAdapter
+from pydantic import BeforeValidator, FiniteFloat, NonNegativeInt, TypeAdapter, ValidationError
 
 from rollcall.base.errors import CheckpointError
 from rollcall.base.types import Completion, Sample
 from rollcall.base.version import __version__
 from rollcall.config.yaml import read_small
 from rollcall.learner.learner import Learner, score_samples
+from rollcall.model.stored.find import PROBE
 
 ROW_LENGTHS = (8, 16, 32, 48)  # tokens; enough for rotary positions and sliding windows to matter
 ENDS = (".json", ".txt", ".model", ".jinja", ".tiktoken")
@@ -103,7 +104,8 @@ def read_probe(path: Path) -> TrainedProbe:
             "that this version of Rollcall saved"
         ) from None
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is not a probe of a saved model: {type(error).__name__} {error}") from error
+        why = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+        raise CheckpointError(f"{path} is not a probe of a saved model: {why}") from error
     pairs = zip(probe.rows, probe.logprobs, strict=False)
     fits = len(probe.rows) == len(probe.logprobs) > 0 and all(len(row) == len(own) + 1 for row, own in pairs)
     if not fits or not isinstance(getattr(torch, probe.dtype, None), torch.dtype):
@@ -118,6 +120,11 @@ def describe_config_files(files: Mapping[str, bytes]) -> dict[str, str]:
         for name, data in sorted(files.items())
         if name.endswith(ENDS)
     }
+
+
+def with_probe(files: Mapping[str, bytes], probe: TrainedProbe) -> dict[str, bytes]:
+    """The config files and the probe, which has their checksums."""
+    return {**files, PROBE: replace(probe, beside=describe_config_files(files)).dump().encode()}
 
 
 def changed_config_files(folder: Path, described: Mapping[str, str]) -> list[str]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from rollcall.base.patience import free_bytes
 from rollcall.base.words import counted
-from rollcall.config import Config, OptimizerSection
-
-GIB = 1 << 30
+from rollcall.config import Config
+from rollcall.plan.memory import GIB, state_width
 
 
 def checkpoint_bytes(config: Config, *, trained: int, critic: int, width: int) -> int:
     """``trained`` and ``critic`` are numbers of parameters; ``width`` is the bytes of a weight."""
-    return _bytes(trained, config.actor, width=width) + _bytes(critic, config.critic, width=width)
+    each = ((trained, config.actor), (critic, config.critic))
+    return sum(count * (width + state_width(section, width=width)) for count, section in each)
 
 
 def size_words(config: Config, *, checkpoint: int, model: int) -> str | None:
@@ -41,9 +41,3 @@ def size_words(config: Config, *, checkpoint: int, model: int) -> str | None:
         f"warning: {text}, and that is too little. Lower trainer.keep_last or trainer.keep_best, free space, or choose a run.dir on "
         "another disk; a save that finds no room waits for it"
     )
-
-
-def _bytes(num_parameters: int, section: OptimizerSection, *, width: int) -> int:
-    """Weights, two moments, and float32 masters where the weights are narrower. Other optimizers than Adam's keep less."""
-    masters = width < 4 and section.master_weights
-    return num_parameters * (width + (4 + 8 if masters else 2 * width))

@@ -24,7 +24,7 @@ from rollcall.base.errors import CheckpointError
 from rollcall.base.lease import unguarded
 from rollcall.base.patience import persist
 from rollcall.base.wait import warn
-from rollcall.model.stored.files import StoredError, StoredFile, file_checksum, plain_damage
+from rollcall.model.stored.files import StoredError, StoredFile, file_checksum
 from rollcall.model.stored.manifest import MANIFEST, STEP_NAME, missing_file, read_manifest
 
 STATE = "state.json"
@@ -55,16 +55,7 @@ class Checkpoint:
     @property
     def state(self) -> dict[str, Any]:
         """The run's state, of a whole checkpoint."""
-        try:
-            state = json.loads((self.path / STATE).read_bytes())
-        except (ValueError, RecursionError):
-            state = None
-        if not isinstance(state, dict):
-            raise CheckpointError(
-                f"{self.path / STATE} is not a run's state, although its checksum is right; move {self.path} away to continue from "
-                "an earlier checkpoint"
-            )
-        return state
+        return json.loads((self.path / STATE).read_bytes())
 
 
 class CheckpointStore:
@@ -255,19 +246,10 @@ def _digests(paths: list[Path]) -> list[str]:
 def _read_entry(path: Path, *, step: int) -> Checkpoint:
     try:
         read = read_manifest(path)
-        with plain_damage(f"{path / MANIFEST} is damaged", advice="use another checkpoint"):
-            for score in (read.fields["score"], *read.fields.get("scores", {}).values()):
-                if score is not None and not math.isfinite(score):
-                    raise ValueError(f"a score of {score}")
-            if read.fields["step"] != step:
-                raise ValueError(f"it is of step {read.fields['step']}")
-            if STATE not in read.files:
-                raise ValueError(f"it lacks {STATE}")
     except StoredError as error:
         return Checkpoint(path=path, step=step, manifest=None, reason=str(error))
-    files = read.here
-    reason = missing_file(files)
-    return Checkpoint(path=path, step=step, manifest=None if reason else read.fields, reason=reason, files=files)
+    reason = missing_file(read.here)
+    return Checkpoint(path=path, step=step, manifest=None if reason else read.fields, reason=reason, files=read.here)
 
 
 def _changed_file(entry: Checkpoint) -> str:

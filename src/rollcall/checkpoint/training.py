@@ -8,7 +8,6 @@ functions.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from rollcall.checkpoint.in_parts import (
     refuse_others,
 )
 from rollcall.checkpoint.parts import File
-from rollcall.checkpoint.probe import describe_config_files, probe_of
+from rollcall.checkpoint.probe import probe_of, with_probe
 from rollcall.learner.layout import module_shapes
 from rollcall.learner.learner import Body, Critic, Learner
 from rollcall.model.adapter import Deltas
@@ -41,7 +40,6 @@ from rollcall.model.base import refuse_other_model
 from rollcall.model.decoder import module_names
 from rollcall.model.load import refuse_other_tensors
 from rollcall.model.peft_files import read_adapter, write_adapter
-from rollcall.model.stored.find import PROBE
 from rollcall.model.stored.safetensors import open_model_dir
 
 
@@ -58,8 +56,7 @@ class ConfigFiles:
             return {}
         if self._same is None:
             self._same = config_files(learner.model, tokenizer, dtype=learner.body.dtype, stops=stops)
-        probe = replace(probe, beside=describe_config_files(self._same))
-        return {**self._same, PROBE: probe.dump().encode()}
+        return with_probe(self._same, probe)
 
 
 def files_in_parts(

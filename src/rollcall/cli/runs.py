@@ -210,7 +210,6 @@ def trace(
     """
     from rollcall.base.atomic import write_atomic
     from rollcall.observe.calls import CALLS
-    from rollcall.observe.events import EVENTS
     from rollcall.observe.timeline import chrome_trace, idle_shares, read_timeline
     from rollcall.view.reader import open_run
 
@@ -225,10 +224,6 @@ def trace(
     if not found.spans:
         raise ValueError(
             f"{run_dir} has no phase of these steps in events.jsonl; `rollcall status {run_dir}` shows what it has"
-        )
-    if found.num_bytes_left_out:
-        say(
-            f"{run_dir / EVENTS} is too long to be read as a whole: its first {found.num_bytes_left_out:,} bytes are left out"
         )
     write_atomic(out, json.dumps(chrome_trace(found, name=run_dir.resolve().name)))
     shown = {

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Self, TextIO
+from typing import Self
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -62,14 +62,12 @@ class Console:
         self.close()
 
 
-def make_console(progress: Progress, *, quiet: bool = False, file: TextIO | None = None) -> Console:
+def make_console(progress: Progress, *, quiet: bool = False) -> Console:
     """``quiet`` is the `--json` mode."""
     if quiet:
         return Console(progress)
-    rich = Screen(file=file)
-    if rich.is_terminal and not rich.is_dumb_terminal:
-        return LiveConsole(progress, rich=rich)
-    return LineConsole(progress, file=file)
+    rich = Screen()
+    return LiveConsole(progress, rich=rich) if rich.is_terminal and not rich.is_dumb_terminal else LineConsole(progress)
 
 
 class LiveConsole(Console):
@@ -134,10 +132,9 @@ class LiveConsole(Console):
 class LineConsole(Console):
     """A line every few seconds, and for each evaluation: what a log file wants. A thread adds what takes long."""
 
-    def __init__(self, progress: Progress, *, file: TextIO | None) -> None:
+    def __init__(self, progress: Progress) -> None:
         super().__init__(progress)
-        self._rich = Screen(file=file, width=110)
-        self._file = file
+        self._rich = Screen(width=110)
         self._printed_s: float | None = None
         self._lock = threading.RLock()
         self._closed = threading.Event()
@@ -194,10 +191,9 @@ class LineConsole(Console):
                 self._print(doing.text)
 
     def _print(self, text: str) -> None:
-        file = self._file or sys.stdout
-        encoding = getattr(file, "encoding", None) or "utf-8"
+        encoding = sys.stdout.encoding or "utf-8"
         # A log on a machine without a UTF-8 locale must not end the run.
-        print(text.encode(encoding, errors="replace").decode(encoding), file=file, flush=True)
+        print(text.encode(encoding, errors="replace").decode(encoding), flush=True)
 
 
 def _lines(fields: Sequence[tuple[str, str]], *, width: int) -> list[Text]:

@@ -9,24 +9,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
-from rollcall.base.append_file import LARGEST_COUNT, AppendFile, is_count, lines_end, parse_row
+from rollcall.base.append_file import AppendFile, lines_end, parse_row
 from rollcall.base.patience import disk_fault
 from rollcall.base.wait import warn
 from rollcall.base.words import are, counted
 
 EVENTS = "events.jsonl"
-MOST_BYTES = 128 << 20  # of the file that are read: its end, with about 40,000 steps
 _STEP = re.compile(rb'"step": (\d{1,15})\b')
 
 
@@ -152,11 +152,12 @@ class Events(LineFile):
 
 
 def read_phases(run_dir: Path, *, first_step: int | None = None, last_step: int | None = None) -> list[PhaseEvent]:
-    """All phases of these steps in the order in which they began, each once; other lines are left out."""
+    """All phases of these steps in the order in which they began, each once."""
+    first, last = first_step or 0, math.inf if last_step is None else last_step
     phases: dict[tuple[str, int, float], PhaseEvent] = {}
-    for row in _rows(run_dir, first_step=first_step, last_step=last_step):
-        event = _phase_event(row)
-        if event is not None:
+    for line in _lines(run_dir):
+        step = _STEP.search(line)  # most lines of a long run are not parsed
+        if step is not None and first <= int(step[1]) <= last and (event := _phase_event(line)) is not None:
             phases[event.phase, event.step, event.start_s] = event
     return list(phases.values())
 
@@ -168,78 +169,35 @@ def read_marks(run_dir: Path) -> list[Mark]:
 
 def marks_in(lines: Iterable[bytes]) -> list[Mark]:
     """Those among some lines of the file."""
-    rows = (row for row in (parse_row(line) for line in lines if b'"mark"' in line) if row is not None)
-    return [
-        Mark(
-            float(row["at_s"]), row["mark"], str(row.get("kind")), _text(row.get("lane")), _text(row.get("note")) or ""
-        )
-        for row in rows
-        if isinstance(row.get("mark"), str) and is_time(row.get("at_s"))
-    ]
+    rows = (parse_row(line) for line in lines if line.startswith(b'{"mark"'))
+    return [Mark(row["at_s"], row["mark"], row["kind"], row["lane"], row["note"]) for row in rows if row is not None]
 
 
 def last_phase(run_dir: Path) -> PhaseEvent | None:
-    return last_phase_in(list(_lines(run_dir, most=1 << 20)))
+    return last_phase_in(_lines(run_dir, most=1 << 20))
 
 
-def last_phase_in(lines: Sequence[bytes]) -> PhaseEvent | None:
+def last_phase_in(lines: Iterable[bytes]) -> PhaseEvent | None:
     """The last phase that began in these lines, with its end if it has ended."""
-    rows = (parse_row(line) for line in reversed(lines))
-    return next((event for row in rows if row is not None and (event := _phase_event(row)) is not None), None)
+    return next((event for line in reversed([*lines]) if (event := _phase_event(line)) is not None), None)
 
 
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) else None
-
-
-def _phase_event(row: dict[str, Any]) -> PhaseEvent | None:
-    """None for a line of another kind, or one that no controller wrote."""
-    if not isinstance(row.get("phase"), str) or not is_count(row.get("step")) or not is_time(row.get("start_s")):
+def _phase_event(line: bytes) -> PhaseEvent | None:
+    """None for a line of another kind, or one that was cut by a kill."""
+    if not line.startswith(b'{"phase"') or (row := parse_row(line)) is None:
         return None
-    rest: dict[str, Any] = {key: row[key] if is_time(row.get(key)) else None for key in ("end_s", "duration_s")}
-    rest |= {key: str(row[key]) if row.get(key) is not None else None for key in ("waited_for", "result")}
-    return PhaseEvent(phase=row["phase"], step=row["step"], start_s=row["start_s"], **rest)
-
-
-def is_time(value: Any) -> TypeGuard[float]:
-    return (
-        isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e11
-    )  # no clock shows a later one
-
-
-def read_events(run_dir: Path) -> list[dict[str, Any]]:
-    return list(_rows(run_dir))
-
-
-def _rows(run_dir: Path, *, first_step: int | None = None, last_step: int | None = None) -> Iterator[dict[str, Any]]:
-    bounded = first_step is not None or last_step is not None
-    first, last = first_step or 0, LARGEST_COUNT if last_step is None else last_step
-    for line in _lines(run_dir):
-        if bounded:  # long runs: most lines are not parsed
-            step = _STEP.search(line)
-            if step is not None and not first <= int(step[1]) <= last:
-                continue
-        row = parse_row(line)
-        if row is not None:  # one may be cut by a kill
-            yield row
-
-
-def num_bytes_left_out(run_dir: Path) -> int:
-    """At the beginning of a file that is too long to be read as a whole."""
-    try:
-        return max((Path(run_dir) / EVENTS).stat().st_size - MOST_BYTES, 0)
-    except FileNotFoundError:
-        return 0
+    known: dict[str, Any] = {field.name: row.get(field.name) for field in fields(PhaseEvent)}
+    return PhaseEvent(**known)
 
 
 def _lines(run_dir: Path, *, most: int | None = None) -> Iterator[bytes]:
-    """The whole ones in the last ``most`` bytes, by default MOST_BYTES."""
+    """The whole ones in the last ``most`` bytes; by default all."""
     try:
         file = (Path(run_dir) / EVENTS).open("rb")
     except FileNotFoundError:
         return
     with file:
-        begin = max(file.seek(0, 2) - (MOST_BYTES if most is None else most), 0)
+        begin = max(file.seek(0, 2) - most, 0) if most is not None else 0
         file.seek(begin)
         if begin:
             file.readline()  # the end of a line

@@ -1,7 +1,7 @@
 """The last lines that each worker of a run has printed: ``run_dir/logs/``, one short file for each lane of the timeline.
 
 On a cluster the whole output of a worker is in a file on its own node (``ProcessState.log``); the newest lines come to the
-controller with what it asks about the worker anyway. They are redacted where they are read, and again here.
+controller with what it asks about the worker anyway. They are redacted before they are written.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rollcall.base.atomic import write_atomic
-from rollcall.base.redact import redact, redact_end
+from rollcall.base.redact import redact
 
 LOGS = "logs"
 MOST_BYTES, KEPT_BYTES = 128 << 10, 64 << 10  # a file that grows past the first is cut to the second
@@ -44,8 +44,7 @@ def read_log(run_dir: Path, lane: str, *, lines: int = LINES) -> list[str]:
         data = _end(log_path(run_dir, lane), KEPT_BYTES)
     except FileNotFoundError:
         return []
-    text = redact_end(data.decode(errors="replace"), KEPT_BYTES)
-    return [line[:LONGEST_LINE] for line in text.splitlines()[-lines:]]
+    return [line[:LONGEST_LINE] for line in data.decode(errors="replace").splitlines()[-lines:]]
 
 
 def _end(path: Path, count: int) -> bytes:

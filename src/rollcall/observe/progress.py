@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from rollcall.observe.headline import headline_of
@@ -29,15 +29,13 @@ class Progress:
         num_steps: int,
         start_step: int = 0,
         rows: Iterable[Mapping[str, float]] = (),
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
         self.num_steps = num_steps
         self.step = start_step
         self.metrics: dict[str, float] = {}
         self.current: Doing | None = None
-        self._clock = clock
-        self._started = clock()
+        self._started = time.monotonic()
         self._evaluations = {int(row["step"]): dict(row) for row in rows if "eval/accuracy" in row}
         self._marks: deque[tuple[int, float]] = deque(maxlen=STEPS_COUNTED + 1)
 
@@ -50,7 +48,7 @@ class Progress:
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         if "time/step_s" in metrics:
-            self._marks.append((step, self._clock()))
+            self._marks.append((step, time.monotonic()))
         self.step = step
         self.metrics.update(metrics)
         if "eval/accuracy" in metrics:
@@ -61,7 +59,7 @@ class Progress:
 
     @property
     def elapsed_s(self) -> float:
-        return self._clock() - self._started
+        return time.monotonic() - self._started
 
     @property
     def has_stepped(self) -> bool:
@@ -75,7 +73,7 @@ class Progress:
         if len(self._marks) < 2 or self._marks[-1][0] <= self._marks[0][0]:
             return None
         (first, began), (last, ended) = self._marks[0], self._marks[-1]
-        return max(0.0, (ended - began) / (last - first) * (self.num_steps - self.step) - (self._clock() - ended))
+        return max(0.0, (ended - began) / (last - first) * (self.num_steps - self.step) - (time.monotonic() - ended))
 
     def fields(self) -> list[tuple[str, str]]:
         """Label and value of each number there is."""

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from rollcall.base.append_file import AppendFile, is_count, lines_end, parse_row
+from rollcall.base.append_file import AppendFile, lines_end, parse_row
 from rollcall.base.atomic import write_atomic
 from rollcall.base.errors import ConfigError
 from rollcall.base.patience import persist
@@ -163,16 +163,12 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         if not line:
             continue
         row = parse_row(line)
-        if row is None or not is_count(row.get("step")) or not all(map(_is_metric, row.values())):
+        if row is None:
             # The last line has no newline when the process was killed while writing it; the replay writes it again.
             warn(f"{path}, line {number} is not a row of metrics and is left out: {line!r:.60}")
             continue
         rows.setdefault(row["step"], {}).update(row)
     return [rows[step] for step in sorted(rows)]
-
-
-def _is_metric(value: Any) -> bool:
-    return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value))
 
 
 def _finite(value: float) -> float | int | None:

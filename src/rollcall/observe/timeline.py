@@ -18,7 +18,7 @@ from typing import Any
 
 from rollcall.base.words import counted
 from rollcall.observe.calls import RecordedCall, read_calls
-from rollcall.observe.events import Mark, MarkKind, PhaseEvent, StepPhase, num_bytes_left_out, read_marks, read_phases
+from rollcall.observe.events import Mark, MarkKind, PhaseEvent, StepPhase, read_marks, read_phases
 from rollcall.observe.live import CONTROLLER, REWARDS, Live, read_live
 
 SHORTEST_WAIT_S = 0.05  # a shorter pause between two calls is not shown
@@ -40,7 +40,7 @@ _PHASE_KINDS = {
     StepPhase.EXPORT: "save",
 }
 _CALL_KINDS = {
-    **dict.fromkeys(("exchange",), "rollout"),
+    "exchange": "rollout",
     **dict.fromkeys(("reward", REWARDS), "reward"),
     **dict.fromkeys(("update", "update_critic", "score", "score_reference", "values"), "update"),
     **dict.fromkeys(("invite", "send_weights", "use_weights"), "sync"),
@@ -77,7 +77,6 @@ class Timeline:
     lanes: tuple[str, ...]
     spans: tuple[TimeSpan, ...]
     marks: tuple[Mark, ...]
-    num_bytes_left_out: int = 0  # of the events, at their beginning: the file is too long to be read as a whole
 
 
 def read_timeline(run_dir: Path, *, first_step: int | None = None, last_step: int | None = None) -> Timeline:
@@ -88,7 +87,7 @@ def read_timeline(run_dir: Path, *, first_step: int | None = None, last_step: in
     first_s, last_s = -math.inf, math.inf
     if first_step is not None or last_step is not None:
         if not phases:
-            return Timeline((CONTROLLER,), (), (), num_bytes_left_out(run_dir))
+            return Timeline((CONTROLLER,), (), ())
         first_s = min(span.start_s for span in phases) if first_step is not None else first_s
         last_s = max(span.end_s for span in phases) if last_step is not None else last_s
     calls = read_calls(run_dir, first_s=first_s, last_s=last_s)
@@ -106,7 +105,7 @@ def read_timeline(run_dir: Path, *, first_step: int | None = None, last_step: in
     for lane in lanes:
         waits = _waits(lane, own[lane], places, marks=marks) if lane in workers else []
         spans += sorted([*own[lane], *waits], key=lambda span: span.start_s)
-    return Timeline((CONTROLLER, *lanes), tuple(spans), tuple(marks), num_bytes_left_out(run_dir))
+    return Timeline((CONTROLLER, *lanes), tuple(spans), tuple(marks))
 
 
 def idle_shares(timeline: Timeline) -> dict[str, float]:
@@ -150,12 +149,6 @@ def _phases(events: Sequence[PhaseEvent], *, ends: Sequence[float]) -> list[Time
         whom = event.waited_for if event.waited_for and event.waited_for != HERE else ""
         spans.append(TimeSpan(CONTROLLER, event.phase, event.start_s, end_s, kind, event.step, "; ".join(notes), whom))
     return spans
-
-
-def _is_any(times: Sequence[float], start_s: float, end_s: float) -> bool:
-    """Whether one of these times, which are sorted, is between two others."""
-    place = bisect.bisect_left(times, start_s)
-    return place < len(times) and times[place] <= end_s
 
 
 class _Places:
@@ -231,8 +224,8 @@ def _name_the_last(phases: Sequence[TimeSpan], lanes: Iterable[Sequence[TimeSpan
 
 def _waits(lane: str, spans: Sequence[TimeSpan], places: _Places, *, marks: Sequence[Mark]) -> list[TimeSpan]:
     """The pauses of a worker. While it is lost, its seat is empty."""
-    lost = [mark.at_s for mark in marks if mark.lane == lane and mark.name == WORKER_LOST]
-    lost = sorted([*lost, *(mark.at_s for mark in marks if mark.name in (ATTEMPT_LOST, CONTROLLER_ENDED))])
+    ends = (ATTEMPT_LOST, CONTROLLER_ENDED)
+    lost = [one.at_s for one in marks if one.name in ends or (one.lane == lane and one.name == WORKER_LOST)]
     found = []
     reached = spans[0].end_s if spans else 0.0
     for span in spans[1:]:
@@ -242,7 +235,7 @@ def _waits(lane: str, spans: Sequence[TimeSpan], places: _Places, *, marks: Sequ
             continue
         phase = places.longest(start_s, end_s)
         step = None if phase is None else phase.step
-        if _is_any(lost, start_s - SHORTEST_WAIT_S, end_s):
+        if any(start_s - SHORTEST_WAIT_S <= at_s <= end_s for at_s in lost):
             found.append(TimeSpan(lane, "lost", start_s, end_s, "wait", step, "no process works in this seat"))
             continue
         note = "" if phase is None else f"during {phase.name} of step {phase.step}"

@@ -211,6 +211,13 @@ def element_size(config: Config) -> int:
     return 2 if dtype == "bfloat16" or (dtype == "auto" and not on_cpu) else 4
 
 
+def state_width(section: OptimizerSection, *, width: int) -> int:
+    """Bytes of optimizer state for each trained number: AdamW keeps two more, and a master where there are masters."""
+    masters = width == 2 and section.master_weights
+    moment = 2 if section.optimizer.state == "bfloat16" else 4 if masters else width
+    return (4 if masters else 0) + 2 * moment
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
     config: Config
@@ -298,18 +305,12 @@ class _Job:
             return READ_AT_ONCE
         section, trained = self._section(role), self._num_trained(role)
         shards = self._data_shards(section, mesh, group) * mesh.tensor
-        state = trained * self._state_width(section)
+        state = trained * state_width(section, width=self.width)
         kept = 0
         if section.cpu_offload:  # masters are the weights themselves, where those are trained
             masters = self.width == 2 and section.master_weights and self.config.model.lora is None
             kept = state + (0 if masters else self._num_parameters(role) * self.width)
         return READ_AT_ONCE + (trained * self.width + state + kept) // shards
-
-    def _state_width(self, section: OptimizerSection) -> int:
-        """Bytes of optimizer state for each trained number: AdamW keeps two more, and a master where there are masters."""
-        masters = self.width == 2 and section.master_weights
-        moment = 2 if section.optimizer.state == "bfloat16" else 4 if masters else self.width
-        return (4 if masters else 0) + 2 * moment
 
     def _data_shards(self, section: OptimizerSection, mesh: Mesh, group: RoleGroup) -> int:
         """Data ranks that each hold a part of the state."""
@@ -347,7 +348,7 @@ class _Job:
         shards, width = data * mesh.tensor, self.width
         masters = width == 2 and section.master_weights
         # FSDP's own weights are the masters, and what it gathers is what a forward reads.
-        optimizer = trained * self._state_width(section) // shards
+        optimizer = trained * state_width(section, width=self.width) // shards
         gathered = self._gathered(mesh) if in_parts else 0
         weights = gathered if in_parts and masters and lora is None else num_parameters * width // shards + gathered
         weights += trained * width // shards if lora is not None else 0

@@ -125,12 +125,10 @@ def _check_ranks(part: _Part, *, num_before: int, given: str) -> None:
     slots, processes = part.num_slots, part.num_processes
     if slots % processes:
         sizes = [size for size in range(1, slots + 1) if slots % size == 0]
-        near = max(size for size in sizes if size < processes) if processes < slots else slots
-        wide = f"{slots} = {processes} x {slots // processes} + {slots % processes}"
-        many = f"{processes} processes cannot each have a slot of {slots}"
+        near = max(size for size in sizes if size < processes)
         raise PlacementError(
-            f"{given}: {part.text} spreads {slots} {plural('slot', slots)} over {processes} processes, and "
-            f"{many if processes > slots else wide}; use {either(sizes)} {plural('process', sizes[-1])}, such as "
+            f"{given}: {part.text} spreads {slots} {plural('slot', slots)} over {processes} processes, and {slots} = {processes} x "
+            f"{slots // processes} + {slots % processes}; use {either(sizes)} {plural('process', sizes[-1])}, such as "
             f"{part.slots}:{ranges(range(num_before, num_before + near))}"
         )
     if part.ranks[0] != num_before:

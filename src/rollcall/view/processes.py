@@ -47,7 +47,6 @@ def show_timeline(root: Path, table: MetricsTable, *, first_step: int | None, la
         "marks": [_show_mark(mark) for mark in found.marks[:MOST_MARKS]],
         "idle": {lane: round(share, 4) for lane, share in idle_shares(found).items() if lane in lanes},
         "left_out": left_out,
-        "bytes_left_out": found.num_bytes_left_out,
         "first": first_step,
         "last": last_step,
         "newest": newest,

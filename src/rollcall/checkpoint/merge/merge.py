@@ -97,14 +97,14 @@ def merge(
             "config and tokenizer: --base DIR"
         )
     _refuse_target(out, stored, folder)
-    selection = select(stored, folder)
-    plan = plan_merge(stored, selection.names, dtype=target, max_shard_size=most)
+    names, left_out = select(stored, folder)
+    plan = plan_merge(stored, names, dtype=target, max_shard_size=most)
     with _disk_in_words(out), begin(out, plan) as staging:
         staging.prepare()
         continued = sum(unit.num_bytes for unit in plan.units if unit.name in staging.done)
         _copy_all(plan, staging, continued=continued, progress=progress)
-        facts, notes = run_facts(stored), (*selection.notes, *_notes(stored, plan))
-        tensors = [stored.tensors[name] for name in selection.names]
+        facts, notes = run_facts(stored), (*left_out, *_notes(stored, plan))
+        tensors = [stored.tensors[name] for name in names]
         dtypes = {written_dtype(one, target) for one in tensors}
         floats = [one for one in dtypes if one.is_floating_point]
         # A loader takes the type of the weights from config.json, which may name another than the shards are in.
@@ -119,7 +119,7 @@ def merge(
         out=out,
         origin=stored.origin,
         kind=stored.kind,
-        num_tensors=len(selection.names),
+        num_tensors=len(names),
         num_bytes=plan.num_bytes,
         num_files=len(plan.files),
         continued_bytes=continued,

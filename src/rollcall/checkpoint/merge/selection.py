@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from rollcall.base.errors import ModelFilesError
@@ -16,14 +15,8 @@ VALUE_HEADS = ("v_head.", "value_head.", "score.", "classifier.")
 ADAPTERS = (".lora_A.", ".lora_B.", ".lora_embedding_A.", ".lora_embedding_B.", ".modules_to_save.")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Selection:
-    names: tuple[str, ...]
-    notes: tuple[str, ...]  # what was left out, and what could not be checked
-
-
-def select(stored: Stored, folder: Path) -> Selection:
-    """``folder`` has the model's config.json."""
+def select(stored: Stored, folder: Path) -> tuple[list[str], list[str]]:
+    """The names of the tensors, and notes on what was left out and what could not be checked. ``folder`` has the model's config.json."""
     if adapter := next((name for name in stored.tensors if any(part in name for part in ADAPTERS)), None):
         raise StoredError(
             f"{stored.origin} holds an adapter ({adapter}), not only a model; merge the adapter into its model first, with peft's "
@@ -38,7 +31,7 @@ def select(stored: Stored, folder: Path) -> Selection:
         note = (
             "the installed transformers does not know this kind of model, so names and shapes were not compared with it"
         )
-        return Selection(names=tuple(stored.tensors), notes=(note,))
+        return list(stored.tensors), [note]
     outline = outline.like(stored.tensors)
     others = [name for name in stored.tensors if name not in outline.shapes]
     heads = [name for name in others if name.startswith(VALUE_HEADS)]
@@ -52,14 +45,14 @@ def select(stored: Stored, folder: Path) -> Selection:
                 f"{stored.origin}: config.json ties {name} to {source}, and the two are stored with different numbers; correct "
                 "tie_word_embeddings in config.json, or give the files that belong together"
             )
-    names = tuple(name for name in stored.tensors if name not in {*copies, *heads, *rotary})
+    names = [name for name in stored.tensors if name not in {*copies, *heads, *rotary}]
     _refuse_others(stored, outline, names, folder=folder)
     if "quantization_config" not in fields:
         refuse_whole_numbers(stored.types, names, origin=stored.origin)
     notes = [f"{head} is a value head, not part of the model, and was left out" for head in heads]
     if rotary:
         notes.append(f"{rotary[0]} is computed by the model when it is loaded, and was left out")
-    return Selection(names=names, notes=tuple(notes))
+    return names, notes
 
 
 def _refuse_others(stored: Stored, outline: Outline, names: Sequence[str], *, folder: Path) -> None:

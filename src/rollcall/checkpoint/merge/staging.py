@@ -6,6 +6,7 @@ lock. The same command finds it and continues; a merge of other files, or to oth
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -21,10 +22,6 @@ from rollcall.checkpoint.merge.plan import MergePlan, Unit
 from rollcall.model.stored.files import StoredError
 
 PLAN, PROGRESS = "plan.json", "done.jsonl"
-
-
-class FullDiskError(StoredError):
-    """The disk has too little room for the merge."""
 
 
 class Staging:
@@ -57,9 +54,8 @@ class Staging:
         needed = sum(sizes.values()) - written + (64 << 20)  # for tokenizer, configs and the file system itself
         free = free_bytes(self._folder)
         if free is not None and free < needed:
-            raise FullDiskError(
-                f"{self._folder.parent} has {free / 1e9:,.2f} GB free, and the merge needs {needed / 1e9:,.2f} GB more; free space, or "
-                "choose another --out"
+            raise OSError(
+                errno.ENOSPC, f"it has {free / 1e9:,.2f} GB free, and the merge needs {needed / 1e9:,.2f} GB more"
             )
         if not same:
             self.model.mkdir()
@@ -105,8 +101,6 @@ def begin(out: Path, plan: MergePlan) -> Iterator[Staging]:
     with locked(folder, out):
         try:
             yield Staging(folder, plan)
-        except FullDiskError:
-            raise
         except StoredError:
             shutil.rmtree(folder)
             raise

@@ -86,9 +86,7 @@ export async function show(page, context) {
       margin: { l: 130, r: 14, t: 34, b: 34 }, uirevision: live ? `live ${answer.first}` : "kept",
     }), { ...SETTINGS, scrollZoom: true });
     replace(below, tables(answer));
-    const left = answer.left_out ? [`${answer.left_out.toLocaleString("en")} of the shortest spans are left out.`] : [];
-    if (answer.bytes_left_out) left.push(`events.jsonl is too long to be read as a whole: its first ${answer.bytes_left_out.toLocaleString("en")} bytes are left out.`);
-    said.textContent = left.join(" ");
+    said.textContent = answer.left_out ? `${answer.left_out.toLocaleString("en")} of the shortest spans are left out.` : "";
   }
 
   const first = el("input", { type: "number", min: 0, value: answer.first ?? "", "aria-label": "First step" });
