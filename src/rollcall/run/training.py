@@ -335,7 +335,7 @@ def _drive(controller: Controller, *, grace_s: float) -> None:
             raise KeyboardInterrupt from error
         if stop.asked is None:
             if loss_of(error) is None:  # then a checkpoint that is being written has nothing to do with it
-                with _saying_why("the checkpoint that was being written is lost"):
+                with _saying_why("the checkpoint that was being written is lost", known=error):
                     controller.record.saves.settle()
             raise
         # The other processes were told to stop too, and are gone.
@@ -346,12 +346,13 @@ def _drive(controller: Controller, *, grace_s: float) -> None:
 
 
 @contextmanager
-def _saying_why(what: str) -> Iterator[None]:
-    """If the block raises, only say so: another error, or the end of the run, is on its way to the user."""
+def _saying_why(what: str, *, known: Exception | None = None) -> Iterator[None]:
+    """If the block raises, only say so: another error (``known``), or the end of the run, is on its way to the user."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - whatever it is, there is no time for a second attempt
-        say(f"{what}: {headline(error)}")
+        if error is not known:
+            say(f"{what}: {headline(error)}")
 
 
 def _claim(config: Config, run_dir: Path, *, continued: bool) -> None:
