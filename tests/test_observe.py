@@ -285,7 +285,7 @@ def test_a_log_says_what_takes_long_and_not_what_is_soon_over(monkeypatch: pytes
 
     monkeypatch.setattr(console._closed, "wait", tick)
     console._watch()
-    assert out.getvalue() == "loading\n"
+    assert out.getvalue() == "loading: 3s so far\n"
 
 
 def test_a_file_gets_plain_lines_and_samples_without_escape_codes() -> None:
