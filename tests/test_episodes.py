@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -404,9 +405,21 @@ def test_a_row_of_an_unknown_class_is_refused_before_the_run_begins() -> None:
 
     rows = [replace(a_prompt(), metadata={"environment": name}) for name in ("shop", "shpo")]
     for prompts, refused in ((rows, "'shpo', and environment.path has shop"), ([a_prompt()], "no environment column")):
-        given = PromptSet(prompts=prompts, num_overlong=0, source="rows")
+        given, named = PromptSet(prompts=prompts, num_overlong=0, source="rows"), Named(letters_game)
         with pytest.raises(ConfigError, match=refused):
-            build_environments(ClassEnvironment(path={"shop": "x:X"}), None, given, make=lambda _: Named(letters_game))
+            build_environments(ClassEnvironment(path={"shop": "x:X"}), None, given, make=lambda _, named=named: named)
+        assert named.is_closed
+
+
+@pytest.mark.parametrize("failing", ["run.training.refuse_changed_base", "engine.ticker.Ticker.serve"])
+def test_a_run_that_fails_before_its_first_step_leaves_no_environment_behind(
+    failing: str, tmp_path: Path, scripted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = scripted(Scripted(letters_game))
+    monkeypatch.setattr(f"rollcall.{failing}", Mock(side_effect=ConfigError("not this one")))
+    with pytest.raises(ConfigError, match="not this one"):
+        finish(game(tmp_path))
+    assert script.is_closed
 
 
 def test_a_run_trains_on_episodes_and_journals_them(tmp_path: Path, scripted: Any) -> None:

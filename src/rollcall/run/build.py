@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -357,17 +359,19 @@ def build_scorers(
     *,
     score: ScoreSamples,
     models: Mapping[int, ModelRewardFunction],
+    owned: ExitStack,
     num_workers: int = NUM_REWARD_WORKERS,
 ) -> tuple[Scorer, Scorer]:
-    """The scorers of training and of evaluation: the same one, unless only models give rewards (``judges_of``). ``score`` is the policy's; ``models`` has the reward models by their place in the run file."""
+    """The scorers of training and of evaluation: the same one, unless only models give rewards (``judges_of``). ``score`` is the policy's;
+    ``models`` has the reward models by their place in the run file. ``owned`` closes the scorers."""
     functions = dict(models)
     for index, reward in enumerate(rewards):
         if reward.type == "self_certainty":
             functions[index] = partial(_self_certainty, score)
-    scorer = Scorer(rewards, num_workers=num_workers, model_rewards=functions)
+    scorer = owned.enter_context(Scorer(rewards, num_workers=num_workers, model_rewards=functions))
     if len(functions) < len(rewards):
         return scorer, scorer
-    return scorer, Scorer(judges_of(rewards), num_workers=num_workers, model_rewards={})
+    return scorer, owned.enter_context(Scorer(judges_of(rewards), num_workers=num_workers, model_rewards={}))
 
 
 def build_environments(
@@ -388,10 +392,14 @@ def build_environments(
     # A tokenizer may have a template that plain prompts do not go through.
     template = tokenizer.chat_template if chats else None
     environments = make_environments(section, chat_template=template) if make is None else make(template)
-    for kind in {str(row.get(KIND) or "") for row in rows}:
-        tools = environments.tools_of(kind)  # refuses a name that environment.path does not have
-        if kind in chats:
-            Conversations(tokenizer).check_extension(tools=tools, role="tool" if tools else "user")
+    try:
+        for kind in {str(row.get(KIND) or "") for row in rows}:
+            tools = environments.tools_of(kind)  # refuses a name that environment.path does not have
+            if kind in chats:
+                Conversations(tokenizer).check_extension(tools=tools, role="tool" if tools else "user")
+    except BaseException:
+        asyncio.run(environments.aclose())
+        raise
     return environments
 
 

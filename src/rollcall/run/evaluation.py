@@ -24,6 +24,7 @@ from rollcall.config import Config, DataSection, load_config
 from rollcall.config.lora import LoraSection
 from rollcall.engine.protocol import Engine, Sampling
 from rollcall.engine.ticker import Ticker
+from rollcall.environments.protocol import Environments
 from rollcall.loop.data.load import PromptSet, load_prompts
 from rollcall.loop.evaluate import Evaluation, evaluate
 from rollcall.loop.group_maker import sampling_of
@@ -189,6 +190,7 @@ def run_evaluation(plan: ModelPlan, *, on_progress: OnProgress) -> EvalReport:
         work = _evaluate(
             config,
             prompts,
+            build_environments(config.environment, tokenizer, prompts),
             engine=Ticker(sampler.engine, max_running=config.rollout.max_running),
             tokenizer=tokenizer,
             scorer=scorer,
@@ -250,6 +252,7 @@ def _sampling(config: Config, prompts: PromptSet, sampler: Sampler) -> Sampling:
 async def _evaluate(
     config: Config,
     prompts: PromptSet,
+    environments: Environments | None,
     *,
     engine: Engine,
     tokenizer: Any,
@@ -257,16 +260,6 @@ async def _evaluate(
     sampling: Sampling,
     on_progress: OnProgress,
 ) -> Evaluation:
-    environments = build_environments(config.environment, tokenizer, prompts)
-    player = player_of(
-        config.environment,
-        environments,
-        tokenizer=tokenizer,
-        scorer=scorer,
-        max_prompt_tokens=config.data.max_prompt_tokens,
-        max_response_tokens=config.rollout.max_response_tokens,
-    )
-    rollouts = Rollouts(engine=engine, rewards=Rewards(), player=player)
     done: list[Group] = []
 
     async def make_group(prompt: Prompt, **given: Any) -> Group:
@@ -274,21 +267,29 @@ async def _evaluate(
         done.append(group)
         return group
 
-    work = evaluate(
-        prompts.prompts,
-        section=config.eval,
-        make_group=make_group,
-        scorer=scorer,
-        sampling=sampling,
-        seed=config.run.seed,
-        step=0,
-    )
-
     async def show() -> None:
         completions = (completion for group in done for completion in group.completions)
         on_progress(len(done), len(prompts.prompts), sum(completion.num_sampled for completion in completions))
 
     try:
+        player = player_of(
+            config.environment,
+            environments,
+            tokenizer=tokenizer,
+            scorer=scorer,
+            max_prompt_tokens=config.data.max_prompt_tokens,
+            max_response_tokens=config.rollout.max_response_tokens,
+        )
+        rollouts = Rollouts(engine=engine, rewards=Rewards(), player=player)
+        work = evaluate(
+            prompts.prompts,
+            section=config.eval,
+            make_group=make_group,
+            scorer=scorer,
+            sampling=sampling,
+            seed=config.run.seed,
+            step=0,
+        )
         return await together(work, background=[every(0.5, show)])
     finally:
         if environments is not None:
