@@ -159,7 +159,15 @@ def test_a_completion_that_every_function_declines_is_neither_compared_nor_train
     )
     ((_, record),) = records(encode(group))
     assert decode(record).scores == scores
-    samples = make_samples([group], algorithm=DrGrpo(), max_response_tokens=8, reference=None, values=None)
+    samples = make_samples(
+        [group],
+        algorithm=DrGrpo(),
+        max_response_tokens=8,
+        reference=None,
+        values=None,
+        environment=None,
+        environment_weight=0.0,
+    )
     assert [(sample.attempt, sample.advantages.tolist()) for sample in samples] == [(0, [-2]), (2, [2])]
 
 

@@ -52,6 +52,7 @@ def rows(group: Group, section: StepEnvironment | None, algorithm: Any = None) -
         reference=None,
         values=None,
         environment=section,
+        environment_weight=0.0,
     )
 
 

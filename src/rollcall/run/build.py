@@ -96,7 +96,7 @@ def load_inputs(config: Config) -> Inputs:
         if prompts is not None and prompts.num_overlong:
             say(
                 f"{prompts.source}: left out {counted(prompts.num_overlong, 'prompt')} longer than "
-                f"{config.data.max_prompt_tokens} tokens{prompts.with_template}"
+                f"{config.data.max_prompt_tokens} tokens"
             )
     return Inputs(model_path=path, tokenizer=tokenizer, train=train, val=val)
 
@@ -147,7 +147,7 @@ def build_learner(
     device: torch.device | None = None,
     mirror: bool = False,
     unread: Stored | None = None,
-    adapter: Adapter | None = None,
+    adapter: Adapter | None,
 ) -> Learner:
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     learner = Learner(

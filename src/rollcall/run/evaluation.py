@@ -38,7 +38,6 @@ from rollcall.reward.model import load_reward_models
 from rollcall.reward.scorer import Failure, Scorer, columns_needed
 from rollcall.run.build import (
     NUM_REWARD_WORKERS,
-    Sampler,
     build_environments,
     check_engine,
     judges_of,
@@ -175,7 +174,11 @@ def run_evaluation(plan: ModelPlan, *, on_progress: OnProgress) -> EvalReport:
         needs=columns_needed(rewards),
     )
     sampler = load_sampler(config.model, config.rollout, path, tokenizer, lora=plan.lora)
-    sampling = _sampling(config, prompts, sampler)
+    room = sampler.engine.max_positions - max(len(prompt.token_ids) for prompt in prompts.prompts)
+    # No completion can pass the model's last position; without room for one token the engine refuses and says so.
+    longest = max(1, min(config.rollout.max_response_tokens, room))
+    temperature = config.eval.temperature
+    sampling = sampling_of(config.rollout, sampler.stop_token_ids, temperature=temperature, max_tokens=longest)
     each = config.eval.samples_per_prompt
     say(
         f"answering {counted(len(prompts.prompts), 'prompt')}, {counted(each, 'completion')} each, of at most "
@@ -240,13 +243,6 @@ def newest_model_of(config: Config) -> tuple[str, str]:
         in_parts = is_in_parts(checkpoint.path, "actor")
         return str(checkpoint.path if in_parts else checkpoint.path / "model"), f"checkpoint of step {checkpoint.step}"
     return config.model.path, "not trained yet: the model the run starts from"
-
-
-def _sampling(config: Config, prompts: PromptSet, sampler: Sampler) -> Sampling:
-    room = sampler.engine.max_positions - max(len(prompt.token_ids) for prompt in prompts.prompts)
-    # No completion can pass the model's last position; without room for one token the engine refuses and says so.
-    longest = max(1, min(config.rollout.max_response_tokens, room))
-    return sampling_of(config.rollout, sampler.stop_token_ids, temperature=config.eval.temperature, max_tokens=longest)
 
 
 async def _evaluate(

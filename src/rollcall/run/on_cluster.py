@@ -70,7 +70,7 @@ class RemoteCritic:
         return self._team.call_role(Role.CRITIC, "update_critic", list(samples))[0]
 
 
-def build_workers_on_cluster(config: Config, *, backend: Backend | None = None) -> Workers:
+def build_workers_on_cluster(config: Config, *, backend: Backend | None) -> Workers:
     """Place the plan's processes and load every role: on ``backend``, else on the cluster that this node belongs to."""
     assert config.cluster is not None
     plan = workable_plan(config, config.cluster)

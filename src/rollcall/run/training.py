@@ -365,7 +365,7 @@ def _claim(config: Config, run_dir: Path, *, continued: bool) -> None:
     if continued:
         persist(write, path=run_dir / RUN_FILE, what="the run file")
     else:
-        with refusing(run_dir, folder=run_dir, refuse=ConfigError):
+        with refusing(run_dir, folder=run_dir):
             write()
 
 
@@ -382,7 +382,7 @@ def _check_lengths(config: Config, workers: Workers) -> None:
     for prompts in filter(None, (workers.train, workers.val)):
         longest = max((len(prompt.token_ids) for prompt in prompts.prompts), default=0)
         wanted = longest + answer
-        makes = f"{prompts.source} has a prompt of {longest} tokens{prompts.with_template}; with rollout.max_response_tokens={answer} that makes {wanted}"
+        makes = f"{prompts.source} has a prompt of {longest} tokens; with rollout.max_response_tokens={answer} that makes {wanted}"
         if wanted > positions:
             raise ConfigError(
                 f"{makes} positions, and the model has {positions}: lower rollout.max_response_tokens, or "

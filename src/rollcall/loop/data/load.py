@@ -29,7 +29,6 @@ _ROWS_PER_BATCH = 1024
 _CHARACTERS_PER_BATCH = 1 << 20
 _FEW_CHARACTERS = 1 << 16  # of a prompt: tokenised in any case
 _OURS = ("prompt_messages", "prompt_text")  # of a prompt's metadata: what its chat template rendered
-_IN_TEMPLATE = " with the model's chat template"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +36,6 @@ class PromptSet:
     prompts: list[Prompt]
     num_overlong: int  # left out, longer than data.max_prompt_tokens
     source: str
-
-    @property
-    def with_template(self) -> str:
-        """Words to follow a length in tokens: a chat template makes it longer than the row."""
-        return _IN_TEMPLATE if any("prompt_messages" in prompt.metadata for prompt in self.prompts) else ""
 
 
 @dataclass(slots=True)
@@ -59,7 +53,7 @@ class _Asked:
         """Its tokens and characters, and what to say of them."""
         num_tokens = math.inf if self.token_ids is None else len(self.token_ids)
         words = f"{len(self.text):,} characters" if self.token_ids is None else f"{num_tokens} tokens"
-        return num_tokens, len(self.text), words + (_IN_TEMPLATE if self.messages is not None else "")
+        return num_tokens, len(self.text), words
 
 
 def load_prompts(
