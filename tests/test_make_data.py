@@ -170,7 +170,7 @@ def test_reasoning_gym_tests_on_nothing_it_trains_on() -> None:
     [
         ("arithmetics", "there are arithmetic, countdown"),
         ("chess", "there are arithmetic, countdown"),
-        ("reasoning-gym:chain_sums", "there are .*chain_sum"),
+        ("reasoning-gym:chain_sums", "chain_sum"),
         ("reasoning-gym:boxnet", "no reference answers"),
         ("reasoning-gym:composite", "default settings"),
         ("reasoning-gym", "has no task ''"),

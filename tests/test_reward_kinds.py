@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import rewards_of_groups
 from commands import fork_context
-from runs import lean, letter_rows, make_run
 
 import rollcall
 from rollcall.base.types import Completion, FinishReason, Prompt, Score, Segment
@@ -21,6 +20,7 @@ from rollcall.reward.functions import check_score
 from rollcall.reward.given import name_functions
 from rollcall.reward.scorer import Scorer
 from rollcall.run.api import read_config
+from runs import lean, letter_rows, make_run
 
 
 def completion(text: str) -> Completion:
@@ -130,7 +130,7 @@ def test_a_run_takes_functions_and_whoever_continues_it_gives_them_again(tmp_pat
         assert [score.parts["letters"] for score in group.scores] == [
             float(group.prompt.answer in one.text) for one in group.completions
         ]
-    assert rollcall.evaluate(run, quiet=True, reward=letters).num_unscored == 0
+    assert rollcall.evaluate(run, quiet=True, reward=letters).evaluation.num_unscored == 0
     said = tmp_path / "said"
     other = fork_context().Process(target=continue_run, args=(run.dir, said))
     other.start()

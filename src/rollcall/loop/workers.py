@@ -53,6 +53,7 @@ class Workers:
     saving: Saving
     export: Callable[[Path], None]
     owned: ExitStack = field(default_factory=ExitStack)  # closes the processes that were started for them
+    is_closed: bool = False
     # On a cluster:
     is_remote: bool = False  # calls only wait for other processes, so they may run in threads while the loop continues
     # Looks at what the processes do, without asking them, unless it is the ``last`` look.
@@ -62,11 +63,12 @@ class Workers:
     regrow: Callable[[], str | None] = lambda: None  # why a new attempt could use more nodes than this one
 
     async def aclose(self) -> None:
-        """End what runs in an event loop: engine and environments. A second call closes nothing again."""
-        environments, self.environments = self.environments, None
-        await self.engine.close()
-        if environments is not None:
-            await environments.aclose()
+        """End what runs in an event loop: engine and environments. A second call does nothing."""
+        if not self.is_closed:
+            self.is_closed = True
+            await self.engine.close()
+            if self.environments is not None:
+                await self.environments.aclose()
 
     def close(self) -> None:
         with self.owned:

@@ -262,6 +262,15 @@ def _engine_sentence(model: Any, why: str) -> str:
     )
 
 
+def open_model(config: Config, given: str, *, origin: str) -> tuple[str, Any]:
+    """The path and the tokenizer of a model that is to sample here, before any of it is loaded."""
+    set_threads(config.trainer.num_threads)
+    check_engine(config.rollout)
+    path = resolve_model(given)
+    say(f"loading {given} ({origin})")
+    return path, tokenizer_of(config, path)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampler:
     """A model that only samples."""

@@ -30,7 +30,7 @@ from rollcall.loop.evaluate import Evaluation, evaluate
 from rollcall.loop.group_maker import sampling_of
 from rollcall.loop.rollout import Rewards, Rollouts, player_of
 from rollcall.loop.tasks import every, together
-from rollcall.model.files import model_folder, resolve_model
+from rollcall.model.files import model_folder
 from rollcall.model.load import resolve_device
 from rollcall.observe.headline import Headline, headline_of
 from rollcall.observe.samples import sample_rows
@@ -39,16 +39,14 @@ from rollcall.reward.scorer import Failure, Scorer, columns_needed
 from rollcall.run.build import (
     NUM_REWARD_WORKERS,
     build_environments,
-    check_engine,
     judges_of,
     load_sampler,
-    set_threads,
-    tokenizer_of,
+    open_model,
 )
 
 GIVEN = "given by model.path"
 
-OnProgress = Callable[[int, int, int], None]  # prompts done, prompts in all, tokens of those done
+OnProgress = Callable[[int, int], None]  # prompts done, prompts in all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,11 +62,9 @@ class ModelPlan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalReport:
     plan: ModelPlan
-    source: str
-    num_overlong: int
+    prompts: PromptSet
     evaluation: Evaluation
     failures: list[Failure]
-    num_unscored: int
     seconds: float
     max_response_tokens: int
 
@@ -86,9 +82,9 @@ class EvalReport:
         return {
             "model": self.plan.model_path,
             "origin": self.plan.origin,
-            "data": self.source,
+            "data": self.prompts.source,
             "prompts": len(evaluation.groups),
-            "overlong_prompts": self.num_overlong,
+            "overlong_prompts": self.prompts.num_overlong,
             "samples_per_prompt": section.samples_per_prompt,
             "temperature": section.temperature,
             "max_response_tokens": self.max_response_tokens,
@@ -98,7 +94,7 @@ class EvalReport:
             "reward_mean": evaluation.reward_mean,
             "response_length_mean": evaluation.response_length_mean,
             "truncated_fraction": evaluation.truncated_fraction,
-            "reward_errors": self.num_unscored,
+            "reward_errors": evaluation.num_unscored,
             "seconds": round(self.seconds, 3),
             "samples": [dict(zip(names, row, strict=True)) for row in self.samples],
         }
@@ -159,11 +155,8 @@ def run_evaluation(plan: ModelPlan, *, on_progress: OnProgress) -> EvalReport:
     refuse_few_files()
     config = plan.config
     started = time.perf_counter()
-    set_threads(config.trainer.num_threads)
-    check_engine(config.rollout)
-    path = resolve_model(plan.model_path)
-    say(f"loading {plan.model_path} ({plan.origin})")
-    tokenizer, rewards = tokenizer_of(config, path), judges_of(config.reward)
+    path, tokenizer = open_model(config, plan.model_path, origin=plan.origin)
+    rewards = judges_of(config.reward)
     assert config.data.val is not None, "plan_evaluation refuses a run without data"
     prompts = load_prompts(
         config.data.val,
@@ -203,11 +196,9 @@ def run_evaluation(plan: ModelPlan, *, on_progress: OnProgress) -> EvalReport:
         evaluation = asyncio.run(work)
         return EvalReport(
             plan=plan,
-            source=prompts.source,
-            num_overlong=prompts.num_overlong,
+            prompts=prompts,
             evaluation=evaluation,
             failures=scorer.failures,
-            num_unscored=evaluation.num_unscored,
             seconds=time.perf_counter() - started,
             max_response_tokens=sampling.max_tokens,
         )
@@ -256,16 +247,16 @@ async def _evaluate(
     sampling: Sampling,
     on_progress: OnProgress,
 ) -> Evaluation:
-    done: list[Group] = []
+    num_done = 0
 
     async def make_group(prompt: Prompt, **given: Any) -> Group:
+        nonlocal num_done
         group = await rollouts.group(prompt, **given)
-        done.append(group)
+        num_done += 1
         return group
 
     async def show() -> None:
-        completions = (completion for group in done for completion in group.completions)
-        on_progress(len(done), len(prompts.prompts), sum(completion.num_sampled for completion in completions))
+        on_progress(num_done, len(prompts.prompts))
 
     try:
         player = player_of(
