@@ -341,7 +341,7 @@ def test_prompts_of_far_too_many_characters_are_not_tokenised(
         return tokenise(self, texts, **options)
 
     monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", few)
-    with pytest.raises(DataError, match="all 50 prompts are longer than .*; the shortest has 200,0.. characters"):
+    with pytest.raises(DataError, match="all 50 prompts are longer than data.max_prompt_tokens=[0-9]+$"):
         load(source, chat_template=chat_template)
     other = a_file(tmp_path, *({"prompt": "a" * size} for size in (200_000, 3)), name="other.jsonl")
     found = load(other, chat_template=chat_template)

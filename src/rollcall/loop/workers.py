@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -52,7 +52,7 @@ class Workers:
     shares_policy: bool  # an engine reads the learner's own parameters, so an update changes what it samples from
     saving: Saving
     export: Callable[[Path], None]
-    owned: ExitStack = field(default_factory=ExitStack)  # closes the processes that were started for them
+    owned: ExitStack  # closes the processes that were started for them
     is_closed: bool = False
     # On a cluster:
     is_remote: bool = False  # calls only wait for other processes, so they may run in threads while the loop continues
