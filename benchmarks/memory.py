@@ -153,7 +153,7 @@ class Case:
     def _run(self) -> dict[str, float]:
         model = self._model()
         _peak(self.device, reset=True)
-        learner: Learner = build_learner(self.config, model, gang=Gang.alone())
+        learner: Learner = build_learner(self.config, model, gang=Gang.alone(), adapter=None)
         engine = None
         if self.engine:
             engine = NativeEngine(model, _Words(), max_running=256, kv_tokens=self.config.rollout.kv_tokens)

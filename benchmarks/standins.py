@@ -12,7 +12,7 @@ import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 import numpy as np
@@ -104,7 +104,8 @@ def make_workers(config: Config, team: Team, *, prompts: int, room: int, prompt_
     """``room`` is in completions, as ``rollout.max_running``."""
     weights = config.cluster.node_weights if config.cluster else None
     actors = team.members[Role.ACTOR]
-    scorer = Scorer(config.reward, num_workers=2, model_rewards={})
+    owned = ExitStack()
+    scorer = owned.enter_context(Scorer(config.reward, num_workers=2, model_rewards={}))
     return Workers(
         tokenizer=None,
         engine=Engines(team, room=room, node_weights=weights),
@@ -119,6 +120,7 @@ def make_workers(config: Config, team: Team, *, prompts: int, room: int, prompt_
         shares_policy=not set(team.members[Role.ROLLOUT]).isdisjoint(actors),
         saving=Saving(call=team.call, processes=actors[:1], in_parts=False, place="shared", run_name="stand-ins"),
         export=lambda directory: None,
+        owned=owned,
         is_remote=True,
     )
 

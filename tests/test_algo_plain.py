@@ -59,7 +59,7 @@ def rows_of_step(algorithm: Any, *, weight: float = 1.0) -> list[Sample]:
         return [value_of(sample) for sample in samples]
 
     return make_samples(
-        GROUPS, algorithm=algorithm, max_response_tokens=LONGEST, reference=None, environment_weight=weight,
+        GROUPS, algorithm=algorithm, max_response_tokens=LONGEST, reference=None, environment=None, environment_weight=weight,
         values=values if algorithm.name == "ppo" else None,
     )  # fmt: skip
 
@@ -318,7 +318,8 @@ def advantages_of(algorithm: Any, attempts: Sequence[tuple[list[float], float]],
     ]
     group = make_group(completions, [weight * (sum(along) + end) for along, end in attempts])
     rows = make_samples(
-        [group], algorithm=algorithm, max_response_tokens=LONGEST, reference=None, values=None, environment_weight=weight
+        [group], algorithm=algorithm, max_response_tokens=LONGEST, reference=None, values=None, environment=None,
+        environment_weight=weight,
     )  # fmt: skip
     return [row.advantages[row.mask] for row in rows]
 

@@ -323,12 +323,9 @@ def test_rows_that_differ_in_spaces_or_in_what_the_model_said_may_render_alike(t
     assert len(load(a_file(tmp_path, *rows), chat_template=trims).prompts) == 2
 
 
-def test_a_prompt_that_its_chat_template_makes_too_long_is_refused_with_these_words(tmp_path: Path) -> None:
-    source = a_file(tmp_path, {"prompt": "abc"})
-    with pytest.raises(DataError, match="the shortest has 21 tokens with the model's chat template"):
-        load(source, chat_template=CHAT_TEMPLATE, max_prompt_tokens=10)
-    assert load(source, chat_template=CHAT_TEMPLATE).with_template == " with the model's chat template"
-    assert load(source).with_template == ""
+def test_a_prompt_that_its_chat_template_makes_too_long_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="the shortest has 21 tokens"):
+        load(a_file(tmp_path, {"prompt": "abc"}), chat_template=CHAT_TEMPLATE, max_prompt_tokens=10)
 
 
 @pytest.mark.parametrize("chat_template", [None, CHAT_TEMPLATE])
@@ -344,7 +341,7 @@ def test_prompts_of_far_too_many_characters_are_not_tokenised(
         return tokenise(self, texts, **options)
 
     monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", few)
-    with pytest.raises(DataError, match="all 50 prompts are longer than .*; the shortest has 200,0.. characters"):
+    with pytest.raises(DataError, match="all 50 prompts are longer than data.max_prompt_tokens=[0-9]+$"):
         load(source, chat_template=chat_template)
     other = a_file(tmp_path, *({"prompt": "a" * size} for size in (200_000, 3)), name="other.jsonl")
     found = load(other, chat_template=chat_template)

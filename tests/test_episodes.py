@@ -9,10 +9,10 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from runs import IN_JOURNAL, IN_UPDATE, Kill, column, finish, groups, make_run, run_and_be_killed, write_rows
 from scripted import (
     SAMPLING,
     Scripted,
@@ -45,9 +45,11 @@ from rollcall.environments.protocol import EnvironmentFailed, Message
 from rollcall.loop.attempts import RunError
 from rollcall.loop.data.load import DataError, PromptSet
 from rollcall.observe.transcript import transcript
+from rollcall.reward.scorer import Scorer
 from rollcall.reward.trl import MESSAGES
 from rollcall.run.build import build_environments
 from rollcall.view.audit import audit
+from runs import IN_JOURNAL, IN_UPDATE, Kill, column, finish, groups, make_run, run_and_be_killed, write_rows
 
 assert scripted  # a fixture of these tests too
 
@@ -404,9 +406,33 @@ def test_a_row_of_an_unknown_class_is_refused_before_the_run_begins() -> None:
 
     rows = [replace(a_prompt(), metadata={"environment": name}) for name in ("shop", "shpo")]
     for prompts, refused in ((rows, "'shpo', and environment.path has shop"), ([a_prompt()], "no environment column")):
-        given = PromptSet(prompts=prompts, num_overlong=0, source="rows")
+        given, named = PromptSet(prompts=prompts, num_overlong=0, source="rows"), Named(letters_game)
         with pytest.raises(ConfigError, match=refused):
-            build_environments(ClassEnvironment(path={"shop": "x:X"}), None, given, make=lambda _: Named(letters_game))
+            build_environments(ClassEnvironment(path={"shop": "x:X"}), None, given, make=lambda _, named=named: named)
+        assert named.is_closed
+
+
+@pytest.mark.parametrize("failing", ["run.training.refuse_changed_base", "engine.ticker.Ticker.serve"])
+def test_a_run_that_fails_before_its_first_step_leaves_no_environment_behind(
+    failing: str, tmp_path: Path, scripted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = scripted(Scripted(letters_game))
+    monkeypatch.setattr(f"rollcall.{failing}", Mock(side_effect=ConfigError("not this one")))
+    with pytest.raises(ConfigError, match="not this one"):
+        finish(game(tmp_path))
+    assert script.is_closed
+
+
+def test_an_environment_that_is_refused_leaves_no_engine_and_no_reward_process_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[type] = []
+    monkeypatch.setattr("rollcall.run.local.build_environments", Mock(side_effect=ConfigError("not this one")))
+    for kind in (NativeEngine, Scorer):
+        monkeypatch.setattr(kind, "close", lambda self: ended.append(type(self)))
+    with pytest.raises(ConfigError, match="not this one"):
+        finish(game(tmp_path))
+    assert ended == [Scorer, NativeEngine]
 
 
 def test_a_run_trains_on_episodes_and_journals_them(tmp_path: Path, scripted: Any) -> None:

@@ -47,7 +47,7 @@ def plan(target: Path, *overrides: str, **flags: Any) -> ModelPlan:
 
 
 def report(target: Path, *overrides: str, **flags: Any) -> EvalReport:
-    return run_evaluation(plan(target, *overrides, **flags), on_progress=lambda done, total, tokens: None)
+    return run_evaluation(plan(target, *overrides, **flags), on_progress=lambda done, total: None)
 
 
 def greedy_answers(model_dir: Path, *, max_new_tokens: int) -> list[str]:
@@ -171,7 +171,7 @@ def test_rewards_that_judge_no_answer_are_replaced_by_the_exact_one(tmp_path: Pa
 
 def test_a_reward_that_fails_is_counted_and_named(tmp_path: Path) -> None:
     result = report(write_run(tmp_path), "reward=[{type: function, path: 'rewards_bad:raises'}]")
-    assert result.num_unscored == len(PROMPTS)
+    assert result.evaluation.num_unscored == len(PROMPTS)
     assert "KeyError: 'bad'" in result.failures[0].why and result.as_json()["reward_errors"] == len(PROMPTS)
 
 

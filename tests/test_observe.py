@@ -287,7 +287,7 @@ def test_a_log_says_what_takes_long_and_not_what_is_soon_over(clock: Clock, caps
         console.phase("rollout of step 1")
         clock.now += 1.0
         time.sleep(1.1)  # the watcher looks twice
-    assert printed + capsys.readouterr().out == "loading\n"
+    assert printed + capsys.readouterr().out == "loading: 3s so far\n"
 
 
 def test_a_file_gets_plain_lines_and_samples_without_escape_codes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -124,7 +124,7 @@ def test_a_run_takes_functions_and_whoever_continues_it_gives_them_again(tmp_pat
         assert [score.parts["letters"] for score in group.scores] == [
             float(group.prompt.answer in one.text) for one in group.completions
         ]
-    assert rollcall.evaluate(run, quiet=True, reward=letters).num_unscored == 0
+    assert rollcall.evaluate(run, quiet=True, reward=letters).evaluation.num_unscored == 0
     said = tmp_path / "said"
     other = fork_context().Process(target=continue_run, args=(run.dir, said))
     other.start()

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runs import column, finish, groups, make_run
 from tiny import make_tokenizer
 
 from rollcall.base.errors import ConfigError
@@ -24,6 +23,7 @@ from rollcall.reward.trl import lists_of
 from rollcall.reward.user_function import load_function
 from rollcall.run.reward_trial import try_rewards
 from rollcall.view.audit import audit
+from runs import column, finish, groups, make_run
 
 PEERS = Path(os.environ.get("ROLLCALL_PEERS") or Path(__file__).parents[1] / ".peers")
 ASKED = [{"role": "user", "content": "2+2?"}]
@@ -159,7 +159,15 @@ def test_a_completion_that_every_function_declines_is_neither_compared_nor_train
     )
     ((_, record),) = records(encode(group))
     assert decode(record).scores == scores
-    samples = make_samples([group], algorithm=DrGrpo(), max_response_tokens=8, reference=None, values=None)
+    samples = make_samples(
+        [group],
+        algorithm=DrGrpo(),
+        max_response_tokens=8,
+        reference=None,
+        values=None,
+        environment=None,
+        environment_weight=0.0,
+    )
     assert [(sample.attempt, sample.advantages.tolist()) for sample in samples] == [(0, [-2]), (2, [2])]
 
 

@@ -48,9 +48,8 @@ GROUPS = [make_group(3, [1.0, 0.0], [3, 4]), make_group(5, [0.0, 0.0, 3.0], [2, 
 
 
 def rows_of(algorithm: Any, groups: list[Group] = GROUPS, **functions: Any) -> list[Sample]:
-    return make_samples(
-        groups, algorithm=algorithm, max_response_tokens=LONGEST, **{"reference": None, "values": None, **functions}
-    )
+    given = {"reference": None, "values": None, "environment": None, "environment_weight": 0.0, **functions}
+    return make_samples(groups, algorithm=algorithm, max_response_tokens=LONGEST, **given)
 
 
 def constant_scores(samples: Sequence[Sample], value: float) -> list[TokenScores]:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 from branching import make_branch, make_episode, make_group, make_turn
-from runs import column, finish
 from scripted import Scripted, ends, game, play, says, scripted
 
 from rollcall.algo.shaping import compared, group_advantages, has_signal, shaped_rewards, trained
@@ -25,6 +24,7 @@ from rollcall.loop.supply import Cursor, StepBatch
 from rollcall.observe.metrics import check_names
 from rollcall.observe.sinks import make_sinks, read_rows
 from rollcall.reward.scorer import environment_reward
+from runs import column, finish
 
 assert scripted  # a fixture of these tests too
 NOTHING = Stats(busy_s=0.0, num_tokens=0, num_preemptions=0)
@@ -52,6 +52,7 @@ def rows(group: Group, section: StepEnvironment | None, algorithm: Any = None) -
         reference=None,
         values=None,
         environment=section,
+        environment_weight=0.0,
     )
 
 
@@ -138,6 +139,11 @@ def one_step(group: Group) -> StepBatch:
     )  # fmt: skip
 
 
+def metrics_of(group: Group, samples: list[Sample]) -> dict[str, float]:
+    step = one_step(group)
+    return batch_metrics(step, samples, stats=NOTHING, reward_s=0.0, threshold=1.0, first_reward="environment")
+
+
 def test_the_metrics_of_episodes() -> None:
     branch = make_branch([4, 9], [True, False, True], seed=9)
     turns = [make_turn(2, 3, calls=2), make_turn(1, 0)]
@@ -150,7 +156,7 @@ def test_the_metrics_of_episodes() -> None:
         ],
         [1.0, 0.0, 0.0, 0.0],
     )
-    found = batch_metrics(one_step(group), [], stats=NOTHING, reward_s=0.0, threshold=1.0, first_reward="environment")
+    found = metrics_of(group, [])
     check_names(found)
     assert {name: value for name, value in found.items() if name.startswith(("episode/", "env/"))} == {
         "episode/turns_mean": 5 / 4, "episode/tool_calls_mean": 6 / 4, "episode/failed_fraction": 0.25,
@@ -163,6 +169,18 @@ def test_the_metrics_of_episodes() -> None:
     assert evaluated["eval/response_length_mean"] == 2.5 and evaluated["eval/truncated_fraction"] == 0.25
 
 
+@pytest.mark.parametrize("treatment", ["mask", "drop"])
+def test_the_staleness_is_that_of_the_tokens_that_are_trained_on(treatment: str) -> None:
+    group = group_of(EndReason.DONE, EndReason.DONE, EndReason.TURNS, rewards=[1.0, 0.0, 0.0])
+    old = tuple(replace(part, version=-5) for part in group.completions[2].segments)
+    group = replace(group, completions=(*group.completions[:2], replace(group.completions[2], segments=old)))
+    staleness = {}
+    for truncated in ("keep", treatment):
+        found = metrics_of(group, rows(group, environment(truncated=truncated)))
+        staleness[truncated] = found["rollout/staleness_max"], found["rollout/staleness_mean"]
+    assert staleness == {"keep": (5.0, 5 / 3), treatment: (0.0, 0.0)}
+
+
 def test_names_of_metrics_are_data_and_none_can_end_a_run(tmp_path: Path) -> None:
     names = ["len<100", "<part>", "", " ", "a\x1b", "a\x07", "a  b", "x" * 10**6, "x" * 200, "\ud800", "env/loss"]
     made = play(Scripted(lambda row, texts: ends(reward=1.0, metrics=dict.fromkeys(names, 2.0))))
@@ -171,8 +189,7 @@ def test_names_of_metrics_are_data_and_none_can_end_a_run(tmp_path: Path) -> Non
     assert made.episode.metrics == {**dict.fromkeys(shown, 2.0), "metrics_dropped": 4.0}
     many = [replace(made, episode=replace(made.episode, metrics={f"{i}": 1.0})) for i in range(1000)]
     for attempts, dropped in (([made], 4), ([made, *many], 4 + 7 + 1000 - 500)):
-        found = batch_metrics(one_step(make_group(attempts, [1.0] * len(attempts))), [], stats=NOTHING, reward_s=0.0, threshold=1.0,
-                              first_reward="environment")  # fmt: skip
+        found = metrics_of(make_group(attempts, [1.0] * len(attempts)), [])
         assert found["episode/metrics_dropped"] == dropped
         for sink in make_sinks(parse_config({"trainer": {"loggers": ["tensorboard"]}}), tmp_path, None):
             sink.log(1, found)
@@ -191,9 +208,7 @@ def test_explained_variance_is_that_of_all_loss_tokens_of_the_step() -> None:
             )
             for place, one in enumerate(group.completions)
         ]
-        found = batch_metrics(
-            one_step(group), samples, stats=NOTHING, reward_s=0.0, threshold=1.0, first_reward="environment"
-        )
+        found = metrics_of(group, samples)
         check_names(found)
         return found.get("train/value_explained_variance")
 

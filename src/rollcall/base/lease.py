@@ -162,7 +162,7 @@ class Lease:
 @contextmanager
 def hold(run_dir: Path) -> Iterator[Lease]:
     """The lease on a run directory, while the block runs; ConfigError if another controller has it."""
-    with refusing(run_dir, folder=run_dir.parent, refuse=ConfigError):
+    with refusing(run_dir, folder=run_dir.parent):
         run_dir.parent.mkdir(parents=True, exist_ok=True)
     if run_dir.exists() and not run_dir.is_dir():
         raise ConfigError(f"run.dir={run_dir} is a file, and a run needs a folder; choose another run.dir")
@@ -187,7 +187,7 @@ def _take(run_dir: Path) -> Lease:
         path, data = _path(run_dir, me.number), _encode(me, counter=0, released=False)
         # A folder that cannot be written is refused at once for a new run, and waited for where a run is resumed.
         if holder is None:
-            with refusing(run_dir, folder=run_dir.parent, refuse=ConfigError):
+            with refusing(run_dir, folder=run_dir.parent):
                 made = create_atomic(path, data)
         else:
             made = persist(partial(create_atomic, path, data), path=path, what="the lease")

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+from rollcall.base.errors import ConfigError
 from rollcall.base.stop import heeded
 from rollcall.base.wait import Wait, warn
 
@@ -115,13 +116,13 @@ def disk_fault(error: BaseException, *, near: Path) -> OSError | None:
 
 
 @contextmanager
-def refusing(run_dir: Path, *, folder: Path, refuse: Callable[[str], Exception] = DiskError) -> Iterator[None]:
+def refusing(run_dir: Path, *, folder: Path) -> Iterator[None]:
     """Around the first writes of a run: a fault in ``folder`` is refused at once, by the folder's name."""
     try:
         yield
     except OSError as error:
         what = f"{_advice(error)}, or " if error.errno in PASSING else ""
-        raise refuse(
+        raise ConfigError(
             f"run.dir={run_dir}: nothing can be written in the folder {folder}: {error.strerror}; {what}choose another run.dir"
         ) from error
 

@@ -104,7 +104,7 @@ class CheckpointStore:
                 self._guard()
                 swap_in(tmp, final)
 
-        persist(attempt, path=final, what="the checkpoint (earlier ones are untouched)", refuse=CheckpointError)
+        persist(attempt, path=final, what="the checkpoint", refuse=CheckpointError)
         if tries > 1:  # a folder that cannot be written keeps what was begun in it
             self.clean()
         self._prune(just_saved=final, best_by=best_by)

@@ -205,6 +205,7 @@ def down(
     from rollcall.nodes.bootstrap import stop_node
     from rollcall.nodes.cluster import find_cluster
     from rollcall.nodes.state import state_dir
+    from rollcall.reward.confine import sweep_folders
 
     meant = find_cluster(cluster)
     if not meant.is_ours:
@@ -214,6 +215,7 @@ def down(
         return
     folder = state_dir(meant.name)
     count = stop_node(meant.name, keep_logs=keep_logs)
+    sweep_folders()  # of a run that was killed
     title = meant.title
     what = f"stopped {counted(count, 'process')} of {title}" if count else f"nothing of {title} runs on this node"
     print(f"{what}; its logs are in {folder}" if keep_logs and folder.exists() else what)

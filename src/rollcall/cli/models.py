@@ -56,7 +56,7 @@ def evaluate(
             max_prompts=max_prompts,
         )
         with progress_bar("evaluation", unit="prompts") as progress:
-            report = run_evaluation(plan, on_progress=lambda done, total, num_tokens: progress(done, total))
+            report = run_evaluation(plan, on_progress=progress)
     answer(report, _show_evaluation, as_json=as_json)
 
 
@@ -77,7 +77,7 @@ def _show_evaluation(report: EvalReport) -> None:
     limit = f"at most {report.max_response_tokens:,}"
     rows = [
         ("model", f"{report.plan.model_path}   ({report.plan.origin})"),
-        ("data", f"{report.source}   {prompts} x {section.samples_per_prompt}, {how}"),
+        ("data", f"{report.prompts.source}   {prompts} x {section.samples_per_prompt}, {how}"),
         *([*reward, *accuracy] if report.headline is REWARD else [*accuracy, *reward]),
         (
             "mean length",
@@ -85,11 +85,13 @@ def _show_evaluation(report: EvalReport) -> None:
         ),
         ("time", f"{report.seconds:.1f} s"),
     ]
-    if report.num_overlong:
-        rows.append(("left out", f"{counted(report.num_overlong, 'prompt')} longer than data.max_prompt_tokens"))
-    if report.num_unscored:
+    if report.prompts.num_overlong:
+        rows.append(
+            ("left out", f"{counted(report.prompts.num_overlong, 'prompt')} longer than data.max_prompt_tokens")
+        )
+    if evaluation.num_unscored:
         first = report.failures[0]
-        rows.append(("not scored", f"{report.num_unscored}, the first by {first.reward} on {first.prompt_id}"))
+        rows.append(("not scored", f"{evaluation.num_unscored}, the first by {first.reward} on {first.prompt_id}"))
     Screen(soft_wrap=True).print(samples_table("samples", report.samples))
     print_rows(rows, width=11)
 

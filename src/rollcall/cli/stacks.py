@@ -153,14 +153,14 @@ def debug(
         found = {"waiting": [one.as_json() for one in waiting]}
         answer(found, lambda _: _show_waiting(waiting, where=where), as_json=as_json)
         return
-    chosen = waiting if number is None else [_chosen(waiting, number, where=where)]
+    chosen = waiting if number is None else [_chosen(waiting, number)]
     for one in chosen:
         _attach(one, where=where, typed=["continue"] if go_on else [])
     if not chosen:
         say("nothing waits")
 
 
-def _chosen(waiting: list[Waiting], number: int, *, where: str | None) -> Waiting:
+def _chosen(waiting: list[Waiting], number: int) -> Waiting:
     found = [one for one in waiting if one.number == number]
     if len(found) == 1:
         return found[0]

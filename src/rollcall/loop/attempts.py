@@ -63,11 +63,11 @@ def run_attempts(
     attempt: Callable[[int], T],
     *,
     budget: Budget,
-    reached: Callable[[], object] = lambda: None,
-    note: Callable[[Exception], None] = lambda reason: None,
+    reached: Callable[[], object],
+    note: Callable[[Exception], None],
 ) -> T:
     """Return the result of the first attempt that ends well. Each attempt gets its number, from 1; ``note`` gets the reason why another one
-    follows: a loss, or ``Regrow``."""
+    follows: a loss, or ``Regrow``. ``reached`` is for ``Budget.spend``."""
     number = 1
     while True:
         try:

@@ -133,9 +133,7 @@ class Controller:
         try:
             await together(self._run(), background=background)
         finally:
-            await workers.engine.close()
-            if workers.environments is not None:
-                await workers.environments.aclose()
+            await workers.aclose()
 
     async def _run(self) -> None:
         if self.bounds.split is Split.EVAL:

@@ -53,8 +53,8 @@ class Update:
 class Saves:
     """The checkpoint that is being written while the run continues: at most one.
 
-    ``begin`` returns at once. ``settle`` waits for the checkpoint; ``poll`` never waits. Both call ``tell`` when it is committed, and raise
-    what its save raised.
+    ``begin`` returns at once. ``settle`` waits for the checkpoint; ``poll`` never waits. Both call ``tell`` when it is committed. What its
+    save raised, they raise every time: the first who hears it may be a thread whose caller has left.
     """
 
     def __init__(self, tell: Callable[[int, Path], None]) -> None:
@@ -71,14 +71,17 @@ class Saves:
         with self._lock:
             if self._under_way is None or not self._under_way[1].done():
                 return
-            (step, save), self._under_way = self._under_way, None
-        self._tell(step, save.result())
+            step, save = self._under_way
+            path = save.result()
+            self._under_way = None
+            self._tell(step, path)
 
     def settle(self) -> None:
         """Raises CheckpointError if the checkpoint takes longer than any disk needs."""
-        if (under_way := self._under_way) is None:
-            return
-        step, save = under_way
+        with self._lock:
+            if self._under_way is None:
+                return
+            step, save = self._under_way
         word, deadline = Wait(first_s=FIRST_WORD_S), time.monotonic() + LONGEST_S
         while not save.done():
             word.tell(f"waiting for the checkpoint of step {step}, which is still being written")
@@ -92,7 +95,6 @@ class Saves:
                     "again: it continues from the newest whole checkpoint"
                 )
         self.poll()
-        save.result()  # raises here too, if ``poll`` got the failure at the same moment
 
 
 @dataclass(eq=False, repr=False)

@@ -27,8 +27,8 @@ def make_samples(
     max_response_tokens: int,
     reference: ScoreSamples | None,
     values: Callable[[Sequence[Sample]], list[Floats]] | None,
-    environment: EnvironmentBase | None = None,
-    environment_weight: float = 0.0,
+    environment: EnvironmentBase | None,
+    environment_weight: float,
 ) -> list[Sample]:
     """All rows of a step, group by group. ``reference`` and ``values`` are asked once for all rows.
 

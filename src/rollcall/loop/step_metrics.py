@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections import Counter
+from itertools import groupby
 
 import numpy as np
 
@@ -31,7 +32,7 @@ def batch_metrics(
     completions = [completion for group in batch.groups for completion in group.completions]
     rewards = np.array([score.value for score in scores])
     lengths = [completion.num_sampled for completion in completions]
-    lags = _staleness(batch)
+    lags = _staleness(batch, samples)
     loss_tokens = np.concatenate([np.zeros(0), *(sample.advantages[sample.mask] for sample in samples)])
     metrics = {
         "train/reward_mean": float(rewards.mean()),
@@ -103,14 +104,17 @@ def _episode_metrics(episodes: list[Episode]) -> dict[str, float]:
     }
 
 
-def _staleness(batch: StepBatch) -> Counter[int]:
-    """The number of sampled tokens, by how many versions older they are than the policy that they train."""
+def _staleness(batch: StepBatch, samples: list[Sample]) -> Counter[int]:
+    """The number of tokens that are trained on, by how many versions older they are than the policy that they train."""
+    made = {
+        (group.draw, attempt): rows_of(completion)
+        for group in batch.groups
+        for attempt, completion in enumerate(group.completions)
+    }
     lags: Counter[int] = Counter()
-    completions = (completion for group in batch.groups for completion in group.completions)
-    for row in (row for completion in completions for row in rows_of(completion)):
-        start = 0
-        for segment in row.segments:
-            end = start + segment.num_tokens
-            lags[batch.step - 1 - segment.version] += int(row.mask[start:end].sum())
-            start = end
+    for attempt, of_attempt in groupby(samples, key=lambda sample: (sample.draw, sample.attempt)):
+        for row, sample in zip(made[attempt], of_attempt, strict=True):
+            versions = np.repeat([part.version for part in row.segments], [part.num_tokens for part in row.segments])
+            for version, count in Counter(versions[sample.mask].tolist()).items():
+                lags[batch.step - 1 - version] += count
     return lags

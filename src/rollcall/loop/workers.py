@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -42,7 +44,7 @@ class Workers:
     reference: ScoreSamples | None = None  # log-probs of the frozen reference
     scorer: Scorer
     eval_scorer: Scorer
-    environments: Environments | None = None  # without them a completion is one turn; the controller closes them
+    environments: Environments | None = None  # without them a completion is one turn
     train: PromptSet
     val: PromptSet | None = None
     stop_token_ids: tuple[int, ...]
@@ -50,7 +52,8 @@ class Workers:
     shares_policy: bool  # an engine reads the learner's own parameters, so an update changes what it samples from
     saving: Saving
     export: Callable[[Path], None]
-    release: Callable[[], None] = lambda: None  # the processes, or the engine
+    owned: ExitStack  # closes the processes that were started for them
+    is_closed: bool = False
     # On a cluster:
     is_remote: bool = False  # calls only wait for other processes, so they may run in threads while the loop continues
     # Looks at what the processes do, without asking them, unless it is the ``last`` look.
@@ -59,8 +62,14 @@ class Workers:
     admit: Callable[[], Awaitable[None]] | None = None
     regrow: Callable[[], str | None] = lambda: None  # why a new attempt could use more nodes than this one
 
+    async def aclose(self) -> None:
+        """End what runs in an event loop: engine and environments. A second call does nothing."""
+        if not self.is_closed:
+            self.is_closed = True
+            await self.engine.close()
+            if self.environments is not None:
+                await self.environments.aclose()
+
     def close(self) -> None:
-        self.scorer.close()
-        if self.eval_scorer is not self.scorer:
-            self.eval_scorer.close()
-        self.release()
+        with self.owned:
+            asyncio.run(self.aclose())

@@ -9,6 +9,7 @@ Standard library only: confined processes import it and have to start fast.
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import struct
 from collections.abc import Callable
@@ -99,3 +100,11 @@ def read_exactly(read_some: Callable[[int], bytes], count: int) -> bytes:
         parts.append(data)
         count -= len(data)
     return b"".join(parts)
+
+
+def is_own_users(peer: Any) -> bool:
+    """Whether the other end of a Unix socket is a process of this user, or root's."""
+    import socket  # children have to start fast
+
+    _, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return user in (0, os.getuid())

@@ -188,7 +188,7 @@ class LineConsole(Console):
                 if doing is None or doing is said or now_s - doing.since_s < _PHASE_AFTER_S or silent_s < quiet_s:
                     continue
                 said, self._printed_s = doing, now_s
-                self._print(doing.text)
+                self._print(f"{doing.text}: {format_duration(now_s - doing.since_s)} so far")
 
     def _print(self, text: str) -> None:
         encoding = sys.stdout.encoding or "utf-8"

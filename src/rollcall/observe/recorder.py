@@ -17,13 +17,13 @@ from typing import Protocol
 
 import psutil
 
-from rollcall.base.limits import device_bytes
 from rollcall.base.wait import warn
 from rollcall.observe.calls import BusySpans, CallFile, RecordedCall
 from rollcall.observe.events import Events, Mark, MarkKind, last_phase, read_marks
 from rollcall.observe.live import CONTROLLER, REWARDS, Live, Look, ProcessState, WorkState, read_live, write_live
 from rollcall.observe.logs import keep_logs
 from rollcall.observe.timeline import CONTROLLER_ENDED
+from rollcall.process.groups.pulse import device_bytes
 
 EVERY_S = 2.0
 

@@ -232,7 +232,7 @@ def evaluate(
         settle_functions(plan.config.run.dir, plan.config.reward, are_given=False)
     calm_transformers()
     with heed_if_possible(), speaking(in_silence if quiet else on_stdout):
-        return outside_loop(partial(run_evaluation, plan, on_progress=lambda done, total, tokens: None))
+        return outside_loop(partial(run_evaluation, plan, on_progress=lambda done, total: None))
 
 
 def read_config(source: Source, *, overrides: Sequence[str] = (), changes: Mapping[str, Any] | None = None) -> Config:

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -94,7 +96,7 @@ def load_inputs(config: Config) -> Inputs:
         if prompts is not None and prompts.num_overlong:
             say(
                 f"{prompts.source}: left out {counted(prompts.num_overlong, 'prompt')} longer than "
-                f"{config.data.max_prompt_tokens} tokens{prompts.with_template}"
+                f"{config.data.max_prompt_tokens} tokens"
             )
     return Inputs(model_path=path, tokenizer=tokenizer, train=train, val=val)
 
@@ -145,7 +147,7 @@ def build_learner(
     device: torch.device | None = None,
     mirror: bool = False,
     unread: Stored | None = None,
-    adapter: Adapter | None = None,
+    adapter: Adapter | None,
 ) -> Learner:
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     learner = Learner(
@@ -260,6 +262,15 @@ def _engine_sentence(model: Any, why: str) -> str:
     )
 
 
+def open_model(config: Config, given: str, *, origin: str) -> tuple[str, Any]:
+    """The path and the tokenizer of a model that is to sample here, before any of it is loaded."""
+    set_threads(config.trainer.num_threads)
+    check_engine(config.rollout)
+    path = resolve_model(given)
+    say(f"loading {given} ({origin})")
+    return path, tokenizer_of(config, path)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampler:
     """A model that only samples."""
@@ -357,17 +368,19 @@ def build_scorers(
     *,
     score: ScoreSamples,
     models: Mapping[int, ModelRewardFunction],
+    owned: ExitStack,
     num_workers: int = NUM_REWARD_WORKERS,
 ) -> tuple[Scorer, Scorer]:
-    """The scorers of training and of evaluation: the same one, unless only models give rewards (``judges_of``). ``score`` is the policy's; ``models`` has the reward models by their place in the run file."""
+    """The scorers of training and of evaluation: the same one, unless only models give rewards (``judges_of``). ``score`` is the policy's;
+    ``models`` has the reward models by their place in the run file. ``owned`` closes the scorers."""
     functions = dict(models)
     for index, reward in enumerate(rewards):
         if reward.type == "self_certainty":
             functions[index] = partial(_self_certainty, score)
-    scorer = Scorer(rewards, num_workers=num_workers, model_rewards=functions)
+    scorer = owned.enter_context(Scorer(rewards, num_workers=num_workers, model_rewards=functions))
     if len(functions) < len(rewards):
         return scorer, scorer
-    return scorer, Scorer(judges_of(rewards), num_workers=num_workers, model_rewards={})
+    return scorer, owned.enter_context(Scorer(judges_of(rewards), num_workers=num_workers, model_rewards={}))
 
 
 def build_environments(
@@ -388,10 +401,14 @@ def build_environments(
     # A tokenizer may have a template that plain prompts do not go through.
     template = tokenizer.chat_template if chats else None
     environments = make_environments(section, chat_template=template) if make is None else make(template)
-    for kind in {str(row.get(KIND) or "") for row in rows}:
-        tools = environments.tools_of(kind)  # refuses a name that environment.path does not have
-        if kind in chats:
-            Conversations(tokenizer).check_extension(tools=tools, role="tool" if tools else "user")
+    try:
+        for kind in {str(row.get(KIND) or "") for row in rows}:
+            tools = environments.tools_of(kind)  # refuses a name that environment.path does not have
+            if kind in chats:
+                Conversations(tokenizer).check_extension(tools=tools, role="tool" if tools else "user")
+    except BaseException:
+        asyncio.run(environments.aclose())
+        raise
     return environments
 
 

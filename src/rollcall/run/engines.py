@@ -155,15 +155,9 @@ class Engines:
 
     async def admit(self) -> None:
         """Give the current weights to the processes that are new, unless an update has brought them in meanwhile."""
-        if not self.is_due:
-            return
-        await self._push(self.version)
-        self._look_soon()
-
-    @property
-    def is_due(self) -> bool:
-        """Whether a new process waits for weights."""
-        return bool(self._new_ones)
+        if self._new_ones:
+            await self._push(self.version)
+            self._look_soon()
 
     def begin_session(self, session: str) -> None:
         """Nothing to do: the processes do not wait for turns to come together."""

@@ -24,12 +24,13 @@ from rollcall.config import Config, DataSection, load_config
 from rollcall.config.lora import LoraSection
 from rollcall.engine.protocol import Engine, Sampling
 from rollcall.engine.ticker import Ticker
+from rollcall.environments.protocol import Environments
 from rollcall.loop.data.load import PromptSet, load_prompts
 from rollcall.loop.evaluate import Evaluation, evaluate
 from rollcall.loop.group_maker import sampling_of
 from rollcall.loop.rollout import Rewards, Rollouts, player_of
 from rollcall.loop.tasks import every, together
-from rollcall.model.files import model_folder, resolve_model
+from rollcall.model.files import model_folder
 from rollcall.model.load import resolve_device
 from rollcall.observe.headline import Headline, headline_of
 from rollcall.observe.samples import sample_rows
@@ -37,18 +38,15 @@ from rollcall.reward.model import load_reward_models
 from rollcall.reward.scorer import Failure, Scorer, columns_needed
 from rollcall.run.build import (
     NUM_REWARD_WORKERS,
-    Sampler,
     build_environments,
-    check_engine,
     judges_of,
     load_sampler,
-    set_threads,
-    tokenizer_of,
+    open_model,
 )
 
 GIVEN = "given by model.path"
 
-OnProgress = Callable[[int, int, int], None]  # prompts done, prompts in all, tokens of those done
+OnProgress = Callable[[int, int], None]  # prompts done, prompts in all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,11 +62,9 @@ class ModelPlan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalReport:
     plan: ModelPlan
-    source: str
-    num_overlong: int
+    prompts: PromptSet
     evaluation: Evaluation
     failures: list[Failure]
-    num_unscored: int
     seconds: float
     max_response_tokens: int
 
@@ -86,9 +82,9 @@ class EvalReport:
         return {
             "model": self.plan.model_path,
             "origin": self.plan.origin,
-            "data": self.source,
+            "data": self.prompts.source,
             "prompts": len(evaluation.groups),
-            "overlong_prompts": self.num_overlong,
+            "overlong_prompts": self.prompts.num_overlong,
             "samples_per_prompt": section.samples_per_prompt,
             "temperature": section.temperature,
             "max_response_tokens": self.max_response_tokens,
@@ -98,7 +94,7 @@ class EvalReport:
             "reward_mean": evaluation.reward_mean,
             "response_length_mean": evaluation.response_length_mean,
             "truncated_fraction": evaluation.truncated_fraction,
-            "reward_errors": self.num_unscored,
+            "reward_errors": evaluation.num_unscored,
             "seconds": round(self.seconds, 3),
             "samples": [dict(zip(names, row, strict=True)) for row in self.samples],
         }
@@ -159,11 +155,8 @@ def run_evaluation(plan: ModelPlan, *, on_progress: OnProgress) -> EvalReport:
     refuse_few_files()
     config = plan.config
     started = time.perf_counter()
-    set_threads(config.trainer.num_threads)
-    check_engine(config.rollout)
-    path = resolve_model(plan.model_path)
-    say(f"loading {plan.model_path} ({plan.origin})")
-    tokenizer, rewards = tokenizer_of(config, path), judges_of(config.reward)
+    path, tokenizer = open_model(config, plan.model_path, origin=plan.origin)
+    rewards = judges_of(config.reward)
     assert config.data.val is not None, "plan_evaluation refuses a run without data"
     prompts = load_prompts(
         config.data.val,
@@ -174,7 +167,11 @@ def run_evaluation(plan: ModelPlan, *, on_progress: OnProgress) -> EvalReport:
         needs=columns_needed(rewards),
     )
     sampler = load_sampler(config.model, config.rollout, path, tokenizer, lora=plan.lora)
-    sampling = _sampling(config, prompts, sampler)
+    room = sampler.engine.max_positions - max(len(prompt.token_ids) for prompt in prompts.prompts)
+    # No completion can pass the model's last position; without room for one token the engine refuses and says so.
+    longest = max(1, min(config.rollout.max_response_tokens, room))
+    temperature = config.eval.temperature
+    sampling = sampling_of(config.rollout, sampler.stop_token_ids, temperature=temperature, max_tokens=longest)
     each = config.eval.samples_per_prompt
     say(
         f"answering {counted(len(prompts.prompts), 'prompt')}, {counted(each, 'completion')} each, of at most "
@@ -189,6 +186,7 @@ def run_evaluation(plan: ModelPlan, *, on_progress: OnProgress) -> EvalReport:
         work = _evaluate(
             config,
             prompts,
+            build_environments(config.environment, tokenizer, prompts),
             engine=Ticker(sampler.engine, max_running=config.rollout.max_running),
             tokenizer=tokenizer,
             scorer=scorer,
@@ -198,11 +196,9 @@ def run_evaluation(plan: ModelPlan, *, on_progress: OnProgress) -> EvalReport:
         evaluation = asyncio.run(work)
         return EvalReport(
             plan=plan,
-            source=prompts.source,
-            num_overlong=prompts.num_overlong,
+            prompts=prompts,
             evaluation=evaluation,
             failures=scorer.failures,
-            num_unscored=evaluation.num_unscored,
             seconds=time.perf_counter() - started,
             max_response_tokens=sampling.max_tokens,
         )
@@ -240,16 +236,10 @@ def newest_model_of(config: Config) -> tuple[str, str]:
     return config.model.path, "not trained yet: the model the run starts from"
 
 
-def _sampling(config: Config, prompts: PromptSet, sampler: Sampler) -> Sampling:
-    room = sampler.engine.max_positions - max(len(prompt.token_ids) for prompt in prompts.prompts)
-    # No completion can pass the model's last position; without room for one token the engine refuses and says so.
-    longest = max(1, min(config.rollout.max_response_tokens, room))
-    return sampling_of(config.rollout, sampler.stop_token_ids, temperature=config.eval.temperature, max_tokens=longest)
-
-
 async def _evaluate(
     config: Config,
     prompts: PromptSet,
+    environments: Environments | None,
     *,
     engine: Engine,
     tokenizer: Any,
@@ -257,38 +247,36 @@ async def _evaluate(
     sampling: Sampling,
     on_progress: OnProgress,
 ) -> Evaluation:
-    environments = build_environments(config.environment, tokenizer, prompts)
-    player = player_of(
-        config.environment,
-        environments,
-        tokenizer=tokenizer,
-        scorer=scorer,
-        max_prompt_tokens=config.data.max_prompt_tokens,
-        max_response_tokens=config.rollout.max_response_tokens,
-    )
-    rollouts = Rollouts(engine=engine, rewards=Rewards(), player=player)
-    done: list[Group] = []
+    num_done = 0
 
     async def make_group(prompt: Prompt, **given: Any) -> Group:
+        nonlocal num_done
         group = await rollouts.group(prompt, **given)
-        done.append(group)
+        num_done += 1
         return group
 
-    work = evaluate(
-        prompts.prompts,
-        section=config.eval,
-        make_group=make_group,
-        scorer=scorer,
-        sampling=sampling,
-        seed=config.run.seed,
-        step=0,
-    )
-
     async def show() -> None:
-        completions = (completion for group in done for completion in group.completions)
-        on_progress(len(done), len(prompts.prompts), sum(completion.num_sampled for completion in completions))
+        on_progress(num_done, len(prompts.prompts))
 
     try:
+        player = player_of(
+            config.environment,
+            environments,
+            tokenizer=tokenizer,
+            scorer=scorer,
+            max_prompt_tokens=config.data.max_prompt_tokens,
+            max_response_tokens=config.rollout.max_response_tokens,
+        )
+        rollouts = Rollouts(engine=engine, rewards=Rewards(), player=player)
+        work = evaluate(
+            prompts.prompts,
+            section=config.eval,
+            make_group=make_group,
+            scorer=scorer,
+            sampling=sampling,
+            seed=config.run.seed,
+            step=0,
+        )
         return await together(work, background=[every(0.5, show)])
     finally:
         if environments is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -57,31 +58,34 @@ def build_workers(config: Config, *, is_bare: bool = False) -> Workers:
     learners = [learner] if critic is None else [learner, critic]
     kv_tokens = settle(config, model, learners=learners, samples=True)
     core = build_engine(config.rollout, model, tokenizer, graphs=not is_bare, adapter=adapter, kv_tokens=kv_tokens)
-    say("starting the reward processes")
-    scorer, eval_scorer = build_scorers(
-        config.reward, score=learner.score, models=models, num_workers=1 if is_bare else NUM_REWARD_WORKERS
-    )
     in_parts = adapter is None and any(each.body.in_parts for each in learners)  # an adapter is small, and saved whole
     trained = Trained(tokenizer=tokenizer, stop_token_ids=stops, learner=learner, critic=critic)
 
     def call(processes: Sequence[int], method: str, *args: Any) -> list[Any]:
         return [getattr(trained, method)(*args)]
 
-    return Workers(
-        tokenizer=tokenizer,
-        engine=Ticker(core, max_running=config.rollout.max_running),
-        learner=learner,
-        critic=critic,
-        reference=reference,
-        scorer=scorer,
-        eval_scorer=eval_scorer,
-        environments=build_environments(config.environment, tokenizer, inputs.train, inputs.val),
-        train=inputs.train,
-        val=inputs.val,
-        stop_token_ids=stops,
-        max_positions=core.max_positions,
-        shares_policy=isinstance(core, NativeEngine),
-        saving=saving_of(config, call, processes=[0], in_parts=in_parts),
-        export=trained.export,
-        release=core.close,
-    )
+    with ExitStack() as owned:
+        owned.callback(core.close)
+        say("starting the reward processes")
+        num_workers = 1 if is_bare else NUM_REWARD_WORKERS
+        scorer, eval_scorer = build_scorers(
+            config.reward, score=learner.score, models=models, owned=owned, num_workers=num_workers
+        )
+        return Workers(
+            tokenizer=tokenizer,
+            engine=Ticker(core, max_running=config.rollout.max_running),
+            learner=learner,
+            critic=critic,
+            reference=reference,
+            scorer=scorer,
+            eval_scorer=eval_scorer,
+            environments=build_environments(config.environment, tokenizer, inputs.train, inputs.val),
+            train=inputs.train,
+            val=inputs.val,
+            stop_token_ids=stops,
+            max_positions=core.max_positions,
+            shares_policy=isinstance(core, NativeEngine),
+            saving=saving_of(config, call, processes=[0], in_parts=in_parts),
+            export=trained.export,
+            owned=owned.pop_all(),
+        )

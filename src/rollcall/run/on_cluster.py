@@ -9,7 +9,7 @@ a half-decoded step.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
@@ -70,7 +70,7 @@ class RemoteCritic:
         return self._team.call_role(Role.CRITIC, "update_critic", list(samples))[0]
 
 
-def build_workers_on_cluster(config: Config, *, backend: Backend | None = None) -> Workers:
+def build_workers_on_cluster(config: Config, *, backend: Backend | None) -> Workers:
     """Place the plan's processes and load every role: on ``backend``, else on the cluster that this node belongs to."""
     assert config.cluster is not None
     plan = workable_plan(config, config.cluster)
@@ -97,16 +97,16 @@ def build_workers_on_cluster(config: Config, *, backend: Backend | None = None) 
         node_ranks=None if len(kept) == config.cluster.num_nodes else kept,
         backend=backend,
     )
-    try:
+    with ExitStack() as owned:  # slots must not stay taken
+        owned.enter_context(cluster)
         site = Site(plan=plan, section=section, kept=kept, cluster=cluster)
-        return _fill(config, site, inputs=inputs, in_parts=in_parts, on_ray=on_ray)
-    except BaseException:  # an interrupt too: slots must not stay taken
-        cluster.shutdown()
-        raise
+        return _fill(config, site, inputs=inputs, in_parts=in_parts, on_ray=on_ray, owned=owned)
 
 
-def _fill(config: Config, site: Site, *, inputs: Inputs, in_parts: frozenset[Role], on_ray: bool) -> Workers:
-    """Start the processes, load their roles, and make the controller's handles."""
+def _fill(
+    config: Config, site: Site, *, inputs: Inputs, in_parts: frozenset[Role], on_ray: bool, owned: ExitStack
+) -> Workers:
+    """Start the processes, load their roles, and make the controller's handles, which get what is ``owned``."""
     assert config.cluster is not None
     plan, processes = site.plan, site.plan.all_processes
     team, facts = _start(config, site, inputs=inputs, in_parts=in_parts)
@@ -124,6 +124,9 @@ def _fill(config: Config, site: Site, *, inputs: Inputs, in_parts: frozenset[Rol
         ),
         wait_s=config.trainer.elastic.wait_s if config.trainer.elastic else WAIT_S,
     )
+    learner = RemoteLearner(team, rescores=config.rescores)
+    models = {index: partial(_reward, team, index) for index, one in enumerate(config.reward) if one.type == "model"}
+    scorer, eval_scorer = build_scorers(config.reward, score=learner.score, models=models, owned=owned)
     groups: list[tuple[WorkerGroup, Sequence[PlannedProcess]]] = [(team.group, processes)]
     section, tokenizer, rows = config.environment, inputs.tokenizer, (inputs.train, inputs.val)
     if plan.environments:
@@ -134,19 +137,13 @@ def _fill(config: Config, site: Site, *, inputs: Inputs, in_parts: frozenset[Rol
         spares.append(hosts.spares)
     else:
         environments = build_environments(section, tokenizer, *rows)
-    learner = RemoteLearner(team, rescores=config.rescores)
-    models = {index: partial(_reward, team, index) for index, one in enumerate(config.reward) if one.type == "model"}
-    scorer, eval_scorer = build_scorers(config.reward, score=learner.score, models=models)
     missing_nodes = frozenset(range(config.cluster.num_nodes)) - frozenset(site.kept)
 
     def export(directory: Path) -> None:
         team.call_role(Role.ACTOR, "export", directory.resolve())
 
-    def release() -> None:
-        for each in spares:
-            each.is_closed = True
-        site.cluster.shutdown()
-
+    for each in spares:
+        owned.callback(each.close)
     return Workers(
         tokenizer=tokenizer,
         engine=engines,
@@ -168,7 +165,7 @@ def _fill(config: Config, site: Site, *, inputs: Inputs, in_parts: frozenset[Rol
             in_parts=config.model.lora is None and not in_parts.isdisjoint(TRAINED),
         ),
         export=export,
-        release=release,
+        owned=owned.pop_all(),
         is_remote=True,
         look=partial(look_at, groups, missing_nodes=missing_nodes, on_ray=on_ray),
         admit=engines.admit,

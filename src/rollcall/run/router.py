@@ -101,10 +101,6 @@ class Router:
             self.join(one)
 
     @property
-    def num_unfinished(self) -> int:
-        return len(self._batches)
-
-    @property
     def num_workers(self) -> int:
         """Workers that can get requests."""
         return len(self._seats)

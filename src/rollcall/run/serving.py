@@ -28,9 +28,8 @@ from rollcall.environments.conversation import Conversations
 from rollcall.environments.endpoint import Endpoint, EndpointServer, call_format_of, in_loop
 from rollcall.environments.histories import Histories
 from rollcall.loop.group_maker import sampling_of
-from rollcall.model.files import resolve_model
 from rollcall.nodes.http_door import listen
-from rollcall.run.build import check_engine, load_sampler, set_threads, tokenizer_of
+from rollcall.run.build import load_sampler, open_model
 from rollcall.run.evaluation import GIVEN, ModelPlan, plan_model, sets_model
 
 KEY = "ROLLCALL_SERVE_KEY"
@@ -68,11 +67,7 @@ def serve(plan: ModelPlan, *, host: str, port: int, key: str | None, show: Calla
     """Serve until Ctrl-C. ``show`` gets the address, and the key unless it was given."""
     config = plan.config
     listener = listen(host, port)  # a port that is taken is refused before the model is loaded
-    set_threads(config.trainer.num_threads)
-    check_engine(config.rollout)
-    path = resolve_model(plan.model_path)
-    say(f"loading {plan.model_path} ({plan.origin})")
-    tokenizer = tokenizer_of(config, path)
+    path, tokenizer = open_model(config, plan.model_path, origin=plan.origin)
     sampler = load_sampler(config.model, config.rollout, path, tokenizer, lora=plan.lora)
     with closing(sampler.engine) as engine:
         served = Served(

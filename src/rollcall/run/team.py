@@ -81,11 +81,15 @@ class Spares:
     """Puts new processes into the seats of lost ones, as often as restarts are allowed."""
 
     def __init__(self, group: WorkerGroup, trainer: TrainerSection, *, role: Role) -> None:
-        self.is_closed = False  # the group is about to be shut down
+        self._is_closed = False
         self._group = group
         self._role = role
         self._budget = Budget(most=trainer.max_restarts, window_s=trainer.restart_window_s)
         self._one = threading.Lock()
+
+    def close(self) -> None:
+        """The group is about to be shut down."""
+        self._is_closed = True
 
     def replace(self, rank: int, start: Callable[[], T]) -> T:
         """Wait for the seat's node, then return what ``start`` returns, which gets the new process ready."""
@@ -98,7 +102,7 @@ class Spares:
                 self._group.replace(rank, timeout_s=24 * 3600.0)  # the other processes do the work meanwhile
                 return start()
             except WorkerLostError as error:
-                if self.is_closed:
+                if self._is_closed:
                     raise
                 loss = error
                 warn(f"{where} is lost; the others do its work until it is replaced: {headline(loss)}")

@@ -94,6 +94,18 @@ def train(
             return run.finish(quiet=quiet)
 
 
+@contextmanager
+def _examining() -> Iterator[None]:
+    """Open the debugger, where the user asked for it, at what this process raises; an error of another process has been examined there.
+    An error opens it once, so such blocks may be nested."""
+    try:
+        yield
+    except Exception as error:
+        if loss_of(error) is None and not any(isinstance(one, WorkerError) for one in causes(error)):
+            post_mortem(error)
+        raise
+
+
 @dataclass(frozen=True, slots=True)
 class _Run:
     """A run whose directory this process holds."""
@@ -149,10 +161,10 @@ class _Run:
                 opened.enter_context(serving_page(run_dir, tell=say))
             with _marking_failure(run_dir):
                 controller, number = run_attempts(
-                    lambda number: (self._examined(store, console, number=number), number),
+                    lambda number: (self._attempt(store, console, number=number), number),
                     budget=Budget(most=trainer.max_restarts, window_s=trainer.restart_window_s),
                     reached=lambda: max((path.name for path in store.dir.glob("step-*")), default=""),
-                    note=partial(_mark_end, run_dir),
+                    note=self._note_end,
                 )
             summary = build_summary(
                 MetricsTable(run_dir),
@@ -191,16 +203,18 @@ class _Run:
 
         return build_workers_on_cluster(config, backend=self.backend)
 
-    def _examined(self, store: CheckpointStore, console: Console, *, number: int) -> Controller:
-        with _examining():
-            try:
-                return self._attempt(store, console, number=number)
-            except Exception as error:
-                for one in causes(error):
-                    if isinstance(one, BatchTooLargeError):
-                        self.smaller[one.section] = one.tokens
-                raise
+    def _note_end(self, reason: Exception) -> None:
+        """Note why another attempt follows: in the events, and for the sizes that it takes."""
+        run_dir = self.config.run.dir
+        if isinstance(reason, Regrow):
+            _mark(run_dir, "node back", MarkKind.RECOVERY, reason=reason)
+        elif run_dir.is_dir():
+            _mark(run_dir, ATTEMPT_LOST, MarkKind.FAULT, reason=reason)
+        for one in causes(reason):
+            if isinstance(one, BatchTooLargeError):
+                self.smaller[one.section] = one.tokens
 
+    @_examining()
     def _attempt(self, store: CheckpointStore, console: Console, *, number: int) -> Controller:
         """Build the workers and train to the end, from the newest checkpoint and the journal."""
         heeded().check()
@@ -270,29 +284,9 @@ class _Run:
         return controller
 
 
-@contextmanager
-def _examining() -> Iterator[None]:
-    """Open the debugger, where the user asked for it, at what this process raises; an error of another process has been examined there.
-    An error opens it once, so such blocks may be nested."""
-    try:
-        yield
-    except Exception as error:
-        if loss_of(error) is None and not any(isinstance(one, WorkerError) for one in causes(error)):
-            post_mortem(error)
-        raise
-
-
 def _has_slots(config: Config) -> bool:
     """Whether the run has more slots than this process."""
     return config.cluster is not None and config.cluster.num_slots > 1
-
-
-def _mark_end(run_dir: Path, reason: Exception) -> None:
-    """Note in the events why another attempt follows."""
-    if isinstance(reason, Regrow):
-        _mark(run_dir, "node back", MarkKind.RECOVERY, reason=reason)
-    elif run_dir.is_dir():
-        _mark(run_dir, ATTEMPT_LOST, MarkKind.FAULT, reason=reason)
 
 
 @contextmanager
@@ -335,7 +329,7 @@ def _drive(controller: Controller, *, grace_s: float) -> None:
             raise KeyboardInterrupt from error
         if stop.asked is None:
             if loss_of(error) is None:  # then a checkpoint that is being written has nothing to do with it
-                with _saying_why("the checkpoint that was being written is lost"):
+                with _saying_why("the checkpoint that was being written is lost", known=error):
                     controller.record.saves.settle()
             raise
         # The other processes were told to stop too, and are gone.
@@ -346,12 +340,13 @@ def _drive(controller: Controller, *, grace_s: float) -> None:
 
 
 @contextmanager
-def _saying_why(what: str) -> Iterator[None]:
-    """If the block raises, only say so: another error, or the end of the run, is on its way to the user."""
+def _saying_why(what: str, *, known: Exception | None = None) -> Iterator[None]:
+    """If the block raises, only say so: another error (``known``), or the end of the run, is on its way to the user."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - whatever it is, there is no time for a second attempt
-        say(f"{what}: {headline(error)}")
+        if error is not known:
+            say(f"{what}: {headline(error)}")
 
 
 def _claim(config: Config, run_dir: Path, *, continued: bool) -> None:
@@ -364,7 +359,7 @@ def _claim(config: Config, run_dir: Path, *, continued: bool) -> None:
     if continued:
         persist(write, path=run_dir / RUN_FILE, what="the run file")
     else:
-        with refusing(run_dir, folder=run_dir, refuse=ConfigError):
+        with refusing(run_dir, folder=run_dir):
             write()
 
 
@@ -381,7 +376,7 @@ def _check_lengths(config: Config, workers: Workers) -> None:
     for prompts in filter(None, (workers.train, workers.val)):
         longest = max((len(prompt.token_ids) for prompt in prompts.prompts), default=0)
         wanted = longest + answer
-        makes = f"{prompts.source} has a prompt of {longest} tokens{prompts.with_template}; with rollout.max_response_tokens={answer} that makes {wanted}"
+        makes = f"{prompts.source} has a prompt of {longest} tokens; with rollout.max_response_tokens={answer} that makes {wanted}"
         if wanted > positions:
             raise ConfigError(
                 f"{makes} positions, and the model has {positions}: lower rollout.max_response_tokens, or "

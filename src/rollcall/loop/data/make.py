@@ -5,7 +5,6 @@ Each maker is deterministic in its seed and keeps train and test disjoint.
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import random
 import re
@@ -62,9 +61,7 @@ def make_task(task: str, *, num: int | None, seed: int, source: Path | None) -> 
         return _make_arithmetic(num=num, seed=seed)
     if task in _HUB:
         return _make_from_files(task, source=source, num=num, seed=seed)
-    near = difflib.get_close_matches(task, TASKS, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(TASKS)}"
-    raise MakeError(f"{task!r} is not a task; {hint}")
+    raise MakeError(f"{task!r} is not a task; there are {', '.join(TASKS)}")
 
 
 def write_parquet(rows: Iterable[RowDict], path: Path) -> int:
@@ -250,9 +247,7 @@ def _reasoning_gym_dataset(task: str, *, num_rows: int, seed: int) -> Any:
     except ModuleNotFoundError:
         raise MakeError("reasoning-gym is not installed; pip install reasoning-gym") from None
     if task not in DATASETS:
-        near = difflib.get_close_matches(task, DATASETS, n=3)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(sorted(DATASETS))}"
-        raise MakeError(f"reasoning-gym has no task {task!r}; {hint}")
+        raise MakeError(f"reasoning-gym has no task {task!r}; there are {', '.join(sorted(DATASETS))}")
     try:
         return gym.create_dataset(task, size=num_rows, seed=seed)
     except Exception as error:  # noqa: BLE001 - each task checks its own settings in its own way

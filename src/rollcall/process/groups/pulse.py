@@ -15,6 +15,7 @@ import math
 import mmap
 import os
 import struct
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,7 +24,6 @@ from typing import Any, BinaryIO, NamedTuple
 
 import psutil
 
-from rollcall.base.limits import device_bytes
 from rollcall.base.process_table import DEAD
 from rollcall.base.redact import redact
 from rollcall.process.pause import running_s
@@ -45,6 +45,15 @@ DEVICE_EVERY_S = 1.0  # between two looks at the memory of accelerators
 WORTH_S = 0.5  # a call is noted if it is this much longer than the longest before it
 LOG_BYTES = 16 << 10  # of one look at a log
 OF_RAY = (b":job_id:", b":actor_name:", b":task_name:")  # lines of a log that Ray writes for itself
+
+
+def device_bytes() -> int:
+    """Bytes of accelerator memory that torch has reserved in this process. Neither imports torch nor starts CUDA."""
+    torch: Any = sys.modules.get("torch")
+    cuda = getattr(torch, "cuda", None)
+    if cuda is None or not cuda.is_initialized():
+        return 0
+    return sum(cuda.memory_reserved(device) for device in range(cuda.device_count()))
 
 
 class DoneCall(NamedTuple):

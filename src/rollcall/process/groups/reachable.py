@@ -35,9 +35,8 @@ from typing import Any
 
 import psutil
 
-from rollcall.base.limits import is_own_users
 from rollcall.base.process_table import Process, command_of, descendants, status_of
-from rollcall.nodes.framing import frame, json_frame, read_exactly, read_frame, read_json_frame
+from rollcall.nodes.framing import frame, is_own_users, json_frame, read_exactly, read_frame, read_json_frame
 from rollcall.process.groups.pulse import look, memory_file
 
 ABOUT = "rollcall-about"

@@ -30,8 +30,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from rollcall.base.importing import uncollected
-from rollcall.base.limits import is_own_users
-from rollcall.nodes.framing import json_frame, read_exactly, read_json_frame
+from rollcall.nodes.framing import is_own_users, json_frame, read_exactly, read_json_frame
 
 MODULES = "ROLLCALL_ZYGOTE_MODULES"  # the modules that the zygote imports
 GROUP = "ROLLCALL_ZYGOTE_GROUP"  # one zygote for each, on each node

@@ -27,7 +27,6 @@ from typing import Any
 import psutil
 
 from rollcall.base.errors import ClusterError
-from rollcall.base.limits import device_bytes
 from rollcall.base.stop import heeded_signals
 from rollcall.base.wait import Wait, say
 from rollcall.process.groups.folder.messages import (
@@ -51,6 +50,7 @@ from rollcall.process.groups.folder.messages import (
     sweep,
 )
 from rollcall.process.groups.host import GROUP_MARK, Host, RemoteFailureError, end_group
+from rollcall.process.groups.pulse import device_bytes
 
 MASTER_WAIT_S = 1800.0  # for a master that has not started yet, or is lost
 END_S = 10.0  # for killed processes to be gone
