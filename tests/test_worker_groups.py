@@ -326,6 +326,23 @@ def test_uneven_nodes_and_empty_ones_keep_their_ranks():
     assert [worker["bundle_indices"] for worker in group.worker_metadata] == [(0,), (0,)]
 
 
+def test_a_group_that_cannot_be_ended_does_not_keep_the_others(monkeypatch):
+    def fail(**_):
+        raise ClusterError("the processes of stuck cannot be ended")
+
+    init_ray(backend="local")
+    cluster = VirtualCluster([3])
+    names = ["first", "stuck", "last"]
+    groups = [
+        make_group(cluster, seats=[Seat(node_rank=0, slots=(slot,))], name_prefix=name) for slot, name in enumerate(names)
+    ]
+    workers = [group.workers[0] for group in groups]
+    monkeypatch.setattr(groups[1]._gang, "stop", fail)
+    with pytest.raises(ClusterError, match="the processes of stuck cannot be ended"):
+        cluster.shutdown()
+    assert [worker.is_alive() for worker in workers] == [False, True, False]
+
+
 def test_the_local_backend_can_be_chosen_from_outside():
     script = (
         "from rollcall.cluster import *\ninit_ray()\n"

@@ -38,12 +38,12 @@ def spawn(
     target: str,
     *,
     name: str,
+    answers: Mapping[str, Reader],
     env: Mapping[str, str] | None = None,
     cwd: str | None = None,
     fds: Sequence[int] = (),
     output: int | None = None,
     line: DebugLine | None = None,
-    answers: Mapping[str, Reader] | None = None,
     longest: int = LONGEST,
 ) -> Worker:
     """Start a process that makes ``module:Class`` with ``fds``. The first call waits until it is up."""

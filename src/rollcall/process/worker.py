@@ -18,8 +18,6 @@ How a process is reached is its Link's affair: a child of this process (here.py)
 from __future__ import annotations
 
 import asyncio
-import json
-import pickle
 import select
 import threading
 from collections.abc import Callable, Mapping
@@ -45,7 +43,7 @@ _LONGEST_LOOK_S, _HELD_LOOK_S = 60.0, 1.0
 
 
 class Raised(RuntimeError):  # noqa: N818 - an outcome
-    """A call raised in the process; ``__cause__`` is the error itself, where both sides trust each other."""
+    """A call raised in the process."""
 
     def __init__(self, who: str, kind: str, message: str, trace: str) -> None:
         super().__init__(f"{who} raised {kind}: {message}\n{trace}")
@@ -138,16 +136,15 @@ class Call:
 
 
 class Worker:
-    """``answers``: how the answer of each method, and each part of it, is read from a process that may lie: then nothing that it says is
-    unpickled. Without them both sides trust each other."""
+    """``answers``: how the answer of each method, and each part of it, is read. A process may lie, so nothing that it says is unpickled."""
 
     def __init__(
         self,
         link: Link,
         *,
         name: str,
+        answers: Mapping[str, Reader],
         hears: Body = PICKLE,
-        answers: Mapping[str, Reader] | None = None,
         longest: int = LONGEST,
         line: DebugLine | None = None,
     ) -> None:
@@ -348,32 +345,13 @@ class Worker:
         body = message[HEAD.size :]
         match kind:
             case _ if kind == PART:
-                call.take_part(self._read(call.method, body))
+                call.take_part(self._answers[call.method](body))
             case _ if kind == DONE:
-                try:
-                    call.finish(self._read(call.method, body))
-                except Exception as error:  # noqa: BLE001 - a class that is not known here, for one
-                    if self._answers is not None:
-                        raise
-                    call.finish(error=error)
+                call.finish(self._answers[call.method](body))
             case _ if kind == RAISED:
-                call.finish(error=self._raised(body))
+                call.finish(error=Raised(self.name, *map(visible, _texts(body))))
             case _:
                 raise ValueError("no such kind of message")
-
-    def _read(self, method: str, body: bytes) -> Any:
-        return pickle.loads(body) if self._answers is None else self._answers[method](body)
-
-    def _raised(self, body: bytes) -> Raised:
-        if self._answers is None:
-            *texts, cause = pickle.loads(body)
-        else:
-            texts, cause = json.loads(body), None
-            if not (isinstance(texts, list) and len(texts) == 3 and all(isinstance(text, str) for text in texts)):
-                raise ValueError("not an error")
-        error = Raised(self.name, *map(visible, texts))
-        error.__cause__ = cause
-        return error
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
         """Have the loop wake the calls when the process can be written to or read from."""
@@ -438,3 +416,6 @@ def reader(kind: Any) -> Reader:
     """Reads JSON as this union of types; ValueError if it is something else."""
     adapter: TypeAdapter[Any] = TypeAdapter(kind, config=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
     return adapter.validate_json
+
+
+_texts = reader(tuple[str, str, str])  # an error's class, message and traceback

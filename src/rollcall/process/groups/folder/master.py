@@ -1,13 +1,13 @@
 """Slots and workers on nodes that share a folder and nothing else, the master's side: which workers are there, calls out, answers in.
-The workers' side is ``worker``; ``mailbox`` says which file is where.
+The workers' side is ``worker``; ``messages`` says which file is where.
 
 A call is a file in its worker's inbox, its answer a file in ``answers``. The label of both is master, worker and epoch: a
 worker answers what is meant for it, by this master, for its current group. Node 0 runs its worker in a child process of
 the master, which is reached the same way.
 
 One thread, the postman, takes answers and watches the workers. A worker is dead when its counter no longer changes, when it has
-said goodbye, or when another process has taken its place; the calls that it had then fail. Who waits for whom: ``reserve`` for a
-worker on every node, ``settle`` for answers.
+said goodbye, when another process has taken its place, or when a call takes longer than ``CALL_S``; the calls that it had then fail. Who
+waits for whom: ``reserve`` for a worker on every node, ``settle`` and ``answered`` for answers.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ from rollcall.process.groups.host import GROUP_MARK, RemoteFailureError, end_gro
 from rollcall.process.groups.pulse import DoneCall, Seen
 
 APPEAR_S = 600.0  # until every worker is there; a person starts them
+CALL_S = 3600.0  # the deadline of a call
 
 
 class NodeWorker:
@@ -65,6 +66,7 @@ class NodeWorker:
         self.on_death: Callable[[str], None] = lambda why: None
         self.number = 0  # of its last call in this epoch
         self.calls: dict[int, Call] = {}  # under way, by number
+        self.since_s = 0.0  # when it began with the first of them; by the monotonic clock
 
 
 class FolderBackend:
@@ -195,6 +197,8 @@ class FolderBackend:
                 call.finish(error=ClusterError(worker.death))
                 return
             worker.number += 1
+            if not worker.calls:
+                worker.since_s = time.monotonic()
             worker.calls[worker.number] = call
             put(self._messages.inbox(worker.rank) / message_name(self._label(worker), worker.number), data)
             self._rhythm.note(happened=True)
@@ -242,7 +246,7 @@ class FolderBackend:
                         answered.finish(error=outcome)
                     else:
                         answered.finish(outcome[0])
-                    found = True
+                    found, asked[0].since_s = True, time.monotonic()
                     self.changed.notify_all()
             remove(answers / name)  # one of an earlier conversation too
         return found
@@ -258,6 +262,8 @@ class FolderBackend:
             return f"it said goodbye ({peer.facts.get('why')})"
         if peer.silent_s > SILENT_S:
             return f"its counter in {self._messages.node(rank)} has not moved for {peer.silent_s:.0f} s"
+        if worker.calls and (busy_s := time.monotonic() - worker.since_s) > CALL_S:
+            return f"it has not answered a call for {busy_s:.0f} s"
         return ""
 
     def _bury(self, rank: int, why: str) -> None:
@@ -265,6 +271,8 @@ class FolderBackend:
         if worker is None or worker.death:
             return
         worker.death = why
+        if rank == 0 and self._child is not None:
+            self._child.kill()  # one that hangs would be in the way of the next
         worker.on_death(why)
         self._fail_calls(worker, why)
         # If it lives after all, because it was only stopped for a while, it must come back as a new worker.
@@ -324,6 +332,10 @@ class Mail(Carrier):
     def settle(self, calls: Sequence[Call], *, timeout_s: float, through_failures: bool = False) -> None:
         self._post.check()
         super().settle(calls, timeout_s=timeout_s, through_failures=through_failures)
+
+    def answered(self, calls: Sequence[Call], *, timeout_s: float) -> Collection[Call]:
+        self._post.check()
+        return super().answered(calls, timeout_s=timeout_s)
 
     def is_alive(self, member: Member) -> bool:
         return not member.link.death
