@@ -24,7 +24,7 @@ from process_targets import Own
 import rollcall
 from rollcall.nodes.framing import DONE, HEAD, JSON, PART, PICKLE, Frames, frame
 from rollcall.process.child import serve
-from rollcall.process.here import SocketLink, spawn
+from rollcall.process.here import LinkHere, SocketLink, spawn
 from rollcall.process.worker import Ending, Lost, Raised, Worker
 
 WAIT_S = 600.0
@@ -114,7 +114,8 @@ def test_a_process_that_cannot_be_made_is_lost_with_its_log(start: Call, way: st
     worker = start("NotMade")
     with pytest.raises(Lost, match="exit status 1"):
         call(way, worker, "add", 1, 2)
-    assert "cannot be made" in worker.log_tail(20) and "RuntimeError: no such device" in worker.log_tail(1)
+    assert isinstance(worker.link, LinkHere)
+    assert "cannot be made" in worker.link.log_tail(20) and "no such device" in worker.link.log_tail(1)
 
 
 def test_a_call_that_hangs_past_its_deadline_is_lost_with_its_stack_and_killed(start: Call, way: str) -> None:
@@ -145,7 +146,8 @@ def test_a_stopped_process_is_late_also_in_the_middle_of_a_large_call(start: Cal
 def test_a_log_that_is_flooded_holds_nothing_up_and_shows_its_end(start: Call, way: str) -> None:
     worker = start()
     assert call(way, worker, "floods", 20_000) == "done"
-    assert [line.split()[1] for line in worker.log_tail(3).splitlines()] == ["19997", "19998", "19999"]
+    assert isinstance(worker.link, LinkHere)
+    assert [line.split()[1] for line in worker.link.log_tail(3).splitlines()] == ["19997", "19998", "19999"]
 
 
 def test_calls_at_once_are_all_answered_and_all_told_of_the_end(start: Call) -> None:
@@ -174,7 +176,7 @@ def test_a_call_that_has_begun_runs_while_this_thread_does_something_else(start:
     worker = start()
     waited: list[float] = []
     begun = worker.begin("hangs", 0.5, deadline_s=WAIT_S)
-    assert begun.wait(meanwhile=waited.append, every_s=0.05) == "awake"
+    assert worker.wait(begun, meanwhile=waited.append, every_s=0.05) == "awake"
     assert waited == sorted(waited) and len(waited) >= 2
 
 
@@ -263,9 +265,6 @@ class Forked(SocketLink):
                 os._exit(0)
         theirs.close()
         super().__init__(ours)
-
-    def log_tail(self, lines: int) -> str:
-        return ""
 
     def end(self, *, grace_s: float, ask_stack: bool = False) -> Ending:
         os.kill(self.pid, signal.SIGKILL)

@@ -67,10 +67,12 @@ def _download(name: str, *, key: str) -> Path:
             )
 
     answers = {"fetch": json.loads}
-    worker = spawn("rollcall.model.fetch:Downloader", name=f"the download of {name}", answers=answers, output=2)  # its bars too
+    worker = spawn(
+        "rollcall.model.fetch:Downloader", name=f"the download of {name}", answers=answers, output=2
+    )  # its bars too
     try:
         call = worker.begin("fetch", name, deadline_s=math.inf)
-        answer: dict[str, str] = call.wait(meanwhile=look, every_s=LOOK_EVERY_S)
+        answer: dict[str, str] = worker.wait(call, meanwhile=look, every_s=LOOK_EVERY_S)
     except Lost as lost:
         answer = {"error": lost.why}
     finally:

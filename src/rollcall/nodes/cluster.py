@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import os
 import platform
-import time
 from dataclasses import dataclass, replace
 
 from rollcall.base.errors import ClusterError
@@ -42,7 +41,6 @@ from rollcall.nodes.state import (
     DEFAULT_CLUSTER,
     NodeRecord,
     auth_env,
-    is_coming_up,
     note_driver,
     read_record,
     read_token,
@@ -53,7 +51,6 @@ from rollcall.nodes.state import (
 RAY_ADDRESS = "RAY_ADDRESS"
 IN_A_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray sets it for the drivers of submitted jobs, together with RAY_ADDRESS
 MODE = "RAY_AUTH_MODE"
-APPEAR_S = 5.0  # for a `rollcall node` that was started just before
 _said: set[str] = set()
 
 
@@ -108,13 +105,9 @@ class OurCluster:
         return answer
 
     def wait_until_known(self, wait: Wait) -> None:
-        """Wait for this node's record while a `rollcall node` that is about to write it runs."""
-        seen = time.monotonic()
+        """Wait for this node's record: a `rollcall node` in the background writes it."""
         while read_record(self.name) is None:
-            now = time.monotonic()
-            seen = now if is_coming_up(self.name) else seen
-            what = f"waiting for `rollcall node` to make this node part of {self.title}"
-            if now - seen >= APPEAR_S or not wait.again(what, after_s=0.2):
+            if not wait.again(f"waiting for `rollcall node` to make this node part of {self.title}", after_s=0.2):
                 require_record(self.name)  # refuses, unless it has come just now
                 return
 

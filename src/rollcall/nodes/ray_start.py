@@ -291,9 +291,7 @@ def _logs(record: NodeRecord, log: Path) -> str:
         with suppress(FileNotFoundError):
             errors += [line for line in _lines(file) if ERROR.search(line)][-3:]
     shown = "\n".join(f"  {line}" for line in dict.fromkeys([*errors, *_lines(log)[-12:]]))
-    return (
-        f"its output is in {log}, its logs are in {folder}. On a busy machine the same command may work the second time:\n{shown}"
-    )
+    return f"its output is in {log}, its logs are in {folder}. On a busy machine the same command may work the second time:\n{shown}"
 
 
 def _lines(file: Path) -> list[str]:

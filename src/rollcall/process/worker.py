@@ -5,7 +5,7 @@
        +---- parts, answers, errors --------+
 
 A worker has no thread and belongs to no event loop. Calls wait where they are made: ``call`` in the event loop that runs, ``ask`` and
-``Call.wait`` in a thread. Any number of calls may be under way; whether they are answered out of order is the child's affair. Those
+``wait`` in a thread. Any number of calls may be under way; whether they are answered out of order is the child's affair. Those
 under way at the same time share one event loop.
 
 The deadline of a call is the longest silence: a part of its answer, and a byte of the call that the process takes, begin it again. Time
@@ -90,14 +90,12 @@ class Link(Protocol):
         """Hang up, wait ``grace_s`` for it to end, and kill it with all it started. ``ask_stack``: first have it say where it is."""
         ...
 
-    def log_tail(self, lines: int) -> str: ...
-
 
 class Call:
     """A call that is under way."""
 
-    def __init__(self, worker: Worker, number: int, method: str, deadline_s: float, each: Callable[[Any], None] | None):
-        self._worker, self.number, self.method = worker, number, method
+    def __init__(self, number: int, method: str, deadline_s: float, each: Callable[[Any], None] | None) -> None:
+        self.number, self.method = number, method
         self._deadline_s, self._each = deadline_s, each
         self.waiter: asyncio.Future[None] | None = None
         self.is_done = False
@@ -129,10 +127,6 @@ class Call:
         if self._error is not None:
             raise self._error
         return self._returned
-
-    def wait(self, *, meanwhile: Callable[[float], None] | None = None, every_s: float = 10.0) -> Any:
-        """Wait in this thread for the result. ``meanwhile`` is called from time to time with the seconds waited."""
-        return self._worker.wait(self, meanwhile=meanwhile, every_s=every_s)
 
 
 class Worker:
@@ -173,9 +167,6 @@ class Worker:
     def is_lost(self) -> bool:
         return bool(self._gone)
 
-    def log_tail(self, lines: int) -> str:
-        return self.link.log_tail(lines)
-
     async def call(self, method: str, *args: Any, deadline_s: float, each: Callable[[Any], None] | None = None) -> Any:
         """Call a method and await its result. ``each`` gets every part of the answer, and raises ValueError if it cannot be one. The
         process keeps working on a call that is cancelled."""
@@ -214,15 +205,16 @@ class Worker:
 
     def ask(self, method: str, *args: Any, deadline_s: float, each: Callable[[Any], None] | None = None) -> Any:
         """Like ``call``, for a thread that has nothing else to do."""
-        return self.begin(method, *args, deadline_s=deadline_s, each=each).wait()
+        return self.wait(self.begin(method, *args, deadline_s=deadline_s, each=each))
 
     def begin(self, method: str, *args: Any, deadline_s: float, each: Callable[[Any], None] | None = None) -> Call:
-        """Begins a call, which the process has taken when this returns, or never will; ``Call.wait`` returns its result."""
+        """Begins a call, which the process has taken when this returns, or never will; ``wait`` returns its result."""
         call = self._begin(method, args, deadline_s, each)
         self._block(call, lambda: not self._outbox, None, deadline_s)
         return call
 
     def wait(self, call: Call, *, meanwhile: Callable[[float], None] | None = None, every_s: float = 10.0) -> Any:
+        """Wait in this thread for the result. ``meanwhile`` is called from time to time with the seconds waited."""
         try:
             self._block(call, lambda: False, meanwhile, every_s)
             if not call.is_done:
@@ -243,7 +235,7 @@ class Worker:
 
     def _begin(self, method: str, args: tuple[Any, ...], deadline_s: float, each: Callable[[Any], None] | None) -> Call:
         self._num_calls += 1
-        call = Call(self, self._num_calls & 0xFFFFFFFF, method, deadline_s, each)
+        call = Call(self._num_calls & 0xFFFFFFFF, method, deadline_s, each)
         self._outbox += frame(HEAD.pack(call.number, CALL) + self._hears.dumps((method, args)))
         self._calls[call.number] = call
         return call

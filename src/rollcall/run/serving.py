@@ -29,7 +29,7 @@ from rollcall.environments.endpoint import Endpoint, EndpointServer, call_format
 from rollcall.environments.histories import Histories
 from rollcall.loop.group_maker import sampling_of
 from rollcall.model.files import resolve_model
-from rollcall.nodes.http_door import listen
+from rollcall.nodes.http_server import listen
 from rollcall.run.build import check_engine, load_sampler, set_threads, tokenizer_of
 from rollcall.run.evaluation import GIVEN, ModelPlan, plan_model, sets_model
 

@@ -61,15 +61,10 @@ class Eyes:
         self._asked_s = time.monotonic()
         for pid in set(pids.values()) - self._readers.keys():
             self._readers[pid], self._tails[pid] = Reader(pid), LogTail(pid)
-        return self.look_again(pids)
-
-    def look_again(self, pids: Mapping[int, int]) -> NodeLook:
-        """Looks once more at workers that may be lost."""
-        known = {rank: pid for rank, pid in pids.items() if pid in self._readers}
         return NodeLook(
             now_s=time.monotonic(),
-            workers={rank: self._readers[pid].look() for rank, pid in known.items()},
-            logs={rank: (self._tails[pid].path, self._tails[pid].read()) for rank, pid in known.items()},
+            workers={rank: self._readers[pid].look() for rank, pid in pids.items()},
+            logs={rank: (self._tails[pid].path, self._tails[pid].read()) for rank, pid in pids.items()},
         )
 
     def _end_when_alone(self) -> None:
@@ -149,7 +144,7 @@ class Supervisor:
         with self._lock:
             by_node = _pids_by_node(one for one in members if one.spec.node.node_id not in self._silent_nodes)
         asked_s = time.time()
-        calls = {node_id: self._eyes[node_id].look_again.remote(pids) for node_id, pids in by_node.items()}
+        calls = {node_id: self._eyes[node_id].look.remote(pids) for node_id, pids in by_node.items()}
         ready = ray.wait(list(calls.values()), num_returns=len(calls), timeout=ANSWER_S)[0] if calls else []
         for node_id, call in calls.items():
             if call in ready:
