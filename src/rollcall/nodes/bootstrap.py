@@ -188,17 +188,15 @@ def _running(request: NodeRequest) -> NodeRecord | None:
         )
     try:
         answer = ask_own_head(request.cluster, head_address=record.head_address)
-    except (HeadUnreachable, HeadRefuses) as error:
-        say(f"this node runs Ray, but {error}; it will be started again")
-        return None
-    if answer.cluster_id != record.cluster_id:
-        say(f"this node runs Ray, but another cluster answers at {record.head_address} now; it will be started again")
-        return None
-    if not any((node.rank, node.address) == (record.rank, record.node_ip) for node in answer.alive):
+        if any((node.rank, node.address) == (record.rank, record.node_ip) for node in answer.alive):
+            if answer.cluster_id == record.cluster_id:
+                return record
         # For example after a network cut: Ray here ends as soon as it learns of it.
-        say(f"this node runs Ray, but the head at {record.head_address} takes it for dead; it will be started again")
-        return None
-    return record
+        why = f"the head at {record.head_address} takes it for dead, or is another one now"
+    except (HeadUnreachable, HeadRefuses) as error:
+        why = str(error)
+    say(f"this node runs Ray, but {why}; it will be started again")
+    return None
 
 
 def _launch(request: NodeRequest, start: Start) -> NodeRecord:

@@ -102,12 +102,11 @@ def worker_env(section: ClusterSection | None, *, submitted: Mapping[str, str], 
     return {name: variable.value for name, variable in variables.items()}
 
 
-def submitted_env(section: ClusterSection | None, *, environ: Mapping[str, str] | None = None) -> dict[str, str]:
+def submitted_env(section: ClusterSection | None) -> dict[str, str]:
     """The variables that the submitter gives. In a job they came with it; otherwise this process is the submitter."""
-    environ = os.environ if environ is None else environ
-    if SUBMITTED in environ:
-        return {name: environ[name] for name in environ[SUBMITTED].split(",") if name in environ}
-    return passed(section, environ=environ)
+    if SUBMITTED in os.environ:
+        return {name: os.environ[name] for name in os.environ[SUBMITTED].split(",") if name in os.environ}
+    return passed(section, environ=os.environ)
 
 
 def passed(section: ClusterSection | None, *, environ: Mapping[str, str]) -> dict[str, str]:

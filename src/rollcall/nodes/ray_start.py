@@ -36,7 +36,6 @@ from rollcall.nodes.address import (
 from rollcall.nodes.head import LABEL
 from rollcall.nodes.node_shell import TOKEN, hint, missed, nodes_own
 from rollcall.nodes.processes import MARK, RAYLET, command_names, find_processes
-from rollcall.nodes.rank import RANK_RESOURCE
 from rollcall.nodes.rendezvous import Found
 from rollcall.nodes.state import Accelerator, NodeRecord, auth_env, state_dir, tls_env
 
@@ -213,7 +212,8 @@ def ray_start(request: NodeRequest, start: Start, *, log: Path, deadline: float)
         f"--num-cpus={max(cores, record.slots) if record.accelerator == 'cpu' else cores}",
         f"--temp-dir={record.temp_dir}",
         "--labels=" + ",".join(f"{LABEL}{name}={value}" for name, value in labels.items()),
-        f"--resources={json.dumps({f'{RANK_RESOURCE}{record.rank}': 1000})}",
+        # A resource to which a process of the user's can be pinned.
+        f"--resources={json.dumps({f'rollcall_node_{record.rank}': 1000})}",
         # 0: the kernel chooses when the port is bound, so nobody else can take it first; _joined() reads what it chose.
         *(f"--{name}-port=0" for name in CHOSEN_PORTS),
     ]

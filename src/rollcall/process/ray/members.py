@@ -12,7 +12,7 @@ from typing import Any
 
 from rollcall.base.errors import ClusterError
 from rollcall.nodes.head import NodeInfo
-from rollcall.nodes.rank import rank_by_address, rank_offered
+from rollcall.nodes.rank import rank_by_address
 from rollcall.process.ray.each_node import pinned
 from rollcall.process.ray.gcs import node_rows
 
@@ -155,7 +155,7 @@ def _this_ray() -> str:
 
 def _own_rank(node: dict[str, Any]) -> int | None:
     label = node["Labels"].get(RANK_LABEL)
-    return int(label) if label is not None else rank_offered(node["Resources"])
+    return None if label is None else int(label)
 
 
 def _refuse_twins(alive: Sequence[dict[str, Any]]) -> None:
