@@ -212,7 +212,7 @@ class PlainRay:
         """Refuse in one line what Ray would refuse in many."""
         mine = {"Ray": installed("ray"), "Python": platform.python_version()}
         for what, theirs in answer.versions.items():
-            is_same = theirs == mine[what] if what == "Ray" else for_ray(theirs) == for_ray(mine[what])
+            is_same = theirs == mine[what] if what == "Ray" else compared(theirs) == compared(mine[what])
             if not is_same:
                 raise ClusterError(
                     f"{self.title} runs {what} {theirs}, and this is {what} {mine[what]}: Ray joins only processes of the same "
@@ -245,7 +245,7 @@ class PlainRay:
 Cluster = OurCluster | PlainRay
 
 
-def for_ray(version: str) -> str:
+def compared(version: str) -> str:
     """The part of a Python version that Ray compares, which the user may shorten."""
     level = os.environ.get("RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL")
     return ".".join(version.split(".")[: 2 if level == "minor" else 3])

@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from rollcall.process.debug.here import DebugLine
 
 KILL_S = 10.0  # a process that is stuck in the kernel (a dead network disk) ends when the kernel lets go
-_LOOK_S = 0.005
-_STACK_S = 0.5
-_MAX_STACK_BYTES = 4000
 _LOG_BYTES = 1 << 16
 
 
@@ -124,7 +121,7 @@ class LinkHere(SocketLink):
             self.connection.shutdown(socket.SHUT_RDWR)
         until_s = time.monotonic() + grace_s
         while Process.of(self.pid) is not None and time.monotonic() < until_s:
-            time.sleep(_LOOK_S)
+            time.sleep(0.005)
         # Its status has not been taken, so its number and its group's are still its own; and a status does not change.
         with suppress(ProcessLookupError, PermissionError):  # macOS says so of a group whose only member has died
             os.killpg(self.pid, signal.SIGKILL)
@@ -135,7 +132,7 @@ class LinkHere(SocketLink):
             how = how_it_ended(status)
         except subprocess.TimeoutExpired:
             status, how = None, f"it is still there {KILL_S:g} s after SIGKILL"
-        stack = os.pread(self._crash.fileno(), _MAX_STACK_BYTES, 0).decode(errors="replace")
+        stack = os.pread(self._crash.fileno(), 4000, 0).decode(errors="replace")
         self._close()
         return Ending(how=how, status=status, stack=plain_stack(stack))
 
@@ -143,7 +140,7 @@ class LinkHere(SocketLink):
         """Makes it dump its stack, which works inside C code too."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, STACK_SIGNAL)
-        until_s, size = time.monotonic() + _STACK_S, 0
+        until_s, size = time.monotonic() + 0.5, 0
         while time.monotonic() < until_s:
             time.sleep(0.01)
             before, size = size, os.fstat(self._crash.fileno()).st_size

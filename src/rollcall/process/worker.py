@@ -37,7 +37,6 @@ Reader = Callable[[bytes], Any]
 """Reads a value that a process sent; raises ValueError if it should not have sent it."""
 _DIED = "died"
 EXIT_S = 1.0  # from the end of its connection to its own end
-_READ_BYTES = 1 << 18
 _MOST_READS = 64  # at once: a process that writes without end must not keep this one here
 _LONGEST_LOOK_S, _HELD_LOOK_S = 60.0, 1.0
 
@@ -298,7 +297,7 @@ class Worker:
             self._restart_all()
         try:
             for _ in range(_MOST_READS):
-                data = self.link.receive(_READ_BYTES)
+                data = self.link.receive(1 << 18)
                 if not data:
                     self._is_gone(_DIED)
                     break

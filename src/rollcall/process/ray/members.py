@@ -18,9 +18,6 @@ from rollcall.process.ray.gcs import node_rows
 
 RANK_LABEL = "rollcall.rank"  # from `rollcall node`, or from a person's `ray start`
 MARK_LABEL = "rollcall.mark"  # from `rollcall node` only
-NODE_ID_LABEL = "ray.io/node-id"
-ADDRESS_RESOURCE = "node:"  # and the address: what every node of Ray offers
-LITTLE = 0.001  # of a resource that pins: it leaves room for all others
 
 # Ranks of nodes that carry none, once a run has been placed on them: by the Ray and the node's place.
 _settled: dict[str, dict[str, int]] = {}
@@ -47,13 +44,13 @@ class RayNode:
         """The labels that tie a bundle to the node, by rank if it has one: a node that replaces a dead one gets its slots."""
         if self.is_labelled:
             return {RANK_LABEL: str(self.rank)}
-        return {} if self.tie else {NODE_ID_LABEL: self.node_id}
+        return {} if self.tie else {"ray.io/node-id": self.node_id}
 
     @property
     def tie(self) -> dict[str, float]:
         """The resource that ties a bundle to a node without a label: what comes back at the same address gets the slots."""
-        name = f"{ADDRESS_RESOURCE}{self.address}"
-        return {name: LITTLE} if not self.is_labelled and self.place == self.address and name in self.total else {}
+        name = f"node:{self.address}"  # every node of Ray offers it; so little leaves room for all others
+        return {name: 0.001} if not self.is_labelled and self.place == self.address and name in self.total else {}
 
 
 def ranked_nodes() -> list[RayNode]:
