@@ -14,7 +14,7 @@ from rollcall.base.errors import ClusterError
 from rollcall.base.wait import speaking
 from rollcall.nodes import check
 from rollcall.nodes import cluster as which
-from rollcall.nodes.check import list_nodes, roster, wait_for_slots
+from rollcall.nodes.check import list_nodes, wait_for_slots
 from rollcall.nodes.cluster import OurCluster
 from rollcall.nodes.head import HeadAnswer, HeadUnreachable, NodeInfo
 from rollcall.nodes.state import NodeRecord, forget, write_record
@@ -124,15 +124,15 @@ def test_a_head_that_does_not_answer_is_waited_for_and_named(head: list) -> None
 
 def test_a_dead_node_does_not_count_and_its_replacement_stands_for_its_rank(head: list) -> None:
     dead = make_node(1, alive=False, started_ms=1, host="old")
-    replaced = roster(OurCluster("default"), answer(make_node(0), dead, make_node(1, started_ms=2, host="new")))
+    head += [answer(make_node(0), dead, make_node(1, started_ms=2, host="new")), answer(make_node(0), dead)]
+    replaced, lost = list_nodes(OurCluster("default")), list_nodes(OurCluster("default"))
     assert [node.host for node in replaced.nodes] == ["node0", "new"]
-    lost = roster(OurCluster("default"), answer(make_node(0), dead))
     assert (lost.num_slots, lost.missing, [node.alive for node in lost.nodes]) == (8, [1, 2, 3], [True, False])
 
 
 def test_a_dead_node_that_started_later_does_not_hide_a_living_one(head: list) -> None:
-    found = roster(OurCluster("default"), answer(make_node(1, started_ms=1), make_node(1, alive=False, started_ms=2)))
-    assert found.nodes[0].alive
+    head += [answer(make_node(1, started_ms=1), make_node(1, alive=False, started_ms=2))]
+    assert list_nodes(OurCluster("default")).nodes[0].alive
 
 
 def test_a_node_that_was_not_started_by_us_counts_and_has_no_rank(head: list) -> None:

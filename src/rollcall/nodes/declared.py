@@ -44,7 +44,6 @@ SEALED = "ROLLCALL_SEALED"  # the secrets, for those who have the token
 SUBMITTED = "ROLLCALL_SUBMITTED"  # names of the variables that came with the job
 # runtime_env["worker_process_setup_hook"], for ray.init or a job
 SETUP_HOOK = "rollcall.nodes.declared.open_sealed"
-_SALT = 16  # bytes
 _ROUNDS = 20_000  # a token that Rollcall made needs none, one that a person chose does
 
 
@@ -253,7 +252,7 @@ def _is_pattern(text: str) -> bool:
 
 
 def seal(values: Mapping[str, str], token: str) -> str:
-    salt = token_hex(_SALT)
+    salt = token_hex(16)
     return f"{salt}.{_cipher(token, salt).encrypt(json.dumps(dict(values)).encode()).decode()}"
 
 

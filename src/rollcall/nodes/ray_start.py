@@ -40,11 +40,10 @@ from rollcall.nodes.rendezvous import Found
 from rollcall.nodes.state import Accelerator, NodeRecord, auth_env, state_dir, tls_env
 
 COUNT_S = 120.0  # for the GPUs to be counted; importing Ray on a busy node is most of it
-SOCKET_LIMIT = 107  # bytes of a Unix socket's path
-# What Ray puts behind its temporary folder, with the longest process number Linux has.
-LONGEST_SOCKET = "/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.1"
 LEAST_BYTES = 64_000_000  # of free space
-SOCKET_ROOM = SOCKET_LIMIT - len(LONGEST_SOCKET)  # for that folder's own path
+# For the path of Ray's folder: a Unix socket's path has at most 107 bytes, and Ray puts this behind the folder, where Linux has no longer
+# process number.
+SOCKET_ROOM = 107 - len("/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.1")
 # Lines of Ray's logs that say why a node did not start.
 ERROR = re.compile(r"^\[[-0-9:, ]+ [CEF] \d|Check failed|Timed out waiting for file|GCS cannot find the node")
 TUNED = {

@@ -32,7 +32,6 @@ from rollcall.process.groups.sightings import ANSWER_S, LOOK_EVERY_S, Loss, Watc
 from rollcall.process.ray.each_node import pinned
 from rollcall.process.ray.members import suspect
 
-STACKS_S = 10.0
 ALONE_S = 60.0
 ENDED_S = 10.0  # for killed workers to be gone
 
@@ -252,7 +251,7 @@ class Supervisor:
     def _tell_stacks(self, member: Member, *, why: str) -> None:
         try:
             eyes = self._eyes[member.spec.node.node_id]
-            stacks = ray.get(eyes.stacks.remote(member.pid), timeout=STACKS_S)
+            stacks = ray.get(eyes.stacks.remote(member.pid), timeout=10)
         except RayError as error:
             stacks = f"they cannot be read: {error}"
         warn(f"{member.spec.where}: {why}; the stacks of its threads:\n{stacks}")

@@ -65,9 +65,7 @@ class NodeWorker:
         self.on_death: Callable[[str], None] = lambda why: None
         self.number = 0  # of its last call in this epoch
         self.calls: dict[int, Call] = {}  # under way, by number; it takes one after the other
-        self.since_s: float | None = (
-            None  # when it began with the first of them, or ended the last; by the monotonic clock
-        )
+        self.since_s = 0.0  # when it began with the first of them, or ended the last; by the monotonic clock
         self.done: list[DoneCall] = []  # that nobody has been told of
         self.num_done = 0
 
@@ -75,7 +73,7 @@ class NodeWorker:
         """Notes that a call is answered, and that the worker is at the next one now."""
         call, began_s, self.since_s = self.calls.pop(number), self.since_s, time.monotonic()
         if call.link:
-            self.done.append(DoneCall(call.link, began_s or self.since_s, self.since_s))
+            self.done.append(DoneCall(call.link, began_s, self.since_s))
             self.num_done += 1
         return call
 
@@ -271,7 +269,7 @@ class FolderBackend:
             return f"it said goodbye ({peer.facts.get('why')})"
         if peer.silent_s > SILENT_S:
             return f"its counter in {self._messages.node(rank)} has not moved for {peer.silent_s:.0f} s"
-        if worker.calls and worker.since_s is not None and (busy_s := time.monotonic() - worker.since_s) > CALL_S:
+        if worker.calls and (busy_s := time.monotonic() - worker.since_s) > CALL_S:
             return f"it has not answered a call for {busy_s:.0f} s"
         return ""
 
@@ -343,7 +341,7 @@ class Mail(Carrier):
                 seen = Seen(
                     is_alive=not member.death,
                     doing=next((call.link for call in worker.calls.values()), ""),
-                    since_s=worker.since_s,
+                    since_s=worker.since_s or None,
                     num_done=worker.num_done,
                     calls=tuple(done),
                     memory_bytes=facts.get("memory_bytes", 0),
