@@ -9,13 +9,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from rollcall.nodes.framing import HEAD, JSON, frame
+from rollcall.nodes.framing import HEAD, frame
 from rollcall.process.child import cut
 
 
 class Own:
-    """Both sides trust each other."""
-
     def add(self, one: Any, other: Any) -> Any:
         return one + other
 
@@ -62,17 +60,8 @@ class Own:
         """Both come back from here; only one of them is asked."""
         return os.fork()
 
-    def returns_no_pickle(self) -> Any:
-        return lambda: 0
-
-
-class Confined(Own):
-    """What it says is read as data."""
-
-    says = JSON
-
-    def __init__(self, *fds: int) -> None:
-        self.fds = fds
+    def returns_no_json(self) -> Any:
+        return float("nan")
 
     def forges(self, what: str) -> None:
         import pickle

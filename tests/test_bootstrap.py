@@ -459,6 +459,36 @@ def test_a_ray_that_fails_to_start_shows_its_own_words_and_leaves_nothing(
     assert not (tmp_path / "shared" / "default" / "head.json").exists()
 
 
+RAYLET_ENDS = """#!/bin/bash
+mkdir -p {folder}/session_1/logs
+ln -s {folder}/session_1 {folder}/session_latest
+echo "[2026-11-19 03:21:20,329 C 31995 31995] (raylet) main.cc:7: Timed out waiting for file /tmp/x" > {folder}/session_1/logs/raylet.out
+cp /bin/sleep {folder}/raylet
+{folder}/raylet 1.5
+sleep 600
+"""
+
+
+def test_a_raylet_that_ends_while_ray_starts_is_told_at_once_with_its_last_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROLLCALL_STATE_DIR", str(tmp_path / "s"))
+    folder, program = tmp_path / "t", tmp_path / "python"
+    folder.mkdir()
+    program.write_text(RAYLET_ENDS.format(folder=folder))
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    record = replace(make_record(), rank=1, node_ip="127.0.0.1", temp_dir=str(folder))
+    request = NodeRequest(cluster="default", rank=record.rank, num_nodes=1)
+    start = Start(record=record, token="x" * 64, publish_token=False, tls=False)
+    words = "raylet on 127.0.0.1 ended while Ray was starting; .*session_1/logs.* same command .*(?s:.*)Timed out waiting for file"
+    try:
+        with pytest.raises(ClusterError, match=words):
+            ray_start.ray_start(request, start, log=tmp_path / "start.log", deadline=time.monotonic() + WAIT_S)
+    finally:
+        stop_processes(state_dir("default"))
+
+
 def test_logs_of_a_start_that_failed_stay_until_the_next_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,10 +14,10 @@ from rollcall.base.errors import ClusterError
 from rollcall.base.wait import speaking
 from rollcall.nodes import check
 from rollcall.nodes import cluster as which
-from rollcall.nodes.check import list_nodes, roster, wait_for_slots
+from rollcall.nodes.check import list_nodes, wait_for_slots
 from rollcall.nodes.cluster import OurCluster
 from rollcall.nodes.head import HeadAnswer, HeadUnreachable, NodeInfo
-from rollcall.nodes.state import coming_up, forget, is_coming_up, write_record
+from rollcall.nodes.state import NodeRecord, forget, write_record
 
 
 @pytest.fixture
@@ -57,35 +57,22 @@ def test_it_waits_until_all_have_joined_and_says_who_is_missing(head: list) -> N
 
 def test_a_node_that_is_coming_up_is_waited_for_by_name(head: list, monkeypatch: pytest.MonkeyPatch) -> None:
     forget("default")
-    looks = iter([True, True])
+    looks = iter([None, None])
 
-    def come_up(cluster: str) -> bool:
-        if not next(looks, False):
-            write_record(make_record())
-        return True
+    def come_up(cluster: str) -> NodeRecord | None:
+        return next(looks, make_record())
 
-    monkeypatch.setattr(which, "is_coming_up", come_up)
+    monkeypatch.setattr(which, "read_record", come_up)
+    write_record(make_record())
     head += [answer(make_node(0, slots=32))]
     _, said = wait(32)
     assert said[0] == "waiting for `rollcall node` to make this node part of cluster 'default'"
 
 
-def test_a_node_that_nobody_brings_up_is_not_waited_for(head: list, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_nobody_brings_up_is_waited_for_until_the_deadline(head: list) -> None:
     forget("default")
-    monkeypatch.setattr(which, "APPEAR_S", 0.0)
     with pytest.raises(ClusterError, match="not part of a cluster 'default'"):
-        wait(32)
-
-
-def test_a_command_that_starts_a_node_is_seen_until_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ROLLCALL_STATE_DIR", str(tmp_path / "state"))
-    with coming_up("mine"):
-        assert is_coming_up("mine") and not is_coming_up("default")
-    assert not is_coming_up("mine")
-    note = tmp_path / "state/mine/starting/4194303"  # of a process that was killed
-    note.parent.mkdir(parents=True)
-    note.write_text("1")
-    assert not is_coming_up("mine") and not note.exists()
+        wait(32, timeout_s=0.3)
 
 
 def test_a_deadline_names_the_missing_rank_and_how_to_start_it(head: list) -> None:
@@ -137,15 +124,15 @@ def test_a_head_that_does_not_answer_is_waited_for_and_named(head: list) -> None
 
 def test_a_dead_node_does_not_count_and_its_replacement_stands_for_its_rank(head: list) -> None:
     dead = make_node(1, alive=False, started_ms=1, host="old")
-    replaced = roster(OurCluster("default"), answer(make_node(0), dead, make_node(1, started_ms=2, host="new")))
+    head += [answer(make_node(0), dead, make_node(1, started_ms=2, host="new")), answer(make_node(0), dead)]
+    replaced, lost = list_nodes(OurCluster("default")), list_nodes(OurCluster("default"))
     assert [node.host for node in replaced.nodes] == ["node0", "new"]
-    lost = roster(OurCluster("default"), answer(make_node(0), dead))
     assert (lost.num_slots, lost.missing, [node.alive for node in lost.nodes]) == (8, [1, 2, 3], [True, False])
 
 
 def test_a_dead_node_that_started_later_does_not_hide_a_living_one(head: list) -> None:
-    found = roster(OurCluster("default"), answer(make_node(1, started_ms=1), make_node(1, alive=False, started_ms=2)))
-    assert found.nodes[0].alive
+    head += [answer(make_node(1, started_ms=1), make_node(1, alive=False, started_ms=2))]
+    assert list_nodes(OurCluster("default")).nodes[0].alive
 
 
 def test_a_node_that_was_not_started_by_us_counts_and_has_no_rank(head: list) -> None:

@@ -190,7 +190,7 @@ def test_of_two_hosts_with_one_rank_that_come_at_the_same_time_the_second_is_ref
 
 
 def test_a_host_that_is_no_part_of_the_cluster_says_so(lab_cluster: LabCluster) -> None:
-    for verb in (["status"], ["check", "32"]):
+    for verb in (["status"], ["check", "32", "--timeout", "1"]):
         result = rollcall(lab_cluster.outsider, *verb)
         assert result.returncode == 1 and "rollcall node" in result.stderr and "Traceback" not in result.stderr
     result = rollcall(lab_cluster.outsider, "down")

@@ -22,6 +22,7 @@ from rollcall.nodes.declared import (
     SEALED,
     SUBMITTED,
     declared,
+    environment,
     for_ray,
     job_env,
     passed,
@@ -111,7 +112,8 @@ def test_the_driver_gives_workers_what_the_submitter_declared() -> None:
     variables = job_env(cluster, environ={"B_TOKEN": "another-secret", "NCCL_DEBUG": "WARN"}, token=TOKEN)
     travelled = cluster.model_copy(update={"env": {"MODE": "fast", "A_KEY": REDACTED}})
     driver = {**variables, **sealed_values(variables, token=TOKEN), "NCCL_OF_THE_HEAD": "1"}
-    submitted = submitted_env(travelled, environ=driver)
+    with environment(driver):
+        submitted = submitted_env(travelled)
     expected = {"MODE": "fast", "A_KEY": SECRET, "B_TOKEN": "another-secret", "NCCL_DEBUG": "WARN"}
     assert worker_env(travelled, submitted=submitted, node_rank=0) == expected
     assert worker_env(travelled, submitted=submitted, node_rank=1) == {**expected, "MODE": "slow"}
@@ -120,7 +122,8 @@ def test_the_driver_gives_workers_what_the_submitter_declared() -> None:
 def test_a_job_that_passes_nothing_takes_nothing_from_the_head() -> None:
     cluster = section(env_pass=["NCCL_*"])
     driver = {**job_env(cluster, environ={}, token=TOKEN), "NCCL_OF_THE_HEAD": "1"}
-    assert submitted_env(cluster, environ=driver) == {}
+    with environment(driver):
+        assert submitted_env(cluster) == {}
 
 
 def test_what_a_reward_function_names_reaches_the_driver_and_is_not_declared_for_workers() -> None:

@@ -262,7 +262,7 @@ def test_a_worker_group_in_a_folder_calls_answers_raises_and_leaves_no_message_b
         with pytest.raises(WorkerError, match="echo rank 1 on node 1 (?s:.*)KeyError") as raised:
             group.get_all_worker_results(group.run_single_worker_single_data("fail", 1))
         assert isinstance(raised.value.__cause__, KeyError)
-        with pytest.raises(WorkerError, match="no method 'nothing'"):
+        with pytest.raises(WorkerError, match="no attribute 'nothing'"):
             group.get_all_worker_results(group.run_single_worker_single_data("nothing", 0))
     left = [path for path in share.rglob("*") if path.is_file()]
     assert sorted(path.name for path in left) == ["presence.json"] * 3
@@ -297,8 +297,40 @@ def test_a_worker_that_stands_still_is_given_up_and_comes_back_as_a_new_one(
         assert group.get_all_worker_results(group.run_all_workers_single_data("prepare_for_training")) == [100, 101]
 
 
-def test_a_worker_that_does_not_appear_is_named(share: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    master = FolderBackend(share, num_nodes=3, run="x", appear_s=3)
+def test_a_worker_that_hangs_in_a_call_is_given_up_at_the_deadline_of_the_call(
+    share: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others wait in ``wait_for_some``, as a run does for its engines."""
+    with echoes(share) as (group, _):
+        group.tolerate([0, 1])
+        monkeypatch.setattr(folder_master, "CALL_S", 1.0)
+        slow = group.run_single_worker_single_data("sleep", 1, WAIT_S)
+        until(lambda: group.wait_for_some([slow], timeout_s=0.5), what="the call to fail")
+        with pytest.raises(WorkerDiedError, match="echo rank 1 on node 1 .* is dead: it has not answered a call for"):
+            group.get_all_worker_results(slow)
+        monkeypatch.setattr(folder_master, "CALL_S", WAIT_S)
+        group.replace(1, timeout_s=WAIT_S)  # the same process: it gives that call up
+        assert group.get_all_worker_results(group.run_all_workers_single_data("prepare_for_training")) == [100, 101]
+
+
+def test_every_wait_ends_when_the_folder_cannot_be_read_any_more(share: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with echoes(share) as (group, _):
+        answer = group.run_single_worker_single_data("sleep", 1, 3.0)
+
+        def unreadable(folder: Path) -> list[str]:
+            raise PermissionError(13, "Permission denied")
+
+        with monkeypatch.context() as broken:
+            broken.setattr(folder_master, "names", unreadable)
+            with pytest.raises(ClusterError, match="the messages in .* cannot be read: .*Permission denied"):
+                until(lambda: group.wait_for_some([answer], timeout_s=0.5), what="an error")
+
+
+def test_a_worker_that_does_not_appear_is_named(
+    share: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder_master, "APPEAR_S", 3.0)
+    master = FolderBackend(share, num_nodes=3, run="x")
     # Worker 0 is a process that the master starts; on a busy machine it may be late too.
     missing = pytest.raises(
         ClusterError, match="worker (0, )?1, 2 did not appear in .* within 3 s; on each of those nodes run"

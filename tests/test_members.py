@@ -19,15 +19,14 @@ from rollcall.process.ray.connect import hide_stacks
 from rollcall.process.ray.members import RayNode, ranked_nodes, settle_ranks
 
 
-def listed(address: str, *, node_id: str = "", label: int | None = None, resource: int | None = None) -> dict[str, Any]:
+def listed(address: str, *, node_id: str = "", label: int | None = None) -> dict[str, Any]:
     """A node as Ray lists it."""
     return {
         "Alive": True,
         "NodeID": node_id or address,
         "NodeManagerAddress": address,
         "Labels": {} if label is None else {"rollcall.rank": str(label)},
-        "Resources": {"GPU": 8.0, f"node:{address}": 1.0}
-        | ({} if resource is None else {f"rollcall_node_{resource}": 1000.0}),
+        "Resources": {"GPU": 8.0, f"node:{address}": 1.0},
     }
 
 
@@ -53,10 +52,10 @@ def look(monkeypatch: pytest.MonkeyPatch, *nodes: dict[str, Any]) -> list[RayNod
 def test_nodes_are_ranked_by_their_own_rank_and_others_by_address(monkeypatch: pytest.MonkeyPatch) -> None:
     unranked = [listed(address) for address in ("fd00::1", "10.0.0.10", "10.0.0.9")]
     assert ranked(monkeypatch, *unranked) == [(0, "10.0.0.9"), (1, "10.0.0.10"), (2, "fd00::1")]
-    labelled = [listed("10.0.0.1", label=2), listed("10.0.0.3", resource=0), listed("10.0.0.2")]
+    labelled = [listed("10.0.0.1", label=2), listed("10.0.0.3", label=0), listed("10.0.0.2")]
     assert ranked(monkeypatch, *labelled) == [(0, "10.0.0.3"), (2, "10.0.0.1"), (3, "10.0.0.2")]
     with pytest.raises(ClusterError, match="two live nodes have rank 1: 10.0.0.1 and 10.0.0.2"):
-        ranked(monkeypatch, listed("10.0.0.1", label=1), listed("10.0.0.2", resource=1))
+        ranked(monkeypatch, listed("10.0.0.1", label=1), listed("10.0.0.2", label=1))
 
 
 def test_nodes_that_join_before_a_run_is_placed_are_ranked_by_address(monkeypatch: pytest.MonkeyPatch) -> None:

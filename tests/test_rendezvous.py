@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import stat
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from rollcall.base.wait import speaking
 from rollcall.nodes import rendezvous as module
 from rollcall.nodes.address import free_ports, is_free, join_address, listens, own_address, split_address
 from rollcall.nodes.head import HeadAnswer, HeadRefuses, HeadUnreachable
-from rollcall.nodes.rendezvous import Found, Head, Rendezvous, look, wait_at, wait_for_head
+from rollcall.nodes.rendezvous import Found, Head, Rendezvous, look, poll, wait_at
 
 
 def make_head(cluster_id: str = "id-1", *, address: str = "10.0.0.1:6379") -> Head:
@@ -111,7 +112,7 @@ def test_a_stale_file_is_never_joined_and_the_deadline_says_why(
     meeting = Rendezvous(tmp_path, "default")
     meeting.publish(make_head(), token="secret")
     with pytest.raises(ClusterError, match=f"rank 0 is missing .*10.0.0.1:6379 .*{words}"):
-        wait_for_head(meeting, token=None, timeout_s=0.05)
+        poll(partial(look, meeting, token=None), timeout_s=0.05)
 
 
 def test_a_stale_file_is_waited_past_until_a_fresh_one_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +126,7 @@ def test_a_stale_file_is_waited_past_until_a_fresh_one_comes(tmp_path: Path, mon
         meeting.publish(make_head("id-2", address="10.0.0.2:7000"), token="new")
 
     with speaking(say):
-        found = wait_for_head(meeting, token=None, timeout_s=30.0)
+        found = poll(partial(look, meeting, token=None), timeout_s=30.0)
     assert (found.address, found.token) == ("10.0.0.2:7000", "new")
     assert len(said) == 1 and "10.0.0.1:6379" in said[0]
 
@@ -136,19 +137,19 @@ def test_a_file_that_cannot_be_read_is_waited_past(tmp_path: Path, text: str) ->
     meeting.publish(make_head(), token="secret")
     meeting.head_file.write_text(text)
     with pytest.raises(ClusterError, match=r"waiting for rank 0 to publish .*head\.json"):
-        wait_for_head(meeting, token=None, timeout_s=0.0)
+        poll(partial(look, meeting, token=None), timeout_s=0.0)
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match="does not exist on this node"):
-        wait_for_head(Rendezvous(tmp_path / "typo", "default"), token=None, timeout_s=0.0)
+        poll(partial(look, Rendezvous(tmp_path / "typo", "default"), token=None), timeout_s=0.0)
 
 
 def test_a_head_without_a_token_in_the_folder_says_which_variable_is_missing(tmp_path: Path) -> None:
     meeting = Rendezvous(tmp_path, "default")
     meeting.publish(make_head(), token=None)
     with pytest.raises(ClusterError, match="set it here too"):
-        wait_for_head(meeting, token=None, timeout_s=0.0)
+        poll(partial(look, meeting, token=None), timeout_s=0.0)
 
 
 def test_a_ray_that_is_not_ours_is_not_joined_by_address(monkeypatch: pytest.MonkeyPatch) -> None:

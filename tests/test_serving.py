@@ -14,7 +14,7 @@ from tiny import save_model
 
 from rollcall.base.errors import ConfigError
 from rollcall.config import Config
-from rollcall.nodes.http_door import listen
+from rollcall.nodes.http_server import listen
 from rollcall.run.serving import plan_serving, read_key, serve
 
 

@@ -102,7 +102,7 @@ def test_without_its_key_every_address_answers_401(two_runs: Path) -> None:
 
 
 def test_a_stranger_who_says_nothing_does_not_hold_the_page(two_runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollcall.nodes.http_door.MAX_CONNECTIONS", 16)
+    monkeypatch.setattr("rollcall.nodes.http_server.MAX_CONNECTIONS", 16)
     server = PageServer(ShownRuns([two_runs]))
     serving = threading.Thread(target=server.run, daemon=True)
     serving.start()

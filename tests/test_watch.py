@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -18,12 +19,13 @@ from rollcall.base.errors import PlacementError
 from rollcall.config import ClusterSection
 from rollcall.plan.elastic import shrink
 from rollcall.plan.placement import Role, plan_placement
-from rollcall.process.groups.backend import NodeSeats, WorkerSpec
+from rollcall.process.groups.backend import Member, NodeSeats, WorkerSpec
 from rollcall.process.groups.gang import waits_words
 from rollcall.process.groups.host import marked_processes
 from rollcall.process.groups.pulse import Pulse, Seen, look
 from rollcall.process.groups.reachable import UnreadableError, as_text, read_threads
-from rollcall.process.groups.sightings import FACTOR, FIRST_CALL_S, LEAST_S, Watch
+from rollcall.process.groups.sightings import FACTOR, FIRST_CALL_S, LEAST_S, Lookout, Watch
+from rollcall.process.ray import supervise
 
 # Pulse and watch
 
@@ -113,6 +115,57 @@ def test_a_watcher_that_is_asked_nothing_any_more_ends_the_workers_of_its_node_a
     assert done.stdout.splitlines()[0] == "alive"
     assert done.stdout.splitlines()[1:] in ([], [str(int(signal.SIGKILL))])  # whether it still came to say so
     assert done.returncode == 1 and not marked_processes(f"test-{os.getpid()}")
+
+
+class AnsweredLater:
+    """Ray with one node, whose answer comes when the test says so."""
+
+    def __init__(self) -> None:
+        self.has_come, self.asked = False, list[dict[int, int]]()
+        self.look = SimpleNamespace(remote=self._ask)
+
+    def _ask(self, pids: dict[int, int]) -> Any:
+        self.asked.append(pids)
+        gone = {rank: Seen(is_alive=pid != 13) for rank, pid in pids.items()}
+        return supervise.NodeLook(workers=gone, now_s=0.0, logs=dict.fromkeys(pids, ("log", b"")))
+
+    def wait(self, calls: list[Any], **_: Any) -> tuple[list[Any], list[Any]]:
+        return (calls, []) if self.has_come else ([], calls)
+
+    def get(self, call: Any) -> Any:
+        return call
+
+    def nodes(self) -> list[Any]:
+        return []
+
+
+def test_a_late_answer_about_a_process_that_was_replaced_is_not_about_its_successor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    node = AnsweredLater()
+    monkeypatch.setattr(supervise, "ray", node)
+    monkeypatch.setattr(supervise, "ANSWER_S", 0.01)
+    seat = NodeSeats(node_rank=0, node_id="a", address="10.0.0.1", bundles=(0, 1))
+    specs = [
+        WorkerSpec(
+            role="rollout", rank=rank, world_size=2, local_rank=rank, local_world_size=2, node=seat, slots=(rank,), share=1, env={}
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    first, dead, successor = Member(specs[0], pid=11), Member(specs[1], pid=13), Member(specs[1], pid=17)
+    watched = supervise.Supervisor("mark", SimpleNamespace(lookout=Lookout()))  # type: ignore[arg-type]
+    watched._eyes["a"] = node
+    watched._seats = {0: first, 1: dead}
+    assert watched._look(watched._seats) == []
+    watched._seats = {0: first}  # Ray has told its death before the node has answered
+    node.has_come = True
+    assert watched._look(watched._seats) == [], "nobody sits there"
+    watched._seats, node.has_come = {0: first, 1: dead}, False
+    watched._look(watched._seats)
+    watched._seats, node.has_come = {0: first, 1: successor}, True
+    assert watched._look(watched._seats) == [] and node.asked == [{0: 11, 1: 13}] * 2
+    watched._seats = {0: first, 1: dead}
+    assert [loss.rank for loss in watched._look(watched._seats)] == [1]
 
 
 def alive(**fields: Any) -> Seen:

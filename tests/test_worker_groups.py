@@ -198,7 +198,7 @@ def test_unknown_names_are_refused_with_those_that_exist(backend, groups):
         group.run_all_workers_single_data("size", data=[], run_rank_0_only_axes=["tensor"])
     with pytest.raises(ValueError, match="worker_idx=4 is outside; policy has workers 0 to 3"):
         group.run_single_worker_single_data("size", 4, data=[])
-    with pytest.raises(WorkerError, match="Echo has no method 'trian'; it has .*train"):
+    with pytest.raises(WorkerError, match="'Echo' object has no attribute 'trian'"):
         run(group, "trian")
 
 
@@ -324,6 +324,24 @@ def test_uneven_nodes_and_empty_ones_keep_their_ranks():
     assert [(worker["node_rank"], worker["node_idx"]) for worker in group.worker_metadata] == [(0, 0)] * 3 + [(2, 1)]
     group = make_group(VirtualCluster([3, 1]), workers_per_node=[1, 1])
     assert [worker["bundle_indices"] for worker in group.worker_metadata] == [(0,), (0,)]
+
+
+def test_a_group_that_cannot_be_ended_does_not_keep_the_others(monkeypatch):
+    def fail(**_):
+        raise ClusterError("the processes of stuck cannot be ended")
+
+    init_ray(backend="local")
+    cluster = VirtualCluster([3])
+    names = ["first", "stuck", "last"]
+    groups = [
+        make_group(cluster, seats=[Seat(node_rank=0, slots=(slot,))], name_prefix=name)
+        for slot, name in enumerate(names)
+    ]
+    workers = [group.workers[0] for group in groups]
+    monkeypatch.setattr(groups[1]._gang, "stop", fail)
+    with pytest.raises(ClusterError, match="the processes of stuck cannot be ended"):
+        cluster.shutdown()
+    assert [worker.is_alive() for worker in workers] == [False, True, False]
 
 
 def test_the_local_backend_can_be_chosen_from_outside():

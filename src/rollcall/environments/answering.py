@@ -41,7 +41,7 @@ async def answer_calls(
         try:
             kind, body = DONE, dumps(await do(method, arguments))
         except Exception as error:  # noqa: BLE001 - the caller decides what it means
-            kind, body = RAISED, raised_body(error, JSON)
+            kind, body = RAISED, raised_body(error)
         finally:
             timer.cancel()
         say(number, kind, body)

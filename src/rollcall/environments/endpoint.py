@@ -46,7 +46,7 @@ from rollcall.environments.calls import Call, CallFormat, format_of, parse_calls
 from rollcall.environments.histories import Asked
 from rollcall.environments.protocol import EnvironmentFailed, SampleTurn, add_metrics
 from rollcall.environments.wire import ChatRequest, GenerateRequest, Refused, TextRequest, Wanted, Worth, read
-from rollcall.nodes.http_door import http_server, listen
+from rollcall.nodes.http_server import http_server, listen
 
 MAX_BODY_BYTES = 16 << 20  # ids of a million tokens have half of it
 READ_TIMEOUT_S = 60.0  # for a body, from its first byte to its last

@@ -35,6 +35,7 @@ from rollcall.environments.program import variables_of
 from rollcall.environments.protocol import Environment, EnvironmentFailed, Opening, StepResult
 from rollcall.environments.zygote import MAX_ANSWER_BYTES
 from rollcall.nodes.framing import Body, plain
+from rollcall.nodes.processes import signal_processes
 from rollcall.observe.prints import ChildPrints
 from rollcall.process.debug.here import POST_MORTEM, DebugLine
 from rollcall.process.ending import how_it_ended
@@ -321,10 +322,7 @@ class Zygote:
         # While its children live, each is still the parent of what left its group.
         started = descendants(*self.pids.values()) if self.pids else []
         os.close(self._lifeline_fd)
-        for process in started:
-            if process.is_alive():
-                with suppress(ProcessLookupError, PermissionError):
-                    os.kill(process.pid, signal.SIGKILL)
+        signal_processes(started, signal.SIGKILL)
 
 
 class _ForkedLink(SocketLink):

@@ -58,7 +58,7 @@ class Failed(Exception):  # noqa: N818 - an outcome of the user's code
 
 
 class Zygote:
-    hears = says = JSON
+    hears = JSON
 
     def __init__(self, control_fd: int, lifeline_fd: int, line_fd: int) -> None:
         self._control = socket.socket(fileno=control_fd)

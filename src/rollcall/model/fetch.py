@@ -6,6 +6,7 @@ process, which is ended when no new byte arrives.
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -65,12 +66,13 @@ def _download(name: str, *, key: str) -> Path:
                 "network and run the command again, it continues where it stopped"
             )
 
+    answers = {"fetch": json.loads}
     worker = spawn(
-        "rollcall.model.fetch:Downloader", name=f"the download of {name}", output=2
-    )  # with its progress bars
+        "rollcall.model.fetch:Downloader", name=f"the download of {name}", answers=answers, output=2
+    )  # its bars too
     try:
         call = worker.begin("fetch", name, deadline_s=math.inf)
-        answer: dict[str, str] = call.wait(meanwhile=look, every_s=LOOK_EVERY_S)
+        answer: dict[str, str] = worker.wait(call, meanwhile=look, every_s=LOOK_EVERY_S)
     except Lost as lost:
         answer = {"error": lost.why}
     finally:

@@ -5,6 +5,7 @@ Nothing is sent: a UDP socket that is connected asks the kernel for the route an
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import random
 import socket
@@ -106,7 +107,7 @@ def is_free(port: int) -> bool:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind((anywhere, port))
         except OSError as error:
-            if error.errno in _NO_SUCH_FAMILY:
+            if error.errno in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):  # a kernel without IPv6
                 continue
             return False
     return True
@@ -124,9 +125,6 @@ def listens(address: str, *, timeout_s: float) -> bool:
             return True
     except OSError:
         return False
-
-
-_NO_SUCH_FAMILY = (97, 99)  # EAFNOSUPPORT, EADDRNOTAVAIL: a kernel without IPv6
 
 
 def _family(address: str) -> socket.AddressFamily:

@@ -39,11 +39,10 @@ from rollcall.nodes.ray_start import (
     plan_worker,
     ray_start,
 )
-from rollcall.nodes.rendezvous import Found, Head, Rendezvous, look, wait_at, wait_for_head
+from rollcall.nodes.rendezvous import Found, Head, Rendezvous, look, poll, wait_at
 from rollcall.nodes.state import (
     NodeRecord,
     check_token,
-    coming_up,
     forget,
     read_record,
     sole_owner,
@@ -69,11 +68,6 @@ def require_meeting(request: NodeRequest) -> None:
 def start_node(request: NodeRequest) -> tuple[NodeRecord, bool]:
     """Make this node part of the cluster. Returns its record, and whether it already was part of it."""
     require_meeting(request)
-    with coming_up(request.cluster):
-        return _start(request)
-
-
-def _start(request: NodeRequest) -> tuple[NodeRecord, bool]:
     slots, accelerator = find_slots(request.slots)
     known = partial(
         NodeRecord,
@@ -141,7 +135,7 @@ def _find(request: NodeRequest, *, token: str | None) -> Found:
     else:
         assert request.rendezvous is not None
         rendezvous = Rendezvous(request.rendezvous, request.cluster)
-        found = wait_for_head(rendezvous, token=token, timeout_s=request.timeout_s)
+        found = poll(partial(look, rendezvous, token=token), timeout_s=request.timeout_s)
     head = found.answer.head
     assert head is not None
     if head.cluster != request.cluster:
@@ -194,17 +188,15 @@ def _running(request: NodeRequest) -> NodeRecord | None:
         )
     try:
         answer = ask_own_head(request.cluster, head_address=record.head_address)
-    except (HeadUnreachable, HeadRefuses) as error:
-        say(f"this node runs Ray, but {error}; it will be started again")
-        return None
-    if answer.cluster_id != record.cluster_id:
-        say(f"this node runs Ray, but another cluster answers at {record.head_address} now; it will be started again")
-        return None
-    if not any((node.rank, node.address) == (record.rank, record.node_ip) for node in answer.alive):
+        if any((node.rank, node.address) == (record.rank, record.node_ip) for node in answer.alive):
+            if answer.cluster_id == record.cluster_id:
+                return record
         # For example after a network cut: Ray here ends as soon as it learns of it.
-        say(f"this node runs Ray, but the head at {record.head_address} takes it for dead; it will be started again")
-        return None
-    return record
+        why = f"the head at {record.head_address} takes it for dead, or is another one now"
+    except (HeadUnreachable, HeadRefuses) as error:
+        why = str(error)
+    say(f"this node runs Ray, but {why}; it will be started again")
+    return None
 
 
 def _launch(request: NodeRequest, start: Start) -> NodeRecord:

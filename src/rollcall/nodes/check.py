@@ -11,7 +11,7 @@ from rollcall.base.wait import Wait
 from rollcall.base.words import plural, ranges
 from rollcall.nodes.address import split_address
 from rollcall.nodes.cluster import Cluster
-from rollcall.nodes.head import HeadAnswer, HeadUnreachable, NodeInfo
+from rollcall.nodes.head import HeadUnreachable, NodeInfo
 
 ASK_EVERY_S = 1.0
 
@@ -45,10 +45,7 @@ class Roster:
 
 def list_nodes(cluster: Cluster) -> Roster:
     """Ask the head for its nodes."""
-    return roster(cluster, cluster.ask())
-
-
-def roster(cluster: Cluster, answer: HeadAnswer) -> Roster:
+    answer = cluster.ask()
     newest: dict[object, NodeInfo] = {}
     for node in sorted(answer.nodes, key=lambda node: (node.alive, node.started_ms)):
         newest[node.node_id if node.rank is None else node.rank] = node

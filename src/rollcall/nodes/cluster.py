@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import os
 import platform
-import time
 from dataclasses import dataclass, replace
 
 from rollcall.base.errors import ClusterError
@@ -42,7 +41,6 @@ from rollcall.nodes.state import (
     DEFAULT_CLUSTER,
     NodeRecord,
     auth_env,
-    is_coming_up,
     note_driver,
     read_record,
     read_token,
@@ -53,7 +51,6 @@ from rollcall.nodes.state import (
 RAY_ADDRESS = "RAY_ADDRESS"
 IN_A_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray sets it for the drivers of submitted jobs, together with RAY_ADDRESS
 MODE = "RAY_AUTH_MODE"
-APPEAR_S = 5.0  # for a `rollcall node` that was started just before
 _said: set[str] = set()
 
 
@@ -108,13 +105,9 @@ class OurCluster:
         return answer
 
     def wait_until_known(self, wait: Wait) -> None:
-        """Wait for this node's record while a `rollcall node` that is about to write it runs."""
-        seen = time.monotonic()
+        """Wait for this node's record: a `rollcall node` in the background writes it."""
         while read_record(self.name) is None:
-            now = time.monotonic()
-            seen = now if is_coming_up(self.name) else seen
-            what = f"waiting for `rollcall node` to make this node part of {self.title}"
-            if now - seen >= APPEAR_S or not wait.again(what, after_s=0.2):
+            if not wait.again(f"waiting for `rollcall node` to make this node part of {self.title}", after_s=0.2):
                 require_record(self.name)  # refuses, unless it has come just now
                 return
 
@@ -219,7 +212,7 @@ class PlainRay:
         """Refuse in one line what Ray would refuse in many."""
         mine = {"Ray": installed("ray"), "Python": platform.python_version()}
         for what, theirs in answer.versions.items():
-            is_same = theirs == mine[what] if what == "Ray" else for_ray(theirs) == for_ray(mine[what])
+            is_same = theirs == mine[what] if what == "Ray" else compared(theirs) == compared(mine[what])
             if not is_same:
                 raise ClusterError(
                     f"{self.title} runs {what} {theirs}, and this is {what} {mine[what]}: Ray joins only processes of the same "
@@ -252,7 +245,7 @@ class PlainRay:
 Cluster = OurCluster | PlainRay
 
 
-def for_ray(version: str) -> str:
+def compared(version: str) -> str:
     """The part of a Python version that Ray compares, which the user may shorten."""
     level = os.environ.get("RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL")
     return ".".join(version.split(".")[: 2 if level == "minor" else 3])

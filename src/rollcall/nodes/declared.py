@@ -44,7 +44,6 @@ SEALED = "ROLLCALL_SEALED"  # the secrets, for those who have the token
 SUBMITTED = "ROLLCALL_SUBMITTED"  # names of the variables that came with the job
 # runtime_env["worker_process_setup_hook"], for ray.init or a job
 SETUP_HOOK = "rollcall.nodes.declared.open_sealed"
-_SALT = 16  # bytes
 _ROUNDS = 20_000  # a token that Rollcall made needs none, one that a person chose does
 
 
@@ -102,12 +101,11 @@ def worker_env(section: ClusterSection | None, *, submitted: Mapping[str, str], 
     return {name: variable.value for name, variable in variables.items()}
 
 
-def submitted_env(section: ClusterSection | None, *, environ: Mapping[str, str] | None = None) -> dict[str, str]:
+def submitted_env(section: ClusterSection | None) -> dict[str, str]:
     """The variables that the submitter gives. In a job they came with it; otherwise this process is the submitter."""
-    environ = os.environ if environ is None else environ
-    if SUBMITTED in environ:
-        return {name: environ[name] for name in environ[SUBMITTED].split(",") if name in environ}
-    return passed(section, environ=environ)
+    if SUBMITTED in os.environ:
+        return {name: os.environ[name] for name in os.environ[SUBMITTED].split(",") if name in os.environ}
+    return passed(section, environ=os.environ)
 
 
 def passed(section: ClusterSection | None, *, environ: Mapping[str, str]) -> dict[str, str]:
@@ -254,7 +252,7 @@ def _is_pattern(text: str) -> bool:
 
 
 def seal(values: Mapping[str, str], token: str) -> str:
-    salt = token_hex(_SALT)
+    salt = token_hex(16)
     return f"{salt}.{_cipher(token, salt).encrypt(json.dumps(dict(values)).encode()).decode()}"
 
 

@@ -1,7 +1,7 @@
 """How processes write to each other: a message is its length and its bytes, in both directions.
 
-A call and its answers begin with a head: the number of the call and the kind of message. The rest is a pickle between our own
-processes, and JSON from a process that may run what a model wrote: that is validated and never unpickled.
+A call and its answers begin with a head: the number of the call and the kind of message. The rest of a call is a pickle or JSON. A
+process that may run what a model wrote answers in JSON, which is validated and never unpickled.
 
 Standard library only: confined processes import it and have to start fast.
 """

@@ -24,8 +24,6 @@ CONNECT_S = 3.0
 ASK_S = 15.0  # for a head that accepts connections; importing Ray is most of it
 
 LAST_CHARACTERS = 10_000  # of what a failed question printed
-GIB = 2**30
-RAYS_OWN = ("RAY_AUTH_", "RAY_USE_TLS", "RAY_TLS_")  # variables of token and certificates
 
 
 class HeadUnreachable(ClusterError):
@@ -68,7 +66,7 @@ class NodeInfo:
             address=visible(row["address"]),
             slots=round(resources.get("GPU", 0)),
             accelerator=labels.get(LABEL + "accelerator", "gpu"),
-            memory_gib=round((resources.get("memory", 0) + resources.get("object_store_memory", 0)) / GIB, 1),
+            memory_gib=round((resources.get("memory", 0) + resources.get("object_store_memory", 0)) / 2**30, 1),
             alive=row["alive"],
             is_head=row["is_head"],
             cluster=labels.get(LABEL + "cluster"),
@@ -123,7 +121,7 @@ def ask_head(
     script = Path(__file__).parents[1] / "process" / "ray" / "gcs.py"
     # -P: nothing is imported from the script's own folder.
     command = [sys.executable, "-P", str(script), address, *(map(str, claim) if claim else ())]
-    kept = () if token else RAYS_OWN
+    kept = () if token else ("RAY_AUTH_", "RAY_USE_TLS", "RAY_TLS_")
     env = {
         name: value
         for name, value in os.environ.items()

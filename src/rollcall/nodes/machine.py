@@ -19,7 +19,7 @@ from rollcall.base.errors import ClusterError
 from rollcall.base.version import __version__, installed
 from rollcall.nodes.address import free_ports, is_loopback, join_address, own_address, split_address
 from rollcall.nodes.bootstrap import is_running
-from rollcall.nodes.cluster import for_ray
+from rollcall.nodes.cluster import compared
 from rollcall.nodes.state import read_record, sole_owner
 
 
@@ -65,7 +65,7 @@ def look_here(cluster: str, *, interface: str | None) -> Here:
         is_alone=is_loopback(ip),
         rank=running.rank if running else None,
         versions={
-            "Python": for_ray(platform.python_version()),
+            "Python": compared(platform.python_version()),
             "Ray": installed("ray"),
             "torch": installed("torch"),
         },

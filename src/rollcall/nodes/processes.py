@@ -85,7 +85,7 @@ def raylets_here() -> dict[str, str]:
 def signal_processes(processes: Iterable[Process], number: int) -> None:
     """Send the signal to those that are alive."""
     for process in processes:
-        with suppress(ProcessLookupError):  # ended in between, which is what was wanted
+        with suppress(ProcessLookupError, PermissionError):  # it has just ended, or became another user
             if process.is_alive():
                 os.kill(process.pid, number)
 

@@ -8,9 +8,6 @@ from itertools import count
 
 from rollcall.base.errors import ClusterError
 
-RANK_RESOURCE = (
-    "rollcall_node_"  # and the rank: a resource that each node offers to Ray, so that a process can be pinned to it
-)
 # The variable with the node's rank, and those with the number of nodes that go with it, in the order in which they are read.
 LAUNCHERS = (
     ("RANK", ("WORLD_SIZE",)),
@@ -109,11 +106,3 @@ def _by_number(address: str) -> tuple[int, int, str]:
     except ValueError:  # a name
         return 9, 0, address
     return number.version, int(number), address
-
-
-def rank_offered(resources: Mapping[str, float]) -> int | None:
-    """Read a node's rank from its Ray resources; `None` if `rollcall node` did not start it."""
-    for name in resources:
-        if name.startswith(RANK_RESOURCE):
-            return int(name.removeprefix(RANK_RESOURCE))
-    return None

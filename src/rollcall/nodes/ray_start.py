@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -34,17 +35,17 @@ from rollcall.nodes.address import (
 )
 from rollcall.nodes.head import LABEL
 from rollcall.nodes.node_shell import TOKEN, hint, missed, nodes_own
-from rollcall.nodes.processes import MARK
-from rollcall.nodes.rank import RANK_RESOURCE
+from rollcall.nodes.processes import MARK, RAYLET, command_names, find_processes
 from rollcall.nodes.rendezvous import Found
 from rollcall.nodes.state import Accelerator, NodeRecord, auth_env, state_dir, tls_env
 
 COUNT_S = 120.0  # for the GPUs to be counted; importing Ray on a busy node is most of it
-SOCKET_LIMIT = 107  # bytes of a Unix socket's path
-# What Ray puts behind its temporary folder, with the longest process number Linux has.
-LONGEST_SOCKET = "/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.1"
 LEAST_BYTES = 64_000_000  # of free space
-SOCKET_ROOM = SOCKET_LIMIT - len(LONGEST_SOCKET)  # for that folder's own path
+# For the path of Ray's folder: a Unix socket's path has at most 107 bytes, and Ray puts this behind the folder, where Linux has no longer
+# process number.
+SOCKET_ROOM = 107 - len("/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.1")
+# Lines of Ray's logs that say why a node did not start.
+ERROR = re.compile(r"^\[[-0-9:, ]+ [CEF] \d|Check failed|Timed out waiting for file|GCS cannot find the node")
 TUNED = {
     # The dashboard's own metrics would listen on every interface; with no such port they do not (2.60 logs that).
     "DASHBOARD_METRIC_PORT": "-1",
@@ -210,7 +211,8 @@ def ray_start(request: NodeRequest, start: Start, *, log: Path, deadline: float)
         f"--num-cpus={max(cores, record.slots) if record.accelerator == 'cpu' else cores}",
         f"--temp-dir={record.temp_dir}",
         "--labels=" + ",".join(f"{LABEL}{name}={value}" for name, value in labels.items()),
-        f"--resources={json.dumps({f'{RANK_RESOURCE}{record.rank}': 1000})}",
+        # A resource to which a process of the user's can be pinned.
+        f"--resources={json.dumps({f'rollcall_node_{record.rank}': 1000})}",
         # 0: the kernel chooses when the port is bound, so nobody else can take it first; _joined() reads what it chose.
         *(f"--{name}-port=0" for name in CHOSEN_PORTS),
     ]
@@ -224,18 +226,20 @@ def ray_start(request: NodeRequest, start: Start, *, log: Path, deadline: float)
     if record.accelerator == "cpu":
         kept |= _logical_ids(record.slots)
     env = {**TUNED, **kept, **ours}
-    wait = Wait(deadline - time.monotonic(), first_s=5, every_s=5)
+    wait, has_raylet = Wait(deadline - time.monotonic(), first_s=5, every_s=5), False
     with log.open("w") as output:
         child = subprocess.Popen(
             command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
     while child.poll() is None:
-        if not wait.again(f"starting Ray on {record.node_ip}", after_s=0.1):
-            raise ClusterError(
-                f"`ray start` is not done after {wait.waited_s:.0f} s (its whole output is in {log}):\n{_tail(log)}"
-            )
+        # `ray start` itself would wait for a raylet that has ended until its time is over.
+        had_raylet, has_raylet = has_raylet, RAYLET in command_names(find_processes(state_dir(record.cluster)))
+        if had_raylet and not has_raylet and child.poll() is None:
+            raise ClusterError(f"Ray's raylet on {record.node_ip} ended while Ray was starting; {_logs(record, log)}")
+        if not wait.again(f"starting Ray on {record.node_ip}", after_s=0.3):
+            raise ClusterError(f"`ray start` is not done after {wait.waited_s:.0f} s; {_logs(record, log)}")
     if child.returncode:
-        raise ClusterError(f"Ray did not start on {record.node_ip} (its whole output is in {log}):\n{_tail(log)}")
+        raise ClusterError(f"Ray did not start on {record.node_ip}; {_logs(record, log)}")
 
 
 def _head_ip(host: str | None, request: NodeRequest) -> str:
@@ -278,7 +282,20 @@ def _count_gpus() -> int:
     return int(found.stdout.split()[-1])
 
 
-def _tail(log: Path) -> str:
-    """The end of Ray's own output, without its colours."""
-    text = re.sub(r"\x1b\[[0-9;]*m", "", log.read_text(errors="replace"))
-    return "\n".join(f"  {line}" for line in text.strip().splitlines()[-12:])
+def _logs(record: NodeRecord, log: Path) -> str:
+    """Says where Ray's output and logs are, and quotes their errors and the end of the output."""
+    folder = Path(record.temp_dir, "session_latest").resolve() / "logs"
+    errors: list[str] = []
+    for file in (log, folder / "raylet.out", folder / "raylet.err", folder / "gcs_server.out"):
+        with suppress(FileNotFoundError):
+            errors += [line for line in _lines(file) if ERROR.search(line)][-3:]
+    shown = "\n".join(f"  {line}" for line in dict.fromkeys([*errors, *_lines(log)[-12:]]))
+    return f"its output is in {log}, its logs are in {folder}. On a busy machine the same command may work the second time:\n{shown}"
+
+
+def _lines(file: Path) -> list[str]:
+    """The end of a log, without colours."""
+    with file.open("rb") as opened:
+        opened.seek(max(file.stat().st_size - 100_000, 0))
+        text = opened.read().decode(errors="replace")
+    return re.sub(r"\x1b\[[0-9;]*m", "", text).strip().splitlines()

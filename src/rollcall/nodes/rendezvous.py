@@ -155,10 +155,6 @@ def look(rendezvous: Rendezvous, *, token: str | None) -> Found | str:
     return Found(address=head.address, token=held, tls=head.tls, answer=answer)
 
 
-def wait_for_head(rendezvous: Rendezvous, *, token: str | None, timeout_s: float) -> Found:
-    return _poll(lambda: look(rendezvous, token=token), timeout_s=timeout_s)
-
-
 def wait_at(address: str, *, token: str, tls: bool, timeout_s: float) -> Found:
     """Wait for the head at an address that the user gave."""
 
@@ -175,10 +171,11 @@ def wait_at(address: str, *, token: str, tls: bool, timeout_s: float) -> Found:
             )
         return Found(address=address, token=token, tls=tls, answer=answer)
 
-    return _poll(ask, timeout_s=timeout_s)
+    return poll(ask, timeout_s=timeout_s)
 
 
-def _poll(look: Callable[[], Found | str], *, timeout_s: float) -> Found:
+def poll(look: Callable[[], Found | str], *, timeout_s: float) -> Found:
+    """Look until the head is found."""
     wait = Wait(timeout_s, first_s=0, every_s=5)
     while True:
         found = look()

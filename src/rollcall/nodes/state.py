@@ -190,8 +190,7 @@ def _leave_nothing(cluster: str) -> None:
     if (folder / "node.json").exists():
         return
     (folder / "lock").unlink(missing_ok=True)
-    is_coming_up(cluster)  # forgets those that were killed
-    for path in (folder / "starting", folder, folder.parent):
+    for path in (folder, folder.parent):
         with suppress(OSError):  # there is something else in it, or another command has just put it there
             path.rmdir()
 
@@ -206,48 +205,17 @@ def forget(cluster: str) -> None:
 
 def note_driver(cluster: str) -> None:
     """Note that this process drives a run from this node, so that `rollcall node --block` can tell it to save."""
-    _note(cluster, "drivers")
+    own = Process.of(os.getpid())
+    assert own is not None
+    note = state_dir(cluster) / "drivers" / str(own.pid)
+    note.parent.mkdir(mode=0o700, exist_ok=True)
+    write_atomic(note, str(own.started), private=True)
 
 
 def noted_drivers(cluster: str) -> list[Process]:
-    return _noted(cluster, "drivers")
-
-
-@contextmanager
-def coming_up(cluster: str) -> Iterator[None]:
-    """Note meanwhile that this process makes the node part of the cluster, so that `rollcall check` waits for it."""
-    note = _note(cluster, "starting")
-    try:
-        yield
-    finally:
-        note.unlink(missing_ok=True)
-        for path in (note.parent, note.parent.parent, note.parent.parent.parent):
-            with suppress(OSError):  # there is something in it
-                path.rmdir()
-
-
-def is_coming_up(cluster: str) -> bool:
-    """Whether a `rollcall node` for this cluster is running on this node."""
-    return bool(_noted(cluster, "starting"))
-
-
-def _note(cluster: str, kind: str) -> Path:
-    own = Process.of(os.getpid())
-    assert own is not None
-    note = state_dir(cluster) / kind / str(own.pid)
-    note.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    write_atomic(note, str(own.started), private=True)
-    return note
-
-
-def _noted(cluster: str, kind: str) -> list[Process]:
-    """Returns the noted processes that are alive, and removes the notes of others."""
-    living: list[Process] = []
-    for note in sorted((state_dir(cluster) / kind).glob("[0-9]*")):
-        with suppress(FileNotFoundError):  # it has just ended, and removed its note
-            process = Process(pid=int(note.name), started=int(note.read_text()))
-            if process.is_alive():
-                living.append(process)
-            else:
-                note.unlink()
-    return living
+    """Returns the noted processes that are alive."""
+    noted: list[Process] = []
+    for note in sorted((state_dir(cluster) / "drivers").glob("[0-9]*")):
+        with suppress(FileNotFoundError):  # `rollcall down` has just removed it
+            noted.append(Process(pid=int(note.name), started=int(note.read_text())))
+    return [process for process in noted if process.is_alive()]

@@ -25,8 +25,6 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from rollcall.base.atomic import write_atomic
 
 ROUNDS = 200_000
-VALID = timedelta(days=3650)
-SLACK = timedelta(days=2)  # nodes' clocks differ
 AUTHORITY = "rollcall cluster"
 
 
@@ -40,7 +38,8 @@ def write_certificates(folder: Path, *, token: str, addresses: Sequence[str]) ->
         now = datetime.now(UTC)
         made = x509.CertificateBuilder().subject_name(subject).issuer_name(name(AUTHORITY)).public_key(public)
         made = made.serial_number(x509.random_serial_number())
-        return made.not_valid_before(now - SLACK).not_valid_after(now + VALID)
+        made = made.not_valid_before(now - timedelta(days=2))  # nodes' clocks differ
+        return made.not_valid_after(now + timedelta(days=3650))
 
     authority = ec.derive_private_key(_number(token), ec.SECP256R1())
     is_authority = x509.BasicConstraints(ca=True, path_length=0)

@@ -1,8 +1,8 @@
 """The child's side: ``python -m rollcall.process.child MODULE:CLASS SOCKET LIFELINE CRASH FD...``.
 
 Makes an object of the class, with the descriptors that follow, and calls its methods as the parent asks, one after the other. A
-method that yields sends each value at once, and what it returns at the end. The class may say how it is spoken to: ``hears`` and
-``says`` are pickles unless it names another body.
+method that yields sends each value at once, and what it returns at the end. The class may say how it is spoken to: it ``hears`` pickles
+and ``says`` JSON unless it names another body.
 
 SOCKET brings the calls and takes the answers, so whatever user code prints cannot get between them. LIFELINE is the read end of a
 pipe that only closes when the parent dies. CRASH is a file for stack dumps. Standard library only.
@@ -22,7 +22,7 @@ import sys
 import traceback
 from typing import Any
 
-from rollcall.nodes.framing import CALL, DONE, HEAD, PART, PICKLE, RAISED, Body, frame, read_exactly, read_frame
+from rollcall.nodes.framing import CALL, DONE, HEAD, JSON, PART, PICKLE, RAISED, Body, frame, read_exactly, read_frame
 
 STACK_SIGNAL = signal.SIGUSR1
 MAX_WHY = 20_000  # characters of a traceback
@@ -55,7 +55,7 @@ def serve(fd: int, target: Any) -> None:
     """Answer calls to the methods of ``target`` until the parent hangs up. Uses only read and write: a confined process may do nothing
     else with a socket."""
     hears: Body = getattr(target, "hears", PICKLE)
-    says: Body = getattr(target, "says", PICKLE)
+    says: Body = getattr(target, "says", JSON)
     own_pid = os.getpid()
 
     def read(most: int) -> bytes:
@@ -88,21 +88,15 @@ def serve(fd: int, target: Any) -> None:
                     returned = stop.value
             body = says.dumps(returned)
         except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit too
-            say(number, RAISED, raised_body(error, says))
+            say(number, RAISED, raised_body(error))
         else:
             say(number, DONE, body)
 
 
-def raised_body(error: BaseException, says: Body) -> bytes:
-    """The class, message and traceback of an error and, between our own processes, the error itself if it can be pickled."""
+def raised_body(error: BaseException) -> bytes:
+    """The class, message and traceback of an error."""
     shown = "".join(traceback.format_exception(error)).rstrip()
-    told = [type(error).__name__, cut(str(error)), cut(shown)]
-    if says is not PICKLE:
-        return says.dumps(told)
-    try:
-        return says.dumps([*told, error])
-    except Exception:  # noqa: BLE001 - what cannot be pickled says so in many ways
-        return says.dumps([*told, None])
+    return JSON.dumps([type(error).__name__, cut(str(error)), cut(shown)])
 
 
 def cut(text: str, longest: int = MAX_WHY) -> str:

@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-import psutil
-
+from rollcall.base.process_table import Process, descendants
 from rollcall.nodes.framing import LONGEST
+from rollcall.nodes.processes import signal_processes
 from rollcall.process.child import STACK_SIGNAL
 from rollcall.process.ending import how_it_ended, plain_stack
 from rollcall.process.worker import Ending, Reader, Worker
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from rollcall.process.debug.here import DebugLine
 
 KILL_S = 10.0  # a process that is stuck in the kernel (a dead network disk) ends when the kernel lets go
-_LOOK_S = 0.005
-_STACK_S = 0.5
-_MAX_STACK_BYTES = 4000
 _LOG_BYTES = 1 << 16
 
 
@@ -38,12 +35,12 @@ def spawn(
     target: str,
     *,
     name: str,
+    answers: Mapping[str, Reader],
     env: Mapping[str, str] | None = None,
     cwd: str | None = None,
     fds: Sequence[int] = (),
     output: int | None = None,
     line: DebugLine | None = None,
-    answers: Mapping[str, Reader] | None = None,
     longest: int = LONGEST,
 ) -> Worker:
     """Start a process that makes ``module:Class`` with ``fds``. The first call waits until it is up."""
@@ -67,9 +64,6 @@ class SocketLink:
 
     def receive(self, most: int) -> bytes:
         return self.connection.recv(most)
-
-    def log_tail(self, lines: int) -> str:
-        return ""  # what it prints goes elsewhere
 
 
 class LinkHere(SocketLink):
@@ -122,45 +116,31 @@ class LinkHere(SocketLink):
     def end(self, *, grace_s: float, ask_stack: bool = False) -> Ending:
         if ask_stack:
             self._ask_for_stack()
-        started = self._descendants()  # once it has ended, nobody knows what it started
+        started = descendants(self.pid)  # once it has ended, nobody knows what it started
         with suppress(OSError):  # a child that answers calls ends now
             self.connection.shutdown(socket.SHUT_RDWR)
         until_s = time.monotonic() + grace_s
-        while not self._has_ended() and time.monotonic() < until_s:
-            time.sleep(_LOOK_S)
+        while Process.of(self.pid) is not None and time.monotonic() < until_s:
+            time.sleep(0.005)
         # Its status has not been taken, so its number and its group's are still its own; and a status does not change.
         with suppress(ProcessLookupError, PermissionError):  # macOS says so of a group whose only member has died
             os.killpg(self.pid, signal.SIGKILL)
-        for process in started:
-            with suppress(psutil.Error):  # it has ended, or became another user
-                process.kill()
+        signal_processes(started, signal.SIGKILL)
         status: int | None
         try:
             status = self._process.wait(KILL_S)
             how = how_it_ended(status)
         except subprocess.TimeoutExpired:
             status, how = None, f"it is still there {KILL_S:g} s after SIGKILL"
-        stack = os.pread(self._crash.fileno(), _MAX_STACK_BYTES, 0).decode(errors="replace")
+        stack = os.pread(self._crash.fileno(), 4000, 0).decode(errors="replace")
         self._close()
         return Ending(how=how, status=status, stack=plain_stack(stack))
-
-    def _descendants(self) -> list[psutil.Process]:
-        try:
-            return psutil.Process(self.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            return []
-
-    def _has_ended(self) -> bool:
-        try:
-            return psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return True
 
     def _ask_for_stack(self) -> None:
         """Makes it dump its stack, which works inside C code too."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, STACK_SIGNAL)
-        until_s, size = time.monotonic() + _STACK_S, 0
+        until_s, size = time.monotonic() + 0.5, 0
         while time.monotonic() < until_s:
             time.sleep(0.01)
             before, size = size, os.fstat(self._crash.fileno()).st_size

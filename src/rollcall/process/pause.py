@@ -16,19 +16,15 @@ _total_s = 0.0
 _since: list[float] = []  # of the prompts that are open
 
 
-def paused_s() -> float:
-    """Seconds spent in all prompts so far, the open ones too."""
-    with _lock:
-        return _total_s + sum(time.monotonic() - since for since in _since)
-
-
 def is_paused() -> bool:
     return bool(_since)
 
 
 def running_s() -> float:
     """A clock that does not run while a prompt is open."""
-    return time.monotonic() - paused_s()
+    with _lock:
+        now = time.monotonic()
+        return now - _total_s - sum(now - since for since in _since)
 
 
 @contextmanager

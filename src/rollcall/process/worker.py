@@ -5,7 +5,7 @@
        +---- parts, answers, errors --------+
 
 A worker has no thread and belongs to no event loop. Calls wait where they are made: ``call`` in the event loop that runs, ``ask`` and
-``Call.wait`` in a thread. Any number of calls may be under way; whether they are answered out of order is the child's affair. Those
+``wait`` in a thread. Any number of calls may be under way; whether they are answered out of order is the child's affair. Those
 under way at the same time share one event loop.
 
 The deadline of a call is the longest silence: a part of its answer, and a byte of the call that the process takes, begin it again. Time
@@ -18,8 +18,6 @@ How a process is reached is its Link's affair: a child of this process (here.py)
 from __future__ import annotations
 
 import asyncio
-import json
-import pickle
 import select
 import threading
 from collections.abc import Callable, Mapping
@@ -39,13 +37,12 @@ Reader = Callable[[bytes], Any]
 """Reads a value that a process sent; raises ValueError if it should not have sent it."""
 _DIED = "died"
 EXIT_S = 1.0  # from the end of its connection to its own end
-_READ_BYTES = 1 << 18
 _MOST_READS = 64  # at once: a process that writes without end must not keep this one here
 _LONGEST_LOOK_S, _HELD_LOOK_S = 60.0, 1.0
 
 
 class Raised(RuntimeError):  # noqa: N818 - an outcome
-    """A call raised in the process; ``__cause__`` is the error itself, where both sides trust each other."""
+    """A call raised in the process."""
 
     def __init__(self, who: str, kind: str, message: str, trace: str) -> None:
         super().__init__(f"{who} raised {kind}: {message}\n{trace}")
@@ -92,14 +89,12 @@ class Link(Protocol):
         """Hang up, wait ``grace_s`` for it to end, and kill it with all it started. ``ask_stack``: first have it say where it is."""
         ...
 
-    def log_tail(self, lines: int) -> str: ...
-
 
 class Call:
     """A call that is under way."""
 
-    def __init__(self, worker: Worker, number: int, method: str, deadline_s: float, each: Callable[[Any], None] | None):
-        self._worker, self.number, self.method = worker, number, method
+    def __init__(self, number: int, method: str, deadline_s: float, each: Callable[[Any], None] | None) -> None:
+        self.number, self.method = number, method
         self._deadline_s, self._each = deadline_s, each
         self.waiter: asyncio.Future[None] | None = None
         self.is_done = False
@@ -132,22 +127,17 @@ class Call:
             raise self._error
         return self._returned
 
-    def wait(self, *, meanwhile: Callable[[float], None] | None = None, every_s: float = 10.0) -> Any:
-        """Wait in this thread for the result. ``meanwhile`` is called from time to time with the seconds waited."""
-        return self._worker.wait(self, meanwhile=meanwhile, every_s=every_s)
-
 
 class Worker:
-    """``answers``: how the answer of each method, and each part of it, is read from a process that may lie: then nothing that it says is
-    unpickled. Without them both sides trust each other."""
+    """``answers``: how the answer of each method, and each part of it, is read. A process may lie, so nothing that it says is unpickled."""
 
     def __init__(
         self,
         link: Link,
         *,
         name: str,
+        answers: Mapping[str, Reader],
         hears: Body = PICKLE,
-        answers: Mapping[str, Reader] | None = None,
         longest: int = LONGEST,
         line: DebugLine | None = None,
     ) -> None:
@@ -175,9 +165,6 @@ class Worker:
     @property
     def is_lost(self) -> bool:
         return bool(self._gone)
-
-    def log_tail(self, lines: int) -> str:
-        return self.link.log_tail(lines)
 
     async def call(self, method: str, *args: Any, deadline_s: float, each: Callable[[Any], None] | None = None) -> Any:
         """Call a method and await its result. ``each`` gets every part of the answer, and raises ValueError if it cannot be one. The
@@ -217,15 +204,16 @@ class Worker:
 
     def ask(self, method: str, *args: Any, deadline_s: float, each: Callable[[Any], None] | None = None) -> Any:
         """Like ``call``, for a thread that has nothing else to do."""
-        return self.begin(method, *args, deadline_s=deadline_s, each=each).wait()
+        return self.wait(self.begin(method, *args, deadline_s=deadline_s, each=each))
 
     def begin(self, method: str, *args: Any, deadline_s: float, each: Callable[[Any], None] | None = None) -> Call:
-        """Begins a call, which the process has taken when this returns, or never will; ``Call.wait`` returns its result."""
+        """Begins a call, which the process has taken when this returns, or never will; ``wait`` returns its result."""
         call = self._begin(method, args, deadline_s, each)
         self._block(call, lambda: not self._outbox, None, deadline_s)
         return call
 
     def wait(self, call: Call, *, meanwhile: Callable[[float], None] | None = None, every_s: float = 10.0) -> Any:
+        """Wait in this thread for the result. ``meanwhile`` is called from time to time with the seconds waited."""
         try:
             self._block(call, lambda: False, meanwhile, every_s)
             if not call.is_done:
@@ -246,7 +234,7 @@ class Worker:
 
     def _begin(self, method: str, args: tuple[Any, ...], deadline_s: float, each: Callable[[Any], None] | None) -> Call:
         self._num_calls += 1
-        call = Call(self, self._num_calls & 0xFFFFFFFF, method, deadline_s, each)
+        call = Call(self._num_calls & 0xFFFFFFFF, method, deadline_s, each)
         self._outbox += frame(HEAD.pack(call.number, CALL) + self._hears.dumps((method, args)))
         self._calls[call.number] = call
         return call
@@ -309,7 +297,7 @@ class Worker:
             self._restart_all()
         try:
             for _ in range(_MOST_READS):
-                data = self.link.receive(_READ_BYTES)
+                data = self.link.receive(1 << 18)
                 if not data:
                     self._is_gone(_DIED)
                     break
@@ -348,32 +336,13 @@ class Worker:
         body = message[HEAD.size :]
         match kind:
             case _ if kind == PART:
-                call.take_part(self._read(call.method, body))
+                call.take_part(self._answers[call.method](body))
             case _ if kind == DONE:
-                try:
-                    call.finish(self._read(call.method, body))
-                except Exception as error:  # noqa: BLE001 - a class that is not known here, for one
-                    if self._answers is not None:
-                        raise
-                    call.finish(error=error)
+                call.finish(self._answers[call.method](body))
             case _ if kind == RAISED:
-                call.finish(error=self._raised(body))
+                call.finish(error=Raised(self.name, *map(visible, _texts(body))))
             case _:
                 raise ValueError("no such kind of message")
-
-    def _read(self, method: str, body: bytes) -> Any:
-        return pickle.loads(body) if self._answers is None else self._answers[method](body)
-
-    def _raised(self, body: bytes) -> Raised:
-        if self._answers is None:
-            *texts, cause = pickle.loads(body)
-        else:
-            texts, cause = json.loads(body), None
-            if not (isinstance(texts, list) and len(texts) == 3 and all(isinstance(text, str) for text in texts)):
-                raise ValueError("not an error")
-        error = Raised(self.name, *map(visible, texts))
-        error.__cause__ = cause
-        return error
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
         """Have the loop wake the calls when the process can be written to or read from."""
@@ -438,3 +407,6 @@ def reader(kind: Any) -> Reader:
     """Reads JSON as this union of types; ValueError if it is something else."""
     adapter: TypeAdapter[Any] = TypeAdapter(kind, config=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
     return adapter.validate_json
+
+
+_texts = reader(tuple[str, str, str])  # an error's class, message and traceback

@@ -208,7 +208,7 @@ class _Seat:
     def wait_until_ready(self) -> None:
         assert self._loading is not None
         try:
-            self._is_ready(self._loading.wait())
+            self._is_ready(self.worker.wait(self._loading))
         except (Raised, Lost) as error:
             raise self._cannot_start(error) from None
 

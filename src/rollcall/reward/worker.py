@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any, Literal
 
 from rollcall.base.redact import guard_streams, remember
-from rollcall.nodes.framing import JSON
 from rollcall.process.child import MAX_WHY, cut
 from rollcall.process.debug.child import ChildLine
 from rollcall.process.pause import patient_loop, running_s
@@ -88,8 +87,6 @@ class RewardResult:
 
 
 class RewardWorker:
-    says = JSON
-
     def __init__(self, line_fd: int) -> None:
         self._cpu_s = 0.0  # that the item at hand may use; 0: there is none yet
         self._line = ChildLine(line_fd, of="reward", around=self._without_cpu_limit)

@@ -28,7 +28,7 @@ from rollcall.environments.conversation import Conversations
 from rollcall.environments.endpoint import Endpoint, EndpointServer, call_format_of, in_loop
 from rollcall.environments.histories import Histories
 from rollcall.loop.group_maker import sampling_of
-from rollcall.nodes.http_door import listen
+from rollcall.nodes.http_server import listen
 from rollcall.run.build import load_sampler, open_model
 from rollcall.run.evaluation import GIVEN, ModelPlan, plan_model, sets_model
 

@@ -30,7 +30,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollcall.base.words import counted
-from rollcall.nodes.http_door import http_server, listen
+from rollcall.nodes.http_server import http_server, listen
 from rollcall.view.address import OPEN, Keys
 from rollcall.view.api import ADDRESSES, Api, answering, as_json
 from rollcall.view.shown_runs import ShownRuns

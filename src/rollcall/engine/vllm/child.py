@@ -45,6 +45,7 @@ class Child:
         self.memory = SharedMemory()
         env = child_environment(num_threads=num_threads)
         link = LinkHere([python, str(SERVER)], env=env, fds=(self.memory.fd,))
+        self.log_tail = link.log_tail
         # It is trusted, and its Python has no classes of ours.
         self._worker = Worker(link, name="vLLM", hears=JSON, answers=defaultdict(lambda: json.loads))
         self._start = self._last = self.begin("version", deadline_s=START_S)
@@ -75,7 +76,7 @@ class Child:
                 say(f"vLLM: {doing} takes {waited_s:.0f} s so far; its log says: {self.log_tail(1)[:150]}")
 
         try:
-            return call.wait(meanwhile=tell)
+            return self._worker.wait(call, meanwhile=tell)
         except Raised as error:
             raise VllmError(
                 f"vLLM failed in `{call.method}`: {error.kind}: {error.message}\n{self.log_tail(LOG_LINES)}\n{error.trace}"
@@ -85,9 +86,6 @@ class Child:
             raise VllmError(
                 f"the vLLM process {lost.why}; the end of its log:\n{self.log_tail(LOG_LINES)}{at}"
             ) from None
-
-    def log_tail(self, count: int) -> str:
-        return self._worker.log_tail(count)
 
     def close(self) -> None:
         """Ask it to end, and kill it if it does not."""

@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from traceback import format_exception_only, walk_tb
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -110,7 +111,7 @@ class _Debugger(pdb.Pdb):
 
     def _tell_error(self) -> None:
         if self._error is not None:
-            self.message("".join(_headline(self._error)).rstrip())
+            self.message("".join(format_exception_only(self._error)).rstrip())
 
     def _raise_heard(self) -> None:
         heard, self._heard = self._heard, None
@@ -177,17 +178,9 @@ class LinePdb(_Debugger):
         self._raise_heard()
 
     def _place(self, frame: FrameType | None, traceback: TracebackType | None) -> dict[str, Any]:
-        why = "breakpoint" if self._error is None else _headline(self._error)[-1].strip()
-        if frame is None:
-            while traceback is not None and traceback.tb_next is not None:
-                traceback = traceback.tb_next
-            if traceback is None:
-                return dict(file="", line=0, function="", why=why)
-            frame, line = traceback.tb_frame, traceback.tb_lineno
-        else:
-            line = frame.f_lineno
-        code = frame.f_code
-        return dict(file=code.co_filename, line=line, function=code.co_name, why=why)
+        why = "breakpoint" if self._error is None else format_exception_only(self._error)[-1].strip()
+        *_, (where, line) = walk_tb(traceback) if frame is None else [(frame, frame.f_lineno)]
+        return dict(file=where.f_code.co_filename, line=line, function=where.f_code.co_name, why=why)
 
     def _introduce(self) -> None:
         self._tell_error()
@@ -278,9 +271,3 @@ class _Talk(io.TextIOBase):
                 self.say(here=True)
                 self._introduce()
                 self.say(prompt=prompt)
-
-
-def _headline(error: BaseException) -> list[str]:
-    import traceback
-
-    return traceback.format_exception_only(type(error), error)

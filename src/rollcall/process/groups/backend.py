@@ -1,4 +1,4 @@
-"""What a worker group needs from a backend: Ray (``on_ray``), this process (``inprocess``), or nodes that share only a folder
+"""What a worker group needs from a backend: Ray (``process/ray``), this process (``inprocess``), or nodes that share only a folder
 (``folder``).
 
 A virtual cluster reserves slots through a Backend and gets a Reservation. Its Carrier takes the calls of a Gang to the workers.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -135,10 +134,9 @@ class Call:
     is_done: bool = False
     value: Any = None
     error: Exception | None = None  # RemoteFailureError: what the worker raised; others: why there is no answer
-    ended_s: float = 0.0  # unix time
 
     def finish(self, value: Any = None, *, error: Exception | None = None) -> None:
-        self.value, self.error, self.ended_s, self.is_done = value, error, time.time(), True
+        self.value, self.error, self.is_done = value, error, True
 
 
 class Overseer(Protocol):

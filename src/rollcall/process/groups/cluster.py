@@ -7,6 +7,7 @@ way, nodes are ranked by address.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
@@ -137,14 +138,13 @@ class VirtualCluster:
             self._groups.remove(group)
 
     def shutdown(self) -> None:
-        """End the groups that live here and give the slots back."""
-        try:
-            for group in list(self._groups):
-                group.shutdown()
-        finally:
-            if self._reservation is not None:
-                self._reservation.release()
-                self._reservation = None
+        """End the groups that live here, the last one first, and give the slots back, even if one of them cannot be ended."""
+        reservation, self._reservation = self._reservation, None
+        with ExitStack() as ends:
+            if reservation is not None:
+                ends.callback(reservation.release)
+            for group in self._groups:
+                ends.callback(group.shutdown)
 
     def __enter__(self) -> VirtualCluster:
         return self

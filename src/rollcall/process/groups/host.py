@@ -129,11 +129,7 @@ def call_method(
     worker: Any, method: str, args: Any, kwargs: Mapping[str, Any], *, loop: asyncio.AbstractEventLoop
 ) -> Any:
     """Run one method; a coroutine is run to its end."""
-    function = getattr(worker, method, None)
-    if not callable(function):
-        names = [name for name in dir(worker) if not name.startswith("_") and callable(getattr(worker, name))]
-        raise ValueError(f"{type(worker).__name__} has no method {method!r}; it has {', '.join(names) or 'none'}")
-    result = function(*args, **kwargs)
+    result = getattr(worker, method)(*args, **kwargs)
     return loop.run_until_complete(result) if inspect.iscoroutine(result) else result
 
 

@@ -189,32 +189,15 @@ def _death(error: Exception) -> str:
     return lines[-1].partition(" Some common causes include")[0].removesuffix(".") if lines else type(error).__name__
 
 
-class _Full(Exception):
-    pass
-
-
-class _Scale:
-    """Counts what is written, up to ``INLINE_BYTES``."""
-
-    size = 0
-
-    def write(self, data: Any) -> None:
-        self.size += memoryview(data).nbytes
-        if self.size > INLINE_BYTES:
-            raise _Full
-
-
 def is_large(value: Any) -> bool:
     """Whether one shared copy is cheaper than a copy in each worker's call."""
-    scale: Any = _Scale()
     # Arrays and tensors need not be pickled for this; pickling a tensor copies it.
     parts = value.values() if isinstance(value, Mapping) else (value,)
     if sum(part.nbytes for part in parts if isinstance(getattr(part, "nbytes", None), int)) > INLINE_BYTES:
         return True
+    buffers: list[pickle.PickleBuffer] = []
     try:
-        cloudpickle.dump(value, scale, protocol=5, buffer_callback=scale.write)
-    except _Full:
-        return True
+        pickled = cloudpickle.dumps(value, protocol=5, buffer_callback=buffers.append)
     except (pickle.PicklingError, TypeError):
         return False  # the call itself says best what cannot be sent
-    return False
+    return len(pickled) + sum(buffer.raw().nbytes for buffer in buffers) > INLINE_BYTES

@@ -12,15 +12,12 @@ from typing import Any
 
 from rollcall.base.errors import ClusterError
 from rollcall.nodes.head import NodeInfo
-from rollcall.nodes.rank import rank_by_address, rank_offered
+from rollcall.nodes.rank import rank_by_address
 from rollcall.process.ray.each_node import pinned
 from rollcall.process.ray.gcs import node_rows
 
 RANK_LABEL = "rollcall.rank"  # from `rollcall node`, or from a person's `ray start`
 MARK_LABEL = "rollcall.mark"  # from `rollcall node` only
-NODE_ID_LABEL = "ray.io/node-id"
-ADDRESS_RESOURCE = "node:"  # and the address: what every node of Ray offers
-LITTLE = 0.001  # of a resource that pins: it leaves room for all others
 
 # Ranks of nodes that carry none, once a run has been placed on them: by the Ray and the node's place.
 _settled: dict[str, dict[str, int]] = {}
@@ -47,13 +44,13 @@ class RayNode:
         """The labels that tie a bundle to the node, by rank if it has one: a node that replaces a dead one gets its slots."""
         if self.is_labelled:
             return {RANK_LABEL: str(self.rank)}
-        return {} if self.tie else {NODE_ID_LABEL: self.node_id}
+        return {} if self.tie else {"ray.io/node-id": self.node_id}
 
     @property
     def tie(self) -> dict[str, float]:
         """The resource that ties a bundle to a node without a label: what comes back at the same address gets the slots."""
-        name = f"{ADDRESS_RESOURCE}{self.address}"
-        return {name: LITTLE} if not self.is_labelled and self.place == self.address and name in self.total else {}
+        name = f"node:{self.address}"  # every node of Ray offers it; so little leaves room for all others
+        return {name: 0.001} if not self.is_labelled and self.place == self.address and name in self.total else {}
 
 
 def ranked_nodes() -> list[RayNode]:
@@ -155,7 +152,7 @@ def _this_ray() -> str:
 
 def _own_rank(node: dict[str, Any]) -> int | None:
     label = node["Labels"].get(RANK_LABEL)
-    return int(label) if label is not None else rank_offered(node["Resources"])
+    return None if label is None else int(label)
 
 
 def _refuse_twins(alive: Sequence[dict[str, Any]]) -> None:

@@ -14,9 +14,9 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -32,7 +32,6 @@ from rollcall.process.groups.sightings import ANSWER_S, LOOK_EVERY_S, Loss, Watc
 from rollcall.process.ray.each_node import pinned
 from rollcall.process.ray.members import suspect
 
-STACKS_S = 10.0
 ALONE_S = 60.0
 ENDED_S = 10.0  # for killed workers to be gone
 
@@ -61,15 +60,10 @@ class Eyes:
         self._asked_s = time.monotonic()
         for pid in set(pids.values()) - self._readers.keys():
             self._readers[pid], self._tails[pid] = Reader(pid), LogTail(pid)
-        return self.look_again(pids)
-
-    def look_again(self, pids: Mapping[int, int]) -> NodeLook:
-        """Looks once more at workers that may be lost."""
-        known = {rank: pid for rank, pid in pids.items() if pid in self._readers}
         return NodeLook(
             now_s=time.monotonic(),
-            workers={rank: self._readers[pid].look() for rank, pid in known.items()},
-            logs={rank: (self._tails[pid].path, self._tails[pid].read()) for rank, pid in known.items()},
+            workers={rank: self._readers[pid].look() for rank, pid in pids.items()},
+            logs={rank: (self._tails[pid].path, self._tails[pid].read()) for rank, pid in pids.items()},
         )
 
     def _end_when_alone(self) -> None:
@@ -96,7 +90,8 @@ class Supervisor:
         self._gang = gang
         self._watch = Watch()
         self._eyes: dict[str, Any] = {}  # by node
-        self._asked: dict[str, tuple[Any, float]] = {}  # the open question to each node, and when it was asked
+        # The open question to each node, when it was asked, and the processes that it is about, by rank.
+        self._asked: dict[str, tuple[Any, float, Mapping[int, int]]] = {}
         self._seats: dict[int, Member] = {}  # by rank
         self._silent_nodes: set[str] = set()
         self._lock = threading.Lock()
@@ -148,12 +143,12 @@ class Supervisor:
         with self._lock:
             by_node = _pids_by_node(one for one in members if one.spec.node.node_id not in self._silent_nodes)
         asked_s = time.time()
-        calls = {node_id: self._eyes[node_id].look_again.remote(pids) for node_id, pids in by_node.items()}
+        calls = {node_id: self._eyes[node_id].look.remote(pids) for node_id, pids in by_node.items()}
         ready = ray.wait(list(calls.values()), num_returns=len(calls), timeout=ANSWER_S)[0] if calls else []
         for node_id, call in calls.items():
             if call in ready:
                 with suppress(RayError):  # the node may be gone with them
-                    self._keep(node_id, ray.get(call), ranks=by_node[node_id], asked_s=asked_s)
+                    self._keep(node_id, ray.get(call), asked_s=asked_s)
 
     def stop(self) -> None:
         self._ended.set()
@@ -194,7 +189,7 @@ class Supervisor:
         by_node = _pids_by_node(seats.values())
         for node_id, pids in by_node.items():
             if node_id not in self._asked:
-                self._asked[node_id] = self._eyes[node_id].look.remote(pids), time.time()
+                self._asked[node_id] = self._eyes[node_id].look.remote(pids), time.time(), pids
         looks = self._answers(list(by_node))
         gone = {node["NodeID"] for node in ray.nodes() if not node["Alive"]} & set(by_node)
         with self._lock:
@@ -202,9 +197,8 @@ class Supervisor:
         is_held = BOARD.is_held
         for answer in looks.values():
             for rank, seen in answer.workers.items() if answer is not None else ():
-                if rank in seats:
-                    self._post(seats[rank], stop=seen.stop if seen.is_alive else None)
-                    is_held = is_held or seen.stop is not None
+                self._post(seats[rank], stop=seen.stop if seen.is_alive else None)
+                is_held = is_held or seen.stop is not None
         return self._watch.judge(
             {node_id: answer and answer.workers for node_id, answer in looks.items()},
             seats={node: list(pids) for node, pids in by_node.items()},
@@ -234,30 +228,30 @@ class Supervisor:
         for node_id in nodes:
             if self._asked[node_id][0] not in ready:
                 continue
-            call, asked_s = self._asked.pop(node_id)
+            call, asked_s, pids = self._asked.pop(node_id)
             try:
                 answer: NodeLook = ray.get(call)
             except RayError:
                 found[node_id] = None
                 continue
-            found[node_id] = answer
-            with self._lock:  # a process that has taken a rank meanwhile is not what was looked at
-                ours = {rank for rank, member in self._seats.items() if member.spec.node.node_id == node_id}
-            self._keep(node_id, answer, ranks=ours, asked_s=asked_s)
+            with self._lock:  # a process that was removed or replaced meanwhile is not judged, and nor is its successor
+                current = {rank for rank, pid in pids.items() if rank in self._seats and self._seats[rank].pid == pid}
+            workers = {rank: seen for rank, seen in answer.workers.items() if rank in current}
+            logs = {rank: log for rank, log in answer.logs.items() if rank in current}
+            found[node_id] = answer = replace(answer, workers=workers, logs=logs)
+            self._keep(node_id, answer, asked_s=asked_s)
         return found
 
-    def _keep(self, node_id: str, answer: NodeLook, *, ranks: Collection[int], asked_s: float) -> None:
-        seen = {rank: one for rank, one in answer.workers.items() if rank in ranks}
+    def _keep(self, node_id: str, answer: NodeLook, *, asked_s: float) -> None:
         lookout = self._gang.lookout
-        lookout.note(node_id, seen, there_s=answer.now_s, asked_s=asked_s, answered_s=time.time())
+        lookout.note(node_id, answer.workers, there_s=answer.now_s, asked_s=asked_s, answered_s=time.time())
         for rank, (path, added) in answer.logs.items():
-            if rank in ranks:
-                lookout.note_log(rank, path, added)
+            lookout.note_log(rank, path, added)
 
     def _tell_stacks(self, member: Member, *, why: str) -> None:
         try:
             eyes = self._eyes[member.spec.node.node_id]
-            stacks = ray.get(eyes.stacks.remote(member.pid), timeout=STACKS_S)
+            stacks = ray.get(eyes.stacks.remote(member.pid), timeout=10)
         except RayError as error:
             stacks = f"they cannot be read: {error}"
         warn(f"{member.spec.where}: {why}; the stacks of its threads:\n{stacks}")

@@ -1,13 +1,13 @@
 """Slots and workers on nodes that share a folder and nothing else, the master's side: which workers are there, calls out, answers in.
-The workers' side is ``worker``; ``mailbox`` says which file is where.
+The workers' side is ``worker``; ``messages`` says which file is where.
 
 A call is a file in its worker's inbox, its answer a file in ``answers``. The label of both is master, worker and epoch: a
 worker answers what is meant for it, by this master, for its current group. Node 0 runs its worker in a child process of
 the master, which is reached the same way.
 
 One thread, the postman, takes answers and watches the workers. A worker is dead when its counter no longer changes, when it has
-said goodbye, or when another process has taken its place; the calls that it had then fail. Who waits for whom: ``reserve`` for a
-worker on every node, ``settle`` for answers.
+said goodbye, when another process has taken its place, or when a call takes longer than ``CALL_S``; the calls that it had then fail. Who
+waits for whom: ``reserve`` for a worker on every node, ``settle`` and ``answered`` for answers.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ import sys
 import threading
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -52,6 +51,7 @@ from rollcall.process.groups.host import GROUP_MARK, RemoteFailureError, end_gro
 from rollcall.process.groups.pulse import DoneCall, Seen
 
 APPEAR_S = 600.0  # until every worker is there; a person starts them
+CALL_S = 3600.0  # the deadline of a call
 
 
 class NodeWorker:
@@ -64,7 +64,18 @@ class NodeWorker:
         self.death = ""  # why; empty: it lives
         self.on_death: Callable[[str], None] = lambda why: None
         self.number = 0  # of its last call in this epoch
-        self.calls: dict[int, Call] = {}  # under way, by number
+        self.calls: dict[int, Call] = {}  # under way, by number; it takes one after the other
+        self.since_s = 0.0  # when it began with the first of them, or ended the last; by the monotonic clock
+        self.done: list[DoneCall] = []  # that nobody has been told of
+        self.num_done = 0
+
+    def end_call(self, number: int) -> Call:
+        """Notes that a call is answered, and that the worker is at the next one now."""
+        call, began_s, self.since_s = self.calls.pop(number), self.since_s, time.monotonic()
+        if call.link:
+            self.done.append(DoneCall(call.link, began_s, self.since_s))
+            self.num_done += 1
+        return call
 
 
 class FolderBackend:
@@ -77,14 +88,12 @@ class FolderBackend:
         num_nodes: int,
         run: str,
         options: Mapping[str, str] | None = None,
-        appear_s: float = APPEAR_S,
     ) -> None:
         self.folder = own_folder(folder)
         self.num_nodes = num_nodes
         self.changed = threading.Condition()
         self._epoch = 0
         self._messages = Messages(self.folder)
-        self._appear_s = appear_s
         facts = {**about_this_process(), "state": State.RUNNING, "why": "", "run": run, "epoch": 0, "dismissed": []}
         facts |= {"options": {"--num-nodes": str(num_nodes), **(options or {})}, "folder": str(self.folder)}
         self._presence = Presence(self._messages.master, facts)
@@ -120,7 +129,7 @@ class FolderBackend:
             raise ClusterError(
                 f"slots {list(ask.slots_per_node)} were asked for, and each of the {self.num_nodes} nodes of {self.folder} has one"
             )
-        workers = self.await_workers(sorted(wanted), timeout_s=self._appear_s)
+        workers = self.await_workers(sorted(wanted), timeout_s=APPEAR_S)
         # Without devices: a process uses the accelerators that its node shows it.
         nodes = [NodeSeats(node_rank=one.rank, node_id=one.host, address="", bundles=(0,)) for one in workers]
         return Reservation(nodes=nodes, carrier=lambda recipe: Mail(self))  # the workers stay for the next group
@@ -195,6 +204,8 @@ class FolderBackend:
                 call.finish(error=ClusterError(worker.death))
                 return
             worker.number += 1
+            if not worker.calls:
+                worker.since_s = time.monotonic()
             worker.calls[worker.number] = call
             put(self._messages.inbox(worker.rank) / message_name(self._label(worker), worker.number), data)
             self._rhythm.note(happened=True)
@@ -236,7 +247,7 @@ class FolderBackend:
             label, number = read_name(name)
             with self.changed:
                 asked = [worker for worker in self._workers.values() if label == self._label(worker)]
-                for answered in [worker.calls.pop(number) for worker in asked if number in worker.calls]:
+                for answered in [worker.end_call(number) for worker in asked if number in worker.calls]:
                     outcome: RemoteFailureError | tuple[Any] = pickle.loads(data)
                     if isinstance(outcome, RemoteFailureError):
                         answered.finish(error=outcome)
@@ -258,6 +269,8 @@ class FolderBackend:
             return f"it said goodbye ({peer.facts.get('why')})"
         if peer.silent_s > SILENT_S:
             return f"its counter in {self._messages.node(rank)} has not moved for {peer.silent_s:.0f} s"
+        if worker.calls and (busy_s := time.monotonic() - worker.since_s) > CALL_S:
+            return f"it has not answered a call for {busy_s:.0f} s"
         return ""
 
     def _bury(self, rank: int, why: str) -> None:
@@ -265,6 +278,8 @@ class FolderBackend:
         if worker is None or worker.death:
             return
         worker.death = why
+        if rank == 0 and self._child is not None:
+            self._child.kill()  # one that hangs would be in the way of the next
         worker.on_death(why)
         self._fail_calls(worker, why)
         # If it lives after all, because it was only stopped for a while, it must come back as a new worker.
@@ -277,18 +292,6 @@ class FolderBackend:
         self.changed.notify_all()
 
 
-@dataclass(slots=True)
-class _Told:
-    """What the lookout knows of a member's calls."""
-
-    calls: deque[Call] = field(default_factory=deque)  # that it does not know as ended, in order
-    free_s: float = 0.0  # when the last of the others ended
-    num_done: int = 0
-
-    def begin_s(self, call: Call) -> float:
-        return max(call.link[1], self.free_s)
-
-
 class Mail(Carrier):
     """Carries the calls of one group."""
 
@@ -297,7 +300,6 @@ class Mail(Carrier):
     def __init__(self, post: FolderBackend) -> None:
         self._post, self.changed = post, post.changed
         self._mark = uuid.uuid4().hex
-        self._told: dict[Member, _Told] = {}
 
     def open(self, gang: Overseer) -> None:
         super().open(gang)
@@ -308,7 +310,6 @@ class Mail(Carrier):
         (worker,) = self._post.await_workers([spec.node.node_rank], timeout_s=wait.left_s)
         member = Member(replace(spec, node=replace(spec.node, node_id=worker.host)), link=worker)
         worker.on_death = lambda why: self.gang.lose({member: why})
-        self._told[member] = _Told()
         return member
 
     def start_env(self, spec: WorkerSpec) -> Mapping[str, str]:
@@ -316,39 +317,39 @@ class Mail(Carrier):
 
     def send(self, call: Call, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         data = pickle.dumps((method, tuple(args), dict(kwargs)), protocol=pickle.HIGHEST_PROTOCOL)
-        if method == "call":
-            call.link = args[0], time.time()
-            self._told[call.member].calls.append(call)
+        call.link = args[0] if method == "call" else ""
         self._post.post(call.member.link, call, data)
 
     def settle(self, calls: Sequence[Call], *, timeout_s: float, through_failures: bool = False) -> None:
         self._post.check()
         super().settle(calls, timeout_s=timeout_s, through_failures=through_failures)
 
+    def answered(self, calls: Sequence[Call], *, timeout_s: float) -> Collection[Call]:
+        self._post.check()
+        return super().answered(calls, timeout_s=timeout_s)
+
     def is_alive(self, member: Member) -> bool:
         return not member.link.death
 
     def look(self, members: Sequence[Member], *, last: bool) -> Collection[int]:
-        """Report the calls as the master knows them: a worker takes one after the other."""
+        """Report the calls as the master knows them."""
         for member in members:
-            told, lookout, rank = self._told[member], self.gang.lookout, member.spec.rank
-            while told.calls and told.calls[0].is_done:
-                call = told.calls.popleft()
-                lookout.add(rank, DoneCall(call.link[0], told.begin_s(call), call.ended_s))
-                told.free_s, told.num_done = call.ended_s, told.num_done + 1
-            doing, since_s, now_s = "", told.free_s or None, time.time()
-            if told.calls:
-                doing, since_s = told.calls[0].link[0], told.begin_s(told.calls[0])
-            facts = self._post.facts_of(member.link)
-            seen = Seen(
-                is_alive=not member.death,
-                doing=doing,
-                since_s=since_s,
-                num_done=told.num_done,
-                memory_bytes=facts.get("memory_bytes", 0),
-                device_bytes=facts.get("device_bytes", 0),
-            )
-            lookout.note(member.link.incarnation, {rank: seen}, there_s=now_s, asked_s=now_s, answered_s=now_s)
+            worker: NodeWorker = member.link
+            facts = self._post.facts_of(worker)
+            with self.changed:
+                done, worker.done = worker.done, []
+                seen = Seen(
+                    is_alive=not member.death,
+                    doing=next((call.link for call in worker.calls.values()), ""),
+                    since_s=worker.since_s or None,
+                    num_done=worker.num_done,
+                    calls=tuple(done),
+                    memory_bytes=facts.get("memory_bytes", 0),
+                    device_bytes=facts.get("device_bytes", 0),
+                )
+            now_s, there_s = time.time(), time.monotonic()
+            clock = dict(there_s=there_s, asked_s=now_s, answered_s=now_s)
+            self.gang.lookout.note(worker.incarnation, {member.spec.rank: seen}, **clock)
         return ()
 
     def stop(self, members: Sequence[Member], *, timeout_s: float) -> None:

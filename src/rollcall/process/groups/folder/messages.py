@@ -95,11 +95,8 @@ def new_id() -> str:
 def own_folder(path: Path) -> Path:
     """Make the folder if it does not exist, and refuse it unless it is closed to other users."""
     path = path.absolute()
-    if not path.exists():
-        path.mkdir(parents=True, mode=0o700, exist_ok=True)
+    path.mkdir(parents=True, mode=0o700, exist_ok=True)
     found = path.stat()
-    if not stat.S_ISDIR(found.st_mode):
-        raise ClusterError(f"{path} is a file; give a folder that all nodes share")
     if found.st_uid != os.geteuid():
         raise ClusterError(
             f"{path} belongs to user {found.st_uid}, and this is user {os.geteuid()}; the nodes exchange Python pickles there, "

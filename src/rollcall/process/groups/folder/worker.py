@@ -281,7 +281,9 @@ class FolderWorker:
     def _look(self) -> None:
         """Look at the master, in the presence's thread."""
         self._master.look()
-        if self._is_calling and self._master.is_moving and self._label != self._current_label():
+        if not (self._is_calling and self._master.is_moving):
+            return
+        if self._label != self._current_label() or self._presence.incarnation in self._master.facts["dismissed"]:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
 
     def _abandon(self, number: int, frame: Any) -> None:
