@@ -27,10 +27,9 @@ from rollcall.engine.weights.broadcast import BroadcastInlet, BroadcastOutlet
 from rollcall.engine.weights.carrier import Hellos, Inlet, Outlet, visible_gpus
 from rollcall.engine.weights.layout import Parts, Views, cut, fit, view
 from rollcall.engine.weights.line import Desk, Line, call, hear_all
-from rollcall.engine.weights.protocol import Carrying, Invitation, RefusedUpdateError, Sent, refuse_stale
+from rollcall.engine.weights.protocol import Carrying, Invitation, RefusedUpdateError, refuse_stale
 from rollcall.model.checksum import checksum
 
-TIMEOUT_S = 300.0
 Header = Mapping[str, Any]  # what a sender says of an update
 
 
@@ -45,7 +44,7 @@ class StreamSender:
         receivers: Sequence[str],
         host: str,
         changes_only: bool,
-        timeout_s: float = TIMEOUT_S,
+        timeout_s: float,
     ) -> None:
         self._carrying = carrying
         self._outlet: Outlet | None = None
@@ -63,7 +62,7 @@ class StreamSender:
     def invitations(self) -> Mapping[str, Invitation]:
         return dict.fromkeys(self._receivers, self._desk.invitation)
 
-    def send(self, tensors: Mapping[str, Tensor] | Parts, *, version: int) -> Sequence[Sent]:
+    def send(self, tensors: Mapping[str, Tensor] | Parts, *, version: int) -> None:
         if self._is_closed:
             raise WeightUpdateError("this sender of weights is closed; make a new one and invite its receivers")
         deadline = Wait(self._timeout_s)
@@ -72,11 +71,10 @@ class StreamSender:
             if self._outlet is None:
                 self._lines, hellos = self._desk.welcome(deadline)
                 self._outlet = self._open_outlet(views, hellos, deadline)
-            sent = self._exchange(views, version=version, deadline=deadline)
+            self._exchange(views, version=version, deadline=deadline)
         except BaseException:  # receivers must not wait for a sender that has given up
             self.close()
             raise
-        return [sent]
 
     def _open_outlet(self, views: Views | Parts, hellos: Hellos, deadline: Wait) -> Outlet:
         if self._carrying == "broadcast":
@@ -100,27 +98,18 @@ class StreamSender:
             self._outlet.close()
         self._outlet = self._views = self._base = None
 
-    def _exchange(self, views: Views | Parts, *, version: int, deadline: Wait) -> Sent:
-        first: dict[str, str] = {}
-        for attempt in (1, 2):
-            refused, changes = self._attempt(views, version=version, deadline=deadline, in_full=attempt > 1)
-            self._tell({"step": "again" if refused and attempt == 1 else "end"}, deadline)
+    def _exchange(self, views: Views | Parts, *, version: int, deadline: Wait) -> None:
+        refused: dict[str, str] = {}
+        for in_full in (False, True):
+            refused = self._attempt(views, version=version, deadline=deadline, in_full=in_full)
+            self._tell({"step": "again" if refused and not in_full else "end"}, deadline)
             if not refused:
-                return Sent(
-                    version=version,
-                    num_bytes=views.layout.num_bytes if changes is None else len(changes.payload),
-                    is_full=changes is None,
-                    num_attempts=attempt,
-                    refusals=first,
-                )
-            first = first or refused
+                return
         why = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
         raise RefusedUpdateError(f"weights of version {version} were refused, and again when sent in full: {why}")
 
-    def _attempt(
-        self, views: Views | Parts, *, version: int, deadline: Wait, in_full: bool
-    ) -> tuple[dict[str, str], delta.Delta | None]:
-        """Who refused and why; the changes that were sent, if not all of the weights were."""
+    def _attempt(self, views: Views | Parts, *, version: int, deadline: Wait, in_full: bool) -> dict[str, str]:
+        """Who refused, and why."""
         assert self._outlet is not None
         ready = hear_all(self._lines, deadline, waiting_for="readiness")
         changes = None
@@ -136,7 +125,7 @@ class StreamSender:
             deadline,
         )
         if refused := self._refusals(deadline, waiting_for="consent"):
-            return refused, changes
+            return refused
         self._tell({"step": "data"}, deadline)
         size = self._outlet.bucket_size
         buckets = views.buckets(size)
@@ -150,7 +139,7 @@ class StreamSender:
             self._base_version = None
         elif isinstance(views, Views):
             self._keep(views, version=version, changes=changes)
-        return refused, changes
+        return refused
 
     def _changes(self, views: Views, *, held: Sequence[int | None]) -> delta.Delta | None:
         if self._base is None or self._base_version is None or any(version != self._base_version for version in held):
@@ -186,13 +175,8 @@ class LineReceiver(ABC):
         self._invitations = invitations
         self._device = device
         self._ends: list[tuple[Line, Inlet]] = []
-        self._held: int | None = None
+        self._held: int | None = None  # None before the first update and after one that broke off
         self._newest: int | None = None
-
-    @property
-    def version(self) -> int | None:
-        """The version held; None before the first update and after one that broke off."""
-        return self._held
 
     def close(self) -> None:
         for line, inlet in self._ends:

@@ -27,7 +27,7 @@ from rollcall.base.atomic import TEMPORARY, replacing
 from rollcall.base.errors import MissingPeerError
 from rollcall.base.wait import Wait
 from rollcall.engine.weights.layout import BucketSize, Entry, Layout, Views, fit, view
-from rollcall.engine.weights.protocol import Invitation, RefusedUpdateError, Sent, refuse_stale
+from rollcall.engine.weights.protocol import Invitation, RefusedUpdateError, refuse_stale
 from rollcall.model.checksum import checksum
 from rollcall.model.stored.files import StoredError
 from rollcall.model.stored.safetensors import read_header, write_header
@@ -59,7 +59,7 @@ class FolderSender:
     def invitations(self) -> Mapping[str, Invitation]:
         return dict.fromkeys(self._receivers, self._invitation)
 
-    def send(self, tensors: Mapping[str, Tensor], *, version: int) -> Sequence[Sent]:
+    def send(self, tensors: Mapping[str, Tensor], *, version: int) -> None:
         self._views = views = view(tensors, kept=self._views)
         written = set[str]()
         for number, (part, buckets) in enumerate(_parts_of(views)):
@@ -72,7 +72,6 @@ class FolderSender:
                     file.write(span.cpu().numpy().data)
             written.add(path.name)
         self._clear(keep=written)
-        return [Sent(version=version, num_bytes=views.layout.num_bytes, is_full=True, num_attempts=1, refusals={})]
 
     def close(self) -> None:
         self._clear()
@@ -90,17 +89,11 @@ class FolderReceiver:
         self._invitation = invitation
         self._tensors = dict(tensors)
         self._views: Views | None = None
-        self._held: int | None = None
         self._newest: int | None = None
-
-    @property
-    def version(self) -> int | None:
-        return self._held
 
     def receive(self, *, version: int) -> None:
         refuse_stale(version, due=version, newest=self._newest)
         deadline = Wait(self._invitation.timeout_s)
-        self._held = None
         refusal: RefusedUpdateError | None = None
         for _ in range(2):  # a share may show a file before all of its bytes
             try:
@@ -109,7 +102,7 @@ class FolderReceiver:
                 refusal = error
                 time.sleep(LOOK_S)
                 continue
-            self._held = self._newest = version
+            self._newest = version
             return
         raise RefusedUpdateError(f"{self.name} refused version {version} twice: {refusal}") from refusal
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -68,7 +68,6 @@ class BucketSize:
 
     num_bytes: int
     alone_from: int  # a span of this many bytes is a bucket by itself, so that it needs no packing
-    in_order: bool = False  # small spans do not wait for others behind a large one
 
 
 @dataclass(frozen=True)
@@ -106,6 +105,7 @@ class Layout:
             raise RefusedUpdateError(f"the update has a tensor {extra[0]!r} that is not here")
 
     def buckets(self, size: BucketSize) -> list[list[Span]]:
+        """In the order of the entries: small spans do not wait for others behind a large one."""
         found: list[list[Span]] = []
         shared: list[Span] = []  # small spans that travel together
         room = size.num_bytes
@@ -114,7 +114,7 @@ class Layout:
                 span = Span(index, start, min(start + size.num_bytes, entry.num_bytes))
                 length = span.end - span.start
                 if length >= size.alone_from:
-                    if size.in_order and shared:
+                    if shared:
                         found.append(shared)
                         shared, room = [], size.num_bytes
                     found.append([span])
@@ -229,15 +229,11 @@ class Parts:
         return [[block.name, block.start, block.whole] for block in self._blocks]
 
     def buckets(self, size: BucketSize) -> Iterator[list[Tensor]]:
-        return slices(self.layout.buckets(in_order(size)), self._bytes)
+        return slices(self.layout.buckets(size), self._bytes)
 
     def _bytes(self, index: int) -> Tensor:
         block = self._blocks[index]
         return block.values.detach().to(self.device, block.dtype).contiguous().reshape(-1).view(torch.uint8)
-
-
-def in_order(size: BucketSize) -> BucketSize:
-    return replace(size, in_order=True)
 
 
 def slices(buckets: Sequence[Sequence[Span]], bytes_of: Callable[[int], Tensor]) -> Iterator[list[Tensor]]:
