@@ -316,16 +316,6 @@ def test_paged_attention_gives_the_same_with_tiles_smaller_than_a_block(tile):
 
 
 @on_device
-def test_a_tile_that_does_not_divide_the_block_is_refused():
-    case = attention_case(torch.float32, lengths=[3], num_heads=2, num_kv_heads=2, head_dim=16)
-    with pytest.raises(ValueError, match="does not divide blocks of 64"):
-        tiles = attention.AttentionTiles(tile=128, num_warps=4, num_stages=2)
-        attention.paged_attention(
-            case.q, case.keys, case.values, case.tables, case.lengths, scale=1.0, num_splits=1, tiles=tiles
-        )
-
-
-@on_device
 def test_few_rows_are_split_and_many_are_not():
     assert attention.pick_num_splits(256, num_kv_heads=2, max_blocks=10) == 1
     assert attention.pick_num_splits(16, num_kv_heads=2, max_blocks=128) == 16

@@ -35,7 +35,7 @@ from rollcall.engine.native.runner import (
 )
 from rollcall.engine.native.sampler import truncate
 from rollcall.model.arrays import on_device
-from rollcall.model.decoder import Decoder
+from rollcall.model.decoder import Decoder, UnsupportedModel
 from rollcall.model.kernels import attention, sampling
 from rollcall.model.kernels import decode as kernels
 from rollcall.model.layer import Layer, Pass, product
@@ -59,6 +59,10 @@ class PagedRunner:
         served: Served | None = None,
     ):
         """``graphs``: capture decode steps; without, a debugger can step through them."""
+        if decoder.shape.head_dim % 16:
+            raise UnsupportedModel(
+                f"on CUDA the native engine needs heads of a multiple of 16 numbers; this model's have {decoder.shape.head_dim}"
+            )
         self.decoder = decoder
         self._captures = graphs
         self.max_running = max_running
@@ -70,7 +74,6 @@ class PagedRunner:
         self._blocks: list[list[int]] = []  # per row
         self._kept: KeptSessions[list[int]] = KeptSessions()
         self.num_rows = 0
-        self.num_filled_tokens = 0
         self._fill_tokens = FILL_TOKENS
         self.ahead_from: float = AHEAD_ROWS
         self._on_the_way: deque[_OnTheWay] = deque()
@@ -300,7 +303,7 @@ class PagedRunner:
             return attend_packed(q, keys[context], values[context], extending, window=window, scale=scale)
 
         gain = self._rows.fill_gain(fills)
-        self.num_filled_tokens += run_fills(self.decoder, fills, store, attend_past, gain=gain)
+        run_fills(self.decoder, fills, store, attend_past, gain=gain)
 
     def _slots(self, parts: list[tuple[int, int, int]]) -> Tensor:
         """Where the tokens of these parts (row, from, to) lie in the cache, end to end."""

@@ -174,19 +174,11 @@ def paged_attention(
     num_rows, num_heads, head_dim = q.shape
     _, block_size, num_kv_heads, cache_dim = k_cache.shape
     checks.cache(k_cache, v_cache)
-    checks.need(
-        cache_dim == head_dim and num_heads % num_kv_heads == 0 and q.is_contiguous(),
-        f"q is {tuple(q.shape)} and the cache {tuple(k_cache.shape)}; q needs the cache's head size, a multiple of its "
-        "heads, and contiguous memory",
-    )
-    checks.same_dtype(q=q, k_cache=k_cache)
-    checks.need(1 <= num_splits <= MAX_SPLITS, f"num_splits={num_splits} is outside 1 to {MAX_SPLITS}")
-    checks.need(window >= 0, f"window={window} is negative; use 0 for no window")
+    checks.same_dtype(q, k_cache)
+    assert cache_dim == head_dim and num_heads % num_kv_heads == 0 and q.is_contiguous()
+    assert 1 <= num_splits <= MAX_SPLITS and window >= 0
     tiles = tiles or _default_tiles(k_cache)
-    checks.need(
-        tiles.tile >= 16 and block_size % tiles.tile == 0,
-        f"a tile of {tiles.tile} keys does not divide blocks of {block_size}, or is below 16; use block_size 64",
-    )
+    assert tiles.tile >= 16 and block_size % tiles.tile == 0
     out = q.new_empty(num_rows, num_heads * head_dim)
     partial = lse = None
     if num_splits > 1:

@@ -132,14 +132,9 @@ def sample(
     its log-prob under temperature 1. Returns tokens [B] int64 and log-probs [B] float32. A logit of -inf is never
     drawn. A row with a NaN gets a valid id and a NaN log-prob.
     """
-    num_rows, vocab = checks.rows(logits, name="logits")
-    checks.need(
-        uniforms.shape == temperatures.shape == (num_rows,)
-        and uniforms.is_contiguous()
-        and temperatures.is_contiguous(),
-        f"uniforms are {tuple(uniforms.shape)} and temperatures {tuple(temperatures.shape)}; both need {num_rows} "
-        "contiguous entries, one per row of logits",
-    )
+    num_rows, vocab = checks.rows(logits)
+    assert uniforms.shape == temperatures.shape == (num_rows,)
+    assert uniforms.is_contiguous() and temperatures.is_contiguous()
     num_blocks = triton.cdiv(vocab, tiles.block)
     bests, sums = (logits.new_empty(num_rows, num_blocks, dtype=torch.float32) for _ in range(2))
     tokens = logits.new_empty(num_rows, dtype=torch.int64)
@@ -199,14 +194,8 @@ def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     ``seeds`` and ``positions`` are [B] int64, contiguous.
     """
     (num_rows,) = seeds.shape
-    checks.need(
-        positions.shape == seeds.shape
-        and seeds.dtype == positions.dtype == torch.int64
-        and seeds.is_contiguous()
-        and positions.is_contiguous(),
-        f"seeds are {seeds.dtype} {tuple(seeds.shape)} and positions {positions.dtype} {tuple(positions.shape)}; give "
-        "contiguous int64 of one shape",
-    )
+    assert positions.shape == seeds.shape and seeds.dtype == positions.dtype == torch.int64
+    assert seeds.is_contiguous() and positions.is_contiguous()
     out = seeds.new_empty(num_rows, dtype=torch.float32)
     block = 256
     _uniforms_kernel[(triton.cdiv(num_rows, block),)](seeds, positions, out, num_rows, BLOCK=block)
