@@ -59,17 +59,14 @@ class RowRunner:
         max_running: int,
         kv_tokens: int | None,
         compile: bool = False,
-        attention: Way | None = None,
         served: Served | None = None,
     ):
-        """``attention`` is this machine's own way unless one is given."""
         self.decoder = decoder
-        self._way: Way = attention or cpu_way()
+        self._way: Way = cpu_way()
         self._logits = compiled_logits if compile else next_logits
         self.max_running = max_running
         self.kv_tokens = kv_tokens
         self.num_rows = 0
-        self.num_filled_tokens = 0  # tokens whose KV was computed outside decoding
         self._capacity = (0, 0)  # rows, columns
         self._keys = _nothing(decoder)  # of each layer [rows * Hkv, D, columns]
         self._values = _nothing(decoder)  # of each layer [rows * Hkv, columns, D]
@@ -382,7 +379,7 @@ class RowRunner:
             return outs[0] if len(outs) == 1 else torch.cat(outs)
 
         gain = self._rows.fill_gain(fills)
-        self.num_filled_tokens += run_fills(self.decoder, fills, store, attend_past, gain=gain)
+        run_fills(self.decoder, fills, store, attend_past, gain=gain)
 
 
 class _Copy(NamedTuple):
