@@ -1,14 +1,13 @@
 """KV of sessions outside a CPU's dense rows.
 
 Rows that end together are copied together: a bundle has them side by side, in the columns that they had. So leaving and
-coming back are one copy of a layer for many rows. Where all rows end together, as those of quick environments do, the bundle is their
-memory itself, and if they all come back together it becomes the rows again. A row that is gone leaves a hole in its bundle, which
-counts as memory; where memory is short, bundles with holes are copied to their size.
+coming back are one copy of a layer for many rows. A row that is gone leaves a hole in its bundle, which counts as memory; where memory
+is short, bundles with holes are copied to their size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rollcall.base.types import Ints
-from rollcall.engine.native.kept import Kept, KeptSessions
+from rollcall.engine.native.kept import Kept
 from rollcall.engine.native.runner import Sequence
 
 HOLES = 4  # one row in this many being a hole is many
@@ -85,7 +84,7 @@ class KeptRows:
     """Counts are kept as it changes: there may be thousands of sessions, and each turn asks."""
 
     def __init__(self) -> None:
-        self._sessions: KeptSessions[KeptRow] = KeptSessions()
+        self._sessions: OrderedDict[str, Kept[KeptRow]] = OrderedDict()  # oldest first
         self._holed: dict[Bundle, None] = {}  # those with many holes, in the order in which they got them
         self.num_tokens = 0  # the memory that it takes, as tokens of KV
         self.longest = 0  # columns of the longest row since it was empty
@@ -95,33 +94,27 @@ class KeptRows:
         width = max(row.past for row in rows)
         which = places([row.row for row in rows])
         copies = [Plane(_copied(plane.columns(end - width, end), which), plane.dim) for plane in planes]
-        self._put(rows, Bundle(planes=copies, num_columns=width), indices=range(len(rows)), end=width)
-
-    def put_all(self, rows: list[Leaving], planes: list[Plane], *, end: int) -> None:
-        """``put`` for all rows at once: their memory itself is kept, and nothing is copied."""
-        bundle = Bundle(planes=planes, num_columns=planes[0].tensor.shape[planes[0].dim])
-        self._put(rows, bundle, indices=[row.row for row in rows], end=end)
-
-    def _put(self, rows: list[Leaving], bundle: Bundle, *, indices: Iterable[int], end: int) -> None:
+        bundle = Bundle(planes=copies, num_columns=width)
         self.num_tokens += bundle.num_tokens
-        self.longest = max(self.longest, max(row.past for row in rows))
-        for index, row in zip(indices, rows, strict=True):
-            kv = KeptRow(bundle=bundle, index=index, start=end - row.past)
+        self.longest = max(self.longest, width)
+        for index, row in enumerate(rows):
+            kv = KeptRow(bundle=bundle, index=index, start=width - row.past)
             bundle.rows.add(kv)
             self._add(Kept(session=row.session, ids=row.ids, kv=kv))
 
     def _add(self, kept: Kept[KeptRow]) -> None:
-        self._leave(self._sessions.put(kept))
+        self.forget(kept.session)
+        self._sessions[kept.session] = kept
 
     def take(self, sequence: Sequence) -> tuple[Kept[KeptRow], int] | None:
         """Take out what the sequence's session left, with the number of its tokens that can be used. It no longer counts here; ``restore`` or
         ``put_back`` follows."""
-        kept = self._sessions.take(sequence.request.session)
+        kept = self._sessions.pop(sequence.request.session or "", None)
         if kept is None:
             return None
         num_tokens = kept.num_shared(sequence)
         if not num_tokens:
-            self._leave(kept)
+            self._release(kept.kv)
             return None
         self._take_out(kept.kv, 1)
         return kept, num_tokens
@@ -130,9 +123,9 @@ class KeptRows:
         self._take_out(kept.kv, -1)
         self._add(kept)
 
-    def restore(self, returning: list[Returning], planes: list[Plane], *, home: Bundle | None = None) -> None:
-        """Copy what was taken into rows, and forget it here. Other columns that are copied with it are hidden by masks, or overwritten. Of the bundle
-        ``home`` these planes are the memory."""
+    @torch.inference_mode()
+    def restore(self, returning: list[Returning], planes: list[Plane]) -> None:
+        """Copy what was taken into rows, and forget it here. Other columns that are copied with it are hidden by masks, or overwritten."""
 
         def alike(one: Returning) -> tuple[int, int]:
             return id(one.kept.kv.bundle), one.column - one.kept.kv.start
@@ -140,22 +133,20 @@ class KeptRows:
         for (_, shift), group in groupby(sorted(returning, key=alike), key=alike):
             members = list(group)
             bundle = members[0].kept.kv.bundle
-            if bundle is home and not shift:
-                continue  # they are there
             start = min(one.kept.kv.start for one in members)
             end = max(one.kept.kv.start + one.num_tokens for one in members)
             runs = side_by_side([(one.row, one.kept.kv.index) for one in members])
             for plane, kept in zip(planes, bundle.planes, strict=True):
                 there, here = plane.columns(start + shift, end + shift), kept.columns(start, end)
                 for row, index, count in runs:  # an indexed copy takes several times as long
-                    source = here[index : index + count]
-                    there[row : row + count].copy_(source.clone() if bundle is home else source)
+                    there[row : row + count].copy_(here[index : index + count])
         for one in returning:
             self._take_out(one.kept.kv, -1)
             self._release(one.kept.kv)
 
     def forget(self, session: str) -> None:
-        self._leave(self._sessions.take(session))
+        if (kept := self._sessions.pop(session, None)) is not None:
+            self._release(kept.kv)
 
     def give_way(self) -> bool:
         """Do a little for more memory: close the holes of a bundle that has many, or forget the oldest session. Returns whether there was anything to do."""
@@ -165,18 +156,15 @@ class KeptRows:
             self.num_tokens -= bundle.num_columns * bundle.num_holes
             _close_holes(bundle)
             return True
-        oldest = self._sessions.take_oldest()
-        self._leave(oldest)
-        return oldest is not None
+        if not self._sessions:
+            return False
+        self.forget(next(iter(self._sessions)))
+        return True
 
     def forget_all(self) -> None:
-        self._sessions.take_all()
+        self._sessions.clear()
         self._holed.clear()
         self.num_tokens = self.longest = 0
-
-    def _leave(self, kept: Kept[KeptRow] | None) -> None:
-        if kept is not None:
-            self._release(kept.kv)
 
     def _take_out(self, row: KeptRow, count: int) -> None:
         row.bundle.num_taken += count
@@ -192,16 +180,6 @@ class KeptRows:
                 self.longest = 0
         elif HOLES * bundle.num_holes >= bundle.num_rows:
             self._holed[bundle] = None
-
-
-def bundle_of_all(rows: Mapping[int, KeptRow]) -> Bundle | None:
-    """The bundle that has these rows, each in its place, and no others."""
-    bundles = {id(row.bundle): row.bundle for row in rows.values()}
-    if len(bundles) != 1:
-        return None
-    (bundle,) = bundles.values()
-    in_place = all(place == row.index for place, row in rows.items())
-    return bundle if in_place and len(bundle.rows) == len(rows) else None
 
 
 def _close_holes(bundle: Bundle) -> None:

@@ -26,16 +26,7 @@ from torch import Tensor
 from rollcall.engine.native.adapters import Served
 from rollcall.engine.native.fill import run_fills
 from rollcall.engine.native.kept import Kept
-from rollcall.engine.native.kept_rows import (
-    Bundle,
-    KeptRow,
-    KeptRows,
-    Leaving,
-    Plane,
-    Returning,
-    bundle_of_all,
-    places,
-)
+from rollcall.engine.native.kept_rows import KeptRow, KeptRows, Leaving, Plane, Returning, places
 from rollcall.engine.native.row_attention import ATTEND, AttendRows, hide_starts, plan_extensions
 from rollcall.engine.native.runner import Chunk, Fill, RowState, Sequence, in_parts, order_fills, plan_fills
 from rollcall.engine.native.sampler import sample, uniforms
@@ -110,11 +101,13 @@ class RowRunner:
             self._rows.set(row, sequence)
             self.decoder.rope.grow(sequence.limit)
         self._draw_uniforms(admitted, first)
-        home = None if first else self._go_home(taken)
-        if home is None:
-            self._make_room(steps=1, live=(first, lead))
+        self._make_room(steps=1, live=(first, lead))
         if taken:
-            self._restore(taken, home)
+            returning = [
+                Returning(kept=kept, num_tokens=tokens, row=row, column=self._column - int(self._rows.position[row]))
+                for row, (kept, tokens) in taken.items()
+            ]
+            self._kept.restore(returning, self._planes())
         fills = plan_fills(admitted, first, past={row: num_tokens for row, (_, num_tokens) in taken.items()})
         if fills:
             self._fill(fills)
@@ -193,47 +186,13 @@ class RowRunner:
             room = self.kv_tokens - (self.num_rows - len(rows)) * int(self._rows.position[: self.num_rows].max())
         while self._kept.num_tokens + len(leaving) * longest > room and self._kept.give_way():
             pass
-        all_leave = len(leaving) == self.num_rows and 2 * self.num_rows >= self._capacity[0]
-        if all_leave and self._kept.num_tokens + math.prod(self._capacity) <= room:
-            self._kept.put_all(leaving, self._planes(), end=self._column)
-            self._give_away()
-        else:
-            self._kept.put(leaving, self._planes(), end=self._column)
+        self._kept.put(leaving, self._planes(), end=self._column)
 
     def forget(self, session: str | None) -> None:
         if session is None:
             self._kept.forget_all()
         else:
             self._kept.forget(session)
-
-    def _give_away(self) -> None:
-        """Rows that leave together take the memory with them."""
-        self._keys, self._values = _nothing(self.decoder), _nothing(self.decoder)
-        self._capacity, self._column = (0, 0), 0
-
-    def _go_home(self, taken: dict[int, tuple[Kept[KeptRow], int]]) -> Bundle | None:
-        """Rows that left together and come back together bring their memory with them, if they fit into it. No other row is there."""
-        bundle = bundle_of_all({row: kept.kv for row, (kept, _) in taken.items()})
-        if bundle is None:
-            return None
-        rows, num_columns = bundle.num_rows, bundle.num_columns
-        column = max(kept.kv.start + int(self._rows.position[row]) for row, (kept, _) in taken.items())
-        lead = int(self._rows.position[: self.num_rows].max())
-        if self.num_rows > rows or not lead <= column < num_columns or not self._fits(rows, num_columns):
-            return None
-        layers = [plane.tensor.flatten(0, 1) for plane in bundle.planes]
-        keys, self._values = layers[: len(layers) // 2], layers[len(layers) // 2 :]
-        self._keys = keys if self._way == "products" else [layer.transpose(1, 2) for layer in keys]
-        self._capacity, self._column = (rows, num_columns), column
-        return bundle
-
-    @torch.inference_mode()
-    def _restore(self, taken: dict[int, tuple[Kept[KeptRow], int]], home: Bundle | None) -> None:
-        returning = [
-            Returning(kept=kept, num_tokens=count, row=row, column=self._column - int(self._rows.position[row]))
-            for row, (kept, count) in taken.items()
-        ]
-        self._kept.restore(returning, self._planes(), home=home)
 
     def _planes(self) -> list[Plane]:
         shape = (self._capacity[0], self.decoder.shape.kv_heads)
@@ -260,8 +219,7 @@ class RowRunner:
         """Room for every row's past and ``steps`` more columns. ``live``: the rows and columns whose KV is kept; they end at
         the column of the next token."""
         lead = int(self._rows.position[: self.num_rows].max())
-        # A turn comes back longer by more than its rows' steps. Room before the first column spares it a copy of all rows, and rows that
-        # all come back need it behind the last.
+        # A turn comes back longer by more than its rows' steps. Room before the first column spares it a copy of all rows.
         spare = TURN if self._has_sessions else 0
         if not live[0]:
             self._column = max(lead, min(lead + spare, self._capacity[1] - steps - spare))
