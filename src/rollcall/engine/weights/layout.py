@@ -132,7 +132,6 @@ class Views:
 
     def __init__(self, tensors: Mapping[str, Tensor], layout: Layout) -> None:
         self.layout = layout
-        self.places = _places(tensors)
         self.flat: list[Tensor] = []
         self._apart: list[tuple[Tensor, Tensor]] = []  # a tensor that does not lie as the layout says, and its copy
         for entry in layout.entries:
@@ -171,26 +170,18 @@ class Views:
         return self._buckets[size]
 
 
-def view(tensors: Mapping[str, Tensor], *, kept: Views | None) -> Views:
-    """The tensors as they are now; ``kept`` is used again as long as they stay where they are."""
-    views = kept if kept is not None and kept.places == _places(tensors) else Views(tensors, Layout.of(tensors))
+def view(tensors: Mapping[str, Tensor]) -> Views:
+    """The tensors as they are now."""
+    views = Views(tensors, Layout.of(tensors))
     views.read()
     return views
 
 
-def fit(text: str, tensors: Mapping[str, Tensor], *, kept: Views | None) -> Views:
-    """The tensors in the order of a layout that was sent, which is checked unless it is that of ``kept``."""
-    if kept is not None and text == kept.layout.text:
-        return kept
+def fit(text: str, tensors: Mapping[str, Tensor]) -> Views:
+    """The tensors in the order of a layout that was sent."""
     layout = Layout.parse(text)
     layout.check(tensors)
     return Views(tensors, layout)
-
-
-def _places(tensors: Mapping[str, Tensor]) -> tuple[object, ...]:
-    return tuple(
-        (name, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) for name, tensor in tensors.items()
-    )
 
 
 def cut(flat: Tensor, size: BucketSize) -> list[list[Tensor]]:
