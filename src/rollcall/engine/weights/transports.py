@@ -78,7 +78,6 @@ class FanOut:
 
     def __init__(self, senders: Sequence[StreamSender] | Sequence[FolderSender]) -> None:
         self._senders: list[Any] = list(senders)  # those that take Parts, and those that do not
-        self._pool = ThreadPoolExecutor(max_workers=max(len(senders), 1), thread_name_prefix="weights")
 
     @property
     def invitations(self) -> Mapping[str, Invitation]:
@@ -90,7 +89,8 @@ class FanOut:
         if len(self._senders) == 1:
             self._senders[0].send(tensors, version=version)
             return
-        running = [self._pool.submit(sender.send, tensors, version=version) for sender in self._senders]
+        with ThreadPoolExecutor(thread_name_prefix="weights") as pool:
+            running = [pool.submit(sender.send, tensors, version=version) for sender in self._senders]
         failures = [error for future in running if (error := future.exception()) is not None]
         if not failures:
             return
@@ -104,4 +104,3 @@ class FanOut:
         """Let the receivers go. Closing twice does nothing."""
         for sender in self._senders:
             sender.close()
-        self._pool.shutdown(wait=False)
