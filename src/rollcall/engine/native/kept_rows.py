@@ -1,15 +1,8 @@
-"""KV of sessions outside a CPU's dense rows.
-
-Rows that end together are copied together: a bundle has them side by side, in the columns that they had. So leaving and
-coming back are one copy of a layer for many rows. A row that is gone leaves a hole in its bundle, which counts as memory; where memory
-is short, bundles with holes are copied to their size.
-"""
+"""KV of sessions outside a CPU's dense rows: a copy of what each row had, oldest first."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
-from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -19,8 +12,6 @@ from rollcall.base.types import Ints
 from rollcall.engine.native.kept import Kept
 from rollcall.engine.native.runner import Sequence
 
-HOLES = 4  # one row in this many being a hole is many
-
 
 class Plane(NamedTuple):
     """Keys or values of one layer, as they lie in memory: [rows, Hkv, D and columns]."""
@@ -28,134 +19,43 @@ class Plane(NamedTuple):
     tensor: Tensor
     dim: int  # of the columns
 
-    def columns(self, start: int, end: int) -> Tensor:
-        return self.tensor.narrow(self.dim, start, end - start)
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Bundle:
-    planes: list[Plane]
-    num_columns: int
-    rows: set[KeptRow] = field(default_factory=set)
-    num_taken: int = 0  # of its rows, that are about to be copied back
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.planes[0].tensor)
-
-    @property
-    def num_holes(self) -> int:
-        return self.num_rows - len(self.rows)
-
-    @property
-    def num_tokens(self) -> int:
-        """The memory it takes, without the rows that were taken: they count where they go."""
-        return self.num_columns * (self.num_rows - self.num_taken)
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class KeptRow:
-    bundle: Bundle
-    index: int  # its row
-    start: int  # its first column
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Leaving:
-    """A row whose KV is kept."""
-
-    session: str
-    ids: Ints  # the tokens that are kept
-    row: int
-    past: int  # columns from its first to the end of all rows
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Returning:
-    """Kept KV that a row begins with."""
-
-    kept: Kept[KeptRow]
-    num_tokens: int  # of it
-    row: int
-    column: int  # where its first token goes
+    def columns(self, row: int, start: int, count: int) -> Tensor:
+        return self.tensor[row].narrow(self.dim - 1, start, count)
 
 
 class KeptRows:
-    """Counts are kept as it changes: there may be thousands of sessions, and each turn asks."""
-
     def __init__(self) -> None:
-        self._sessions: OrderedDict[str, Kept[KeptRow]] = OrderedDict()  # oldest first
-        self._holed: dict[Bundle, None] = {}  # those with many holes, in the order in which they got them
-        self.num_tokens = 0  # the memory that it takes, as tokens of KV
-        self.longest = 0  # columns of the longest row since it was empty
+        self._sessions: OrderedDict[str, Kept[list[Tensor]]] = OrderedDict()
+        self.num_tokens = 0  # whose KV is kept
 
-    def put(self, rows: list[Leaving], planes: list[Plane], *, end: int) -> None:
-        """Copy these rows, which all end at the column ``end``."""
-        width = max(row.past for row in rows)
-        which = places([row.row for row in rows])
-        copies = [Plane(_copied(plane.columns(end - width, end), which), plane.dim) for plane in planes]
-        bundle = Bundle(planes=copies, num_columns=width)
-        self.num_tokens += bundle.num_tokens
-        self.longest = max(self.longest, width)
-        for index, row in enumerate(rows):
-            kv = KeptRow(bundle=bundle, index=index, start=width - row.past)
-            bundle.rows.add(kv)
-            self._add(Kept(session=row.session, ids=row.ids, kv=kv))
+    def __len__(self) -> int:
+        return len(self._sessions)
 
-    def _add(self, kept: Kept[KeptRow]) -> None:
+    def put(self, session: str, ids: Ints, planes: list[Plane], *, row: int, start: int) -> None:
+        """Copy the KV of these tokens, which begins at a row's column ``start``."""
+        kv = [plane.columns(row, start, len(ids)).clone() for plane in planes]
+        self.put_back(Kept(session=session, ids=ids, kv=kv))
+
+    def put_back(self, kept: Kept[list[Tensor]]) -> None:
         self.forget(kept.session)
         self._sessions[kept.session] = kept
+        self.num_tokens += len(kept.ids)
 
-    def take(self, sequence: Sequence) -> tuple[Kept[KeptRow], int] | None:
-        """Take out what the sequence's session left, with the number of its tokens that can be used. It no longer counts here; ``restore`` or
-        ``put_back`` follows."""
-        kept = self._sessions.pop(sequence.request.session or "", None)
+    def take(self, sequence: Sequence) -> tuple[Kept[list[Tensor]], int] | None:
+        """Take out what the sequence's session left, with the number of its tokens that can be used, if any can."""
+        kept = self._sessions.get(sequence.request.session or "")
         if kept is None:
             return None
+        self.forget(kept.session)
         num_tokens = kept.num_shared(sequence)
-        if not num_tokens:
-            self._release(kept.kv)
-            return None
-        self._take_out(kept.kv, 1)
-        return kept, num_tokens
-
-    def put_back(self, kept: Kept[KeptRow]) -> None:
-        self._take_out(kept.kv, -1)
-        self._add(kept)
-
-    @torch.inference_mode()
-    def restore(self, returning: list[Returning], planes: list[Plane]) -> None:
-        """Copy what was taken into rows, and forget it here. Other columns that are copied with it are hidden by masks, or overwritten."""
-
-        def alike(one: Returning) -> tuple[int, int]:
-            return id(one.kept.kv.bundle), one.column - one.kept.kv.start
-
-        for (_, shift), group in groupby(sorted(returning, key=alike), key=alike):
-            members = list(group)
-            bundle = members[0].kept.kv.bundle
-            start = min(one.kept.kv.start for one in members)
-            end = max(one.kept.kv.start + one.num_tokens for one in members)
-            runs = side_by_side([(one.row, one.kept.kv.index) for one in members])
-            for plane, kept in zip(planes, bundle.planes, strict=True):
-                there, here = plane.columns(start + shift, end + shift), kept.columns(start, end)
-                for row, index, count in runs:  # an indexed copy takes several times as long
-                    there[row : row + count].copy_(here[index : index + count])
-        for one in returning:
-            self._take_out(one.kept.kv, -1)
-            self._release(one.kept.kv)
+        return (kept, num_tokens) if num_tokens else None
 
     def forget(self, session: str) -> None:
         if (kept := self._sessions.pop(session, None)) is not None:
-            self._release(kept.kv)
+            self.num_tokens -= len(kept.ids)
 
     def give_way(self) -> bool:
-        """Do a little for more memory: close the holes of a bundle that has many, or forget the oldest session. Returns whether there was anything to do."""
-        if self._holed:
-            bundle = next(iter(self._holed))
-            del self._holed[bundle]
-            self.num_tokens -= bundle.num_columns * bundle.num_holes
-            _close_holes(bundle)
-            return True
+        """Forget the oldest session. Returns whether there was one."""
         if not self._sessions:
             return False
         self.forget(next(iter(self._sessions)))
@@ -163,56 +63,11 @@ class KeptRows:
 
     def forget_all(self) -> None:
         self._sessions.clear()
-        self._holed.clear()
-        self.num_tokens = self.longest = 0
-
-    def _take_out(self, row: KeptRow, count: int) -> None:
-        row.bundle.num_taken += count
-        self.num_tokens -= count * row.bundle.num_columns
-
-    def _release(self, row: KeptRow) -> None:
-        bundle = row.bundle
-        bundle.rows.remove(row)
-        if not bundle.rows:
-            self._holed.pop(bundle, None)
-            self.num_tokens -= bundle.num_tokens
-            if not self.num_tokens:
-                self.longest = 0
-        elif HOLES * bundle.num_holes >= bundle.num_rows:
-            self._holed[bundle] = None
+        self.num_tokens = 0
 
 
-def _close_holes(bundle: Bundle) -> None:
-    rows = sorted(bundle.rows, key=lambda row: row.index)
-    which = places([row.index for row in rows])
-    bundle.planes = [Plane(_copied(plane.tensor, which), plane.dim) for plane in bundle.planes]
-    for index, row in enumerate(rows):
-        row.index = index
-
-
-def _copied(tensor: Tensor, rows: slice | Tensor) -> Tensor:
-    if isinstance(rows, Tensor):
-        return tensor.index_select(0, rows)  # more than twice as fast as tensor[rows]
-    return tensor[rows].clone(memory_format=torch.contiguous_format)
-
-
-def side_by_side(pairs: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """Pairs of rows as runs in which both count up, each with its length.
-
-    >>> side_by_side([(4, 0), (5, 1), (2, 7), (6, 3)])
-    [(2, 7, 1), (4, 0, 2), (6, 3, 1)]
-    """
-    runs: list[tuple[int, int, int]] = []
-    for one, other in sorted(pairs):
-        if runs and (one, other) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
-            runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
-        else:
-            runs.append((one, other, 1))
-    return runs
-
-
-def places(rows: list[int]) -> slice | Tensor:
-    """A slice where it can be one: it is read without a copy."""
-    if rows == list(range(rows[0], rows[0] + len(rows))):
-        return slice(rows[0], rows[0] + len(rows))
-    return torch.tensor(rows)
+@torch.inference_mode()
+def restore(kept: Kept[list[Tensor]], planes: list[Plane], *, num_tokens: int, row: int, column: int) -> None:
+    """Copy the first tokens of what was taken into a row, from this column on."""
+    for plane, kv in zip(planes, kept.kv, strict=True):
+        plane.columns(row, column, num_tokens).copy_(kv.narrow(plane.dim - 1, 0, num_tokens))

@@ -6,8 +6,8 @@ the fast way (``attention.cpu_way``), it is two batched products, and keys lie t
 is torch's fused kernel, and keys lie as values do. Both keep keys under the same shape. Room is rows x columns, which is
 what the memory really is. It is float32 for bfloat16 models too: products of so few rows take longer in bfloat16.
 
-The KV of sessions is kept outside the rows and counts as room. It goes, oldest first, when rows need the room. Where room has
-no limit, it takes at most ``KEPT_PER_ROW`` times what ``max_running`` rows take.
+The KV of sessions is kept outside the rows and counts as room. It goes, oldest first, when rows need the room, or when there are more
+than ``KEPT_PER_ROW`` for each of ``max_running`` rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 from rollcall.engine.native.adapters import Served
 from rollcall.engine.native.fill import run_fills
 from rollcall.engine.native.kept import Kept
-from rollcall.engine.native.kept_rows import KeptRow, KeptRows, Leaving, Plane, Returning, places
+from rollcall.engine.native.kept_rows import KeptRows, Plane, restore
 from rollcall.engine.native.row_attention import ATTEND, AttendRows, hide_starts, plan_extensions
 from rollcall.engine.native.runner import Chunk, Fill, RowState, Sequence, in_parts, order_fills, plan_fills
 from rollcall.engine.native.sampler import sample, uniforms
@@ -80,7 +80,7 @@ class RowRunner:
 
     def admit(self, sequences: list[Sequence]) -> int:
         count, longest = 0, int(self._rows.position[: self.num_rows].max(initial=0)) + 1
-        taken: dict[int, tuple[Kept[KeptRow], int]] = {}  # by row
+        taken: dict[int, tuple[Kept[list[Tensor]], int]] = {}  # by row
         for row, sequence in enumerate(sequences[: self.max_running - self.num_rows], start=self.num_rows):
             longest = max(longest, sequence.length)
             kept = self._kept.take(sequence)
@@ -103,11 +103,10 @@ class RowRunner:
         self._draw_uniforms(admitted, first)
         self._make_room(steps=1, live=(first, lead))
         if taken:
-            returning = [
-                Returning(kept=kept, num_tokens=tokens, row=row, column=self._column - int(self._rows.position[row]))
-                for row, (kept, tokens) in taken.items()
-            ]
-            self._kept.restore(returning, self._planes())
+            planes = self._planes()
+            for row, (kept, num_tokens) in taken.items():
+                column = self._column - int(self._rows.position[row])
+                restore(kept, planes, num_tokens=num_tokens, row=row, column=column)
         fills = plan_fills(admitted, first, past={row: num_tokens for row, (_, num_tokens) in taken.items()})
         if fills:
             self._fill(fills)
@@ -168,25 +167,20 @@ class RowRunner:
     @torch.inference_mode()
     def keep(self, rows: dict[int, Sequence]) -> None:
         self._has_sessions = True
-        leaving: list[Leaving] = []
+        positions, planes = self._rows.position, self._planes()
+        room = math.inf
+        if self.kv_tokens is not None:
+            room = self.kv_tokens - (self.num_rows - len(rows)) * int(positions[: self.num_rows].max())
         for row, sequence in rows.items():
             session, ids = sequence.request.session, sequence.all_ids()[:-1]
             assert session is not None
             self._kept.forget(session)
-            past = int(self._rows.position[row])
-            if not self._broken[row]:
-                leaving.append(Leaving(session=session, ids=ids, row=row, past=past))
-        if not leaving:
-            return
-        longest = max(row.past for row in leaving)
-        if self.kv_tokens is None:
-            num_columns = max(_rounded(max(longest, self._kept.longest) + 2 * TURN), self._capacity[1])
-            room = KEPT_PER_ROW * self.max_running * num_columns
-        else:
-            room = self.kv_tokens - (self.num_rows - len(rows)) * int(self._rows.position[: self.num_rows].max())
-        while self._kept.num_tokens + len(leaving) * longest > room and self._kept.give_way():
-            pass
-        self._kept.put(leaving, self._planes(), end=self._column)
+            if self._broken[row]:
+                continue
+            most = KEPT_PER_ROW * self.max_running
+            while (len(self._kept) >= most or self._kept.num_tokens + len(ids) > room) and self._kept.give_way():
+                pass
+            self._kept.put(session, ids, planes, row=row, start=self._column - int(positions[row]))
 
     def forget(self, session: str | None) -> None:
         if session is None:
@@ -376,6 +370,13 @@ def _plan_copies(fills: list[Fill]) -> list[_Copy]:
         )
         start += num_tokens * len(members)
     return copies
+
+
+def places(rows: list[int]) -> slice | Tensor:
+    """A slice where it can be one: it is read without a copy."""
+    if rows == list(range(rows[0], rows[0] + len(rows))):
+        return slice(rows[0], rows[0] + len(rows))
+    return torch.tensor(rows)
 
 
 def _nothing(decoder: Decoder) -> list[Tensor]:
