@@ -252,8 +252,7 @@ class LineReceiver(ABC):
         if len(set(steps.values())) > 1:  # a receiver that shares some of the senders with this one has refused
             found = ", ".join(f"{sender}: {step}" for sender, step in steps.items())
             raise WeightUpdateError(
-                f"{self.name} cannot continue, since another receiver of weights refused them and its senders differ ({found}); start the "
-                "run again, and look at the memory and the network of the receiver that refused if it comes back"
+                f"{self.name} cannot continue: another receiver of weights refused them, and its senders differ ({found}); start the run again"
             )
         return steps.popitem()[1]
 
