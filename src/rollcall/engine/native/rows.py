@@ -16,7 +16,6 @@ import math
 from collections import deque
 from collections.abc import Callable
 from functools import cache
-from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -305,15 +304,16 @@ class RowRunner:
     @torch.inference_mode()
     def _fill_together(self, fills: list[Fill]) -> None:
         heads = self.decoder.shape.kv_heads
-        copies = _plan_copies(fills)
+        lengths = [len(fill.token_ids) for fill in fills]
 
         def store(index: int, k: Tensor, v: Tensor) -> None:
-            shape = (self._capacity[0], heads)
-            keys, values = self._keys[index].unflatten(0, shape), self._values[index].unflatten(0, shape)
-            for copy in copies:
-                columns = slice(self._column - copy.num_tokens, self._column)  # a row's fill ends with its past
-                keys[copy.rows, :, :, columns] = copy.of_rows(k).permute(0, 2, 3, 1)
-                values[copy.rows, :, columns] = copy.of_rows(v).transpose(1, 2)
+            keys, values = self._keys[index], self._values[index]
+            own_k, own_v = k.permute(1, 2, 0).split(lengths, dim=2), v.transpose(0, 1).split(lengths, dim=1)
+            for fill, one_k, one_v in zip(fills, own_k, own_v, strict=True):
+                columns = slice(self._column - len(fill.token_ids), self._column)  # a row's fill ends with its past
+                for row in fill.rows:
+                    keys[self._seats(row), :, columns] = one_k
+                    values[self._seats(row), columns] = one_v
 
         extensions = plan_extensions(fills)
 
@@ -332,51 +332,6 @@ class RowRunner:
 
         gain = self._rows.fill_gain(fills)
         run_fills(self.decoder, fills, store, attend_past, gain=gain)
-
-
-class _Copy(NamedTuple):
-    """Keys or values of packed fills of equal lengths, on their way to rows."""
-
-    start: int  # of their tokens among those of all fills
-    num_fills: int
-    num_tokens: int  # of each
-    rows: slice | Tensor
-    fills: Tensor | None  # the fill that each row gets, or None: one each, in order
-
-    def of_rows(self, packed: Tensor) -> Tensor:
-        """[N, Hkv, D] of all fills to float32 [rows, tokens, Hkv, D]."""
-        own = packed[self.start : self.start + self.num_fills * self.num_tokens].float()
-        own = own.unflatten(0, (self.num_fills, self.num_tokens))
-        return own if self.fills is None else own.index_select(0, self.fills)
-
-
-def _plan_copies(fills: list[Fill]) -> list[_Copy]:
-    copies: list[_Copy] = []
-    start = 0
-    for num_tokens, group in groupby(fills, key=lambda fill: len(fill.token_ids)):
-        members = list(group)
-        rows, sources = zip(
-            *sorted((row, place) for place, fill in enumerate(members) for row in fill.rows), strict=True
-        )
-        is_plain = sources == tuple(range(len(members)))
-        copies.append(
-            _Copy(
-                start=start,
-                num_fills=len(members),
-                num_tokens=num_tokens,
-                rows=places(list(rows)),
-                fills=None if is_plain else torch.tensor(sources),
-            )
-        )
-        start += num_tokens * len(members)
-    return copies
-
-
-def places(rows: list[int]) -> slice | Tensor:
-    """A slice where it can be one: it is read without a copy."""
-    if rows == list(range(rows[0], rows[0] + len(rows))):
-        return slice(rows[0], rows[0] + len(rows))
-    return torch.tensor(rows)
 
 
 def _nothing(decoder: Decoder) -> list[Tensor]:
