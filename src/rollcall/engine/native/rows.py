@@ -25,7 +25,7 @@ from torch import Tensor
 from rollcall.engine.native.adapters import Served
 from rollcall.engine.native.fill import run_fills
 from rollcall.engine.native.kept import Kept
-from rollcall.engine.native.kept_rows import KeptRows, Plane, restore
+from rollcall.engine.native.kept_rows import KeptRows
 from rollcall.engine.native.row_attention import ATTEND, AttendRows, hide_starts, plan_extensions
 from rollcall.engine.native.runner import Chunk, Fill, RowState, Sequence, in_parts, order_fills, plan_fills
 from rollcall.engine.native.sampler import sample, uniforms
@@ -86,7 +86,7 @@ class RowRunner:
             # One more step must fit as well, or the next reserve would throw the newcomer out again.
             if not self._make_fit(row + 1, min(longest + 1, max(longest, sequence.limit))):
                 if kept is not None:
-                    self._kept.put_back(kept[0])
+                    self._kept.put(kept[0])
                 break
             if kept is not None:
                 taken[row] = kept
@@ -101,11 +101,9 @@ class RowRunner:
             self.decoder.rope.grow(sequence.limit)
         self._draw_uniforms(admitted, first)
         self._make_room(steps=1, live=(first, lead))
-        if taken:
-            planes = self._planes()
-            for row, (kept, num_tokens) in taken.items():
-                column = self._column - int(self._rows.position[row])
-                restore(kept, planes, num_tokens=num_tokens, row=row, column=column)
+        for row, (kept, num_tokens) in taken.items():
+            for here, kv in zip(self._kv(row, num_tokens), kept.kv, strict=True):
+                here.copy_(kv[tuple(map(slice, here.shape))])
         fills = plan_fills(admitted, first, past={row: num_tokens for row, (_, num_tokens) in taken.items()})
         if fills:
             self._fill(fills)
@@ -166,10 +164,9 @@ class RowRunner:
     @torch.inference_mode()
     def keep(self, rows: dict[int, Sequence]) -> None:
         self._has_sessions = True
-        positions, planes = self._rows.position, self._planes()
         room = math.inf
         if self.kv_tokens is not None:
-            room = self.kv_tokens - (self.num_rows - len(rows)) * int(positions[: self.num_rows].max())
+            room = self.kv_tokens - (self.num_rows - len(rows)) * int(self._rows.position[: self.num_rows].max())
         for row, sequence in rows.items():
             session, ids = sequence.request.session, sequence.all_ids()[:-1]
             assert session is not None
@@ -179,7 +176,7 @@ class RowRunner:
             most = KEPT_PER_ROW * self.max_running
             while (len(self._kept) >= most or self._kept.num_tokens + len(ids) > room) and self._kept.give_way():
                 pass
-            self._kept.put(session, ids, planes, row=row, start=self._column - int(positions[row]))
+            self._kept.put(Kept(session=session, ids=ids, kv=[here.clone() for here in self._kv(row, len(ids))]))
 
     def forget(self, session: str | None) -> None:
         if session is None:
@@ -187,14 +184,14 @@ class RowRunner:
         else:
             self._kept.forget(session)
 
-    def _planes(self) -> list[Plane]:
-        shape = (self._capacity[0], self.decoder.shape.kv_heads)
-        transposed = self._way == "products"  # keys, in memory
-        keys = [
-            Plane(layer.unflatten(0, shape), 3) if transposed else Plane(layer.transpose(1, 2).unflatten(0, shape), 2)
-            for layer in self._keys
-        ]
-        return keys + [Plane(layer.unflatten(0, shape), 2) for layer in self._values]
+    def _kv(self, row: int, num_tokens: int) -> list[Tensor]:
+        """The keys and values of a row's first tokens in each layer, as they lie in memory."""
+        start, seats = self._column - int(self._rows.position[row]), self._seats(row)
+        columns = slice(start, start + num_tokens)
+        keys = [keys[seats, :, columns] for keys in self._keys]
+        if self._way == "fused":
+            keys = [each.transpose(1, 2) for each in keys]
+        return keys + [values[seats, columns] for values in self._values]
 
     def _fits(self, rows: int, length: int) -> bool:
         return self.kv_tokens is None or rows * length + self._kept.num_tokens <= self.kv_tokens
