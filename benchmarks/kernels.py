@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
+from unittest import mock
 
 import torch
 
@@ -128,16 +129,16 @@ class Cache:
 
 
 def attend(cache: Cache, tiles: AttentionTiles, splits: int) -> torch.Tensor:
-    return attention.paged_attention(
-        cache.q,
-        cache.keys,
-        cache.values,
-        cache.tables,
-        cache.lengths,
-        scale=HEAD_DIM**-0.5,
-        num_splits=splits,
-        tiles=tiles,
-    )
+    with mock.patch.object(attention, "pick_tiles", return_value=tiles):
+        return attention.paged_attention(
+            cache.q,
+            cache.keys,
+            cache.values,
+            cache.tables,
+            cache.lengths,
+            scale=HEAD_DIM**-0.5,
+            num_splits=splits,
+        )
 
 
 def attention_rows(
@@ -184,12 +185,13 @@ def sampling_rows() -> None:
     row("uniforms", "torch ops", [lambda: uniforms(seeds, positions)], 20 * BATCH)
     row("uniforms", "kernel", [lambda: sampling.uniforms(seeds, positions)], 20 * BATCH)
     temperatures = torch.ones(BATCH, device="cuda")
+    default = sampling.SAMPLE_BLOCK, sampling.SAMPLE_WARPS
     for dtype in (torch.bfloat16, torch.float32):
         copies = [torch.randn(BATCH, VOCAB, device="cuda", dtype=dtype) * 3 for _ in range(3)]
         expected = copies[0][:16].double().log_softmax(-1)
         for block, warps in ((2048, 4), (4096, 4), (4096, 8), (8192, 8)):
-            tiles = sampling.SampleTiles(block=block, num_warps=warps)
-            tokens, logprobs = sampling.sample(copies[0], draws, temperatures, tiles=tiles)
+            sampling.SAMPLE_BLOCK, sampling.SAMPLE_WARPS = block, warps
+            tokens, logprobs = sampling.sample(copies[0], draws, temperatures)
             upper = expected.exp().cumsum(-1).gather(1, tokens[:16, None])[:, 0]
             chosen = expected.gather(1, tokens[:16, None])[:, 0]
             wanted = draws[:16].double()
@@ -200,9 +202,10 @@ def sampling_rows() -> None:
             row(
                 "sample",
                 label,
-                [partial(sampling.sample, x, draws, temperatures, tiles=tiles) for x in copies],
+                [partial(sampling.sample, x, draws, temperatures) for x in copies],
                 copies[0].nbytes,
             )
+    sampling.SAMPLE_BLOCK, sampling.SAMPLE_WARPS = default
 
 
 def learner_rows() -> None:

@@ -31,6 +31,8 @@ from torch import Tensor
 from benchmarks.common import SMALL, SMOLLM2, TINY, WORKLOADS, print_result
 from benchmarks.learner import make_samples
 from rollcall.config import Grpo, OptimizerSection, WeightTransport
+from rollcall.engine.weights import delta
+from rollcall.engine.weights.layout import Layout, Views
 from rollcall.engine.weights.transports import FanOut, open_receiver, open_sender
 from rollcall.learner.learner import Learner
 from rollcall.model.decoder import Decoder, fuse_parameters
@@ -280,26 +282,33 @@ def real_delta(dtype: torch.dtype, rate: float) -> dict[str, Any]:
             if version:
                 learner.update(samples)
                 tensors = {name: tensor.to(dtype) for name, tensor in trained.items()}
-            sent.append(_send_here(sender, receiver, tensors, version))
+                sent.append(_delta_bytes(tensors, held))
+            _send_here(sender, receiver, tensors, version)
         sender.close()
     assert all(torch.equal(held[name], tensor) for name, tensor in tensors.items()), "the receiver has other weights"
+    full = sum(tensor.nbytes for tensor in tensors.values())
     return {
         "dtype": str(dtype).removeprefix("torch."),
         "lr": rate,
-        "full_bytes": sent[0],
-        "sent_bytes": sent[1:],
-        "share_sent": round(statistics.mean(sent[1:]) / sent[0], 4),
+        "full_bytes": full,
+        "sent_bytes": sent,
+        "share_sent": round(statistics.mean(sent) / full, 4),
     }
 
 
-def _send_here(sender: FanOut, receiver: Any, tensors: dict[str, Tensor], version: int) -> int:
+def _send_here(sender: FanOut, receiver: Any, tensors: dict[str, Tensor], version: int) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(max_workers=1) as pool:
         waiting = pool.submit(receiver.receive, version=version)
-        (sent,) = sender.send(tensors, version=version)
+        sender.send(tensors, version=version)
         waiting.result()
-    return sent.num_bytes
+
+
+def _delta_bytes(new: dict[str, Tensor], held: dict[str, Tensor]) -> int:
+    layout = Layout.of(new)
+    flat, base = (Views(tensors, layout).flat for tensors in (new, held))
+    return len(delta.encode(layout, new=flat, base=base).payload)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from rollcall.algo.recipe import loss_weights, policy_loss
 from rollcall.base.types import Sample, attempts_of
 from rollcall.config import Grpo, OptimizerSection, Ppo
 from rollcall.engine.native.engine import NativeEngine
+from rollcall.engine.native.fill import run_fills
 from rollcall.learner.gang import Gang
 from rollcall.learner.layout import WeightSplit, fused_rows
 from rollcall.learner.learner import Critic, Learner
@@ -242,13 +245,30 @@ def make_engine(
     max_running: int = 16,
     kv_tokens: int | None = None,
     ahead_from: float | None = None,
+    way: str | None = None,
     **settings: Any,
 ) -> NativeEngine:
+    """``way`` is one of a CPU's two ways to attend, or None for this machine's own."""
     fuse_parameters(model)
-    engine = NativeEngine(model, tokenizer, max_running=max_running, kv_tokens=kv_tokens, **settings)
+    with mock.patch("rollcall.engine.native.rows.cpu_way", lambda: way or attention.cpu_way()):
+        engine = NativeEngine(model, tokenizer, max_running=max_running, kv_tokens=kv_tokens, **settings)
     if ahead_from is not None:
         engine.runner.ahead_from = ahead_from  # type: ignore[misc]
     return engine
+
+
+def count_fills(patch: pytest.MonkeyPatch) -> list[int]:
+    """How many tokens each call fills into the KV cache outside decoding, from now on."""
+    counts: list[int] = []
+
+    def counted(decoder: Any, fills: Any, *args: Any, **kwargs: Any) -> None:
+        counts.append(sum(len(fill.token_ids) for fill in fills))
+        run_fills(decoder, fills, *args, **kwargs)
+
+    for module in ("rows", "paged"):
+        if (loaded := sys.modules.get(f"rollcall.engine.native.{module}")) is not None:
+            patch.setattr(loaded, "run_fills", counted)
+    return counts
 
 
 @pytest.fixture(params=["products", "fused"])

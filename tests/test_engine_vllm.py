@@ -50,6 +50,7 @@ from rollcall.engine.ticker import Ticker
 from rollcall.engine.vllm.child import Child, VllmError
 from rollcall.engine.vllm.engine import VllmEngine
 from rollcall.engine.vllm.setup import PYTHON_VARIABLE, VllmUnavailable, find_python
+from rollcall.engine.weights.protocol import RefusedUpdateError
 
 STAND_IN = Path(__file__).with_name("stand_in")
 SHAPE = dict(hidden_size=128, head_dim=32)  # vLLM's kernels for CPUs begin at heads of 32
@@ -172,7 +173,7 @@ def test_a_stale_update_is_refused_and_leaves_the_engine_as_it_was(engine: Any, 
     requests = requests_for(random_prompts(2))
     state = {name: parameter.clone() for name, parameter in model.named_parameters()}
     perturb(model, seed=2)
-    with pytest.raises(VllmError, match="version 4 is stale: this engine has version 5"):
+    with pytest.raises(RefusedUpdateError, match="^version 4 of the weights is stale: vLLM has version 5$"):
         engine.update_weights(4)
     assert engine.version == 5
     model.load_state_dict(state, strict=False)

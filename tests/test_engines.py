@@ -15,6 +15,7 @@ pytest.register_assert_rewrite("generate_contract")
 
 from generate_contract import *  # noqa: F403
 from generate_contract import House, group_of, in_a_loop, is_of, started
+from learners import count_fills
 from tiny import make_model, make_tokenizer, random_prompts
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the benchmarks' stand-ins
@@ -86,9 +87,9 @@ def house(processes: list[Process]) -> House:
 
 
 def test_a_group_goes_to_one_process_in_one_call_which_computes_its_prompt_once(
-    house: House, processes: list[Process]
+    house: House, processes: list[Process], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompts = random_prompts(2, lengths=(70, 80))
+    prompts, filled = random_prompts(2, lengths=(70, 80)), count_fills(monkeypatch)
 
     async def work(engine: Engine) -> None:
         requests = [each for number, prompt in enumerate(prompts) for each in group_of(prompt, name=f"g{number}")]
@@ -97,7 +98,7 @@ def test_a_group_goes_to_one_process_in_one_call_which_computes_its_prompt_once(
     in_a_loop(house, work)
     asked = [call for process in processes for call in process.asked]
     assert sorted(asked) == [[f"g{number}/{place}" for place in range(3)] for number in range(2)]
-    assert sum(core.runner.num_filled_tokens for core in house.cores) == sum(len(prompt) - 1 for prompt in prompts)
+    assert sum(filled) == sum(len(prompt) - 1 for prompt in prompts)
 
 
 def test_what_a_lost_process_had_finished_is_not_generated_again(processes: list[Process]) -> None:

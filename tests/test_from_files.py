@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM
 
 from rollcall.checkpoint.training import export_learner
 from rollcall.config import Config, Grpo, RunSection
-from rollcall.learner import layout
 from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Learner
 from rollcall.model import load as loader
@@ -71,7 +70,7 @@ def read_both_ways(gang: Gang, path: str, changes: dict[str, Any], dtype: str) -
     cut = learner_of(gang, load_causal_lm(path, device=cpu, dtype=kind), changes)
     outline = outline_causal_lm(path, dtype=kind)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout, "PIECE_BYTES", PIECE)
+        patch.setattr(tensors, "PIECE_BYTES", PIECE)
         meter = Meter(patch)
         read = learner_of(gang, outline, changes, device=cpu, unread=open_unread(path, outline))
     assert all(parameter.is_meta for parameter in outline.parameters())
@@ -229,6 +228,10 @@ def test_what_only_transformers_can_read_is_said(tmp_path: Path) -> None:
     save_file({**weights, "extra": torch.ones(1)}, file, metadata={"format": "pt"})
     with pytest.raises(WholeOnly, match=r"1 tensor is not part of the model \(extra\)"):
         open_unread(str(path), outline)
+    save_file({**weights, "lm_head.weight": torch.ones(40, 64)}, file, metadata={"format": "pt"})
+    with pytest.raises(WholeOnly, match="an output head that is not the embeddings"):
+        open_unread(str(path), outline)
+    open_unread(str(path), outline, compares_head=False)  # another process of the gang compares them
     fields = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**fields, "vocab_size": 39}))
     wider = outline_causal_lm(str(path), dtype=torch.float32)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -309,20 +310,11 @@ def test_paged_attention_sees_exactly_the_live_keys_of_each_sequence(dtype, shap
 def test_paged_attention_gives_the_same_with_tiles_smaller_than_a_block(tile):
     case = attention_case(torch.float32, lengths=[130, 17], num_heads=4, num_kv_heads=2, head_dim=32)
     tiles = attention.AttentionTiles(tile=tile, num_warps=4, num_stages=2)
-    out = attention.paged_attention(
-        case.q, case.keys, case.values, case.tables, case.lengths, scale=0.2, window=40, num_splits=2, tiles=tiles
-    )
-    assert_near(out, attention_reference(case, scale=0.2, window=40), steps=32)
-
-
-@on_device
-def test_a_tile_that_does_not_divide_the_block_is_refused():
-    case = attention_case(torch.float32, lengths=[3], num_heads=2, num_kv_heads=2, head_dim=16)
-    with pytest.raises(ValueError, match="does not divide blocks of 64"):
-        tiles = attention.AttentionTiles(tile=128, num_warps=4, num_stages=2)
-        attention.paged_attention(
-            case.q, case.keys, case.values, case.tables, case.lengths, scale=1.0, num_splits=1, tiles=tiles
+    with mock.patch.object(attention, "pick_tiles", return_value=tiles):
+        out = attention.paged_attention(
+            case.q, case.keys, case.values, case.tables, case.lengths, scale=0.2, window=40, num_splits=2
         )
+    assert_near(out, attention_reference(case, scale=0.2, window=40), steps=32)
 
 
 @on_device
@@ -341,12 +333,12 @@ def chi_square(counts, expected):
 
 def sample(logits, draws, temperatures, *, block=256):
     rows = len(logits)
-    return sampling.sample(
-        logits,
-        draws.to(DEVICE),
-        torch.as_tensor(temperatures, dtype=torch.float32, device=DEVICE).expand(rows).contiguous(),
-        tiles=sampling.SampleTiles(block=block, num_warps=4),
-    )
+    with mock.patch.multiple(sampling, SAMPLE_BLOCK=block, SAMPLE_WARPS=4):
+        return sampling.sample(
+            logits,
+            draws.to(DEVICE),
+            torch.as_tensor(temperatures, dtype=torch.float32, device=DEVICE).expand(rows).contiguous(),
+        )
 
 
 @on_device

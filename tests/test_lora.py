@@ -216,16 +216,17 @@ def sample_all(engine: Any, wanted: dict[str, tuple[np.ndarray, str | None]]) ->
 
 
 @pytest.mark.parametrize("way", ["products", "fused", pytest.param("cuda", marks=[pytest.mark.gpu, needs_cuda])])
-def test_rows_of_one_batch_have_different_adapters(way: Any) -> None:
+def test_rows_of_one_batch_have_different_adapters(way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     on_card, device = way == "cuda", "cuda" if way == "cuda" else "cpu"
-    attention: Any = None if on_card else way
+    if not on_card:
+        monkeypatch.setattr("rollcall.engine.native.rows.cpu_way", lambda: way)
     shape: dict[str, Any] = dict(hidden_size=256, num_attention_heads=4, num_key_value_heads=2) if on_card else {}
     model = make_model(**shape).to(device)
     fuse_parameters(model)
     adapters = {"one": make_adapter(model, ALL, seed=5), "two": make_adapter(model, SOME, seed=7)}
     engine = NativeEngine(
         model, make_tokenizer(), max_running=3, kv_tokens=4096 if on_card else None,
-        attention=attention, adapters=adapters,
+        adapters=adapters,
     )  # fmt: skip
     others: dict[str | None, Any] = {
         None: merged("qwen2-tied", adapters["one"], **shape),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +176,9 @@ def test_parts_that_disagree_about_a_tensor_are_refused(tmp_path: Path) -> None:
         open_parts(files, origin="test")
 
 
-@pytest.mark.parametrize("how", ["no file", "a file of the index", "an extra copy", "cut off", "no index", "outside"])
+@pytest.mark.parametrize(
+    "how", ["no file", "a file of the index", "an extra copy", "cut off", "a pipe", "no index", "outside"]
+)
 def test_a_damaged_model_directory_is_refused(tmp_path: Path, how: str) -> None:
     folder = a_model(tmp_path / "m", files=3)
     second, index = folder / "model-00002-of-00003.safetensors", folder / "model.safetensors.index.json"
@@ -189,6 +192,10 @@ def test_a_damaged_model_directory_is_refused(tmp_path: Path, how: str) -> None:
         save_file(load_file(second), folder / "other.safetensors")
     elif how == "cut off":
         second.write_bytes(second.read_bytes()[:-1])
+    elif how == "a pipe":
+        second.rename(folder / "elsewhere")
+        index.unlink()
+        os.mkfifo(second)
     elif how == "no index":
         index.unlink()
         second.unlink()

@@ -207,19 +207,19 @@ def test_nothing_of_an_update_that_could_not_begin_is_left() -> None:
     )
     part = memory.write([("a", torch.ones(3))])
     with mock.patch.object(worker, "reload_weights", side_effect=OSError("the card is gone")):
-        server.do_begin(4)
+        server.do_begin()
         with pytest.raises(OSError, match="the card is gone"):
             server.do_part(**part)
     with pytest.raises(RuntimeError, match="has not begun to load"):
         server.do_end()
     for _ in range(2):
-        server.do_begin(5)
+        server.do_begin()
         server.do_part(**part)
     server.do_end()
-    assert server.version == 5 and torch.equal(worker.loaded["a"], torch.ones(3))
+    assert server.has_weights and torch.equal(worker.loaded["a"], torch.ones(3))
     server.adapter = "an adapter"
     server.do_load(None)  # type: ignore[arg-type]
-    assert server.version == -1 and server.adapter is None
+    assert not server.has_weights and server.adapter is None
     memory.close()
 
 

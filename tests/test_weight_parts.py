@@ -22,7 +22,7 @@ from rollcall.base.wait import Wait
 from rollcall.config import Config, Grpo, RolloutSection, RunSection
 from rollcall.engine.vllm.engine import VllmEngine
 from rollcall.engine.weights import broadcast, shared_memory
-from rollcall.engine.weights.layout import BucketSize, Layout, Parts, SentBlock, in_order
+from rollcall.engine.weights.layout import BucketSize, Layout, Parts, SentBlock
 from rollcall.engine.weights.parts import PartsReceiver
 from rollcall.engine.weights.protocol import Invitation, RefusedUpdateError
 from rollcall.engine.weights.transports import FanOut, open_sender
@@ -87,7 +87,7 @@ class Update:
         self.senders: list[FanOut] = [
             open_sender(
                 "auto", receivers=receivers, name=f"actor rank {rank}", host="127.0.0.1", on_gpu=False,
-                folder=Path("unused"), timeout_s=TIMEOUT_S,
+                folder=Path("unused"),
             )
             for rank in range(len(sent))
         ]  # fmt: skip
@@ -259,7 +259,7 @@ def test_a_receiver_that_goes_away_in_the_middle_is_named_to_every_sender() -> N
 def test_buckets_in_order_never_put_a_small_tensor_behind_a_large_one() -> None:
     sizes = {"a": 10, "b": 5000, "c": 20, "d": 30, "e": 2000}
     layout = Layout.of({name: torch.zeros(size, dtype=torch.uint8) for name, size in sizes.items()})
-    spans = [[layout.entries[span.entry].name for span in bucket] for bucket in layout.buckets(in_order(SMALL))]
+    spans = [[layout.entries[span.entry].name for span in bucket] for bucket in layout.buckets(SMALL)]
     assert spans == [["a"], ["b"], ["b", "c", "d"], ["e"]]
 
 

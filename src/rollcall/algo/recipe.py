@@ -80,7 +80,6 @@ def compute_advantages(
     >>> [token.advantages.tolist() for token in group]
     [[0.5, 0.5], [-0.5, 0.0, -0.5]]
     """
-    _check_rewards(rewards, masks)
     if algorithm.kl_in == "loss" or algorithm.kl_coef == 0:
         kl = None
     else:
@@ -367,13 +366,3 @@ def _along(turn: TurnRewards) -> Sequence[tuple[int, float]]:
     """The rewards along the way, each with the last loss token of its turn."""
     last = np.maximum(np.cumsum(turn.num_sampled) - 1, 0)
     return [(place, reward) for place, reward in zip(last.tolist(), turn.rewards.tolist(), strict=True) if reward]
-
-
-def _check_rewards(rewards: list[Doubles], masks: Masks) -> None:
-    assert len(rewards) == len(masks), f"{len(rewards)} groups of rewards and {len(masks)} of masks"
-    for i, (rewards_G, masks_G) in enumerate(zip(rewards, masks, strict=True)):
-        assert len(rewards_G) == len(masks_G), f"group {i}: {len(rewards_G)} rewards and {len(masks_G)} masks"
-        if not np.isfinite(rewards_G).all():
-            raise ValueError(
-                f"group {i} has rewards {rewards_G.tolist()}; each must be a finite number; check the reward functions"
-            )

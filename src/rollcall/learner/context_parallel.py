@@ -44,14 +44,6 @@ class Own:
 
 
 def own_of(batch: MicroBatch, *, rank: int, size: int) -> Own:
-    if size == 1:
-        return Own(
-            token_ids=batch.token_ids,
-            positions=batch.positions,
-            logit_index=batch.logit_index,
-            targets=batch.targets,
-            places=None,
-        )
     holder = batch.logit_index % size
     counts = np.bincount(holder, minlength=size)
     most = int(counts.max())
@@ -65,7 +57,7 @@ def own_of(batch: MicroBatch, *, rank: int, size: int) -> Own:
         positions=_dealt(batch.positions, rank=rank, size=size),
         logit_index=_filled(batch.logit_index[mine] // size, most),
         targets=_filled(batch.targets[mine], most),
-        places=places,
+        places=places if size > 1 else None,
     )
 
 

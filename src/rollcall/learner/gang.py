@@ -41,14 +41,14 @@ class Gang:
     _store: MeetingStore
     _small: Any  # ProcessGroup for small values
 
-    def __init__(self, *, rank: int = 0, size: int = 1) -> None:
+    def __init__(self, *, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.nodes: Sequence[str] = ("",)  # where each member runs
         self.meshes: dict[Any, Any] = {}  # groups of members, made once for each way to divide a model
 
     @classmethod
     def alone(cls) -> Gang:
-        return cls()
+        return cls(rank=0, size=1)
 
     @classmethod
     def join(

@@ -22,7 +22,6 @@ from rollcall.model.decoder import module_names
 from rollcall.model.stored.tensors import Stored
 from rollcall.plan.mesh import ModelSplit
 
-PIECE_BYTES = 64 << 20
 WHOLE = ModelSplit(replicate=1, shard=1, tensor=1, rank=0)
 
 
@@ -138,12 +137,6 @@ def read_part(
     """Fill ``into``, which is what this rank holds of the weight or a tensor of the same shape, on any device. ``rounded_to``: the
     precision that the values go through on their way."""
     for block in layout.blocks():
-        name = f"{prefix}{block.name}"
-        # Stored rows are read with all their columns, also where the block has only some.
-        row_bytes = stored.tensors[name].dtype.itemsize * int(torch.Size(block.whole[1:]).numel())
-        step = max(1, PIECE_BYTES // max(row_bytes, 1))
-        for begin in range(0, block.shape[0], step):
-            rows, row = min(step, block.shape[0] - begin), block.row + begin
-            start, shape = (block.start[0] + begin, *block.start[1:]), (rows, *block.shape[1:])
-            piece = stored.read(name, start=start, shape=shape)
-            into[row : row + rows].copy_(piece if rounded_to is None else piece.to(rounded_to))
+        part = block.of(into)
+        for row, piece in stored.runs(f"{prefix}{block.name}", start=block.start, shape=block.shape):
+            part[row : row + len(piece)].copy_(piece if rounded_to is None else piece.to(rounded_to))

@@ -99,10 +99,11 @@ def load_causal_lm(path: str, *, device: torch.device, dtype: torch.dtype, trust
     return _ready(model.to(device), path)
 
 
-def open_unread(path: str, model: Any, *, fetch: bool = False) -> Stored:
+def open_unread(path: str, model: Any, *, fetch: bool = False, compares_head: bool = True) -> Stored:
     """The stored weights of ``model``, which is the outline of ``path``: a checkpoint of any kind that ``stored/`` opens, or a model
     directory with safetensors whose tensors have the names and shapes of the model. Raises WholeOnly for everything else. ``fetch``:
-    download a hub's model first, if it is not in the cache."""
+    download a hub's model first, if it is not in the cache. ``compares_head``: whether a stored head that the config ties is compared
+    with the embeddings, which reads all of both; of a gang one process does it."""
     folder = Path(path).expanduser() if is_stored(path) else _folder_of(path, fetch=fetch)
     try:
         stored = open_stored(folder)
@@ -117,7 +118,11 @@ def open_unread(path: str, model: Any, *, fetch: bool = False) -> Stored:
         )
     except ModelError as error:
         raise WholeOnly(str(error)) from None
-    _refuse_other_head(model, stored)
+    is_tied = HEAD in stored.tensors and HEAD not in wanted
+    if (
+        is_tied and compares_head and not stored.are_equal(HEAD, "model.embed_tokens.weight")
+    ):  # transformers takes the head
+        raise WholeOnly(f"{stored.origin} has an output head that is not the embeddings, and config.json ties them")
     refuse_whole_numbers(stored.types, wanted, origin=f"model.path={path}")
     return stored
 
@@ -154,14 +159,6 @@ def _ready(model: Any, path: str) -> Any:
     refuse_diverged(path, non_finite_of(dict(model.named_parameters()), dtype=model.dtype))
     fuse_parameters(model)
     return model
-
-
-def _refuse_other_head(model: Any, stored: Stored) -> None:
-    """Raises WholeOnly if an output head is stored that is not the embeddings, although the config says so: transformers takes it."""
-    if HEAD not in stored.tensors or HEAD in dict(model.named_parameters()):
-        return
-    if not stored.are_equal(HEAD, "model.embed_tokens.weight"):
-        raise WholeOnly(f"{stored.origin} has an output head that is not the embeddings, and config.json ties them")
 
 
 def each_tensor(model: Any, stored: Stored, *, path: str) -> Iterator[tuple[str, Tensor]]:

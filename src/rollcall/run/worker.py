@@ -215,7 +215,7 @@ class RoleWorker(Trained):
         unread, why = None, None
         if outline is not None:
             try:
-                unread = open_unread(self.model_path, outline, fetch=True)
+                unread = open_unread(self.model_path, outline, fetch=True, compares_head=gang.rank == 0)
             except WholeOnly as error:
                 why = str(error)
         # All members come here, since a role is in parts for all of them or for none.

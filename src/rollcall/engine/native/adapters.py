@@ -5,7 +5,7 @@ The buffers never move: a captured graph reads them, and ``refresh`` copies new 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from rollcall.base.types import Longs
 from rollcall.model.adapter import Adapter
 from rollcall.model.decoder import Decoder
-from rollcall.model.low_rank import MODULES, LayerAdapter, LowRank, a_of, b_of
+from rollcall.model.low_rank import MODULES, LayerAdapter, LowRank, fuse_product
 
 BASE = "base"  # the name that means no adapter
 
@@ -52,25 +52,11 @@ class Served:
         for slot, adapter in enumerate(self.adapters.values()):
             for layer, tensors in zip(self._layers, adapter.layers, strict=True):
                 for field, modules in MODULES.items():
-                    pair = getattr(layer, field)
-                    if pair is not None:
-                        self._put(
-                            pair,
-                            [(tensors.get(a_of(name)), tensors.get(b_of(name))) for name in modules],
-                            field,
-                            slot=slot,
-                        )
-
-    def _put(
-        self, pair: LowRank, parts: Sequence[tuple[Tensor | None, Tensor | None]], field: str, *, slot: int
-    ) -> None:
-        row = 0
-        for place, ((a, b), count) in enumerate(zip(parts, self._rows[field], strict=True)):
-            start = (slot * len(parts) + place) * self._rank
-            if a is not None and b is not None:  # otherwise it stays zero
-                pair.a[start : start + len(a)] = a
-                pair.b[row : row + count, start : start + len(a)] = b
-            row += count
+                    all_of, own = getattr(layer, field), fuse_product(tensors, field, rows=self._rows[field])
+                    if own is not None:  # otherwise its part stays zero
+                        start = slot * len(modules) * self._rank
+                        all_of.a[start : start + len(own.a)] = own.a
+                        all_of.b[:, start : start + len(own.a)] = own.b
 
     def _empty(self, decoder: Decoder, index: int) -> LayerAdapter:
         made: dict[str, LowRank] = {}

@@ -29,7 +29,6 @@ from rollcall.engine.native.runner import Chunk, Runner
 from rollcall.engine.protocol import Refused, Request
 from rollcall.engine.sequence import Sequence, check_fits, cut_at_stop_string, note_version, take_ended
 from rollcall.model.adapter import Adapter
-from rollcall.model.attention import Way
 from rollcall.model.decoder import Decoder
 
 
@@ -43,13 +42,12 @@ class NativeEngine:
         kv_tokens: int | None,
         kv_fraction: float = 0.3,
         compile: bool = False,
-        attention: Way | None = None,
         graphs: bool = True,
         adapters: Mapping[str, Adapter] | None = None,
     ):
-        """``attention`` forces one of a CPU's two ways, which is otherwise chosen for this machine. ``graphs``: on CUDA, capture
-        decode steps; without, each runs line by line, for a debugger. ``adapters`` are by the names that requests use; they share the
-        model's weights, and rows of one batch may have different ones. The first is that of requests without a name."""
+        """``graphs``: on CUDA, capture decode steps; without, each runs line by line, for a debugger. ``adapters`` are by the names that
+        requests use; they share the model's weights, and rows of one batch may have different ones. The first is that of requests
+        without a name."""
         decoder = Decoder.of(model)
         self.served = Served(decoder, adapters) if adapters else None
         if self.served is not None:
@@ -75,7 +73,6 @@ class NativeEngine:
                 max_running=max_running,
                 kv_tokens=kv_tokens,
                 compile=compile,
-                attention=attention,
                 served=self.served,
             )
         self._weight_bytes = sum(each.numel() * each.element_size() for each in decoder.named_tensors().values())

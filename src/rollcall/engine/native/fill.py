@@ -28,10 +28,8 @@ AttendPast = Callable[[int, Tensor], Tensor]
 
 def run_fills(
     decoder: Decoder, fills: list[Fill], store: Store, attend_past: AttendPast, *, gain: Tensor | None = None
-) -> int:
-    """Compute the keys and values of all fills, in the given order, those with a past last; how many tokens that was. ``gain`` says
-    which adapter each token has."""
-    lengths = [len(fill.token_ids) for fill in fills]
+) -> None:
+    """Compute the keys and values of all fills, in the given order, those with a past last. ``gain`` says which adapter each token has."""
     ids = np.concatenate([fill.token_ids for fill in fills]).astype(np.int64)
     positions = np.concatenate([fill.past + np.arange(len(fill.token_ids)) for fill in fills])
     device = decoder.device
@@ -54,7 +52,6 @@ def run_fills(
         return out if num_fresh == len(ids) else torch.cat((out, attend_past(index, q[num_fresh:])))
 
     decoder.forward(on_device(ids, device), on_device(positions, device), attend, gain=gain)
-    return sum(lengths)
 
 
 def run_halved(fills: list[Fill], run: Callable[[list[Fill]], None], *, smaller: Callable[[int], None]) -> None:

@@ -26,6 +26,7 @@ from rollcall.engine.protocol import Refused, Request
 from rollcall.engine.sequence import Sequence, check_fits, cut_at_stop_string, note_version, take_ended
 from rollcall.engine.vllm.child import START_S, Child
 from rollcall.engine.vllm.setup import make_spec
+from rollcall.engine.weights.protocol import RefusedUpdateError
 from rollcall.model.adapter import Adapter
 from rollcall.model.peft_files import write_adapter
 from rollcall.process.worker import Call
@@ -83,9 +84,9 @@ class VllmEngine:
         self._sleeps: bool = spec["sleep"]
         child.ask("load", spec=spec, deadline_s=START_S)
         if adapter is not None:
-            self._ship_adapter(adapter, 0)
+            self._ship_adapter(adapter)
         elif not next(model.parameters()).is_meta:
-            self._ship(0, model.named_parameters())
+            self._ship(model.named_parameters())
 
     @property
     def num_unfinished(self) -> int:
@@ -140,17 +141,23 @@ class VllmEngine:
         if self._adapter is None:
             self.load_weights(version, self.model.named_parameters())
             return
+        self._refuse_stale(version)
         self.settle()
-        self._ship_adapter(self._adapter, version)
+        self._ship_adapter(self._adapter)
         self.version = version
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """``update_weights`` with weights that come one by one, under the names of transformers; none is kept. Those of a module
         should follow each other: vLLM keeps them until it has them all."""
+        self._refuse_stale(version)
         self.settle()
         self._wake("weights")
-        self._ship(version, tensors)
+        self._ship(tensors)
         self.version = version
+
+    def _refuse_stale(self, version: int) -> None:
+        if version < self.version:
+            raise RefusedUpdateError(f"version {version} of the weights is stale: vLLM has version {self.version}")
 
     def end_session(self, session: str) -> None:
         """vLLM knows prefixes, not sessions: it keeps blocks that no completion uses until it needs them or gets new weights."""
@@ -166,18 +173,18 @@ class VllmEngine:
         if self._adapter_folder is not None:
             self._adapter_folder.cleanup()
 
-    def _ship_adapter(self, adapter: Adapter, version: int) -> None:
+    def _ship_adapter(self, adapter: Adapter) -> None:
         """Hand the adapter over as PEFT's files in memory, which vLLM reads."""
         if self._adapter_folder is None:
             memory = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
             self._adapter_folder = tempfile.TemporaryDirectory(prefix="rollcall-adapter-", dir=memory)
         folder = Path(self._adapter_folder.name)
         write_adapter(folder, adapter.named_tensors(), adapter.section, base=adapter.base)
-        self.child.ask("adapt", version=version, folder=str(folder))
+        self.child.ask("adapt", folder=str(folder))
 
-    def _ship(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def _ship(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Part by part: one is laid out while vLLM loads the one before."""
-        self.child.ask("begin", version=version)
+        self.child.ask("begin")
         held: list[int] = []  # where parts begin that vLLM still reads
         loading: Call | None = None
         for part in in_parts(tensors, num_bytes=PART_BYTES):

@@ -8,10 +8,10 @@ after the other. When its parent hangs up, or is gone, it ends. A call names a m
     load     make an engine from a model's config, with weights that mean nothing until the first update
     advance  take completions in, decode a few steps, answer with the new tokens of every completion
     abort    forget completions
-    begin    refuse a stale version, before any of its weights are sent
+    begin    expect new weights; those of an update that broke off are dropped
     part     take some of the new weights, which lie in shared memory, unless they are torn
-    end      sample from the new weights; a version that breaks off leaves none that count
-    adapt    take the adapter that lies in a folder, unless it is stale
+    end      sample from the new weights; an update that breaks off leaves none that count
+    adapt    take the adapter that lies in a folder
     sleep, wake
 
 An update may come while completions are running. vLLM then puts them back into its queue and drops all keys and values
@@ -48,9 +48,8 @@ class Server:
         self.memory_path = f"/proc/{os.getpid()}/fd/{memory_fd}"  # as the processes of a tensor-parallel engine see it
         self.spec: dict[str, Any] | None = None
         self.engine: Any = None
-        self.version = -1
-        self._due: int | None = None  # the version whose weights are coming
-        self._is_changing = False  # whether some of them have been loaded
+        self.has_weights = False  # or an adapter, where only that is sent
+        self._is_changing = False  # whether some of the weights of an update have been loaded
         self.adapter: Any = None  # vLLM's request for it, or None without an adapter
         self._preemptions: dict[str, int] = {}  # of the running completions
 
@@ -91,7 +90,7 @@ class Server:
 
     def do_load(self, spec: dict[str, Any]) -> None:
         """Make the engine. One with the same settings is kept, but its completions are dropped, and its weights and adapter no longer count."""
-        self._break_off()
+        self.do_begin()
         if self.engine is not None and spec == self.spec:
             self.engine.abort_request(list(self.engine.output_processor.request_states), internal=True)
             self._forget_context()
@@ -102,10 +101,10 @@ class Server:
                     json.dump(spec["config"], file)
                 self.engine = make_engine(spec, spec["model"] or folder)
             self.spec = spec
-        self.version, self.adapter = -1, None
+        self.has_weights, self.adapter = False, None
 
     def do_advance(self, submit: list[dict[str, Any]], steps: int) -> dict[str, Any]:
-        if self.version < 0:
+        if not self.has_weights:
             raise RuntimeError("no weights have been sent yet")
         for row in submit:
             prompt = {"prompt_token_ids": row["prompt"]}
@@ -128,45 +127,38 @@ class Server:
     def do_abort(self, rows: list[str]) -> None:
         self.engine.abort_request(rows)
 
-    def do_begin(self, version: int) -> None:
-        if version < self.version:
-            raise ValueError(f"version {version} is stale: this engine has version {self.version}")
-        self._break_off()
-        self._due = version
+    def do_begin(self) -> None:
+        """Drop what an update that broke off has left."""
+        if self._is_changing:
+            self._is_changing = False
+            self.engine.collective_rpc(end_weights, args=(False,))
 
     def do_part(self, offset: int, size: int, tensors: list[list[Any]]) -> dict[str, Any]:
         """Answers with where parts begin that something here still reads: their memory must stay as it is."""
         verify(self.memory_path, offset, size, tensors)
         if not self._is_changing:  # until here the engine is untouched
-            self._is_changing, self.version = True, -1
+            self._is_changing, self.has_weights = True, False
             self.engine.collective_rpc(begin_weights)
         held = self.engine.collective_rpc(take_weights, args=(self.memory_path, offset, size, tensors))
         return {"held": sorted({one for each in held for one in each})}
 
     def do_end(self) -> None:
-        if self._due is None or not self._is_changing:
+        if not self._is_changing:
             raise RuntimeError("no weights were sent for this version")
-        version, self._due, self._is_changing = self._due, None, False
+        self._is_changing = False
         self.engine.collective_rpc(end_weights, args=(True,))
         self._forget_context()
-        self.version = version
+        self.has_weights = True
 
-    def _break_off(self) -> None:
-        is_changing, self._due, self._is_changing = self._is_changing, None, False
-        if is_changing:
-            self.engine.collective_rpc(end_weights, args=(False,))
-
-    def do_adapt(self, version: int, folder: str) -> None:
+    def do_adapt(self, folder: str) -> None:
         from vllm.lora.request import LoRARequest  # type: ignore[import-not-found]
 
-        if version < self.version:
-            raise ValueError(f"version {version} is stale: this engine has version {self.version}")
         # Under one number: running completions continue with the new adapter. Their own request must not load it again.
         if not self.engine.add_lora(LoRARequest("policy", 1, folder, load_inplace=True)):
             raise RuntimeError(f"vLLM did not load the adapter in {folder}")
         self.adapter = LoRARequest("policy", 1, folder)
         self._forget_context()
-        self.version = version
+        self.has_weights = True
 
     def do_sleep(self) -> None:
         self.engine.sleep(level=1)

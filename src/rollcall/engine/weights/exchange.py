@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,13 +26,21 @@ from rollcall.base.wait import Wait
 from rollcall.engine.weights import delta, shared_memory
 from rollcall.engine.weights.broadcast import BroadcastInlet, BroadcastOutlet
 from rollcall.engine.weights.carrier import Hellos, Inlet, Outlet, visible_gpus
-from rollcall.engine.weights.layout import Parts, Views, cut, fit, view
+from rollcall.engine.weights.layout import Layout, Parts, Views, cut, fit, view
 from rollcall.engine.weights.line import Desk, Line, call, hear_all
-from rollcall.engine.weights.protocol import Carrying, Invitation, RefusedUpdateError, Sent, refuse_stale
+from rollcall.engine.weights.protocol import Carrying, Invitation, RefusedUpdateError, refuse_stale
 from rollcall.model.checksum import checksum
 
-TIMEOUT_S = 300.0
 Header = Mapping[str, Any]  # what a sender says of an update
+
+
+@dataclass(slots=True)
+class _Base:
+    """What every receiver has."""
+
+    version: int
+    layout: Layout
+    flat: list[Tensor]  # the bytes of each tensor
 
 
 class StreamSender:
@@ -45,7 +54,7 @@ class StreamSender:
         receivers: Sequence[str],
         host: str,
         changes_only: bool,
-        timeout_s: float = TIMEOUT_S,
+        timeout_s: float,
     ) -> None:
         self._carrying = carrying
         self._outlet: Outlet | None = None
@@ -54,42 +63,32 @@ class StreamSender:
         self._desk = Desk(sender=name, receivers=receivers, carrying=carrying, host=host, timeout_s=timeout_s)
         self._receivers = tuple(receivers)
         self._lines: dict[str, Line] = {}
-        self._views: Views | None = None
-        self._base: list[Tensor] | None = None  # the bytes of the version that was sent last
-        self._base_version: int | None = None
+        self._base: _Base | None = None
         self._is_closed = False
 
     @property
     def invitations(self) -> Mapping[str, Invitation]:
         return dict.fromkeys(self._receivers, self._desk.invitation)
 
-    def send(self, tensors: Mapping[str, Tensor] | Parts, *, version: int) -> Sequence[Sent]:
+    def send(self, tensors: Mapping[str, Tensor] | Parts, *, version: int) -> None:
         if self._is_closed:
             raise WeightUpdateError("this sender of weights is closed; make a new one and invite its receivers")
         deadline = Wait(self._timeout_s)
         try:
-            views = tensors if isinstance(tensors, Parts) else self._viewed(tensors)
+            views = tensors if isinstance(tensors, Parts) else view(tensors)
             if self._outlet is None:
                 self._lines, hellos = self._desk.welcome(deadline)
                 self._outlet = self._open_outlet(views, hellos, deadline)
-            sent = self._exchange(views, version=version, deadline=deadline)
+            self._exchange(views, version=version, deadline=deadline)
         except BaseException:  # receivers must not wait for a sender that has given up
             self.close()
             raise
-        return [sent]
 
     def _open_outlet(self, views: Views | Parts, hellos: Hellos, deadline: Wait) -> Outlet:
         if self._carrying == "broadcast":
             return BroadcastOutlet(self._lines, hellos, views.device, deadline)
         through_host = isinstance(views, Parts)
         return shared_memory.open_outlet(self._lines, hellos, views.device, deadline, through_host=through_host)
-
-    def _viewed(self, tensors: Mapping[str, Tensor]) -> Views:
-        views = view(tensors, kept=self._views)
-        if self._views is not None and views.layout != self._views.layout:
-            self._base = self._base_version = None
-        self._views = views
-        return views
 
     def close(self) -> None:
         self._is_closed = True
@@ -98,29 +97,20 @@ class StreamSender:
             line.close()
         if self._outlet is not None:
             self._outlet.close()
-        self._outlet = self._views = self._base = None
+        self._outlet = self._base = None
 
-    def _exchange(self, views: Views | Parts, *, version: int, deadline: Wait) -> Sent:
-        first: dict[str, str] = {}
-        for attempt in (1, 2):
-            refused, changes = self._attempt(views, version=version, deadline=deadline, in_full=attempt > 1)
-            self._tell({"step": "again" if refused and attempt == 1 else "end"}, deadline)
+    def _exchange(self, views: Views | Parts, *, version: int, deadline: Wait) -> None:
+        refused: dict[str, str] = {}
+        for in_full in (False, True):
+            refused = self._attempt(views, version=version, deadline=deadline, in_full=in_full)
+            self._tell({"step": "again" if refused and not in_full else "end"}, deadline)
             if not refused:
-                return Sent(
-                    version=version,
-                    num_bytes=views.layout.num_bytes if changes is None else len(changes.payload),
-                    is_full=changes is None,
-                    num_attempts=attempt,
-                    refusals=first,
-                )
-            first = first or refused
+                return
         why = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
         raise RefusedUpdateError(f"weights of version {version} were refused, and again when sent in full: {why}")
 
-    def _attempt(
-        self, views: Views | Parts, *, version: int, deadline: Wait, in_full: bool
-    ) -> tuple[dict[str, str], delta.Delta | None]:
-        """Who refused and why; the changes that were sent, if not all of the weights were."""
+    def _attempt(self, views: Views | Parts, *, version: int, deadline: Wait, in_full: bool) -> dict[str, str]:
+        """Who refused, and why."""
         assert self._outlet is not None
         ready = hear_all(self._lines, deadline, waiting_for="readiness")
         changes = None
@@ -136,7 +126,7 @@ class StreamSender:
             deadline,
         )
         if refused := self._refusals(deadline, waiting_for="consent"):
-            return refused, changes
+            return refused
         self._tell({"step": "data"}, deadline)
         size = self._outlet.bucket_size
         buckets = views.buckets(size)
@@ -146,28 +136,20 @@ class StreamSender:
             sums = [checksum(bucket) for bucket in buckets]
         self._tell({"sums": sums}, deadline)
         refused = self._refusals(deadline, waiting_for="confirmation")
-        if refused:
-            self._base_version = None
-        elif isinstance(views, Views):
-            self._keep(views, version=version, changes=changes)
-        return refused, changes
+        if refused or not self._changes_only or isinstance(views, Parts):
+            self._base = None
+        elif changes is None or self._base is None:
+            self._base = _Base(version, views.layout, [flat.clone() for flat in views.flat])
+        else:
+            delta.apply(views.layout, changes, flat=self._base.flat)
+            self._base.version = version
+        return refused
 
     def _changes(self, views: Views, *, held: Sequence[int | None]) -> delta.Delta | None:
-        if self._base is None or self._base_version is None or any(version != self._base_version for version in held):
+        base = self._base
+        if base is None or base.layout != views.layout or any(version != base.version for version in held):
             return None
-        return delta.encode(views.layout, new=views.flat, base=self._base)
-
-    def _keep(self, views: Views, *, version: int, changes: delta.Delta | None) -> None:
-        if not self._changes_only:
-            return
-        if self._base is None:
-            self._base = [torch.empty_like(flat) for flat in views.flat]
-        if changes is None:
-            for mine, flat in zip(self._base, views.flat, strict=True):
-                mine.copy_(flat)
-        else:
-            delta.apply(views.layout, changes, flat=self._base)
-        self._base_version = version
+        return delta.encode(views.layout, new=views.flat, base=base.flat)
 
     def _refusals(self, deadline: Wait, *, waiting_for: str) -> dict[str, str]:
         answers = hear_all(self._lines, deadline, waiting_for=waiting_for)
@@ -186,13 +168,8 @@ class LineReceiver(ABC):
         self._invitations = invitations
         self._device = device
         self._ends: list[tuple[Line, Inlet]] = []
-        self._held: int | None = None
+        self._held: int | None = None  # None before the first update and after one that broke off
         self._newest: int | None = None
-
-    @property
-    def version(self) -> int | None:
-        """The version held; None before the first update and after one that broke off."""
-        return self._held
 
     def close(self) -> None:
         for line, inlet in self._ends:
@@ -275,8 +252,7 @@ class LineReceiver(ABC):
         if len(set(steps.values())) > 1:  # a receiver that shares some of the senders with this one has refused
             found = ", ".join(f"{sender}: {step}" for sender, step in steps.items())
             raise WeightUpdateError(
-                f"{self.name} cannot continue, since another receiver of weights refused them and its senders differ ({found}); start the "
-                "run again, and look at the memory and the network of the receiver that refused if it comes back"
+                f"{self.name} cannot continue: another receiver of weights refused them, and its senders differ ({found}); start the run again"
             )
         return steps.popitem()[1]
 
@@ -295,7 +271,7 @@ class StreamReceiver(LineReceiver):
 
     def _fit(self, headers: Sequence[Header]) -> None:
         (header,) = headers
-        self._views = fit(header["layout"], self._tensors, kept=self._views)
+        self._views = fit(header["layout"], self._tensors)
 
     def _apply(self, headers: Sequence[Header], deadline: Wait) -> list[list[int]]:
         (header,), ((_, inlet),), views = headers, self._ends, self._views

@@ -27,7 +27,7 @@ from rollcall.base.atomic import TEMPORARY, replacing
 from rollcall.base.errors import MissingPeerError
 from rollcall.base.wait import Wait
 from rollcall.engine.weights.layout import BucketSize, Entry, Layout, Views, fit, view
-from rollcall.engine.weights.protocol import Invitation, RefusedUpdateError, Sent, refuse_stale
+from rollcall.engine.weights.protocol import Invitation, RefusedUpdateError, refuse_stale
 from rollcall.model.checksum import checksum
 from rollcall.model.stored.files import StoredError
 from rollcall.model.stored.safetensors import read_header, write_header
@@ -51,7 +51,6 @@ class FolderSender:
             secret=secrets.token_hex(8),
             timeout_s=timeout_s,
         )
-        self._views: Views | None = None
         self._folder.mkdir(parents=True, exist_ok=True)
         self._clear()  # what a sender that was killed has left
 
@@ -59,8 +58,8 @@ class FolderSender:
     def invitations(self) -> Mapping[str, Invitation]:
         return dict.fromkeys(self._receivers, self._invitation)
 
-    def send(self, tensors: Mapping[str, Tensor], *, version: int) -> Sequence[Sent]:
-        self._views = views = view(tensors, kept=self._views)
+    def send(self, tensors: Mapping[str, Tensor], *, version: int) -> None:
+        views = view(tensors)
         written = set[str]()
         for number, (part, buckets) in enumerate(_parts_of(views)):
             sums = json.dumps([checksum(bucket) for bucket in buckets])
@@ -72,11 +71,9 @@ class FolderSender:
                     file.write(span.cpu().numpy().data)
             written.add(path.name)
         self._clear(keep=written)
-        return [Sent(version=version, num_bytes=views.layout.num_bytes, is_full=True, num_attempts=1, refusals={})]
 
     def close(self) -> None:
         self._clear()
-        self._views = None
 
     def _clear(self, *, keep: Collection[str] = ()) -> None:
         for path in self._folder.iterdir():
@@ -89,18 +86,11 @@ class FolderReceiver:
         self.name = name
         self._invitation = invitation
         self._tensors = dict(tensors)
-        self._views: Views | None = None
-        self._held: int | None = None
         self._newest: int | None = None
-
-    @property
-    def version(self) -> int | None:
-        return self._held
 
     def receive(self, *, version: int) -> None:
         refuse_stale(version, due=version, newest=self._newest)
         deadline = Wait(self._invitation.timeout_s)
-        self._held = None
         refusal: RefusedUpdateError | None = None
         for _ in range(2):  # a share may show a file before all of its bytes
             try:
@@ -109,39 +99,35 @@ class FolderReceiver:
                 refusal = error
                 time.sleep(LOOK_S)
                 continue
-            self._held = self._newest = version
+            self._newest = version
             return
         raise RefusedUpdateError(f"{self.name} refused version {version} twice: {refusal}") from refusal
 
     def close(self) -> None:
-        self._views = None
+        """Nothing is open between updates."""
 
     def _apply(self, version: int, deadline: Wait) -> None:
-        due, sums = self._read_part(version, 0, deadline)
-        assert self._views is not None
-        for number in range(1, len(_parts_of(self._views))):
-            more_due, more_sums = self._read_part(version, number, deadline)
-            due, sums = due + more_due, sums + more_sums
-        self._views.write()
-        if self._views.has_copies:
-            self._views.read()  # of the tensors themselves, not of what was copied into them
-            sums = [checksum(bucket) for bucket in self._views.buckets(BUCKETS)]
+        """Copy one file after the other into the tensors, and compare what arrived with the checksums that they name."""
+        due, sums, number = list[int](), list[int](), 0
+        views: Views | None = None
+        while views is None or number < len(_parts_of(views)):
+            path = self._find(version, number, deadline)
+            try:
+                entries, about = read_header(path)
+                layout, due_here = about["layout"], json.loads(about["sums"])
+            except (StoredError, ValueError, KeyError, TypeError) as error:
+                raise RefusedUpdateError(f"{path} is not a file of weights ({type(error).__name__}: {error})") from None
+            views = views or fit(layout, self._tensors)
+            with path.open("rb", buffering=0) as file:
+                file.seek(min(entry.offset for entry in entries.values()))
+                sums += [_fill(bucket, file, path=path) for bucket in _parts_of(views)[number][1]]
+            due, number = due + due_here, number + 1
+        views.write()
+        if views.has_copies:
+            views.read()  # of the tensors themselves, not of what was copied into them
+            sums = [checksum(bucket) for bucket in views.buckets(BUCKETS)]
         if sums != due:
             raise RefusedUpdateError(f"the checksums of version {version} differ after it was applied")
-
-    def _read_part(self, version: int, number: int, deadline: Wait) -> tuple[list[int], list[int]]:
-        """Copy one file into the tensors; returns the checksums that it names, and those of what arrived."""
-        path = self._find(version, number, deadline)
-        try:
-            entries, about = read_header(path)
-            layout, sums = about["layout"], json.loads(about["sums"])
-        except (StoredError, ValueError, KeyError, TypeError) as error:
-            raise RefusedUpdateError(f"{path} is not a file of weights ({type(error).__name__}: {error})") from None
-        self._views = fit(layout, self._tensors, kept=self._views)
-        _, buckets = _parts_of(self._views)[number]
-        with path.open("rb", buffering=0) as file:
-            file.seek(min(entry.offset for entry in entries.values()))
-            return sums, [_fill(bucket, file, path=path) for bucket in buckets]
 
     def _find(self, version: int, number: int, deadline: Wait) -> Path:
         path, pause_s = _path(self._invitation, version, number), LOOK_S / 16

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -68,7 +68,6 @@ class BucketSize:
 
     num_bytes: int
     alone_from: int  # a span of this many bytes is a bucket by itself, so that it needs no packing
-    in_order: bool = False  # small spans do not wait for others behind a large one
 
 
 @dataclass(frozen=True)
@@ -106,6 +105,7 @@ class Layout:
             raise RefusedUpdateError(f"the update has a tensor {extra[0]!r} that is not here")
 
     def buckets(self, size: BucketSize) -> list[list[Span]]:
+        """In the order of the entries: small spans do not wait for others behind a large one."""
         found: list[list[Span]] = []
         shared: list[Span] = []  # small spans that travel together
         room = size.num_bytes
@@ -114,7 +114,7 @@ class Layout:
                 span = Span(index, start, min(start + size.num_bytes, entry.num_bytes))
                 length = span.end - span.start
                 if length >= size.alone_from:
-                    if size.in_order and shared:
+                    if shared:
                         found.append(shared)
                         shared, room = [], size.num_bytes
                     found.append([span])
@@ -132,7 +132,6 @@ class Views:
 
     def __init__(self, tensors: Mapping[str, Tensor], layout: Layout) -> None:
         self.layout = layout
-        self.places = _places(tensors)
         self.flat: list[Tensor] = []
         self._apart: list[tuple[Tensor, Tensor]] = []  # a tensor that does not lie as the layout says, and its copy
         for entry in layout.entries:
@@ -171,26 +170,18 @@ class Views:
         return self._buckets[size]
 
 
-def view(tensors: Mapping[str, Tensor], *, kept: Views | None) -> Views:
-    """The tensors as they are now; ``kept`` is used again as long as they stay where they are."""
-    views = kept if kept is not None and kept.places == _places(tensors) else Views(tensors, Layout.of(tensors))
+def view(tensors: Mapping[str, Tensor]) -> Views:
+    """The tensors as they are now."""
+    views = Views(tensors, Layout.of(tensors))
     views.read()
     return views
 
 
-def fit(text: str, tensors: Mapping[str, Tensor], *, kept: Views | None) -> Views:
-    """The tensors in the order of a layout that was sent, which is checked unless it is that of ``kept``."""
-    if kept is not None and text == kept.layout.text:
-        return kept
+def fit(text: str, tensors: Mapping[str, Tensor]) -> Views:
+    """The tensors in the order of a layout that was sent."""
     layout = Layout.parse(text)
     layout.check(tensors)
     return Views(tensors, layout)
-
-
-def _places(tensors: Mapping[str, Tensor]) -> tuple[object, ...]:
-    return tuple(
-        (name, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) for name, tensor in tensors.items()
-    )
 
 
 def cut(flat: Tensor, size: BucketSize) -> list[list[Tensor]]:
@@ -229,15 +220,11 @@ class Parts:
         return [[block.name, block.start, block.whole] for block in self._blocks]
 
     def buckets(self, size: BucketSize) -> Iterator[list[Tensor]]:
-        return slices(self.layout.buckets(in_order(size)), self._bytes)
+        return slices(self.layout.buckets(size), self._bytes)
 
     def _bytes(self, index: int) -> Tensor:
         block = self._blocks[index]
         return block.values.detach().to(self.device, block.dtype).contiguous().reshape(-1).view(torch.uint8)
-
-
-def in_order(size: BucketSize) -> BucketSize:
-    return replace(size, in_order=True)
 
 
 def slices(buckets: Sequence[Sequence[Span]], bytes_of: Callable[[int], Tensor]) -> Iterator[list[Tensor]]:

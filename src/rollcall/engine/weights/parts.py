@@ -21,7 +21,7 @@ from torch import Tensor
 from rollcall.base.wait import Wait
 from rollcall.engine.weights.carrier import Inlet
 from rollcall.engine.weights.exchange import Header, LineReceiver
-from rollcall.engine.weights.layout import Layout, Span, in_order, slices
+from rollcall.engine.weights.layout import Layout, Span, slices
 from rollcall.engine.weights.protocol import Invitation, RefusedUpdateError
 
 Take = Callable[[Iterator[tuple[str, Tensor]]], None]
@@ -46,10 +46,6 @@ class PartsReceiver(LineReceiver):
         """Wait for the update to this version. ``take`` gets its tensors one by one; it is called again if what came was torn."""
         self._take = take
         self._update(version)
-
-    def close(self) -> None:
-        super().close()
-        self._held = None
 
     def _fit(self, headers: Sequence[Header]) -> None:
         found = dict.fromkeys(self._wanted, 0)
@@ -104,7 +100,7 @@ class _Stream:
         self._deadline = deadline
         self._layout = Layout.parse(header["layout"])
         self._about = header["parts"]
-        self._buckets = self._layout.buckets(in_order(inlet.bucket_size))
+        self._buckets = self._layout.buckets(inlet.bucket_size)
         self._due: dict[str, int] = {}  # tensor -> how many buckets have all that this sender has of it
         for number, spans in enumerate(self._buckets, start=1):
             for span in spans:

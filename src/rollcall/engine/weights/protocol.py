@@ -11,9 +11,8 @@ sender. Each wait has a deadline, and its error says who is missing. After an er
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 from rollcall.base.errors import WeightUpdateError
 
@@ -36,32 +35,6 @@ class Invitation:
     local: str  # name of its socket on this host; empty: on TCP
     secret: str = field(repr=False)  # tells invited receivers from strangers
     timeout_s: float  # of one update, from the first to the last word
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sent:
-    """The cost of one update."""
-
-    version: int
-    num_bytes: int  # of weights or changes, as each receiver got them
-    is_full: bool  # False: only the changes
-    num_attempts: int
-    refusals: Mapping[str, str]  # receivers that refused the first attempt, and why
-
-
-class WeightReceiver(Protocol):
-    """Receives into tensors that stay where they are."""
-
-    @property
-    def version(self) -> int | None:
-        """The version held; None before the first update and after one that broke off."""
-        ...
-
-    def receive(self, *, version: int) -> None:
-        """Wait for the update to this version and apply it to the tensors, which keep their addresses."""
-        ...
-
-    def close(self) -> None: ...
 
 
 def refuse_stale(came: int, *, due: int, newest: int | None) -> None:

@@ -13,11 +13,14 @@ from typing import Any
 
 from torch import Tensor
 
+from rollcall.base.errors import WeightUpdateError
 from rollcall.config import WeightTransport
-from rollcall.engine.weights.exchange import TIMEOUT_S, StreamReceiver, StreamSender
+from rollcall.engine.weights.exchange import StreamReceiver, StreamSender
 from rollcall.engine.weights.folder import FolderReceiver, FolderSender
 from rollcall.engine.weights.layout import Parts
-from rollcall.engine.weights.protocol import Carrying, Invitation, Sent, WeightReceiver
+from rollcall.engine.weights.protocol import Carrying, Invitation
+
+TIMEOUT_S = 300.0  # of an update
 
 
 def carrying_for(transport: WeightTransport, *, on_host: bool, on_gpu: bool) -> Carrying:
@@ -36,14 +39,13 @@ def open_sender(
     host: str,
     on_gpu: bool,
     folder: Path,
-    timeout_s: float = TIMEOUT_S,
 ) -> FanOut:
     """A sender for these receivers, each of which is (or is not) on this host.
 
     ``host`` is the address they reach this one by; empty: they share only the folder.
     """
     if transport == "file":
-        return FanOut([FolderSender(folder, name=name, receivers=tuple(receivers), timeout_s=timeout_s)])
+        return FanOut([FolderSender(folder, name=name, receivers=tuple(receivers), timeout_s=TIMEOUT_S)])
     by_carrier: dict[Carrying, list[str]] = {}
     for receiver, on_host in receivers.items():
         carrying = carrying_for(transport, on_host=on_host, on_gpu=on_gpu)
@@ -56,14 +58,16 @@ def open_sender(
                 receivers=names,
                 host=host,
                 changes_only=transport == "delta",
-                timeout_s=timeout_s,
+                timeout_s=TIMEOUT_S,
             )
             for carrying, names in by_carrier.items()
         ]
     )
 
 
-def open_receiver(invitation: Invitation, *, name: str, tensors: Mapping[str, Tensor]) -> WeightReceiver:
+def open_receiver(
+    invitation: Invitation, *, name: str, tensors: Mapping[str, Tensor]
+) -> StreamReceiver | FolderReceiver:
     if invitation.carrying == "file":
         return FolderReceiver(invitation=invitation, name=name, tensors=tensors)
     return StreamReceiver(invitation, name=name, tensors=tensors)
@@ -74,26 +78,29 @@ class FanOut:
 
     def __init__(self, senders: Sequence[StreamSender] | Sequence[FolderSender]) -> None:
         self._senders: list[Any] = list(senders)  # those that take Parts, and those that do not
-        self._pool = ThreadPoolExecutor(max_workers=max(len(senders), 1), thread_name_prefix="weights")
 
     @property
     def invitations(self) -> Mapping[str, Invitation]:
         """By receiver."""
         return {name: invitation for sender in self._senders for name, invitation in sender.invitations.items()}
 
-    def send(self, tensors: Mapping[str, Tensor] | Parts, *, version: int) -> Sequence[Sent]:
+    def send(self, tensors: Mapping[str, Tensor] | Parts, *, version: int) -> None:
         """Bring these tensors to every receiver; returns once all have them, checked."""
         if len(self._senders) == 1:
-            return self._senders[0].send(tensors, version=version)
-        running = [self._pool.submit(sender.send, tensors, version=version) for sender in self._senders]
+            self._senders[0].send(tensors, version=version)
+            return
+        with ThreadPoolExecutor(thread_name_prefix="weights") as pool:
+            running = [pool.submit(sender.send, tensors, version=version) for sender in self._senders]
         failures = [error for future in running if (error := future.exception()) is not None]
-        if failures:
-            self.close()
+        if not failures:
+            return
+        self.close()
+        if len(failures) == 1 or not all(isinstance(error, WeightUpdateError) for error in failures):
             raise failures[0]
-        return [sent for future in running for sent in future.result()]
+        kind = type(failures[0]) if len(set(map(type, failures))) == 1 else WeightUpdateError
+        raise kind("; ".join(map(str, failures)))
 
     def close(self) -> None:
         """Let the receivers go. Closing twice does nothing."""
         for sender in self._senders:
             sender.close()
-        self._pool.shutdown(wait=False)

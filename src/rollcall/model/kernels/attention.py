@@ -164,7 +164,6 @@ def paged_attention(
     scale: float,
     window: int = 0,
     num_splits: int = 1,
-    tiles: AttentionTiles | None = None,
 ) -> torch.Tensor:
     """Attention of one query per sequence, ``q`` [B, H, D], over its cached keys. Returns [B, H * D].
 
@@ -174,19 +173,11 @@ def paged_attention(
     num_rows, num_heads, head_dim = q.shape
     _, block_size, num_kv_heads, cache_dim = k_cache.shape
     checks.cache(k_cache, v_cache)
-    checks.need(
-        cache_dim == head_dim and num_heads % num_kv_heads == 0 and q.is_contiguous(),
-        f"q is {tuple(q.shape)} and the cache {tuple(k_cache.shape)}; q needs the cache's head size, a multiple of its "
-        "heads, and contiguous memory",
-    )
-    checks.same_dtype(q=q, k_cache=k_cache)
-    checks.need(1 <= num_splits <= MAX_SPLITS, f"num_splits={num_splits} is outside 1 to {MAX_SPLITS}")
-    checks.need(window >= 0, f"window={window} is negative; use 0 for no window")
-    tiles = tiles or _default_tiles(k_cache)
-    checks.need(
-        tiles.tile >= 16 and block_size % tiles.tile == 0,
-        f"a tile of {tiles.tile} keys does not divide blocks of {block_size}, or is below 16; use block_size 64",
-    )
+    checks.same_dtype(q, k_cache)
+    assert cache_dim == head_dim and num_heads % num_kv_heads == 0 and q.is_contiguous()
+    assert 1 <= num_splits <= MAX_SPLITS and window >= 0
+    tiles = pick_tiles(k_cache)
+    assert tiles.tile >= 16 and block_size % tiles.tile == 0
     out = q.new_empty(num_rows, num_heads * head_dim)
     partial = lse = None
     if num_splits > 1:
@@ -244,7 +235,7 @@ def pick_num_splits(num_rows: int, *, num_kv_heads: int, max_blocks: int) -> int
     return max(1, min(wanted, max_blocks, MAX_SPLITS))
 
 
-def _default_tiles(k_cache: torch.Tensor) -> AttentionTiles:
+def pick_tiles(k_cache: torch.Tensor) -> AttentionTiles:
     """The fastest on an H200 with 256 rows of 384 keys. In float32, which only tests run, tiles of at most 8 KB: several stages of several
     programs fit one multiprocessor's shared memory."""
     _, block_size, _, head_dim = k_cache.shape

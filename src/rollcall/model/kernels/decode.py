@@ -62,14 +62,12 @@ def rms_norm(
 
     Without a residual h is x itself.
     """
-    num_rows, num_columns = checks.rows(x, name="x")
-    checks.same_dtype(x=x, weight=weight, residual=residual)
+    num_rows, num_columns = checks.rows(x)
+    checks.same_dtype(x, weight, residual)
     out = x.new_empty(x.shape)
     new_residual = x
     if residual is not None:
-        checks.need(
-            residual.shape == x.shape, f"residual is {tuple(residual.shape)} for x {tuple(x.shape)}; match them"
-        )
+        assert residual.shape == x.shape
         new_residual = x.new_empty(x.shape)
     block = triton.next_power_of_2(num_columns)
     _rms_norm_kernel[(num_rows,)](
@@ -191,19 +189,13 @@ def rope_cache(
     ``cos_sin`` [max positions, D] is float32, cosines in the first half of the columns. ``q_norm`` and ``k_norm`` [D]
     are the RMS norms that Qwen3 puts before the rotation. A row whose position is negative does not touch the cache.
     """
-    num_rows, width = checks.rows(qkv, name="qkv")
+    num_rows, width = checks.rows(qkv)
     _, block_size, num_kv_heads, head_dim = k_cache.shape
     num_heads = width // head_dim - 2 * num_kv_heads
     checks.cache(k_cache, v_cache)
-    checks.need(
-        width % head_dim == 0 and num_heads > 0,
-        f"qkv has {width} columns; with {num_kv_heads} KV heads of {head_dim} it needs (H + {2 * num_kv_heads}) * {head_dim}",
-    )
-    checks.same_dtype(qkv=qkv, k_cache=k_cache, q_norm=q_norm, k_norm=k_norm)
-    checks.need(
-        cos_sin.shape[1] == head_dim, f"cos_sin has {cos_sin.shape[1]} columns; give it the head size, {head_dim}"
-    )
-    checks.need((q_norm is None) == (k_norm is None), "q_norm and k_norm come together; give both or neither")
+    checks.same_dtype(qkv, k_cache, q_norm, k_norm)
+    assert width % head_dim == 0 and num_heads > 0 and cos_sin.shape[1] == head_dim
+    assert (q_norm is None) == (k_norm is None)
     out = qkv.new_empty(num_rows, num_heads, head_dim)
     heads = 8
     _rope_cache_kernel[(num_rows, triton.cdiv(num_heads + 2 * num_kv_heads, heads))](
@@ -251,8 +243,8 @@ def _silu_mul_kernel(gate_up_ptr, out_ptr, row_stride, inner, BLOCK: tl.constexp
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """``silu(gate) * up`` for rows that hold the gate in their first half: [B, 2I] to [B, I]."""
-    num_rows, width = checks.rows(gate_up, name="gate_up")
-    checks.need(width % 2 == 0, f"gate_up has {width} columns; it needs a gate and an up half of equal size")
+    num_rows, width = checks.rows(gate_up)
+    assert width % 2 == 0
     inner = width // 2
     out = gate_up.new_empty(num_rows, inner)
     block = min(triton.next_power_of_2(inner), 1024)

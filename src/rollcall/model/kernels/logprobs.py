@@ -152,10 +152,7 @@ def grad_logits(
     d logprob / dz = onehot(target) - p and d entropy / dz = -p * (log p + entropy); scale carries both to the logits.
     """
     num_rows, vocab = _check(logits, targets)
-    checks.need(
-        grad_entropy is None or entropy is not None,
-        "grad_entropy needs the entropy of the same rows; pass the one row_stats gave",
-    )
+    assert grad_entropy is None or entropy is not None
     out = torch.empty_like(logits, dtype=dtype)
     if num_rows > 0:
         _grad_logits_kernel[(num_rows, triton.cdiv(vocab, GRAD_BLOCK))](
@@ -178,9 +175,6 @@ def grad_logits(
 
 
 def _check(logits: torch.Tensor, targets: torch.Tensor) -> tuple[int, int]:
-    num_rows, vocab = checks.rows(logits, name="logits")
-    checks.need(
-        targets.shape == (num_rows,) and targets.is_contiguous(),
-        f"targets are {tuple(targets.shape)} for logits {tuple(logits.shape)}; give one per row, contiguous",
-    )
+    num_rows, vocab = checks.rows(logits)
+    assert targets.shape == (num_rows,) and targets.is_contiguous()
     return num_rows, vocab

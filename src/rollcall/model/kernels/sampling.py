@@ -9,8 +9,6 @@ never on the batch around it. The caller applies top-k and top-p: it sets the lo
 Axes: B rows, V vocabulary, N vocabulary blocks of a row.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -18,15 +16,9 @@ import triton.language as tl
 from rollcall.model.kernels import checks
 from rollcall.model.kernels.early import launch, wait_for_inputs
 
-
-class SampleTiles(NamedTuple):
-    """How sample is compiled; the result does not depend on it beyond rounding."""
-
-    block: int  # vocabulary entries per program; a power of two
-    num_warps: int
-
-
-DEFAULT_TILES = SampleTiles(block=4096, num_warps=8)
+# The result does not depend on these beyond rounding.
+SAMPLE_BLOCK = 4096  # vocabulary entries per program; a power of two
+SAMPLE_WARPS = 8
 
 
 @triton.jit
@@ -120,11 +112,7 @@ def _pick_kernel(
 
 
 def sample(
-    logits: torch.Tensor,
-    uniforms: torch.Tensor,
-    temperatures: torch.Tensor,
-    *,
-    tiles: SampleTiles = DEFAULT_TILES,
+    logits: torch.Tensor, uniforms: torch.Tensor, temperatures: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One token per row of ``logits`` [B, V], and its log-prob under the row's temperature.
 
@@ -132,15 +120,10 @@ def sample(
     its log-prob under temperature 1. Returns tokens [B] int64 and log-probs [B] float32. A logit of -inf is never
     drawn. A row with a NaN gets a valid id and a NaN log-prob.
     """
-    num_rows, vocab = checks.rows(logits, name="logits")
-    checks.need(
-        uniforms.shape == temperatures.shape == (num_rows,)
-        and uniforms.is_contiguous()
-        and temperatures.is_contiguous(),
-        f"uniforms are {tuple(uniforms.shape)} and temperatures {tuple(temperatures.shape)}; both need {num_rows} "
-        "contiguous entries, one per row of logits",
-    )
-    num_blocks = triton.cdiv(vocab, tiles.block)
+    num_rows, vocab = checks.rows(logits)
+    assert uniforms.shape == temperatures.shape == (num_rows,)
+    assert uniforms.is_contiguous() and temperatures.is_contiguous()
+    num_blocks = triton.cdiv(vocab, SAMPLE_BLOCK)
     bests, sums = (logits.new_empty(num_rows, num_blocks, dtype=torch.float32) for _ in range(2))
     tokens = logits.new_empty(num_rows, dtype=torch.int64)
     logprobs = logits.new_empty(num_rows, dtype=torch.float32)
@@ -152,8 +135,8 @@ def sample(
         logits.stride(0),
         vocab,
         num_blocks,
-        BLOCK=tiles.block,
-        num_warps=tiles.num_warps,
+        BLOCK=SAMPLE_BLOCK,
+        num_warps=SAMPLE_WARPS,
         **launch(logits),
     )
     _pick_kernel[(num_rows,)](
@@ -167,9 +150,9 @@ def sample(
         logits.stride(0),
         vocab,
         num_blocks,
-        BLOCK=tiles.block,
+        BLOCK=SAMPLE_BLOCK,
         BLOCKS=triton.next_power_of_2(num_blocks),
-        num_warps=tiles.num_warps,
+        num_warps=SAMPLE_WARPS,
         **launch(logits),
     )
     return tokens, logprobs
@@ -199,14 +182,8 @@ def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     ``seeds`` and ``positions`` are [B] int64, contiguous.
     """
     (num_rows,) = seeds.shape
-    checks.need(
-        positions.shape == seeds.shape
-        and seeds.dtype == positions.dtype == torch.int64
-        and seeds.is_contiguous()
-        and positions.is_contiguous(),
-        f"seeds are {seeds.dtype} {tuple(seeds.shape)} and positions {positions.dtype} {tuple(positions.shape)}; give "
-        "contiguous int64 of one shape",
-    )
+    assert positions.shape == seeds.shape and seeds.dtype == positions.dtype == torch.int64
+    assert seeds.is_contiguous() and positions.is_contiguous()
     out = seeds.new_empty(num_rows, dtype=torch.float32)
     block = 256
     _uniforms_kernel[(triton.cdiv(num_rows, block),)](seeds, positions, out, num_rows, BLOCK=block)

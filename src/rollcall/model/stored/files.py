@@ -26,6 +26,12 @@ def plain_damage(sentence: str, *, advice: str = "restore the file") -> Iterator
         raise StoredError(f"{sentence} ({type(error).__name__}: {error}); {advice}") from None
 
 
+def refuse_pipe(path: Path) -> None:
+    """Refuse a pipe or a device: opening it could wait for ever."""
+    if path.exists() and not path.is_file():
+        raise StoredError(f"{path} is not a regular file; put the file itself there")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedRange:
     """A range of a file that has its own CRC-32, as in a zip archive."""

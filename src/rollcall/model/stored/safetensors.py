@@ -18,7 +18,7 @@ from safetensors import safe_open
 
 from rollcall.config.yaml import read_small
 from rollcall.model.stored.dtypes import DTYPES, OF_SAFETENSORS, DType, name_of
-from rollcall.model.stored.files import StoredError, StoredFile, plain_damage
+from rollcall.model.stored.files import StoredError, StoredFile, plain_damage, refuse_pipe
 from rollcall.model.stored.find import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from rollcall.model.stored.tensors import Piece, Stored, StoredTensor, stored_of
 
@@ -107,6 +107,7 @@ def _blocks(file: StoredFile) -> Iterable[tuple[str, tuple[int, ...], DType, Pie
 def read_header(path: Path) -> tuple[dict[str, _Entry], dict[str, str]]:
     """The tensors of a file and its metadata. A file that is not whole is refused."""
     entries: dict[str, _Entry] = {}
+    refuse_pipe(path)
     with plain_damage(f"{path} is not a whole safetensors file"):
         with path.open("rb") as file:
             offset = 8 + int.from_bytes(file.read(8), "little")

@@ -81,14 +81,18 @@ class Stored:
             _read_overlap(piece, block, start=start)
         return block
 
-    def runs(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
-        """A tensor in runs of rows, each with the number of its first row."""
+    def runs(
+        self, name: str, *, start: Sequence[int] | None = None, shape: Sequence[int] | None = None
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """``read`` in runs of rows, each with the number of its first row in the block."""
         tensor = self.tensors[name]
-        rows, *rest = tensor.shape
-        step = max(1, PIECE_BYTES * rows // max(tensor.num_bytes, 1))
-        for start in range(0, rows, step):
-            count = min(step, rows - start)
-            yield start, self.read(name, start=(start, *[0] * len(rest)), shape=(count, *rest))
+        first, *columns = [0] * len(tensor.shape) if start is None else start
+        rows, *rest = tensor.shape if shape is None else shape
+        # Stored rows are read with all their columns, also where the block has only some.
+        step = max(1, PIECE_BYTES * tensor.shape[0] // max(tensor.num_bytes, 1))
+        for begin in range(0, rows, step):
+            count = min(step, rows - begin)
+            yield begin, self.read(name, start=(first + begin, *columns), shape=(count, *rest))
 
     def are_equal(self, name: str, other: str) -> bool:
         """Whether two tensors hold the same bytes; NaN is equal to itself then."""

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from rollcall.model.stored.dtypes import DTYPES, DType
-from rollcall.model.stored.files import CheckedRange, StoredError, plain_damage, read_fully
+from rollcall.model.stored.files import CheckedRange, StoredError, plain_damage, read_fully, refuse_pipe
 from rollcall.model.stored.tensors import Piece
 
 MOST_PICKLE_BYTES = 1 << 29
@@ -187,6 +187,7 @@ def whole_numbers(value: Any) -> tuple[int, ...]:
 def open_torch_file(path: Path, *, offset: int = 0, length: int | None = None) -> tuple[TorchFile, Any]:
     """A file of ``torch.save``, or one that lies in a range of a larger file, and the content of its pickle."""
     what = str(path) if length is None else f"{path} (bytes {offset:,} to {offset + length:,})"
+    refuse_pipe(path)
     with (
         plain_damage(
             f"{what} is not a whole file of torch.save in its zip format",
