@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import psutil
+
 from benchmarks.sides import Lengths
 from rollcall.base.types import Completion, EndReason, Prompt
 from rollcall.config.environments import ClassEnvironment
@@ -111,7 +113,7 @@ class ClassSide:
 
     @property
     def pids(self) -> list[int]:
-        return self._environments.pids  # type: ignore[attr-defined]
+        return [child.pid for child in psutil.Process().children(recursive=True)]
 
     def round(self, plans: Sequence[Lengths], *, tag: str) -> int:
         """How many tokens were sampled."""

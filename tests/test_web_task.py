@@ -71,7 +71,7 @@ def test_eight_browsers_at_once_and_one_that_is_killed_fails_its_own_episode_alo
             again = await environments.start("")
             assert await order(again, 3) == 1.0
         finally:
-            pids = environments.pids
+            pids = [child.pid for child in psutil.Process().children(recursive=True)]
             await environments.aclose()
         assert not any(psutil.pid_exists(pid) for pid in pids)
 

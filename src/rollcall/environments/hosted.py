@@ -18,11 +18,11 @@ from typing import Any
 from rollcall.base.errors import ConfigError, WorkerLostError
 from rollcall.base.wait import say, warn
 from rollcall.environments.host import HostPlace
-from rollcall.environments.processes import ANSWERS, REQUEST, CalledEnvironment, kind_of
+from rollcall.environments.processes import ANSWERS, CalledEnvironment, kind_of
 from rollcall.environments.protocol import Ended, Environment, EnvironmentFailed, EnvironmentLost
 from rollcall.environments.zygote import MAX_ANSWER_BYTES
 from rollcall.nodes.door import enter
-from rollcall.nodes.framing import Body
+from rollcall.nodes.framing import JSON, Body
 from rollcall.process.here import SocketLink
 from rollcall.process.worker import Ending, Lost, Raised, Worker, reader
 
@@ -72,8 +72,9 @@ class HostedEnvironments:
                     raise
                 self.lose(host, found.place, f"it cannot be reached: {str(error) or 'no answer in time'}")
             else:
-                if host.place is found.place:  # else it was lost meanwhile
+                if host.place is found.place:
                     return found
+                await found.close(broken=True)  # its host was lost meanwhile
 
     def ends(self) -> None:
         self._is_closed = True
@@ -170,7 +171,7 @@ class _Hosted(CalledEnvironment):
 
     async def connect(self) -> None:
         self.link = _Connection(await _connect(self.place), where=self.place.name)
-        hears, longest = Body(_sendable, REQUEST.loads), MAX_ANSWER_BYTES + 1024
+        hears, longest = Body(_sendable, JSON.loads), MAX_ANSWER_BYTES + 1024
         self._worker = Worker(self.link, name=self.place.name, hears=hears, answers=_ANSWERS, longest=longest)
 
     async def start(self, kind: str) -> Environment:
@@ -245,7 +246,7 @@ class _Hosted(CalledEnvironment):
 
 
 def _sendable(call: tuple[str, Any]) -> bytes:
-    body = REQUEST.dumps(call)
+    body = JSON.dumps(call)
     if len(body) > MAX_ANSWER_BYTES:
         raise EnvironmentFailed(
             f"{call[0]} takes {len(body):,} bytes, and a node is sent at most {MAX_ANSWER_BYTES:,}; leave long columns out of the data"

@@ -14,7 +14,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +74,12 @@ class TasksetPrograms:
             if not playing.done():
                 with suppress(Lost):
                     await worker.call("stop", number, deadline_s=END_TIMEOUT_S)
+                await asyncio.wait({playing}, timeout=END_TIMEOUT_S)
+            is_given_up = playing.cancel()  # a harness or a scorer that does not end
+        if is_given_up:
+            return Ended(how="an error", stdout="", stderr=f"it did not end within {END_TIMEOUT_S:g} s")
         try:
-            return Ended(how="", stdout=json.dumps(await playing), stderr="")
+            return Ended(how="", stdout=json.dumps(playing.result()), stderr="")
         except Raised as raised:
             return Ended(how="an error", stdout="", stderr=f"verifiers: {raised.kind}: {raised.message}")
         except Lost as lost:
@@ -89,7 +93,7 @@ class TasksetPrograms:
     async def _ensure_server(self) -> None:
         server = self.server
         try:
-            await server.worker.call("ready", deadline_s=math.inf)
+            await server.worker.call("ready", deadline_s=START_TIMEOUT_S)
         except Lost as lost:
             if server is self.server:
                 self._starting = self._starting or asyncio.create_task(self._start_again(lost))
@@ -102,7 +106,7 @@ class TasksetPrograms:
             warn(f"{lost.who} {lost.why}; it is started again")
             await asyncio.to_thread(self.server.close)
             self.server = await asyncio.to_thread(TasksetServer, self._section)
-        except ConfigError as error:
+        except (ConfigError, OSError) as error:
             self._failed_s = time.monotonic()
             raise EnvironmentFailed(str(error)) from None
         finally:
@@ -114,26 +118,28 @@ class TasksetServer:
         python = find_python(section.python)
         assert python is not None, "the key has no default"
         setup = {"config": section.config, "max_turns": section.max_turns, "memory_mb": section.memory_mb}
-        self._folder, self._prints = make_folder(), ChildPrints()
-        variables = variables_of(section.env) | {"TMPDIR": self._folder, MARK: self._folder, SETUP: json.dumps(setup)}
-        # Next to its Python is `uv`, with which verifiers starts its harnesses.
-        variables["PATH"] = os.pathsep.join(filter(None, [str(Path(python).parent), variables.get("PATH")]))
-        command = command_for("rollcall.environments.packages.verifiers", python=python)
-        link = LinkHere(command, env=variables, output=self._prints.fd)
-        name, answers = "the environment server of verifiers", defaultdict(lambda: json.loads)
-        self.worker = Worker(link, name=name, hears=JSON, answers=answers)
-        try:
-            self.worker.ask("ready", deadline_s=START_TIMEOUT_S)
-        except (Lost, Raised) as error:
-            self.close()
-            raise ConfigError(_why_not_ready(error)) from None
+        with ExitStack() as held:
+            folder, prints = make_folder(), ChildPrints()
+            held.callback(remove_folder, folder)
+            held.callback(prints.close)
+            variables = variables_of(section.env) | {"TMPDIR": folder, MARK: folder, SETUP: json.dumps(setup)}
+            # Next to its Python is `uv`, with which verifiers starts its harnesses.
+            variables["PATH"] = os.pathsep.join(filter(None, [str(Path(python).parent), variables.get("PATH")]))
+            command = command_for("rollcall.environments.packages.verifiers", python=python)
+            link = LinkHere(command, env=variables, output=prints.fd)
+            held.callback(kill_leftovers, link.pid, mark=(MARK, folder))
+            name, answers = "the environment server of verifiers", defaultdict(lambda: json.loads)
+            self.worker = Worker(link, name=name, hears=JSON, answers=answers)
+            held.callback(self.worker.close, grace_s=END_TIMEOUT_S)
+            try:
+                self.worker.ask("ready", deadline_s=START_TIMEOUT_S)
+            except (Lost, Raised) as error:
+                raise ConfigError(_why_not_ready(error)) from None
+            self._held = held.pop_all()
 
     def close(self) -> None:
         """End its episodes, and kill what is left of it and of its harnesses."""
-        self.worker.close(grace_s=END_TIMEOUT_S)
-        kill_leftovers(self.worker.pid, mark=(MARK, self._folder))
-        self._prints.close()
-        remove_folder(self._folder)
+        self._held.close()
 
 
 def _why_not_ready(error: Lost | Raised) -> str:
