@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -77,6 +79,11 @@ def is_running(pid: int) -> bool:
     except FileNotFoundError:
         return False
     return state != "Z"
+
+
+def pids_of(scorer: Scorer) -> list[int]:
+    assert scorer._pool is not None
+    return [seat.worker.pid for crew in scorer._pool._crews for seat in crew.seats]
 
 
 def wait_until_gone(pids: list[int]) -> list[int]:
@@ -444,8 +451,9 @@ def test_a_module_that_hangs_when_imported_is_given_up_with_its_stack(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_a_directory_with("import time\ntime.sleep(1000)\n", path=tmp_path, monkeypatch=monkeypatch)
+    monkeypatch.setattr("rollcall.reward.pool.START_TIMEOUT_S", 2)
     with pytest.raises(RuntimeError, match=r"(?s)not ready within 2 s.*my_rewards.py"):
-        RewardPool({0: {"type": "function", "path": "my_rewards:f"}}, num_workers=1, start_timeout_s=2)
+        RewardPool({0: {"type": "function", "path": "my_rewards:f"}}, num_workers=1)
 
 
 # The pool and the scorer
@@ -464,7 +472,7 @@ def test_one_session_survives_rewards_that_hang_raise_return_nan_and_die(
 
     with Scorer(rewards, num_workers=2, model_rewards={}) as scorer:
         results = asyncio.run(score_three_groups(scorer))
-        pids = scorer._pool.pids if scorer._pool else []
+        pids = pids_of(scorer)
         counts = scorer.counts["wild"]
         assert (counts.scored, counts.raised, counts.hung, counts.nan, counts.died) == (3 + 4, 2, 2, 2, 1)
         assert scorer.counts["exact"].failed == 0
@@ -499,6 +507,23 @@ def test_replaced_and_closed_workers_leave_no_open_files(tmp_path: Path, monkeyp
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_a_worker_that_cannot_be_started_leaves_neither_files_nor_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = len(os.listdir("/proc/self/fd"))
+
+    def full(*args: Any, **keys: Any) -> None:
+        raise OSError(errno.EAGAIN, "no more processes")
+
+    monkeypatch.setattr("rollcall.reward.pool.spawn", full)
+    for _ in range(3):
+        with pytest.raises(OSError, match="no more processes"):
+            Scorer([ExactReward()], num_workers=1, model_rewards={})
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert not os.listdir(tmp_path)
+
+
 def test_a_reward_that_prints_a_lot_does_not_disturb_the_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -525,10 +550,10 @@ def test_a_worker_that_is_stopped_in_the_middle_of_a_large_message_is_replaced()
         return [(answer.kind, answer.value) for (answer,) in answers]
 
     with RewardPool({0: {"type": "exact"}}, num_workers=1) as pool:
-        (frozen,) = pool.pids
+        (frozen,) = (seat.worker.pid for crew in pool._crews for seat in crew.seats)
         os.kill(frozen, signal.SIGSTOP)
         assert asyncio.run(score(pool)) == [("hung", 0.0), ("", 1.0)]
-        assert frozen not in pool.pids and not is_running(frozen)
+        assert not is_running(frozen)
 
 
 def test_an_item_over_its_limit_is_an_error_even_if_nobody_looked_in_time(
@@ -562,7 +587,7 @@ def test_the_work_is_spread_over_the_workers(tmp_path: Path, monkeypatch: pytest
             scores = asyncio.run(scorer.score(a_prompt(), completions_of(*"abcdefghi")))
             if len(places := {score.value for score in scores}) == 3:
                 break
-        assert scorer._pool is not None and places == set(map(float, scorer._pool.pids))
+        assert places == set(map(float, pids_of(scorer)))
 
 
 def test_a_group_that_is_given_up_leaves_the_others_their_scores(
@@ -608,7 +633,7 @@ def test_workers_end_when_their_parent_is_killed_even_inside_c_code(
         "async def main():\n"
         "    scoring = pool.score(Item(0, '', 'hang in C', '', {}), timeout_s=1000)\n"
         "    await asyncio.sleep(0.5)\n"
-        "    print(json.dumps(pool.pids), flush=True)\n"
+        "    print(json.dumps([seat.worker.pid for crew in pool._crews for seat in crew.seats]), flush=True)\n"
         "    await scoring\n"
         "asyncio.run(main())\n"
     )

@@ -93,7 +93,6 @@ class Histories:
         self._num_kept = 0
         self._num_sessions = 0
         self.rows: list[HistoryRow] = []
-        self.num_extended = 0  # requests that extended an answer
 
     # Requests
 
@@ -194,7 +193,6 @@ class Histories:
 
     def _extended(self, answer: _Answer, added: Ints, **given: Any) -> Asked:
         self._answers.move_to_end(id(answer))
-        self.num_extended += 1
         row = answer.row
         holds = row.tip is answer and not row.is_extended
         if holds:

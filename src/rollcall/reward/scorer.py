@@ -117,11 +117,6 @@ class Scorer(AbstractContextManager["Scorer"]):
         """Rewards that read attributes of the environments."""
         return [self.names[index] for index, about in self._functions.items() if "environments" in about.trl]
 
-    @property
-    def asks_models(self) -> bool:
-        """Whether ``score`` calls a model."""
-        return bool(self._model_rewards)
-
     async def score(
         self, prompt: Prompt, completions: tuple[Completion, ...], *, ask_model: AskModel | None = None
     ) -> tuple[Score, ...]:
