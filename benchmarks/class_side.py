@@ -150,7 +150,6 @@ class ClassSide:
     def _make_prompt(self, number: int) -> Prompt:
         """No two are equal, as on the single-turn side: neither fills one prompt for several episodes."""
         messages = [{"role": "user", "content": f"Look around you, {number:04d}."}]
-        opened = self._conversations.open_chat(messages, tools=self._tools)
-        return Prompt(
-            id=f"p{number}", token_ids=opened.token_ids, text=opened.text, answer="", metadata={MESSAGES: messages}
-        )
+        ids = self._conversations.open_chat(messages, tools=self._tools)
+        text = self._conversations.tokenizer.decode(ids)
+        return Prompt(id=f"p{number}", token_ids=ids, text=text, answer="", metadata={MESSAGES: messages})

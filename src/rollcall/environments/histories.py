@@ -112,8 +112,8 @@ class Histories:
                 last_id = int(answer.ids[-1])
                 added = self._conversations.extend(said, is_chat=True, tools=tools, last_id=last_id)
                 return self._extended(answer, added, key=keys[-1], messages=tuple(new))
-        opened = self._conversations.open_chat(messages, tools=tools)
-        return self._opened(opened.token_ids, key=keys[-1], messages=tuple(messages))
+        ids = self._conversations.open_chat(messages, tools=tools)
+        return self._opened(ids, key=keys[-1], messages=tuple(messages))
 
     def ids(self, token_ids: Ints) -> Asked:
         """A prompt of token ids extends the longest answer that it begins with."""

@@ -22,7 +22,7 @@ from rollcall.environments.processes import ANSWERS, CalledEnvironment, kind_of
 from rollcall.environments.protocol import Ended, Environment, EnvironmentFailed, EnvironmentLost
 from rollcall.environments.zygote import MAX_ANSWER_BYTES
 from rollcall.nodes.door import enter
-from rollcall.nodes.framing import JSON, Body
+from rollcall.nodes.framing import JSON
 from rollcall.process.here import SocketLink
 from rollcall.process.worker import Ending, Lost, Raised, Worker, reader
 
@@ -38,7 +38,6 @@ class _Host:
 
     def __init__(self, place: HostPlace) -> None:
         self.place: HostPlace | None = place
-        self.num_cpus = place.num_cpus
         self.playing: set[_Hosted] = set()
 
 
@@ -92,8 +91,8 @@ class HostedEnvironments:
                 raise self._failure
             if self._is_closed:
                 raise EnvironmentFailed("environments are closed: the run has ended")
-            if there := [host for host in self._hosts if host.place is not None]:
-                return min(there, key=lambda host: len(host.playing) / host.num_cpus)
+            if num_cpus := {host: host.place.num_cpus for host in self._hosts if host.place is not None}:
+                return min(num_cpus, key=lambda host: len(host.playing) / num_cpus[host])
             self._changed.clear()
             try:
                 async with asyncio.timeout(self._wait_s):  # wait_for (3.11) may forget that it is cancelled
@@ -125,7 +124,7 @@ class HostedEnvironments:
         if isinstance(found, Exception):
             self._failure = found
         else:
-            host.place, host.num_cpus = found, found.num_cpus
+            host.place = found
             say(f"{name} is replaced and plays again")
         self._changed.set()
 
@@ -171,8 +170,8 @@ class _Hosted(CalledEnvironment):
 
     async def connect(self) -> None:
         self.link = _Connection(await _connect(self.place), where=self.place.name)
-        hears, longest = Body(_sendable, JSON.loads), MAX_ANSWER_BYTES + 1024
-        self._worker = Worker(self.link, name=self.place.name, hears=hears, answers=_ANSWERS, longest=longest)
+        longest = MAX_ANSWER_BYTES + 1024
+        self._worker = Worker(self.link, name=self.place.name, hears=JSON, answers=_ANSWERS, longest=longest)
 
     async def start(self, kind: str) -> Environment:
         try:
@@ -194,18 +193,15 @@ class _Hosted(CalledEnvironment):
                 await self._worker.call("stop", deadline_s=SILENT_S)
 
         telling = asyncio.create_task(tell())
-        has_ended = False
+        broken = True
         try:
             ended = await self.call("run", dict(variables))
-            has_ended = True
+            broken = False
             return ended
-        except asyncio.CancelledError:
-            with suppress(EnvironmentLost):  # it is not to be played again
-                await self.close(broken=True)
-            raise
         finally:
             telling.cancel()
-            await self.close(broken=not has_ended)
+            with suppress(EnvironmentLost):  # how its call ended is known
+                await self.close(broken=broken)
 
     async def close(self, *, broken: bool) -> None:
         """Hang up. ``EnvironmentLost``: a call was given up because the host is gone, and the environment is not to blame."""
@@ -243,15 +239,6 @@ class _Hosted(CalledEnvironment):
         self._is_lost = True
         self._owner.lose(self.host, self.place, lost.why)
         return EnvironmentLost(f"{self.place.name} is lost: it {lost.why}")
-
-
-def _sendable(call: tuple[str, Any]) -> bytes:
-    body = JSON.dumps(call)
-    if len(body) > MAX_ANSWER_BYTES:
-        raise EnvironmentFailed(
-            f"{call[0]} takes {len(body):,} bytes, and a node is sent at most {MAX_ANSWER_BYTES:,}; leave long columns out of the data"
-        )
-    return body
 
 
 async def _connect(place: HostPlace) -> socket.socket:

@@ -32,7 +32,7 @@ from rollcall.base.process_table import Process, descendants
 from rollcall.config.environments import ClassEnvironment, StepEnvironment, kinds_of
 from rollcall.environments.calls import format_of
 from rollcall.environments.program import variables_of
-from rollcall.environments.protocol import Environment, EnvironmentFailed, Opening, StepResult
+from rollcall.environments.protocol import KIND, Environment, EnvironmentFailed, Opening, StepResult
 from rollcall.environments.zygote import MAX_ANSWER_BYTES
 from rollcall.nodes.framing import JSON, plain
 from rollcall.observe.prints import ChildPrints
@@ -44,7 +44,6 @@ from rollcall.reward.confine import ROOT
 
 START_TIMEOUT_S = 120.0
 _END_S = 10.0
-_COLUMN = "environment"  # names the class where there are several, and is not passed to it
 _GONE = "the process that environments are forked from is gone"
 ANSWERS = {  # by method; None says that a call is still running
     "reset": reader(str | None),
@@ -177,7 +176,7 @@ class _ProcessEnvironment(CalledEnvironment):
         self._is_closed = False
 
     async def reset(self, row: Mapping[str, Any]) -> Opening:
-        return await super().reset({name: value for name, value in row.items() if name != _COLUMN or not self._kind})
+        return await super().reset({name: value for name, value in row.items() if name != KIND or not self._kind})
 
     async def close(self, *, broken: bool) -> None:
         if self._is_closed:
@@ -279,7 +278,7 @@ class Zygote:
                 raise ConfigError(f"the environment was not ready within {START_TIMEOUT_S:g} s; {check}") from None
             raise ConfigError(f"the environment's process ended at its start: it {lost.why}; {check}") from None
         except Raised as raised:
-            raise ConfigError(raised.message if raised.kind == "Refused" else f"{raised}; {check}") from None
+            raise ConfigError(raised.message if raised.kind == "ValueError" else f"{raised}; {check}") from None
 
     def _start(self, kind: str) -> Worker:
         try:

@@ -25,7 +25,7 @@ from rollcall.reward.confine import Confinement, environment, make_folder, remov
 
 MAX_TAIL_BYTES = 1 << 16
 LONGEST_VARIABLE = 120_000  # bytes; Linux gives a variable 128 KiB
-KEY = "OPENAI_API_KEY"  # no two episodes have the same
+KEY = "OPENAI_API_KEY"  # no two episodes have the same, so what leaves the session of a program is found by it
 _LIMITED = """ulimit -c 0
 ulimit -d {kilobytes} || exit 125
 exec 3<&0 </dev/null
@@ -82,7 +82,7 @@ class ProgramsHere:
     async def _run_in(self, folder: str, variables: Mapping[str, str], stop: asyncio.Event) -> Ended:
         variables = past_proxies({**self._variables, "TMPDIR": folder, **variables})
         try:
-            program = await Program.start(self._command, variables=variables, memory_mb=self._memory_mb, own=KEY)
+            program = await Program.start(self._command, variables=variables, memory_mb=self._memory_mb)
         except OSError as error:
             raise EnvironmentFailed(f"the program could not be started: {error}") from None
         ending, stopping = asyncio.create_task(program.wait()), asyncio.create_task(stop.wait())
@@ -119,8 +119,7 @@ class Program:
         self._readers = [asyncio.create_task(_keep_tail(stream, tail)) for stream, tail in streams]
 
     @classmethod
-    async def start(cls, command: str, *, variables: Mapping[str, str], memory_mb: int, own: str) -> Program:
-        """Start a program. ``own`` names a variable with a unique value, by which what leaves the program's session is found."""
+    async def start(cls, command: str, *, variables: Mapping[str, str], memory_mb: int) -> Program:
         most = resource.getrlimit(resource.RLIMIT_DATA)[1]
         kilobytes = memory_mb << 10 if most == resource.RLIM_INFINITY else min(memory_mb << 10, most >> 10)
         script = _LIMITED.format(kilobytes=kilobytes, command=command)
@@ -128,7 +127,7 @@ class Program:
         process = await asyncio.create_subprocess_exec(
             "/bin/sh", "-c", script, stdin=pipe, stdout=pipe, stderr=pipe, env=dict(variables), start_new_session=True
         )
-        return cls(process, mark=(own, variables[own]))
+        return cls(process, mark=(KEY, variables[KEY]))
 
     async def wait(self) -> None:
         """Wait for its end. asyncio's own wait (3.11) lasts until no process holds its output, and what it left behind may hold it."""

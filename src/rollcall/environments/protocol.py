@@ -15,6 +15,7 @@ from rollcall.base.types import Completion, Ints, ToolCall
 from rollcall.base.words import visible
 from rollcall.engine.protocol import Sampling
 
+KIND = "environment"  # the column that names a row's environment, where there are several; its class does not get it
 MOST_METRICS, LONGEST_NAME = 100, 100  # of an episode; in characters
 DROPPED = "metrics_dropped"  # in the metrics of an episode: how many were left out
 

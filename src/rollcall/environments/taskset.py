@@ -11,7 +11,6 @@ import asyncio
 import json
 import math
 import os
-import time
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
@@ -34,7 +33,6 @@ from rollcall.reward.confine import make_folder, remove_folder, sweep_folders
 
 START_TIMEOUT_S = 300.0  # a taskset may download its data
 END_TIMEOUT_S = 15.0  # it gives itself 10
-AGAIN_S = 30.0  # between two attempts to start a server that has ended
 MARK = "ROLLCALL_TASKSET"  # a variable of a server and its harnesses, which have sessions of their own
 
 
@@ -47,7 +45,6 @@ class TasksetPrograms:
         self._section = section
         self.server = TasksetServer(section)
         self._starting: asyncio.Task[None] | None = None
-        self._failed_s = -math.inf  # when a new server could not be started
         self._num_played = 0
         allow_files(8 * section.max_running)
         sweep_folders()  # of a process that was killed
@@ -100,14 +97,11 @@ class TasksetPrograms:
                 await asyncio.shield(self._starting)
 
     async def _start_again(self, lost: Lost) -> None:
+        warn(f"{lost.who} {lost.why}; it is started again")
         try:
-            if time.monotonic() < self._failed_s + AGAIN_S:
-                raise EnvironmentFailed(f"{lost.who} has ended, and a new one could not be started")
-            warn(f"{lost.who} {lost.why}; it is started again")
             await asyncio.to_thread(self.server.close)
             self.server = await asyncio.to_thread(TasksetServer, self._section)
         except (ConfigError, OSError) as error:
-            self._failed_s = time.monotonic()
             raise EnvironmentFailed(str(error)) from None
         finally:
             self._starting = None

@@ -95,11 +95,8 @@ def asked_text(prompt: Prompt) -> str:
 
 
 def ask(section: JudgeReward, *, prompt: str, completion: str, answer: str) -> str:
-    """The whole question, with a code that occurs in nothing that is put in."""
-    given = f"{section.rubric}{prompt}{completion}{answer}"
+    """The whole question."""
     code = secrets.token_hex(12)
-    while code in given:
-        code = secrets.token_hex(12)
     shown = f"\n[the completion begins, {code}]\n{completion}\n[the completion ends, {code}]\n"
     values = {"prompt": prompt, "completion": shown, "answer": answer}
     rubric = _PLACEHOLDER.sub(lambda match: values[match[1]], section.rubric)

@@ -39,7 +39,6 @@ from rollcall.reward.confine import (
     sweep_folders,
 )
 from rollcall.reward.functions import check_score
-from rollcall.reward.user_function import RewardLoadError
 from rollcall.reward.worker import MAX_ANSWER_BYTES, About, FailureKind, Item, Ready, RewardResult, Setup
 
 START_TIMEOUT_S = 120.0
@@ -213,7 +212,7 @@ class _Seat:
 
     def _cannot_start(self, error: Raised | Lost) -> Exception:
         if isinstance(error, Raised):
-            return RewardLoadError(error.message)
+            return ValueError(error.message)
         what = f"was not ready within {START_TIMEOUT_S:g} s" if error.is_late else f"{error.why} at its start"
         at = f"\nit was at\n{error.stack}" if error.stack else ""
         return RuntimeError(f"a reward worker {what}{at}\ncheck what the reward's module does when imported")
