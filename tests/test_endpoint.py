@@ -413,11 +413,6 @@ def test_a_client_that_never_reads_its_answer_is_dropped(
             wait_for(lambda: not one.server._server.server_state.connections)
 
 
-def test_prompts_times_choices_are_bounded(stands: Standing) -> None:
-    with pytest.raises(openai.BadRequestError, match="n is 128 for 40 prompts"):
-        stands.client().completions.create(model=NAME, prompt=["a"] * 40, n=128)
-
-
 def test_a_stranger_who_says_nothing_takes_nobodys_place(
     writer: Writer, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,7 +73,7 @@ def test_an_environment_is_played_through_its_host_and_failures_are_its_own(host
 
     async def play() -> None:
         environment = await (await environments.find_host()).start("")
-        assert (await environment.reset({"answer": "4", "seen": np.arange(2)})).text == "Guess."
+        assert await environment.reset({"answer": "4", "seen": np.arange(2)}) == "Guess."
         assert (await environment.step("3", [5, 6])).messages[0].name == "judge"
         assert (await environment.step("4", [5, 6])).metrics == {"tokens": 2.0}
         assert await environment.reward() is None

@@ -65,7 +65,7 @@ def test_a_class_is_played_from_reset_to_reward_and_its_process_is_kept() -> Non
         names = [schema["function"]["name"] for schema in environments.tools_of("")]
         assert names == ["ask", "ask_later", "refuse"]
         environment = await environments.start("")
-        assert (await environment.reset({"prompt": "p", "answer": "7"})).text == "reset 1: prompt"
+        assert await environment.reset({"prompt": "p", "answer": "7"}) == "reset 1: prompt"
         result = await environment.step(f"I ask. {call('ask', times='2')}{call('ask_later')}", [1])
         assert [message.content for message in result.messages] == ["77", '{"secret": "7", "unit": "s"}']
         assert not result.done and [each.failed for each in result.calls] == [False, False]
@@ -77,7 +77,7 @@ def test_a_class_is_played_from_reset_to_reward_and_its_process_is_kept() -> Non
         await environment.close(broken=False)
         async with episode(environments, answer="8") as again:
             assert pids_of(environments) == pids
-            assert (await again.reset({"answer": "8"})).text == "reset 3: "
+            assert await again.reset({"answer": "8"}) == "reset 3: "
         await environments.aclose()
         assert not any(Process.of(pid) for pid in pids)
 
@@ -98,7 +98,7 @@ def test_a_row_chooses_its_class_by_the_environment_column_and_each_has_its_own_
             await environments.start("")
         async with episode(environments, environment="secret", answer="7") as environment:
             opening = await environment.reset({"environment": "secret", "answer": "7", "other": 1})
-            assert opening.text == "reset 2: other"
+            assert opening == "reset 2: other"
             assert (await environment.step(call("add", a=1, b="2"), [])).messages[0].content == "3"
         async with episode(environments, environment="plain", prompt="p", answer="a", other=1) as environment:
             result = await environment.step(call("look") + call("ask"), [])
@@ -116,7 +116,7 @@ def test_step_by_step_classes_say_everything_themselves() -> None:
         environments = make_environments(section, chat_template=None)
         assert isinstance(environments, ProcessEnvironments)
         guess = await environments.start("fully")
-        assert (await guess.reset({"answer": "4"})).text == "Guess."
+        assert await guess.reset({"answer": "4"}) == "Guess."
         wrong = await guess.step("3", [5, 6])
         assert (wrong.messages[0].role, wrong.messages[0].name, wrong.reward) == ("tool", "judge", -0.5)
         right = await guess.step("4", [5, 6])
@@ -161,7 +161,7 @@ def test_a_copy_of_the_process_that_a_module_forks_says_nothing(
     async def play() -> None:
         environments = made("twin_module:Game")
         environment = await environments.start("")
-        copy = int((await environment.reset({})).text or "0")
+        copy = int(await environment.reset({}) or "0")
         assert copy > 0
         await environments.aclose()
         await gone([copy])

@@ -27,8 +27,8 @@ NUM_BROWSERS = 8
 async def order(environment: Environment, index: int, *, is_at_product: Any = None) -> float | None:
     """What a good model would do: read the order, open the product, type the quantity, order."""
     opening = await environment.reset({"index": index})
-    quantity, _, product = str(opening.text).split("\n")[0].removeprefix("Order ").removesuffix(".").partition(" of ")
-    assert f'link "{product}"' in str(opening.text)
+    quantity, _, product = str(opening).split("\n")[0].removeprefix("Order ").removesuffix(".").partition(" of ")
+    assert f'link "{product}"' in str(opening)
     seen = await environment.step(f'click(name="{product}")', [])
     assert 'textbox "Quantity"' in seen.messages[0].content
     if is_at_product is not None:

@@ -26,7 +26,6 @@ from rollcall.environments.protocol import (
     EnvironmentLost,
     Environments,
     Host,
-    Opening,
     SampleTurn,
     add_metrics,
 )
@@ -143,9 +142,9 @@ class _OneEpisode:
         environment = await call(host.start(kind), "the start of the environment")
         broken = True
         try:
-            opening = await call(environment.reset(row_of(self._prompt)), "reset")
-            self._open(opening)
-            ended = await self._take_turns(environment, opening.tools)
+            tools = self._player.environments.tools_of(kind)
+            self._open(await call(environment.reset(row_of(self._prompt)), "reset"), tools)
+            ended = await self._take_turns(environment, tools)
             reward = await call(environment.reward(), "the reward")
             self._reward = None if reward is None else _reward(reward, "the reward of the episode")
             if self._player.keeps_attributes:
@@ -158,11 +157,11 @@ class _OneEpisode:
         """Note that the episode failed. Its turns stay, including the one at which it failed."""
         self._ended, self._error = reason, error[:LONGEST_ERROR] or "no reason was given"
 
-    def _open(self, opening: Opening) -> None:
-        self._opening = opening.text or ""
-        ids = self._player.conversations.open(self._prompt, added=opening.text, tools=opening.tools)
+    def _open(self, text: str | None, tools: Tools) -> None:
+        self._opening = text or ""
+        ids = self._player.conversations.open(self._prompt, added=text, tools=tools)
         most = self._player.max_prompt_tokens
-        if not self._prompt.text and not opening.text:
+        if not self._prompt.text and not text:
             raise EnvironmentFailed("there is no data, so reset has to return the first message; it returned nothing")
         if not 0 < len(ids) <= most:
             raise EnvironmentFailed(

@@ -111,8 +111,7 @@ class _Episode:
                 self._environment = await self._here.start(*arguments)
                 return None
             assert method in ("reset", "step", "reward", "attributes"), f"the controller asked for {method!r}"
-            returned = await getattr(self._environment, method)(*arguments)
-            return returned.text if method == "reset" else returned
+            return await getattr(self._environment, method)(*arguments)
         finally:
             self._num_running -= 1
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from rollcall.base.errors import ConfigError, WorkerLostError
+from rollcall.base.errors import WorkerLostError
 from rollcall.base.wait import say, warn
 from rollcall.environments.host import HostPlace
 from rollcall.environments.processes import ANSWERS, CalledEnvironment, kind_of
@@ -160,7 +160,6 @@ class _Hosted(CalledEnvironment):
     ``protocol.ProgramHost``."""
 
     def __init__(self, owner: HostedEnvironments, host: _Host, place: HostPlace) -> None:
-        super().__init__(tools=())
         self.host, self.place = host, place
         self._owner = owner
         self.link: _Connection
@@ -175,12 +174,9 @@ class _Hosted(CalledEnvironment):
 
     async def start(self, kind: str) -> Environment:
         try:
-            self.tools = self._owner.tools_of(kind)
             await self.call("start", kind)
-        except BaseException as error:
+        except BaseException:
             await self.close(broken=True)
-            if isinstance(error, ConfigError):
-                raise EnvironmentFailed(str(error)) from None
             raise
         return self
 

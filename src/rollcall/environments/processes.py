@@ -32,7 +32,7 @@ from rollcall.base.process_table import Process, descendants
 from rollcall.config.environments import ClassEnvironment, StepEnvironment, kinds_of
 from rollcall.environments.calls import format_of
 from rollcall.environments.program import variables_of
-from rollcall.environments.protocol import KIND, Environment, EnvironmentFailed, Opening, StepResult
+from rollcall.environments.protocol import KIND, Environment, EnvironmentFailed, StepResult
 from rollcall.environments.zygote import MAX_ANSWER_BYTES
 from rollcall.nodes.framing import JSON, plain
 from rollcall.observe.prints import ChildPrints
@@ -145,17 +145,14 @@ class ProcessEnvironments:
 class CalledEnvironment:
     """Implements ``protocol.Environment`` by calls to the process that plays it, or to its host."""
 
-    def __init__(self, *, tools: tuple[dict[str, Any], ...]) -> None:
-        self.tools = tools
-
     async def call(self, method: str, *args: Any) -> Any:
         raise NotImplementedError
 
     async def close(self, *, broken: bool) -> None:
         raise NotImplementedError
 
-    async def reset(self, row: Mapping[str, Any]) -> Opening:
-        return Opening(text=await self.call("reset", dict(row)), tools=self.tools)
+    async def reset(self, row: Mapping[str, Any]) -> str | None:
+        return await self.call("reset", dict(row))
 
     async def step(self, text: str, token_ids: Sequence[int]) -> StepResult:
         return await self.call("step", text, list(token_ids))
@@ -169,13 +166,12 @@ class CalledEnvironment:
 
 class _ProcessEnvironment(CalledEnvironment):
     def __init__(self, owner: ProcessEnvironments, worker: Worker, *, kind: str) -> None:
-        super().__init__(tools=owner.tools_of(kind))
         self._owner = owner
         self.worker = worker
         self._kind = kind
         self._is_closed = False
 
-    async def reset(self, row: Mapping[str, Any]) -> Opening:
+    async def reset(self, row: Mapping[str, Any]) -> str | None:
         return await super().reset({name: value for name, value in row.items() if name != KIND or not self._kind})
 
     async def close(self, *, broken: bool) -> None:

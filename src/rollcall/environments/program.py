@@ -21,7 +21,7 @@ from rollcall.base.limits import allow_files
 from rollcall.base.process_table import Process, environment_of, living, session_of
 from rollcall.environments.protocol import Ended, EnvironmentFailed
 from rollcall.process.ending import how_it_ended
-from rollcall.reward.confine import Confinement, environment, make_folder, remove_folder, sweep_folders
+from rollcall.reward.confine import environment, make_folder, remove_folder, sweep_folders
 
 MAX_TAIL_BYTES = 1 << 16
 LONGEST_VARIABLE = 120_000  # bytes; Linux gives a variable 128 KiB
@@ -37,8 +37,7 @@ exec 3<&-
 
 def variables_of(env: Sequence[str]) -> dict[str, str]:
     """The variables of a process that plays episodes: those that every program needs, and those that `environment.env` names."""
-    confinement = Confinement(own_files=False, network=True, env=tuple(env), processes=0, memory_mb=0, file_mb=0)
-    return environment(confinement, folder=tempfile.gettempdir(), key="environment.env")
+    return environment(env, folder=tempfile.gettempdir(), key="environment.env")
 
 
 class ProgramsHere:

@@ -38,12 +38,6 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opening:
-    text: str | None  # added to the row's prompt; the whole prompt where there is no dataset
-    tools: tuple[dict[str, Any], ...]  # JSON schemas, as chat templates take them
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     messages: tuple[Message, ...]  # what the model reads next; with ``done`` it reads nothing more
     done: bool
@@ -76,8 +70,8 @@ class SampleTurn(Protocol):
 class Environment(Protocol):
     """One episode at a time, from ``reset`` to ``reward``; then it may be reset for another one."""
 
-    async def reset(self, row: Mapping[str, Any]) -> Opening:
-        """Begin an episode of this row of the data."""
+    async def reset(self, row: Mapping[str, Any]) -> str | None:
+        """Begin an episode of this row of the data. What it returns is added to the row's prompt, or is all of it where there is no data."""
         ...
 
     async def step(self, text: str, token_ids: Sequence[int]) -> StepResult:
@@ -111,7 +105,7 @@ class Environments(Protocol):
         ...
 
     def tools_of(self, kind: str) -> tuple[dict[str, Any], ...]:
-        """The schemas of a kind's tools, which the check at the start renders."""
+        """The schemas of a kind's tools, as chat templates take them. ConfigError: there is no such kind."""
         ...
 
     async def aclose(self) -> None: ...

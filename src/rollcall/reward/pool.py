@@ -182,7 +182,9 @@ class _Seat:
                 self.worker: Worker = spawn(
                     "rollcall.reward.worker:RewardWorker",
                     name=f"reward worker {self._number}",
-                    env=environment(confinement, folder=self._folder, key="env of a reward"),
+                    env=environment(
+                        confinement.env, folder=self._folder, key="env of a reward", own_home=confinement.own_files
+                    ),
                     cwd=self._folder if confinement.own_files else None,
                     fds=(line.theirs.fileno(),),
                     output=self._output_fd,
