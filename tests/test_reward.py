@@ -355,12 +355,10 @@ def test_the_last_complete_box_counts() -> None:
     assert last_boxed("none") is None
 
 
-def test_regex_is_searched_over_lines_and_a_bad_one_is_refused() -> None:
+def test_regex_is_searched_over_lines() -> None:
     tagged = {"type": "regex", "pattern": "<think>.*</think>"}
     assert score_one(tagged, completion="<think>a\nb</think> 4") == 1
     assert score_one(tagged, completion="4") == 0
-    with pytest.raises(ValueError, match="pattern='\\('"):
-        build_function({"type": "regex", "pattern": "("})
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ async def within(work: Awaitable[T], limit_s: float, late: str) -> T:
     meanwhile is not late. Nor does time count in which a debugger holds a process of the run: what holds still may be this
     environment, or an engine that it waits for.
     """
-    loop, left_s = asyncio.get_running_loop(), limit_s
+    loop, limit, left_s = asyncio.get_running_loop(), asyncio.timeout(None), limit_s
 
     def look() -> asyncio.TimerHandle:
         if left_s <= 0:  # the loop may have stood still until now
@@ -103,7 +103,7 @@ async def within(work: Awaitable[T], limit_s: float, late: str) -> T:
 
     timer = look()
     try:
-        async with asyncio.timeout(None) as limit:
+        async with limit:
             return await work
     except Exception:
         if limit.expired():

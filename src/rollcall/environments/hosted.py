@@ -165,7 +165,6 @@ class _Hosted(CalledEnvironment):
         self.link: _Connection
         self._worker: Worker
         self._is_lost = False
-        self._is_closed = False
 
     async def connect(self) -> None:
         self.link = _Connection(await _connect(self.place), where=self.place.name)
@@ -201,9 +200,6 @@ class _Hosted(CalledEnvironment):
 
     async def close(self, *, broken: bool) -> None:
         """Hang up. ``EnvironmentLost``: a call was given up because the host is gone, and the environment is not to blame."""
-        if self._is_closed:
-            return
-        self._is_closed = True
         self.host.playing.discard(self)
         try:
             if not self._is_lost:

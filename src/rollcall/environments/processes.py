@@ -148,9 +148,6 @@ class CalledEnvironment:
     async def call(self, method: str, *args: Any) -> Any:
         raise NotImplementedError
 
-    async def close(self, *, broken: bool) -> None:
-        raise NotImplementedError
-
     async def reset(self, row: Mapping[str, Any]) -> str | None:
         return await self.call("reset", dict(row))
 
@@ -169,15 +166,11 @@ class _ProcessEnvironment(CalledEnvironment):
         self._owner = owner
         self.worker = worker
         self._kind = kind
-        self._is_closed = False
 
     async def reset(self, row: Mapping[str, Any]) -> str | None:
         return await super().reset({name: value for name, value in row.items() if name != KIND or not self._kind})
 
     async def close(self, *, broken: bool) -> None:
-        if self._is_closed:
-            return
-        self._is_closed = True
         if broken or self.worker.is_lost:
             await self.worker.end()
         else:

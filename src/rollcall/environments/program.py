@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from rollcall.base.limits import allow_files
 from rollcall.base.process_table import Process, environment_of, living, session_of
-from rollcall.environments.protocol import Ended, EnvironmentFailed
+from rollcall.environments.protocol import Ended, EnvironmentFailed, Programs
 from rollcall.process.ending import how_it_ended
 from rollcall.reward.confine import environment, make_folder, remove_folder, sweep_folders
 
@@ -40,8 +40,10 @@ def variables_of(env: Sequence[str]) -> dict[str, str]:
     return environment(env, folder=tempfile.gettempdir(), key="environment.env")
 
 
-class ProgramsHere:
-    """Runs programs as children of this process. Implements ``protocol.Programs``."""
+class ProgramsHere(Programs):
+    """Runs programs as children of this process, each until the task that runs it has ended it."""
+
+    tools: dict[str, list[dict[str, Any]]] = {}  # a program brings its own with its requests
 
     def __init__(self, command: str, *, env: Sequence[str], memory_mb: int, max_running: int) -> None:
         self._variables = variables_of(env)
@@ -49,10 +51,6 @@ class ProgramsHere:
         sweep_folders()  # of a process that was killed
         self._command = command
         self._memory_mb = memory_mb
-
-    @property
-    def tools(self) -> dict[str, list[dict[str, Any]]]:
-        return {}  # a program brings its own with its requests
 
     async def find_host(self) -> ProgramsHere:
         return self
@@ -71,12 +69,6 @@ class ProgramsHere:
             return await self._run_in(folder, variables, stop)
         finally:
             await _in_thread(remove_folder, folder)  # it may have left many files
-
-    def ends(self) -> None:
-        return  # nothing here is replaced
-
-    async def aclose(self) -> None:
-        return  # each program is ended by the task that runs it
 
     async def _run_in(self, folder: str, variables: Mapping[str, str], stop: asyncio.Event) -> Ended:
         variables = past_proxies({**self._variables, "TMPDIR": folder, **variables})

@@ -137,6 +137,8 @@ class Programs(Protocol):
 
     def ends(self) -> None:
         """Note that the run is about to end: what is lost from now on is not replaced."""
-        ...
+        return
 
-    async def aclose(self) -> None: ...
+    async def aclose(self) -> None:
+        """End what the programs need."""
+        return

@@ -23,7 +23,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from rollcall.base.importing import load_named
 
@@ -101,10 +101,7 @@ def number(value: Any, *, what: str) -> float:
 
 
 def _shown(value: Any) -> str:
-    try:
-        text = repr(value)
-    except Exception:  # noqa: BLE001 - a __repr__ of the user's may raise anything
-        text = "something that cannot be shown"
+    text = repr(value)
     return f"{text if len(text) <= 80 else f'{text[:80]}...'} ({type(value).__name__})"
 
 
@@ -115,15 +112,11 @@ def _shown(value: Any) -> str:
 class StepPlayer:
     """A class, and in a forked process one object of it, which is kept and reset."""
 
+    schemas: ClassVar[list[dict[str, Any]]] = []  # such a class declares no tools
     cls: type
     kwargs: Mapping[str, Any]
     instance: Any = None
     examine: Callable[[BaseException], None] = lambda error: None
-
-    @property
-    def schemas(self) -> list[dict[str, Any]]:
-        """Empty: such a class declares no tools."""
-        return []
 
     def reset(self, row: Mapping[str, Any], run: Callable[[Any], Any]) -> str | None:
         if self.instance is None:

@@ -24,7 +24,7 @@ from rollcall.config.environments import VerifiersEnvironment
 from rollcall.environments.packages.verifiers import SETUP
 from rollcall.environments.processes import command_for, find_python
 from rollcall.environments.program import KEY, kill_leftovers, variables_of
-from rollcall.environments.protocol import Ended, EnvironmentFailed
+from rollcall.environments.protocol import Ended, EnvironmentFailed, Programs
 from rollcall.nodes.framing import JSON
 from rollcall.observe.prints import ChildPrints
 from rollcall.process.here import LinkHere
@@ -36,8 +36,8 @@ END_TIMEOUT_S = 15.0  # it gives itself 10
 MARK = "ROLLCALL_TASKSET"  # a variable of a server and its harnesses, which have sessions of their own
 
 
-class TasksetPrograms:
-    """Implements ``protocol.Programs``. Making it waits for the server, so a taskset that cannot be used is refused here."""
+class TasksetPrograms(Programs):
+    """Making it waits for the server, so a taskset that cannot be used is refused here."""
 
     tools: dict[str, list[dict[str, Any]]] = {}  # a taskset brings its own
 
@@ -51,9 +51,6 @@ class TasksetPrograms:
 
     async def find_host(self) -> TasksetPrograms:
         return self
-
-    def ends(self) -> None:
-        return  # nothing here is replaced
 
     async def run(self, variables: Mapping[str, str], *, stop: asyncio.Event) -> Ended:
         await self._ensure_server()

@@ -104,12 +104,7 @@ def tool_of(function: Callable[..., Any], *, path: str, is_method: bool = False)
 
 
 def _parameters(function: Callable[..., Any], *, path: str, is_method: bool) -> dict[str, inspect.Parameter]:
-    try:
-        parameters = dict(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        raise ValueError(
-            f"{path} does not say which arguments it takes; give a function that is written in Python"
-        ) from None
+    parameters = dict(inspect.signature(function).parameters)
     if is_method and not inspect.ismethod(function) and parameters:
         del parameters[next(iter(parameters))]  # self
     for name, parameter in parameters.items():

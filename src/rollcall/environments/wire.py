@@ -137,16 +137,12 @@ def _text_of(content: Any) -> Any:
 
 
 def _read_arguments(given: Any) -> Any:
-    if isinstance(given, str):
-        try:
-            given = json.loads(given) if given.strip() else {}
-        except (ValueError, RecursionError):
-            return given  # the model wrote no JSON: a template shows it as it is
+    if not isinstance(given, str):
+        return given
     try:
-        json.dumps(given, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise _wrong("has half of a surrogate pair, which is no character; send whole characters") from None
-    return given
+        return json.loads(given) if given.strip() else {}
+    except (ValueError, RecursionError):
+        return given  # the model wrote no JSON: a template shows it as it is
 
 
 class Function(BaseModel):
