@@ -137,12 +137,16 @@ def _text_of(content: Any) -> Any:
 
 
 def _read_arguments(given: Any) -> Any:
-    if not isinstance(given, str):
-        return given
+    if isinstance(given, str):
+        try:
+            given = json.loads(given) if given.strip() else {}
+        except (ValueError, RecursionError):
+            return given  # the model wrote no JSON: a template shows it as it is
     try:
-        return json.loads(given) if given.strip() else {}
-    except (ValueError, RecursionError):
-        return given  # the model wrote no JSON: a template shows it as it is
+        json.dumps(given, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise _wrong("has half of a surrogate pair, which is no character; send whole characters") from None
+    return given
 
 
 class Function(BaseModel):
