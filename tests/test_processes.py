@@ -252,17 +252,6 @@ def test_a_killed_zygote_fails_what_runs_and_is_started_again() -> None:
     run(play())
 
 
-def test_an_argument_of_a_class_may_be_infinite() -> None:
-    async def play() -> None:
-        section = StepEnvironment(path=f"{MODULE}:Countdown", kwargs={"start": float("inf")})
-        environments = make_environments(section, chat_template=None)
-        assert isinstance(environments, ProcessEnvironments)
-        assert await (await environments.start("")).reset({}) == "inf"
-        await environments.aclose()
-
-    run(play())
-
-
 def test_a_zygote_that_cannot_be_started_again_fails_the_episode_and_leaves_no_open_files(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -34,7 +34,7 @@ from rollcall.environments.calls import format_of
 from rollcall.environments.program import variables_of
 from rollcall.environments.protocol import KIND, Environment, EnvironmentFailed, StepResult
 from rollcall.environments.zygote import MAX_ANSWER_BYTES
-from rollcall.nodes.framing import JSON, plain
+from rollcall.nodes.framing import JSON
 from rollcall.observe.prints import ChildPrints
 from rollcall.process.debug.here import POST_MORTEM, DebugLine
 from rollcall.process.ending import how_it_ended
@@ -260,8 +260,7 @@ class Zygote:
     def _load(self, setup: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
         check = "check what its module does when imported"
         try:
-            # As text, since arguments of a class may be infinite, which a message does not hold.
-            return self.worker.ask("load", json.dumps(setup, default=plain), deadline_s=START_TIMEOUT_S)
+            return self.worker.ask("load", setup, deadline_s=START_TIMEOUT_S)
         except Lost as lost:
             if lost.is_late:
                 raise ConfigError(f"the environment was not ready within {START_TIMEOUT_S:g} s; {check}") from None

@@ -60,9 +60,8 @@ class Zygote:
         self._pids: dict[int, int] = {}  # number -> process
         self._examined = Examined()
 
-    def load(self, text: str) -> dict[str, Any]:
-        """Load the classes of a setup in JSON. Returns the tools of each kind. ValueError: a class cannot be used."""
-        setup = json.loads(text)
+    def load(self, setup: dict[str, Any]) -> dict[str, Any]:
+        """Load the classes. Returns the tools of each kind. ValueError: a class cannot be used."""
         # User code may print the variables that it was given.
         remember(os.environ.get(name, "") for name in setup["env"])
         guard_streams()
