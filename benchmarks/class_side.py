@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import psutil
+
 from benchmarks.sides import Lengths
 from rollcall.base.types import Completion, EndReason, Prompt
 from rollcall.config.environments import ClassEnvironment
@@ -111,7 +113,7 @@ class ClassSide:
 
     @property
     def pids(self) -> list[int]:
-        return self._environments.pids  # type: ignore[attr-defined]
+        return [child.pid for child in psutil.Process().children(recursive=True)]
 
     def round(self, plans: Sequence[Lengths], *, tag: str) -> int:
         """How many tokens were sampled."""
@@ -148,7 +150,6 @@ class ClassSide:
     def _make_prompt(self, number: int) -> Prompt:
         """No two are equal, as on the single-turn side: neither fills one prompt for several episodes."""
         messages = [{"role": "user", "content": f"Look around you, {number:04d}."}]
-        opened = self._conversations.open_chat(messages, tools=self._tools)
-        return Prompt(
-            id=f"p{number}", token_ids=opened.token_ids, text=opened.text, answer="", metadata={MESSAGES: messages}
-        )
+        ids = self._conversations.open_chat(messages, tools=self._tools)
+        text = self._conversations.tokenizer.decode(ids)
+        return Prompt(id=f"p{number}", token_ids=ids, text=text, answer="", metadata={MESSAGES: messages})

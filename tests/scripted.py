@@ -20,7 +20,7 @@ from rollcall.engine.protocol import Sampling
 from rollcall.engine.ticker import Ticker
 from rollcall.environments.conversation import Conversations
 from rollcall.environments.episode import Player
-from rollcall.environments.protocol import Message, Opening, StepResult
+from rollcall.environments.protocol import Message, StepResult
 from rollcall.loop.rollout import Rewards, Rollouts
 from rollcall.model.decoder import fuse_parameters
 
@@ -73,9 +73,9 @@ class One:
         self._texts: list[str] = []
         self._row: Mapping[str, Any] = {}
 
-    async def reset(self, row: Mapping[str, Any]) -> Opening:
+    async def reset(self, row: Mapping[str, Any]) -> str | None:
         self._row, self._texts = row, []
-        return Opening(text=self._script.opening, tools=())
+        return self._script.opening
 
     async def step(self, text: str, token_ids: Sequence[int]) -> StepResult:
         self._texts.append(text)

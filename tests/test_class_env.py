@@ -26,7 +26,7 @@ def player(path: str | None, *functions: str, call_format: Any = "text", is_chat
     ("path", "why"),
     [
         (f"{MODULE}:Gone", "has no 'Gone'; it has"),
-        (f"{MODULE}:NoReset", "has no reset; give it"),
+        (f"{MODULE}:NoReset", "has no reset; give a class"),
         (f"{MODULE}:Needs", "give the arguments of its __init__ in environment.kwargs"),
         (f"{MODULE}:add", "not a class"),
         (f"{MODULE}:GuessPlainly", "needs type: step"),

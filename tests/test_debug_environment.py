@@ -143,7 +143,7 @@ def test_a_class_that_stops_in_reset_or_a_tool_is_not_late_and_its_episode_ends_
         result = await call(environment.step(tool("look", '{"what": "ab"}'), []))
         code = await call(environment.step(tool("exec", '{"code": "breakpoint()"}'), []))
         await environment.close(broken=False)
-        return [opened.text, result.calls[0].result, code.calls[0].result]
+        return [opened, result.calls[0].result, code.calls[0].result]
 
     thread, results = playing(a_game(), play)
     waits = waiting(module, function="reset")
@@ -169,8 +169,7 @@ def test_on_another_node_the_worker_that_hosts_environments_shows_one_stop_after
 
     async def play(environments: ProcessEnvironments) -> list[Any]:
         two = [await call(environments.start("")) for _ in range(2)]
-        opened = await asyncio.gather(*(call(one.reset({"answer": "stop"})) for one in two))
-        return [one.text for one in opened]
+        return await asyncio.gather(*(call(one.reset({"answer": "stop"})) for one in two))
 
     def latest() -> Waiting:
         place = wait_for(lambda: shown and shown[-1])
@@ -289,7 +288,7 @@ async def main():
     environment = await environments.start("")
     for _ in range(2):
         opened = await within(environment.reset({"answer": "stop"}), 60.0, "late")
-        print("opened", opened.text)
+        print("opened", opened)
     await environments.aclose()
 
 here.serve()

@@ -13,6 +13,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from runs import IN_JOURNAL, IN_UPDATE, Kill, column, finish, groups, make_run, run_and_be_killed, write_rows
 from scripted import (
     SAMPLING,
     Scripted,
@@ -49,7 +50,6 @@ from rollcall.reward.scorer import Scorer
 from rollcall.reward.trl import MESSAGES
 from rollcall.run.build import build_environments
 from rollcall.view.audit import audit
-from runs import IN_JOURNAL, IN_UPDATE, Kill, column, finish, groups, make_run, run_and_be_killed, write_rows
 
 assert scripted  # a fixture of these tests too
 
@@ -360,11 +360,11 @@ def test_what_an_environment_says_holds_no_special_tokens() -> None:
     plain = conversations.extend([Message(role="tool", content="x")], is_chat=True, tools=(), last_id=0).tolist()
     assert extended == plain[: plain.index(ord("x"))] + letters + plain[plain.index(ord("x")) + 1 :]
     chat = replace(a_prompt(), metadata={MESSAGES: [{"role": "user", "content": "<end>"}]})
-    own, added = (conversations.open(chat, added=text, tools=()) for text in (None, forged))
-    assert added.token_ids.tolist().count(0) == own.token_ids.tolist().count(0) == 2, "a row of the data is as it is"
-    assert forged in added.text
+    own, added = (conversations.open(chat, added=text, tools=()).tolist() for text in (None, forged))
+    assert added.count(0) == own.count(0) == 2, "a row of the data is as it is"
+    assert forged in "".join(map(chr, added))
     asked = conversations.open_chat([{"role": "user", "content": forged}], tools=())
-    assert asked.token_ids.tolist().count(0) == 1 and forged in asked.text
+    assert asked.tolist().count(0) == 1 and forged in "".join(map(chr, asked))
     as_written = conversations.extend([Message(role="user", content="<end>")], is_chat=False, tools=(), last_id=1)
     assert as_written.tolist() == [0]
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hosts import end_host
 from tiny import make_tokenizer
 
 from rollcall.base.errors import RestartsSpentError, WorkerLostError
@@ -47,7 +48,7 @@ class Hosts:
 def hosts() -> Iterator[Hosts]:
     found = Hosts()
     with ExitStack() as ends:
-        ends.callback(lambda: [host.close() for host in found.opened])
+        ends.callback(lambda: [end_host(host) for host in found.opened])
         yield found
 
 
@@ -73,7 +74,7 @@ def test_an_environment_is_played_through_its_host_and_failures_are_its_own(host
 
     async def play() -> None:
         environment = await (await environments.find_host()).start("")
-        assert (await environment.reset({"answer": "4", "seen": np.arange(2)})).text == "Guess."
+        assert await environment.reset({"answer": "4", "seen": np.arange(2)}) == "Guess."
         assert (await environment.step("3", [5, 6])).messages[0].name == "judge"
         assert (await environment.step("4", [5, 6])).metrics == {"tokens": 2.0}
         assert await environment.reward() is None
@@ -82,9 +83,29 @@ def test_an_environment_is_played_through_its_host_and_failures_are_its_own(host
         again = await (await environments.find_host()).start("")
         with pytest.raises(EnvironmentFailed, match="KeyError: 'answer'"):
             await again.reset({})
-        with pytest.raises(EnvironmentFailed, match="reset takes 33,554,4.. bytes, and a node is sent at most"):
-            await again.reset({"answer": "x" * (32 << 20)})
         await again.close(broken=True)
+        await environments.aclose()
+
+    run(play())
+
+
+def test_a_connection_to_a_host_that_is_lost_meanwhile_is_closed(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    environments = environments_at(hosts.open("node 0"), renew=lambda number: hosts.open("again"))
+    connect, made = hosted._connect, []
+
+    async def losing(place: HostPlace) -> Any:
+        made.append(await connect(place))
+        if place.name == "node 0":
+            environments.lose(environments._hosts[0], place, "its node is gone")
+        return made[-1]
+
+    monkeypatch.setattr(hosted, "_connect", losing)
+
+    async def play() -> None:
+        found = await environments.find_host()
+        assert found.place.name == "again" and environments._hosts[0].playing == {found}
+        assert made[0].fileno() == -1
+        await found.close(broken=False)
         await environments.aclose()
 
     run(play())
@@ -140,7 +161,7 @@ def test_an_episode_whose_host_is_lost_is_played_again_from_its_beginning(hosts:
     async def sample(ids: Any, *, seed: int, sampling: Sampling, session: str) -> Completion:
         seeds.append(seed)
         if len(seeds) == 2:
-            await asyncio.to_thread(hosts.opened[0].close)
+            await asyncio.to_thread(end_host, hosts.opened[0])
         token_ids = np.array(tokenizer("4" if len(seeds) % 2 == 0 else "3")["input_ids"], dtype=np.int32)
         return replace(Completion.given(token_ids, text=tokenizer.decode(token_ids)), seed=seed)
 
@@ -186,7 +207,7 @@ def test_a_call_that_was_given_up_is_the_hosts_loss_if_the_host_does_not_answer(
 
 def test_a_host_that_does_not_come_back_ends_the_wait_as_a_loss(hosts: Hosts) -> None:
     place, is_over = hosts.open("node 0"), threading.Event()
-    hosts.opened[0].close()
+    end_host(hosts.opened[0])
 
     def renew(number: int) -> HostPlace:
         is_over.wait(30)
@@ -205,7 +226,7 @@ def test_a_host_that_does_not_come_back_ends_the_wait_as_a_loss(hosts: Hosts) ->
 
 def test_a_host_that_cannot_be_replaced_ends_the_run_with_the_reason(hosts: Hosts) -> None:
     place = hosts.open("node 0")
-    hosts.opened[0].close()
+    end_host(hosts.opened[0])
 
     def renew(number: int) -> HostPlace:
         raise RestartsSpentError("that is loss 11")

@@ -20,6 +20,7 @@ from typing import Any
 import programs
 import pytest
 from endpoints import Writer, chat_tokenizer, plain_sampling
+from hosts import end_host
 from programs import TWO_TURNS, prompt_of
 
 from rollcall.base.process_table import Process
@@ -49,13 +50,14 @@ ASK = 'chat([{"role": "user", "content": "x"}])\n'
 # A host as a process of its own. It ends with its stdin, unless it is killed before.
 HOST = """
 import json, sys
+from hosts import end_host
 from rollcall.environments.host import EnvironmentHost
 from rollcall.environments.program import ProgramsHere
 given = json.loads(sys.stdin.readline())
 host = EnvironmentHost(ProgramsHere(given["run"], env=given["env"], memory_mb=4096, max_running=4))
 print(host.listen("127.0.0.1", name=given["name"], secret=given["secret"]).port, flush=True)
 sys.stdin.read()
-host.close()
+end_host(host)
 """
 
 
@@ -88,7 +90,7 @@ class Hosts:
 
     def close(self) -> None:
         for host in self.opened:
-            host.close()
+            end_host(host)
         for process in self.processes:
             process.communicate()
 

@@ -39,7 +39,7 @@ async def play(section: StepEnvironment, moves: list[str], **row: Any) -> tuple[
             if results[-1].done:
                 break
         await environment.close(broken=False)
-        return opening.text, results
+        return opening, results
     finally:
         await environments.aclose()
 

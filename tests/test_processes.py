@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -32,6 +33,11 @@ def made(path: Any = f"{MODULE}:Secret", *, call_format: Any = "hermes", **keys:
     return environments
 
 
+def pids_of(environments: ProcessEnvironments) -> list[int]:
+    """The zygote and its children."""
+    return [environments._zygote.worker.pid, *environments._zygote.pids.values()]
+
+
 def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
@@ -59,7 +65,7 @@ def test_a_class_is_played_from_reset_to_reward_and_its_process_is_kept() -> Non
         names = [schema["function"]["name"] for schema in environments.tools_of("")]
         assert names == ["ask", "ask_later", "refuse"]
         environment = await environments.start("")
-        assert (await environment.reset({"prompt": "p", "answer": "7"})).text == "reset 1: prompt"
+        assert await environment.reset({"prompt": "p", "answer": "7"}) == "reset 1: prompt"
         result = await environment.step(f"I ask. {call('ask', times='2')}{call('ask_later')}", [1])
         assert [message.content for message in result.messages] == ["77", '{"secret": "7", "unit": "s"}']
         assert not result.done and [each.failed for each in result.calls] == [False, False]
@@ -67,11 +73,11 @@ def test_a_class_is_played_from_reset_to_reward_and_its_process_is_kept() -> Non
         assert refused.messages[0].content == '{"error": "not today"}' and refused.calls[0].failed
         assert (await environment.step("It is 7.", [1])).done
         assert await environment.reward() == 0.5
-        pids = environments.pids
+        pids = pids_of(environments)
         await environment.close(broken=False)
         async with episode(environments, answer="8") as again:
-            assert environments.pids == pids
-            assert (await again.reset({"answer": "8"})).text == "reset 3: "
+            assert pids_of(environments) == pids
+            assert await again.reset({"answer": "8"}) == "reset 3: "
         await environments.aclose()
         assert not any(Process.of(pid) for pid in pids)
 
@@ -92,13 +98,13 @@ def test_a_row_chooses_its_class_by_the_environment_column_and_each_has_its_own_
             await environments.start("")
         async with episode(environments, environment="secret", answer="7") as environment:
             opening = await environment.reset({"environment": "secret", "answer": "7", "other": 1})
-            assert opening.text == "reset 2: other"
+            assert opening == "reset 2: other"
             assert (await environment.step(call("add", a=1, b="2"), [])).messages[0].content == "3"
         async with episode(environments, environment="plain", prompt="p", answer="a", other=1) as environment:
             result = await environment.step(call("look") + call("ask"), [])
             assert [each.result for each in result.calls][0] == "p a" and result.calls[1].failed
             assert await environment.reward() is None
-        assert len(environments.pids) <= 3
+        assert len(pids_of(environments)) <= 3
         await environments.aclose()
 
     run(play())
@@ -110,7 +116,7 @@ def test_step_by_step_classes_say_everything_themselves() -> None:
         environments = make_environments(section, chat_template=None)
         assert isinstance(environments, ProcessEnvironments)
         guess = await environments.start("fully")
-        assert (await guess.reset({"answer": "4"})).text == "Guess."
+        assert await guess.reset({"answer": "4"}) == "Guess."
         wrong = await guess.step("3", [5, 6])
         assert (wrong.messages[0].role, wrong.messages[0].name, wrong.reward) == ("tool", "judge", -0.5)
         right = await guess.step("4", [5, 6])
@@ -155,7 +161,7 @@ def test_a_copy_of_the_process_that_a_module_forks_says_nothing(
     async def play() -> None:
         environments = made("twin_module:Game")
         environment = await environments.start("")
-        copy = int((await environment.reset({})).text or "0")
+        copy = int(await environment.reset({}) or "0")
         assert copy > 0
         await environments.aclose()
         await gone([copy])
@@ -210,7 +216,7 @@ def test_a_call_that_is_given_up_is_killed_with_all_that_its_episode_started() -
                 started += map(int, (await environment.step(call("start"), [])).messages[0].content.split())
                 async with asyncio.timeout(0.3):
                     await environment.step(call("hang"), [])
-        assert len(environments.pids) == 1
+        assert len(pids_of(environments)) == 1
         await gone(started)
         await environments.aclose()
 
@@ -223,7 +229,7 @@ def test_a_child_that_closes_its_socket_fails_its_episode_and_is_killed() -> Non
         with pytest.raises(EnvironmentFailed, match="its process .*user code closed the connection"):
             async with episode(environments) as environment:
                 await environment.step(call("close"), [])
-        assert len(environments.pids) == 1
+        assert len(pids_of(environments)) == 1
         await environments.aclose()
 
     run(play())
@@ -235,12 +241,37 @@ def test_a_killed_zygote_fails_what_runs_and_is_started_again() -> None:
         with pytest.raises(EnvironmentFailed, match="forked from is gone"):
             async with episode(environments) as environment:
                 started = (await environment.step(call("start"), [])).messages[0].content.split()
-                before = [*environments.pids, *map(int, started)]
+                before = [*pids_of(environments), *map(int, started)]
                 os.kill(before[0], signal.SIGKILL)
                 await environment.step(call("hang"), [])
         await gone(before)
         async with episode(environments) as environment:
-            assert environments.pids[0] != before[0]
+            assert pids_of(environments)[0] != before[0]
+        await environments.aclose()
+
+    run(play())
+
+
+def test_a_zygote_that_cannot_be_started_again_fails_the_episode_and_leaves_no_open_files(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(*args: Any, **keys: Any) -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    async def play() -> None:
+        environments = made()
+        os.kill(pids_of(environments)[0], signal.SIGKILL)
+        await gone(pids_of(environments))
+        with monkeypatch.context() as patched:
+            patched.setattr("rollcall.environments.processes.LinkHere", full)
+            num_open = []
+            for _ in range(3):
+                with pytest.raises(EnvironmentFailed, match="no process can be started .*too many open files"):
+                    await environments.start("")
+                num_open.append(len(os.listdir("/proc/self/fd")))
+            assert len(set(num_open)) == 1
+        async with episode(environments, answer="7"):
+            pass
         await environments.aclose()
 
     run(play())
@@ -255,8 +286,8 @@ def test_a_parent_that_is_killed_leaves_nothing(tmp_path: Path, is_stopped: bool
             hanging = asyncio.create_task(environment.step(call("hang"), []))
             await asyncio.sleep(0.1)
             if is_stopped:
-                os.kill(environments.pids[0], signal.SIGSTOP)
-            (tmp_path / "pids.tmp").write_text(f"{started} {' '.join(map(str, environments.pids))}")
+                os.kill(pids_of(environments)[0], signal.SIGSTOP)
+            (tmp_path / "pids.tmp").write_text(f"{started} {' '.join(map(str, pids_of(environments)))}")
             (tmp_path / "pids.tmp").rename(tmp_path / "pids")
             await hanging
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -77,6 +79,11 @@ def is_running(pid: int) -> bool:
     except FileNotFoundError:
         return False
     return state != "Z"
+
+
+def pids_of(scorer: Scorer) -> list[int]:
+    assert scorer._pool is not None
+    return [seat.worker.pid for crew in scorer._pool._crews for seat in crew.seats]
 
 
 def wait_until_gone(pids: list[int]) -> list[int]:
@@ -348,12 +355,10 @@ def test_the_last_complete_box_counts() -> None:
     assert last_boxed("none") is None
 
 
-def test_regex_is_searched_over_lines_and_a_bad_one_is_refused() -> None:
+def test_regex_is_searched_over_lines() -> None:
     tagged = {"type": "regex", "pattern": "<think>.*</think>"}
     assert score_one(tagged, completion="<think>a\nb</think> 4") == 1
     assert score_one(tagged, completion="4") == 0
-    with pytest.raises(ValueError, match="pattern='\\('"):
-        build_function({"type": "regex", "pattern": "("})
 
 
 @pytest.mark.parametrize(
@@ -444,8 +449,9 @@ def test_a_module_that_hangs_when_imported_is_given_up_with_its_stack(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_a_directory_with("import time\ntime.sleep(1000)\n", path=tmp_path, monkeypatch=monkeypatch)
+    monkeypatch.setattr("rollcall.reward.pool.START_TIMEOUT_S", 2)
     with pytest.raises(RuntimeError, match=r"(?s)not ready within 2 s.*my_rewards.py"):
-        RewardPool({0: {"type": "function", "path": "my_rewards:f"}}, num_workers=1, start_timeout_s=2)
+        RewardPool({0: {"type": "function", "path": "my_rewards:f"}}, num_workers=1)
 
 
 # The pool and the scorer
@@ -464,10 +470,7 @@ def test_one_session_survives_rewards_that_hang_raise_return_nan_and_die(
 
     with Scorer(rewards, num_workers=2, model_rewards={}) as scorer:
         results = asyncio.run(score_three_groups(scorer))
-        pids = scorer._pool.pids if scorer._pool else []
-        counts = scorer.counts["wild"]
-        assert (counts.scored, counts.raised, counts.hung, counts.nan, counts.died) == (3 + 4, 2, 2, 2, 1)
-        assert scorer.counts["exact"].failed == 0
+        pids = pids_of(scorer)
     assert [score.value for score in results[0]] == [1.5, 0.0]
     assert [score.parts["wild"] for score in results[1]] == [1, 0, 0, 0, 0, 0, 0, 0, 1, 0]
     kinds = [score.errors.get("wild", "").partition(":")[0] for score in results[1]]
@@ -486,7 +489,7 @@ def test_many_failures_are_counted_but_only_a_few_are_kept(tmp_path: Path, monke
     in_a_directory_with(USER_MODULE, path=tmp_path, monkeypatch=monkeypatch)
     with Scorer([FunctionReward(path="my_rewards:wild")], num_workers=1, model_rewards={}) as scorer:
         scores = asyncio.run(scorer.score(a_prompt(), completions_of(*["raise"] * 50)))
-    assert len(scores) == 50 and scorer.counts["wild"].raised == 50
+    assert len(scores) == 50 and scorer.num_failed["wild", "raised"] == 50
     assert len(scorer.failures) == 3
 
 
@@ -495,8 +498,25 @@ def test_replaced_and_closed_workers_leave_no_open_files(tmp_path: Path, monkeyp
     before = len(os.listdir("/proc/self/fd"))
     with Scorer([FunctionReward(path="my_rewards:wild")], num_workers=2, model_rewards={}) as scorer:
         asyncio.run(scorer.score(a_prompt(), completions_of(*["die"] * 6)))
-        assert scorer.counts["wild"].died == 6
+        assert scorer.num_failed["wild", "died"] == 6
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_worker_that_cannot_be_started_leaves_neither_files_nor_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = len(os.listdir("/proc/self/fd"))
+
+    def full(*args: Any, **keys: Any) -> None:
+        raise OSError(errno.EAGAIN, "no more processes")
+
+    monkeypatch.setattr("rollcall.reward.pool.spawn", full)
+    for _ in range(3):
+        with pytest.raises(OSError, match="no more processes"):
+            Scorer([ExactReward()], num_workers=1, model_rewards={})
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert not os.listdir(tmp_path)
 
 
 def test_a_reward_that_prints_a_lot_does_not_disturb_the_answers(
@@ -525,10 +545,10 @@ def test_a_worker_that_is_stopped_in_the_middle_of_a_large_message_is_replaced()
         return [(answer.kind, answer.value) for (answer,) in answers]
 
     with RewardPool({0: {"type": "exact"}}, num_workers=1) as pool:
-        (frozen,) = pool.pids
+        (frozen,) = (seat.worker.pid for crew in pool._crews for seat in crew.seats)
         os.kill(frozen, signal.SIGSTOP)
         assert asyncio.run(score(pool)) == [("hung", 0.0), ("", 1.0)]
-        assert frozen not in pool.pids and not is_running(frozen)
+        assert not is_running(frozen)
 
 
 def test_an_item_over_its_limit_is_an_error_even_if_nobody_looked_in_time(
@@ -562,7 +582,7 @@ def test_the_work_is_spread_over_the_workers(tmp_path: Path, monkeypatch: pytest
             scores = asyncio.run(scorer.score(a_prompt(), completions_of(*"abcdefghi")))
             if len(places := {score.value for score in scores}) == 3:
                 break
-        assert scorer._pool is not None and places == set(map(float, scorer._pool.pids))
+        assert places == set(map(float, pids_of(scorer)))
 
 
 def test_a_group_that_is_given_up_leaves_the_others_their_scores(
@@ -579,7 +599,7 @@ def test_a_group_that_is_given_up_leaves_the_others_their_scores(
 
     with Scorer([FunctionReward(path="my_rewards:slow")], num_workers=1, model_rewards={}) as scorer:
         assert [score.value for score in asyncio.run(give_up(scorer))] == [1.0, 1.0]
-        assert scorer.counts["slow"].scored == 2
+        assert not scorer.num_failed
 
 
 def test_no_completions_have_no_scores() -> None:
@@ -608,7 +628,7 @@ def test_workers_end_when_their_parent_is_killed_even_inside_c_code(
         "async def main():\n"
         "    scoring = pool.score(Item(0, '', 'hang in C', '', {}), timeout_s=1000)\n"
         "    await asyncio.sleep(0.5)\n"
-        "    print(json.dumps(pool.pids), flush=True)\n"
+        "    print(json.dumps([seat.worker.pid for crew in pool._crews for seat in crew.seats]), flush=True)\n"
         "    await scoring\n"
         "asyncio.run(main())\n"
     )
@@ -650,7 +670,7 @@ def test_model_rewards_are_called_here_and_their_failures_are_counted() -> None:
     assert good.value == 1.5 and good.parts == {"exact": 1.0, "self_certainty": 2.0}
     assert bad.value == 0 and "inf" in bad.errors["self_certainty"]
     assert boom.value == 1.0 and "out of memory" in boom.errors["self_certainty"]
-    assert (scorer.counts["self_certainty"].nan, scorer.counts["self_certainty"].raised) == (1, 1)
+    assert scorer.num_failed == {("self_certainty", "nan"): 1, ("self_certainty", "raised"): 1}
 
 
 def test_rewards_in_this_process_alone_need_no_worker_and_a_missing_one_is_refused() -> None:

@@ -152,9 +152,9 @@ def test_no_text_runs_in_any_built_in_reward_and_the_pool_goes_on(tmp_path: Path
     assert set(wrong) <= {"\u202e46", "\x1b[2J46", "٤٦"}, wrong  # 46 behind marks that are not seen
     assert after[0].parts["countdown"] == 1 and after[1].parts["math"] == 1
     hung = sorted({failure.completion[:30] for failure in scorer.failures if failure.kind == "hung"})
-    print("over the time limit:", hung, {name: counts.hung for name, counts in scorer.counts.items()})
-    assert all(counts.died == 0 and counts.nan == 0 for counts in scorer.counts.values()), scorer.failures
-    assert scorer.counts["exact"].failed == scorer.counts["number"].failed == scorer.counts["countdown"].failed == 0
+    print("over the time limit:", hung, scorer.num_failed)
+    assert not {kind for _, kind in scorer.num_failed} & {"died", "nan"}, scorer.failures
+    assert not {name for name, _ in scorer.num_failed} & {"exact", "number", "countdown"}, scorer.failures
 
 
 def test_no_answer_runs_in_the_scorers_that_evaluate_text(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_no_answer_runs_in_the_scorers_that_evaluate_text(tmp_path: Path) -> Non
                 scorer.score(a_prompt(metadata=row), completions_of(f"<answer>{reference}</answer>"))
             )
             assert right.value == 1, task
-        assert scorer.counts["reasoning_gym"].failed == 0, scorer.failures
+        assert not scorer.num_failed, scorer.failures
 
 
 @pytest.mark.slow

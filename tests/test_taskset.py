@@ -7,12 +7,15 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from debugged import wait_for
 from endpoints import Writer, chat_tokenizer, plain_sampling
+from hosts import end_host
 from peers import peer
 
 from rollcall.base.errors import ConfigError
@@ -23,8 +26,10 @@ from rollcall.environments.agent import AgentEnvironments
 from rollcall.environments.host import EnvironmentHost, HostPlace
 from rollcall.environments.hosted import HostedEnvironments
 from rollcall.environments.make import make_environments, make_here
+from rollcall.environments.program import KEY
 from rollcall.environments.taskset import MARK, TasksetPrograms
 from rollcall.nodes.door import new_secret
+from rollcall.process.worker import Worker
 
 HANGMAN = {"taskset": {"id": "textarena", "game": "Hangman-v0"}}
 LETTERS = "ETAOINSHRLDU"
@@ -176,7 +181,7 @@ def play_on_a_host(given: VerifiersEnvironment, *, count: int) -> list[Completio
         programs = HostedEnvironments([place], renew=renew, wait_s=20.0)
         return play_in(AgentEnvironments(given, chat_template=None, programs=programs), count=count)
     finally:
-        host.close()
+        end_host(host)
 
 
 def stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> VerifiersEnvironment:
@@ -198,6 +203,51 @@ def test_the_server_of_a_taskset_runs_on_the_host_and_ends_with_it(
     assert [(one.ended, one.error) for one in episodes] == [(EndReason.DONE, "")] * 4
     assert [one.reward for one in episodes] == [10.0, 10.0, 11.0, 11.0]
     assert Process.of(int((tmp_path / "pid").read_text())) is None
+
+
+def test_a_harness_that_does_not_end_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    endless = """while True:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                pass"""
+    loaders = STAND_IN["v1/utils/loaders.py"].replace("await asyncio.to_thread(ask)", endless)
+    monkeypatch.setitem(STAND_IN, "v1/utils/loaders.py", loaders)
+    monkeypatch.setattr("rollcall.environments.taskset.END_TIMEOUT_S", 0.5)
+    programs = TasksetPrograms(stand_in(tmp_path, monkeypatch))
+    stop = asyncio.Event()
+
+    async def play() -> str:
+        variables = {"OPENAI_BASE_URL": "http://127.0.0.1:1/v1", KEY: "key", "ROLLCALL_ROW": "{}"}
+        playing = asyncio.create_task(programs.run(variables, stop=stop))
+        await asyncio.sleep(0.1)
+        stop.set()
+        ended = await asyncio.wait_for(playing, 60)
+        await programs.aclose()
+        return ended.stderr
+
+    assert asyncio.run(play()) == "it did not end within 0.5 s"
+
+
+def test_a_server_whose_start_is_interrupted_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaders = STAND_IN["v1/utils/loaders.py"].replace(
+        "        yield\n", "        await asyncio.sleep(600)\n        yield\n"
+    )
+    monkeypatch.setitem(STAND_IN, "v1/utils/loaders.py", loaders)
+    monkeypatch.setattr("rollcall.environments.taskset.END_TIMEOUT_S", 0.5)
+    given, folder = stand_in(tmp_path, monkeypatch), tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+
+    def interrupted(worker: Worker, *args: Any, **keys: Any) -> None:
+        wait_for((tmp_path / "pid").exists)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Worker, "ask", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        TasksetPrograms(given)
+    assert Process.of(int((tmp_path / "pid").read_text())) is None
+    assert not os.listdir(folder)
 
 
 def test_a_server_that_has_died_is_started_again_and_leaves_no_harness(

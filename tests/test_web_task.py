@@ -27,8 +27,8 @@ NUM_BROWSERS = 8
 async def order(environment: Environment, index: int, *, is_at_product: Any = None) -> float | None:
     """What a good model would do: read the order, open the product, type the quantity, order."""
     opening = await environment.reset({"index": index})
-    quantity, _, product = str(opening.text).split("\n")[0].removeprefix("Order ").removesuffix(".").partition(" of ")
-    assert f'link "{product}"' in str(opening.text)
+    quantity, _, product = str(opening).split("\n")[0].removeprefix("Order ").removesuffix(".").partition(" of ")
+    assert f'link "{product}"' in str(opening)
     seen = await environment.step(f'click(name="{product}")', [])
     assert 'textbox "Quantity"' in seen.messages[0].content
     if is_at_product is not None:
@@ -71,7 +71,7 @@ def test_eight_browsers_at_once_and_one_that_is_killed_fails_its_own_episode_alo
             again = await environments.start("")
             assert await order(again, 3) == 1.0
         finally:
-            pids = environments.pids
+            pids = [child.pid for child in psutil.Process().children(recursive=True)]
             await environments.aclose()
         assert not any(psutil.pid_exists(pid) for pid in pids)
 

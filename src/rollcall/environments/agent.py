@@ -194,7 +194,7 @@ class AgentPlayer:
         variables = {
             "OPENAI_BASE_URL": f"{self._server.address}/v1",
             KEY: key,
-            "ROLLCALL_ROW": json.dumps(row_of(prompt), default=str),
+            "ROLLCALL_ROW": json.dumps(row_of(prompt)),
         }
         try:
             ended, error = await self._run_program(host, caller, rules, variables)

@@ -14,7 +14,7 @@ from typing import Any
 
 from rollcall.base.importing import load_named
 from rollcall.environments.calls import Call, CallFormat, parse_calls
-from rollcall.environments.stepwise import WrongResult, check_made, number
+from rollcall.environments.stepwise import WrongResult, class_at, number
 from rollcall.environments.tools import (
     Tool,
     WrongArguments,
@@ -125,13 +125,8 @@ def load_class(
     tools: dict[str, Tool] = {}
     cls: Any = None
     if path is not None:
-        cls = load_named(path, key=key, what="Class", example="my_env:Game")
-        named = f"{key}={path!r}"
-        if not inspect.isclass(cls):
-            raise ValueError(f"{named} is {type(cls).__name__}, not a class; give a class with reset(**row)")
-        if not callable(getattr(cls, "reset", None)):
-            raise ValueError(f"{named} has no reset; give it reset(self, **row) -> str | None, which begins an episode")
-        check_made(cls, kwargs=kwargs, named=named)
+        wanted = "give a class with reset(self, **row) -> str | None, which begins an episode"
+        cls = class_at(path, key=key, kwargs=kwargs, methods=["reset"], wanted=wanted)
         tools |= tools_of_class(cls, path=path)
     found: dict[str, Callable[..., Any]] = {}
     for index, each in enumerate(functions):

@@ -17,7 +17,6 @@ import re
 import secrets
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,12 +34,6 @@ _TEXTS_EXAMINED = 64
 Tools = Sequence[dict[str, Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
-    token_ids: Ints
-    text: str
-
-
 class Conversations:
     """Turns messages into token ids with the tokenizer of a run."""
 
@@ -52,26 +45,21 @@ class Conversations:
         self._num_examined = 0
         self._cut = f"ROLLCALLCUT{secrets.token_hex(8)}"  # in nothing that anybody says
 
-    def open(self, prompt: Prompt, *, added: str | None, tools: Tools) -> Opened:
+    def open(self, prompt: Prompt, *, added: str | None, tools: Tools) -> Ints:
         """Begin an episode: the row's prompt, with the text of the environment added to its last message."""
         messages = prompt.metadata.get(MESSAGES)
         if messages is None:
-            text = prompt.text + (added or "")
-            return Opened(self._ids(text, special=True), text)
+            return self._ids(prompt.text + (added or ""), special=True)
         messages = [dict(message) for message in messages]
         if added:
             last, added = messages[-1]["content"], self._as_data(added)
             messages[-1]["content"] = f"{last}{added}" if last else added
-        return self._opened(messages, tools)
+        return self._ids(self._render(messages, tools))
 
-    def open_chat(self, messages: Sequence[dict[str, Any]], *, tools: Tools) -> Opened:
+    def open_chat(self, messages: Sequence[dict[str, Any]], *, tools: Tools) -> Ints:
         """Begin a conversation with a program's messages. Those of the model are left as they are: templates look into them."""
         said = [message if message["role"] == "assistant" else self._data(message) for message in messages]
-        return self._opened(said, tools)
-
-    def _opened(self, messages: Sequence[dict[str, Any]], tools: Tools) -> Opened:
-        text = self._render(messages, tools)
-        return Opened(self._ids(text), text.replace(self._cut, ""))
+        return self._ids(self._render(said, tools))
 
     def extend(self, messages: Sequence[Message], *, is_chat: bool, tools: Tools, last_id: int) -> Ints:
         """The ids behind a turn that ended with ``last_id``: the end of the model's message, the new messages, and the beginning

@@ -274,7 +274,7 @@ class Endpoint:
             if completion.finish is FinishReason.STOP:  # the API does not return the stop string
                 content = content[: min((at for stop in wanted.stop if (at := content.find(stop)) >= 0), default=None)]
             if chat is not None and chat.finds_calls:
-                content, calls = self._find_calls(content, chat.tools)
+                content, calls = self._find_calls(content)
             place = index // wanted.n
             choice = Choice(index=index, prompt=place, completion=completion, content=content, calls=calls)
             message = choice.message(as_text=False) if chat is not None else None
@@ -283,14 +283,11 @@ class Endpoint:
         prompts = tuple(one.prompt_ids for one in asked)
         return Answered(model=self._served.name, prompts=prompts, choices=tuple(choices), tokenizer=self._tokenizer)
 
-    def _find_calls(self, text: str, tools: list[dict[str, Any]]) -> tuple[str, tuple[Call, ...]]:
+    def _find_calls(self, text: str) -> tuple[str, tuple[Call, ...]]:
         """Split a text into what it says and its calls. If one of the calls cannot be read, all of it stays text."""
-        known: dict[str, list[str]] = {}
-        for function in (tool["function"] for tool in tools):
-            parameters = function.get("parameters")
-            properties = parameters.get("properties") if isinstance(parameters, dict) else None
-            known[function["name"]] = list(properties) if isinstance(properties, dict) else []
-        found = parse_calls(text, call_format=self._call_format, tools=known)
+        found = parse_calls(
+            text, call_format=self._call_format, tools={}
+        )  # only the format `text` asks for their names
         if not found or any(call.error for call in found):
             return text, ()
         before = text.partition("<tool_call>")[0].rstrip() if self._call_format == "hermes" else ""

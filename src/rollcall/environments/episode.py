@@ -20,12 +20,12 @@ from rollcall.config.environments import ClassEnvironment
 from rollcall.engine.protocol import Sampling
 from rollcall.environments.conversation import Conversations, Tools
 from rollcall.environments.protocol import (
+    KIND,
     Environment,
     EnvironmentFailed,
     EnvironmentLost,
     Environments,
     Host,
-    Opening,
     SampleTurn,
     add_metrics,
 )
@@ -36,7 +36,6 @@ from rollcall.reward.functions import LARGEST_SCORE
 from rollcall.reward.trl import MESSAGES, TEXT
 
 T = TypeVar("T")
-KIND = "environment"  # the column that names a row's environment, where there are several
 LONGEST_ERROR = 2000
 LOOK_S = 1.0
 
@@ -82,16 +81,36 @@ class Player:
 
 async def within(work: Awaitable[T], limit_s: float, late: str) -> T:
     """Await ``work``, or raise ``TooLong`` with the text ``late``. It runs in the caller's task: an episode makes a call in each turn, and
-    a task for each would take longer than the call."""
-    limit = _Limit(limit_s)
+    a task for each would take longer than the call.
+
+    Only time counts in which this event loop runs: an update in this process stops the loop for minutes, and an answer that came
+    meanwhile is not late. Nor does time count in which a debugger holds a process of the run: what holds still may be this
+    environment, or an engine that it waits for.
+    """
+    loop, limit, left_s = asyncio.get_running_loop(), asyncio.timeout(None), limit_s
+
+    def look() -> asyncio.TimerHandle:
+        if left_s <= 0:  # the loop may have stood still until now
+            return loop.call_later(0.05, lambda: limit.reschedule(loop.time()))
+        look_s = min(left_s, LOOK_S)
+        return loop.call_later(look_s, count, look_s, running_s())
+
+    def count(look_s: float, began_s: float) -> None:
+        nonlocal left_s, timer
+        if not BOARD.is_held:
+            left_s -= min(running_s() - began_s, look_s)
+        timer = look()
+
+    timer = look()
     try:
-        return await work
-    except (asyncio.CancelledError, Exception):
-        if limit.has_ended_it():
+        async with limit:
+            return await work
+    except Exception:
+        if limit.expired():
             raise TooLong(late) from None
         raise
     finally:
-        limit.close()
+        timer.cancel()
 
 
 async def one_ends_within(limit_s: float, *tasks: asyncio.Future[Any]) -> bool:
@@ -101,52 +120,6 @@ async def one_ends_within(limit_s: float, *tasks: asyncio.Future[Any]) -> bool:
     except TooLong:
         return False
     return True
-
-
-class _Limit:
-    """Cancels the task that has made it, once its time is over.
-
-    Only time counts in which this event loop runs: an update in this process stops the loop for minutes, and an answer that came
-    meanwhile is not late. Nor does time count in which a debugger holds a process of the run: what holds still may be this
-    environment, or an engine that it waits for.
-    """
-
-    def __init__(self, limit_s: float) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._task = task
-        self._num_cancels = task.cancelling()
-        self._left_s = limit_s
-        self._is_over = False
-        self._look()
-
-    def has_ended_it(self) -> bool:
-        """Whether only this limit has cancelled the task; the task is then as before."""
-        return self._is_over and self._uncancel() <= self._num_cancels
-
-    def close(self) -> None:
-        self._next.cancel()
-        if self._is_over:
-            self._uncancel()  # the work had ended in the same moment
-
-    def _uncancel(self) -> int:
-        self._is_over = False
-        return self._task.uncancel()
-
-    def _look(self) -> None:
-        look_s = min(self._left_s, LOOK_S)
-        if look_s > 0:
-            self._next = self._task.get_loop().call_later(look_s, self._count, look_s, running_s())
-        else:  # the loop may have stood still until now
-            self._next = self._task.get_loop().call_later(0.05, self._end)
-
-    def _count(self, look_s: float, began_s: float) -> None:
-        if not BOARD.is_held:
-            self._left_s -= min(running_s() - began_s, look_s)
-        self._look()
-
-    def _end(self) -> None:
-        self._is_over = self._task.cancel()
 
 
 class _OneEpisode:
@@ -169,9 +142,9 @@ class _OneEpisode:
         environment = await call(host.start(kind), "the start of the environment")
         broken = True
         try:
-            opening = await call(environment.reset(row_of(self._prompt)), "reset")
-            self._open(opening)
-            ended = await self._take_turns(environment, opening.tools)
+            tools = self._player.environments.tools_of(kind)
+            self._open(await call(environment.reset(row_of(self._prompt)), "reset"), tools)
+            ended = await self._take_turns(environment, tools)
             reward = await call(environment.reward(), "the reward")
             self._reward = None if reward is None else _reward(reward, "the reward of the episode")
             if self._player.keeps_attributes:
@@ -184,18 +157,18 @@ class _OneEpisode:
         """Note that the episode failed. Its turns stay, including the one at which it failed."""
         self._ended, self._error = reason, error[:LONGEST_ERROR] or "no reason was given"
 
-    def _open(self, opening: Opening) -> None:
-        self._opening = opening.text or ""
-        opened = self._player.conversations.open(self._prompt, added=opening.text, tools=opening.tools)
+    def _open(self, text: str | None, tools: Tools) -> None:
+        self._opening = text or ""
+        ids = self._player.conversations.open(self._prompt, added=text, tools=tools)
         most = self._player.max_prompt_tokens
-        if not self._prompt.text and not opening.text:
+        if not self._prompt.text and not text:
             raise EnvironmentFailed("there is no data, so reset has to return the first message; it returned nothing")
-        if not 0 < len(opened.token_ids) <= most:
+        if not 0 < len(ids) <= most:
             raise EnvironmentFailed(
-                f"the episode opens with {len(opened.token_ids)} tokens, and data.max_prompt_tokens={most}; raise it, or let "
+                f"the episode opens with {len(ids)} tokens, and data.max_prompt_tokens={most}; raise it, or let "
                 "reset return less"
             )
-        self._row.prompt_ids = opened.token_ids
+        self._row.prompt_ids = ids
 
     async def _take_turns(self, environment: Environment, tools: Tools) -> EndReason:
         row = self._row

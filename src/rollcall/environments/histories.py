@@ -93,7 +93,6 @@ class Histories:
         self._num_kept = 0
         self._num_sessions = 0
         self.rows: list[HistoryRow] = []
-        self.num_extended = 0  # requests that extended an answer
 
     # Requests
 
@@ -113,8 +112,8 @@ class Histories:
                 last_id = int(answer.ids[-1])
                 added = self._conversations.extend(said, is_chat=True, tools=tools, last_id=last_id)
                 return self._extended(answer, added, key=keys[-1], messages=tuple(new))
-        opened = self._conversations.open_chat(messages, tools=tools)
-        return self._opened(opened.token_ids, key=keys[-1], messages=tuple(messages))
+        ids = self._conversations.open_chat(messages, tools=tools)
+        return self._opened(ids, key=keys[-1], messages=tuple(messages))
 
     def ids(self, token_ids: Ints) -> Asked:
         """A prompt of token ids extends the longest answer that it begins with."""
@@ -194,7 +193,6 @@ class Histories:
 
     def _extended(self, answer: _Answer, added: Ints, **given: Any) -> Asked:
         self._answers.move_to_end(id(answer))
-        self.num_extended += 1
         row = answer.row
         holds = row.tip is answer and not row.is_extended
         if holds:

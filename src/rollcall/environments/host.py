@@ -50,7 +50,6 @@ class EnvironmentHost:
         self._here = here
         self._loop = asyncio.new_event_loop()
         self._serving: set[asyncio.Task[None]] = set()
-        self._is_closed = False
 
     def listen(self, address: str, *, name: str, secret: str) -> HostPlace:
         listener = listen_at(address)
@@ -66,26 +65,10 @@ class EnvironmentHost:
             tools=self._here.tools,
         )
 
-    def close(self) -> None:
-        """End what runs here. A second call does nothing."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.add_reader(self._door.fileno(), self._let_in)
         self._loop.run_forever()
-
-    async def _end(self) -> None:
-        self._loop.remove_reader(self._door.fileno())
-        self._door.close()
-        for task in self._serving:
-            task.cancel()
-        await asyncio.gather(*self._serving, return_exceptions=True)
-        await self._here.aclose()
 
     def _let_in(self) -> None:
         connection = self._door.accept(0)
@@ -128,8 +111,7 @@ class _Episode:
                 self._environment = await self._here.start(*arguments)
                 return None
             assert method in ("reset", "step", "reward", "attributes"), f"the controller asked for {method!r}"
-            returned = await getattr(self._environment, method)(*arguments)
-            return returned.text if method == "reset" else returned
+            return await getattr(self._environment, method)(*arguments)
         finally:
             self._num_running -= 1
 

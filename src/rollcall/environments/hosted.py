@@ -15,14 +15,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from rollcall.base.errors import ConfigError, WorkerLostError
+from rollcall.base.errors import WorkerLostError
 from rollcall.base.wait import say, warn
 from rollcall.environments.host import HostPlace
-from rollcall.environments.processes import ANSWERS, REQUEST, CalledEnvironment, kind_of
+from rollcall.environments.processes import ANSWERS, CalledEnvironment, kind_of
 from rollcall.environments.protocol import Ended, Environment, EnvironmentFailed, EnvironmentLost
 from rollcall.environments.zygote import MAX_ANSWER_BYTES
 from rollcall.nodes.door import enter
-from rollcall.nodes.framing import Body
+from rollcall.nodes.framing import JSON
 from rollcall.process.here import SocketLink
 from rollcall.process.worker import Ending, Lost, Raised, Worker, reader
 
@@ -38,7 +38,6 @@ class _Host:
 
     def __init__(self, place: HostPlace) -> None:
         self.place: HostPlace | None = place
-        self.num_cpus = place.num_cpus
         self.playing: set[_Hosted] = set()
 
 
@@ -72,8 +71,9 @@ class HostedEnvironments:
                     raise
                 self.lose(host, found.place, f"it cannot be reached: {str(error) or 'no answer in time'}")
             else:
-                if host.place is found.place:  # else it was lost meanwhile
+                if host.place is found.place:
                     return found
+                await found.close(broken=True)  # its host was lost meanwhile
 
     def ends(self) -> None:
         self._is_closed = True
@@ -91,8 +91,8 @@ class HostedEnvironments:
                 raise self._failure
             if self._is_closed:
                 raise EnvironmentFailed("environments are closed: the run has ended")
-            if there := [host for host in self._hosts if host.place is not None]:
-                return min(there, key=lambda host: len(host.playing) / host.num_cpus)
+            if num_cpus := {host: host.place.num_cpus for host in self._hosts if host.place is not None}:
+                return min(num_cpus, key=lambda host: len(host.playing) / num_cpus[host])
             self._changed.clear()
             try:
                 async with asyncio.timeout(self._wait_s):  # wait_for (3.11) may forget that it is cancelled
@@ -124,7 +124,7 @@ class HostedEnvironments:
         if isinstance(found, Exception):
             self._failure = found
         else:
-            host.place, host.num_cpus = found, found.num_cpus
+            host.place = found
             say(f"{name} is replaced and plays again")
         self._changed.set()
 
@@ -160,27 +160,22 @@ class _Hosted(CalledEnvironment):
     ``protocol.ProgramHost``."""
 
     def __init__(self, owner: HostedEnvironments, host: _Host, place: HostPlace) -> None:
-        super().__init__(tools=())
         self.host, self.place = host, place
         self._owner = owner
         self.link: _Connection
         self._worker: Worker
         self._is_lost = False
-        self._is_closed = False
 
     async def connect(self) -> None:
         self.link = _Connection(await _connect(self.place), where=self.place.name)
-        hears, longest = Body(_sendable, REQUEST.loads), MAX_ANSWER_BYTES + 1024
-        self._worker = Worker(self.link, name=self.place.name, hears=hears, answers=_ANSWERS, longest=longest)
+        longest = MAX_ANSWER_BYTES + 1024
+        self._worker = Worker(self.link, name=self.place.name, hears=JSON, answers=_ANSWERS, longest=longest)
 
     async def start(self, kind: str) -> Environment:
         try:
-            self.tools = self._owner.tools_of(kind)
             await self.call("start", kind)
-        except BaseException as error:
+        except BaseException:
             await self.close(broken=True)
-            if isinstance(error, ConfigError):
-                raise EnvironmentFailed(str(error)) from None
             raise
         return self
 
@@ -193,24 +188,18 @@ class _Hosted(CalledEnvironment):
                 await self._worker.call("stop", deadline_s=SILENT_S)
 
         telling = asyncio.create_task(tell())
-        has_ended = False
+        broken = True
         try:
             ended = await self.call("run", dict(variables))
-            has_ended = True
+            broken = False
             return ended
-        except asyncio.CancelledError:
-            with suppress(EnvironmentLost):  # it is not to be played again
-                await self.close(broken=True)
-            raise
         finally:
             telling.cancel()
-            await self.close(broken=not has_ended)
+            with suppress(EnvironmentLost):  # how its call ended is known
+                await self.close(broken=broken)
 
     async def close(self, *, broken: bool) -> None:
         """Hang up. ``EnvironmentLost``: a call was given up because the host is gone, and the environment is not to blame."""
-        if self._is_closed:
-            return
-        self._is_closed = True
         self.host.playing.discard(self)
         try:
             if not self._is_lost:
@@ -242,15 +231,6 @@ class _Hosted(CalledEnvironment):
         self._is_lost = True
         self._owner.lose(self.host, self.place, lost.why)
         return EnvironmentLost(f"{self.place.name} is lost: it {lost.why}")
-
-
-def _sendable(call: tuple[str, Any]) -> bytes:
-    body = REQUEST.dumps(call)
-    if len(body) > MAX_ANSWER_BYTES:
-        raise EnvironmentFailed(
-            f"{call[0]} takes {len(body):,} bytes, and a node is sent at most {MAX_ANSWER_BYTES:,}; leave long columns out of the data"
-        )
-    return body
 
 
 async def _connect(place: HostPlace) -> socket.socket:

@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from rollcall.base.errors import ConfigError
@@ -32,9 +32,9 @@ from rollcall.base.process_table import Process, descendants
 from rollcall.config.environments import ClassEnvironment, StepEnvironment, kinds_of
 from rollcall.environments.calls import format_of
 from rollcall.environments.program import variables_of
-from rollcall.environments.protocol import Environment, EnvironmentFailed, Opening, StepResult
+from rollcall.environments.protocol import KIND, Environment, EnvironmentFailed, StepResult
 from rollcall.environments.zygote import MAX_ANSWER_BYTES
-from rollcall.nodes.framing import Body, plain
+from rollcall.nodes.framing import JSON
 from rollcall.nodes.processes import signal_processes
 from rollcall.observe.prints import ChildPrints
 from rollcall.process.debug.here import POST_MORTEM, DebugLine
@@ -45,12 +45,7 @@ from rollcall.reward.confine import ROOT
 
 START_TIMEOUT_S = 120.0
 _END_S = 10.0
-_COLUMN = "environment"  # names the class where there are several, and is not passed to it
 _GONE = "the process that environments are forked from is gone"
-
-
-# Unlike in other messages NaN is written: a row may hold it.
-REQUEST = Body(lambda value: json.dumps(value, default=plain).encode(), json.loads)
 ANSWERS = {  # by method; None says that a call is still running
     "reset": reader(str | None),
     "step": reader(StepResult | None),
@@ -76,11 +71,6 @@ class ProcessEnvironments:
         except BaseException:
             self._prints.close()
             raise
-
-    @property
-    def pids(self) -> list[int]:
-        """The zygote and its children."""
-        return [self._zygote.worker.pid, *self._zygote.pids.values()]
 
     @property
     def tools(self) -> dict[str, list[dict[str, Any]]]:
@@ -137,8 +127,8 @@ class ProcessEnvironments:
         try:
             await asyncio.to_thread(self._zygote.close)
             self._zygote = await asyncio.to_thread(self._new_zygote)
-        except ConfigError as error:
-            raise EnvironmentFailed(str(error)) from None
+        except (ConfigError, OSError) as error:
+            raise EnvironmentFailed(f"no process can be started ({error})") from None
         finally:
             self._starting = None
 
@@ -156,17 +146,11 @@ class ProcessEnvironments:
 class CalledEnvironment:
     """Implements ``protocol.Environment`` by calls to the process that plays it, or to its host."""
 
-    def __init__(self, *, tools: tuple[dict[str, Any], ...]) -> None:
-        self.tools = tools
-
     async def call(self, method: str, *args: Any) -> Any:
         raise NotImplementedError
 
-    async def close(self, *, broken: bool) -> None:
-        raise NotImplementedError
-
-    async def reset(self, row: Mapping[str, Any]) -> Opening:
-        return Opening(text=await self.call("reset", dict(row)), tools=self.tools)
+    async def reset(self, row: Mapping[str, Any]) -> str | None:
+        return await self.call("reset", dict(row))
 
     async def step(self, text: str, token_ids: Sequence[int]) -> StepResult:
         return await self.call("step", text, list(token_ids))
@@ -180,19 +164,14 @@ class CalledEnvironment:
 
 class _ProcessEnvironment(CalledEnvironment):
     def __init__(self, owner: ProcessEnvironments, worker: Worker, *, kind: str) -> None:
-        super().__init__(tools=owner.tools_of(kind))
         self._owner = owner
         self.worker = worker
         self._kind = kind
-        self._is_closed = False
 
-    async def reset(self, row: Mapping[str, Any]) -> Opening:
-        return await super().reset({name: value for name, value in row.items() if name != _COLUMN or not self._kind})
+    async def reset(self, row: Mapping[str, Any]) -> str | None:
+        return await super().reset({name: value for name, value in row.items() if name != KIND or not self._kind})
 
     async def close(self, *, broken: bool) -> None:
-        if self._is_closed:
-            return
-        self._is_closed = True
         if broken or self.worker.is_lost:
             await self.worker.end()
         else:
@@ -215,25 +194,23 @@ class Zygote:
         self.pids: dict[int, int] = {}  # of its children, by number
         self._num_started = 0
         self._one_calls = threading.Lock()
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        lifeline_fd, self._lifeline_fd = os.pipe()
-        line = DebugLine(role="environment", number=0)
-        try:
+        with ExitStack() as undo, ExitStack() as passed:
+            self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            undo.callback(self._control.close)
+            passed.callback(theirs.close)
+            lifeline_fd, self._lifeline_fd = os.pipe()
+            undo.callback(os.close, self._lifeline_fd)
+            passed.callback(os.close, lifeline_fd)
+            line = DebugLine(role="environment", number=0)
+            undo.callback(line.close)
+            passed.callback(line.theirs.close)
             fds = (theirs.fileno(), lifeline_fd, line.theirs.fileno())
             command = command_for("rollcall.environments.zygote:Zygote", python=python)
             link = LinkHere(command, env=variables_of(env), fds=fds, output=output_fd)
-        except BaseException:
-            self._control.close()
-            os.close(self._lifeline_fd)
-            line.close()
-            raise
-        finally:
-            theirs.close()
-            os.close(lifeline_fd)
-            line.theirs.close()
+            undo.pop_all()
         answers = {"load": json.loads, "start": reader(int | None), "end": reader(int | None)}
         name = "the environment's process"
-        self.worker = Worker(link, name=name, hears=REQUEST, answers=answers, line=line, longest=64 << 20)
+        self.worker = Worker(link, name=name, hears=JSON, answers=answers, line=line, longest=64 << 20)
         self._watcher = threading.Thread(target=self._end_children_after, name="zygote", daemon=True)
         self._watcher.start()
         try:
@@ -290,7 +267,7 @@ class Zygote:
                 raise ConfigError(f"the environment was not ready within {START_TIMEOUT_S:g} s; {check}") from None
             raise ConfigError(f"the environment's process ended at its start: it {lost.why}; {check}") from None
         except Raised as raised:
-            raise ConfigError(raised.message if raised.kind == "Refused" else f"{raised}; {check}") from None
+            raise ConfigError(raised.message if raised.kind == "ValueError" else f"{raised}; {check}") from None
 
     def _start(self, kind: str) -> Worker:
         try:
@@ -313,7 +290,7 @@ class Zygote:
             raise EnvironmentFailed(f"no process can be started ({why})") from None
         link = _ForkedLink(self, number, pid=pid, connection=ours)
         longest = MAX_ANSWER_BYTES + 1024
-        return Worker(link, name="its process", hears=REQUEST, answers=ANSWERS, line=line, longest=longest)
+        return Worker(link, name="its process", hears=JSON, answers=ANSWERS, line=line, longest=longest)
 
     def _end_children_after(self) -> None:
         """Wait for its end. Then close the lifeline of its children, and kill what they started."""

@@ -19,13 +19,13 @@ from urllib.parse import urlsplit
 
 from rollcall.base.limits import allow_files
 from rollcall.base.process_table import Process, environment_of, living, session_of
-from rollcall.environments.protocol import Ended, EnvironmentFailed
+from rollcall.environments.protocol import Ended, EnvironmentFailed, Programs
 from rollcall.process.ending import how_it_ended
-from rollcall.reward.confine import Confinement, environment, make_folder, remove_folder, sweep_folders
+from rollcall.reward.confine import environment, make_folder, remove_folder, sweep_folders
 
 MAX_TAIL_BYTES = 1 << 16
 LONGEST_VARIABLE = 120_000  # bytes; Linux gives a variable 128 KiB
-KEY = "OPENAI_API_KEY"  # no two episodes have the same
+KEY = "OPENAI_API_KEY"  # no two episodes have the same, so what leaves the session of a program is found by it
 _LIMITED = """ulimit -c 0
 ulimit -d {kilobytes} || exit 125
 exec 3<&0 </dev/null
@@ -37,12 +37,13 @@ exec 3<&-
 
 def variables_of(env: Sequence[str]) -> dict[str, str]:
     """The variables of a process that plays episodes: those that every program needs, and those that `environment.env` names."""
-    confinement = Confinement(own_files=False, network=True, env=tuple(env), processes=0, memory_mb=0, file_mb=0)
-    return environment(confinement, folder=tempfile.gettempdir(), key="environment.env")
+    return environment(env, folder=tempfile.gettempdir(), key="environment.env")
 
 
-class ProgramsHere:
-    """Runs programs as children of this process. Implements ``protocol.Programs``."""
+class ProgramsHere(Programs):
+    """Runs programs as children of this process, each until the task that runs it has ended it."""
+
+    tools: dict[str, list[dict[str, Any]]] = {}  # a program brings its own with its requests
 
     def __init__(self, command: str, *, env: Sequence[str], memory_mb: int, max_running: int) -> None:
         self._variables = variables_of(env)
@@ -50,10 +51,6 @@ class ProgramsHere:
         sweep_folders()  # of a process that was killed
         self._command = command
         self._memory_mb = memory_mb
-
-    @property
-    def tools(self) -> dict[str, list[dict[str, Any]]]:
-        return {}  # a program brings its own with its requests
 
     async def find_host(self) -> ProgramsHere:
         return self
@@ -73,16 +70,10 @@ class ProgramsHere:
         finally:
             await _in_thread(remove_folder, folder)  # it may have left many files
 
-    def ends(self) -> None:
-        return  # nothing here is replaced
-
-    async def aclose(self) -> None:
-        return  # each program is ended by the task that runs it
-
     async def _run_in(self, folder: str, variables: Mapping[str, str], stop: asyncio.Event) -> Ended:
         variables = past_proxies({**self._variables, "TMPDIR": folder, **variables})
         try:
-            program = await Program.start(self._command, variables=variables, memory_mb=self._memory_mb, own=KEY)
+            program = await Program.start(self._command, variables=variables, memory_mb=self._memory_mb)
         except OSError as error:
             raise EnvironmentFailed(f"the program could not be started: {error}") from None
         ending, stopping = asyncio.create_task(program.wait()), asyncio.create_task(stop.wait())
@@ -119,8 +110,7 @@ class Program:
         self._readers = [asyncio.create_task(_keep_tail(stream, tail)) for stream, tail in streams]
 
     @classmethod
-    async def start(cls, command: str, *, variables: Mapping[str, str], memory_mb: int, own: str) -> Program:
-        """Start a program. ``own`` names a variable with a unique value, by which what leaves the program's session is found."""
+    async def start(cls, command: str, *, variables: Mapping[str, str], memory_mb: int) -> Program:
         most = resource.getrlimit(resource.RLIMIT_DATA)[1]
         kilobytes = memory_mb << 10 if most == resource.RLIM_INFINITY else min(memory_mb << 10, most >> 10)
         script = _LIMITED.format(kilobytes=kilobytes, command=command)
@@ -128,7 +118,7 @@ class Program:
         process = await asyncio.create_subprocess_exec(
             "/bin/sh", "-c", script, stdin=pipe, stdout=pipe, stderr=pipe, env=dict(variables), start_new_session=True
         )
-        return cls(process, mark=(own, variables[own]))
+        return cls(process, mark=(KEY, variables[KEY]))
 
     async def wait(self) -> None:
         """Wait for its end. asyncio's own wait (3.11) lasts until no process holds its output, and what it left behind may hold it."""

@@ -15,6 +15,7 @@ from rollcall.base.types import Completion, Ints, ToolCall
 from rollcall.base.words import visible
 from rollcall.engine.protocol import Sampling
 
+KIND = "environment"  # the column that names a row's environment, where there are several; its class does not get it
 MOST_METRICS, LONGEST_NAME = 100, 100  # of an episode; in characters
 DROPPED = "metrics_dropped"  # in the metrics of an episode: how many were left out
 
@@ -34,12 +35,6 @@ class Message:
     role: str  # "user", "tool" or "system"
     content: str
     name: str = ""  # of the tool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Opening:
-    text: str | None  # added to the row's prompt; the whole prompt where there is no dataset
-    tools: tuple[dict[str, Any], ...]  # JSON schemas, as chat templates take them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +70,8 @@ class SampleTurn(Protocol):
 class Environment(Protocol):
     """One episode at a time, from ``reset`` to ``reward``; then it may be reset for another one."""
 
-    async def reset(self, row: Mapping[str, Any]) -> Opening:
-        """Begin an episode of this row of the data."""
+    async def reset(self, row: Mapping[str, Any]) -> str | None:
+        """Begin an episode of this row of the data. What it returns is added to the row's prompt, or is all of it where there is no data."""
         ...
 
     async def step(self, text: str, token_ids: Sequence[int]) -> StepResult:
@@ -110,7 +105,7 @@ class Environments(Protocol):
         ...
 
     def tools_of(self, kind: str) -> tuple[dict[str, Any], ...]:
-        """The schemas of a kind's tools, which the check at the start renders."""
+        """The schemas of a kind's tools, as chat templates take them. ConfigError: there is no such kind."""
         ...
 
     async def aclose(self) -> None: ...
@@ -142,6 +137,8 @@ class Programs(Protocol):
 
     def ends(self) -> None:
         """Note that the run is about to end: what is lost from now on is not replaced."""
-        ...
+        return
 
-    async def aclose(self) -> None: ...
+    async def aclose(self) -> None:
+        """End what the programs need."""
+        return

@@ -21,14 +21,13 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from rollcall.base.importing import load_named
 
 _ARGUMENTS = {"reset": "a row", "step": "text and token_ids"}
-_MAX_METRICS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +72,8 @@ def result_of(returned: Any) -> StepResult:
         raise WrongResult("step returned no observation and is not done; give what the model reads next, or done=True")
     reward = None if result.reward is None else number(result.reward, what="step returned the reward")
     found = result.metrics
-    if not isinstance(found, Mapping) or len(found) > _MAX_METRICS or not all(isinstance(key, str) for key in found):
-        raise WrongResult(
-            f"step returned metrics={_shown(found)}; give at most {_MAX_METRICS} names, each with a number"
-        )
+    if not isinstance(found, Mapping) or not all(isinstance(key, str) for key in found):
+        raise WrongResult(f"step returned metrics={_shown(found)}; give names, each with a number")
     metrics = {key: number(value, what=f"step returned the metric {key[:80]} as") for key, value in found.items()}
     return StepResult(observation, reward, bool(result.done), metrics)
 
@@ -104,10 +101,7 @@ def number(value: Any, *, what: str) -> float:
 
 
 def _shown(value: Any) -> str:
-    try:
-        text = repr(value)
-    except Exception:  # noqa: BLE001 - a __repr__ of the user's may raise anything
-        text = "something that cannot be shown"
+    text = repr(value)
     return f"{text if len(text) <= 80 else f'{text[:80]}...'} ({type(value).__name__})"
 
 
@@ -118,15 +112,11 @@ def _shown(value: Any) -> str:
 class StepPlayer:
     """A class, and in a forked process one object of it, which is kept and reset."""
 
+    schemas: ClassVar[list[dict[str, Any]]] = []  # such a class declares no tools
     cls: type
     kwargs: Mapping[str, Any]
     instance: Any = None
     examine: Callable[[BaseException], None] = lambda error: None
-
-    @property
-    def schemas(self) -> list[dict[str, Any]]:
-        """Empty: such a class declares no tools."""
-        return []
 
     def reset(self, row: Mapping[str, Any], run: Callable[[Any], Any]) -> str | None:
         if self.instance is None:
@@ -152,17 +142,12 @@ class StepPlayer:
 
 def load_stepwise(path: str, *, key: str, kwargs: Mapping[str, Any]) -> StepPlayer:
     """Load a class. ValueError says why it cannot be used, and what to do."""
-    cls = load_named(path, key=key, what="Class", example="my_env:Game")
     wanted = "give a class with reset(self, row) and step(self, text, token_ids)"
-    if not inspect.isclass(cls):
-        raise ValueError(f"{key}={path!r} is {type(cls).__name__}, not a class; {wanted}")
-    check_made(cls, kwargs=kwargs, named=f"{key}={path!r}")
-    for name, arguments in (("reset", ({},)), ("step", ("", []))):
-        method = getattr(cls, name, None)
-        if not callable(method):
-            raise ValueError(f"{key}={path!r} has no {name}; {wanted}")
+    methods = {"reset": ({},), "step": ("", [])}
+    cls = class_at(path, key=key, kwargs=kwargs, methods=methods, wanted=wanted)
+    for name, arguments in methods.items():
         try:
-            inspect.signature(method).bind(None, *arguments)
+            inspect.signature(getattr(cls, name)).bind(None, *arguments)
         except TypeError as error:
             raise ValueError(
                 f"{key}={path!r}: {name} cannot be called with {_ARGUMENTS[name]} ({error}); {wanted}"
@@ -172,14 +157,21 @@ def load_stepwise(path: str, *, key: str, kwargs: Mapping[str, Any]) -> StepPlay
     return StepPlayer(cls=cls, kwargs=kwargs)
 
 
-def check_made(cls: type, *, kwargs: Mapping[str, Any], named: str) -> None:
-    """Refuse a class that cannot be made with these arguments."""
+def class_at(path: str, *, key: str, kwargs: Mapping[str, Any], methods: Iterable[str], wanted: str) -> type:
+    """The class at ``module:Class``, if it can be made with these arguments and has the methods."""
+    cls = load_named(path, key=key, what="Class", example="my_env:Game")
+    if not inspect.isclass(cls):
+        raise ValueError(f"{key}={path!r} is {type(cls).__name__}, not a class; {wanted}")
+    for name in methods:
+        if not callable(getattr(cls, name, None)):
+            raise ValueError(f"{key}={path!r} has no {name}; {wanted}")
     try:
         inspect.signature(cls).bind(**kwargs)
     except TypeError as error:
         given = f"environment.kwargs={dict(kwargs)}" if kwargs else "no argument"
         raise ValueError(
-            f"{named} cannot be made with {given} ({error}); give the arguments of its __init__ in environment.kwargs"
+            f"{key}={path!r} cannot be made with {given} ({error}); give the arguments of its __init__ in environment.kwargs"
         ) from None
     except ValueError:
         pass  # its constructor does not say what it takes
+    return cls

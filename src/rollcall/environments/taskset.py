@@ -11,10 +11,9 @@ import asyncio
 import json
 import math
 import os
-import time
 from collections import defaultdict
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from rollcall.config.environments import VerifiersEnvironment
 from rollcall.environments.packages.verifiers import SETUP
 from rollcall.environments.processes import command_for, find_python
 from rollcall.environments.program import KEY, kill_leftovers, variables_of
-from rollcall.environments.protocol import Ended, EnvironmentFailed
+from rollcall.environments.protocol import Ended, EnvironmentFailed, Programs
 from rollcall.nodes.framing import JSON
 from rollcall.observe.prints import ChildPrints
 from rollcall.process.here import LinkHere
@@ -34,12 +33,11 @@ from rollcall.reward.confine import make_folder, remove_folder, sweep_folders
 
 START_TIMEOUT_S = 300.0  # a taskset may download its data
 END_TIMEOUT_S = 15.0  # it gives itself 10
-AGAIN_S = 30.0  # between two attempts to start a server that has ended
 MARK = "ROLLCALL_TASKSET"  # a variable of a server and its harnesses, which have sessions of their own
 
 
-class TasksetPrograms:
-    """Implements ``protocol.Programs``. Making it waits for the server, so a taskset that cannot be used is refused here."""
+class TasksetPrograms(Programs):
+    """Making it waits for the server, so a taskset that cannot be used is refused here."""
 
     tools: dict[str, list[dict[str, Any]]] = {}  # a taskset brings its own
 
@@ -47,16 +45,12 @@ class TasksetPrograms:
         self._section = section
         self.server = TasksetServer(section)
         self._starting: asyncio.Task[None] | None = None
-        self._failed_s = -math.inf  # when a new server could not be started
         self._num_played = 0
         allow_files(8 * section.max_running)
         sweep_folders()  # of a process that was killed
 
     async def find_host(self) -> TasksetPrograms:
         return self
-
-    def ends(self) -> None:
-        return  # nothing here is replaced
 
     async def run(self, variables: Mapping[str, str], *, stop: asyncio.Event) -> Ended:
         await self._ensure_server()
@@ -74,8 +68,12 @@ class TasksetPrograms:
             if not playing.done():
                 with suppress(Lost):
                     await worker.call("stop", number, deadline_s=END_TIMEOUT_S)
+                await asyncio.wait({playing}, timeout=END_TIMEOUT_S)
+            is_given_up = playing.cancel()  # a harness or a scorer that does not end
+        if is_given_up:
+            return Ended(how="an error", stdout="", stderr=f"it did not end within {END_TIMEOUT_S:g} s")
         try:
-            return Ended(how="", stdout=json.dumps(await playing), stderr="")
+            return Ended(how="", stdout=json.dumps(playing.result()), stderr="")
         except Raised as raised:
             return Ended(how="an error", stdout="", stderr=f"verifiers: {raised.kind}: {raised.message}")
         except Lost as lost:
@@ -89,21 +87,18 @@ class TasksetPrograms:
     async def _ensure_server(self) -> None:
         server = self.server
         try:
-            await server.worker.call("ready", deadline_s=math.inf)
+            await server.worker.call("ready", deadline_s=START_TIMEOUT_S)
         except Lost as lost:
             if server is self.server:
                 self._starting = self._starting or asyncio.create_task(self._start_again(lost))
                 await asyncio.shield(self._starting)
 
     async def _start_again(self, lost: Lost) -> None:
+        warn(f"{lost.who} {lost.why}; it is started again")
         try:
-            if time.monotonic() < self._failed_s + AGAIN_S:
-                raise EnvironmentFailed(f"{lost.who} has ended, and a new one could not be started")
-            warn(f"{lost.who} {lost.why}; it is started again")
             await asyncio.to_thread(self.server.close)
             self.server = await asyncio.to_thread(TasksetServer, self._section)
-        except ConfigError as error:
-            self._failed_s = time.monotonic()
+        except (ConfigError, OSError) as error:
             raise EnvironmentFailed(str(error)) from None
         finally:
             self._starting = None
@@ -114,26 +109,28 @@ class TasksetServer:
         python = find_python(section.python)
         assert python is not None, "the key has no default"
         setup = {"config": section.config, "max_turns": section.max_turns, "memory_mb": section.memory_mb}
-        self._folder, self._prints = make_folder(), ChildPrints()
-        variables = variables_of(section.env) | {"TMPDIR": self._folder, MARK: self._folder, SETUP: json.dumps(setup)}
-        # Next to its Python is `uv`, with which verifiers starts its harnesses.
-        variables["PATH"] = os.pathsep.join(filter(None, [str(Path(python).parent), variables.get("PATH")]))
-        command = command_for("rollcall.environments.packages.verifiers", python=python)
-        link = LinkHere(command, env=variables, output=self._prints.fd)
-        name, answers = "the environment server of verifiers", defaultdict(lambda: json.loads)
-        self.worker = Worker(link, name=name, hears=JSON, answers=answers)
-        try:
-            self.worker.ask("ready", deadline_s=START_TIMEOUT_S)
-        except (Lost, Raised) as error:
-            self.close()
-            raise ConfigError(_why_not_ready(error)) from None
+        with ExitStack() as held:
+            folder, prints = make_folder(), ChildPrints()
+            held.callback(remove_folder, folder)
+            held.callback(prints.close)
+            variables = variables_of(section.env) | {"TMPDIR": folder, MARK: folder, SETUP: json.dumps(setup)}
+            # Next to its Python is `uv`, with which verifiers starts its harnesses.
+            variables["PATH"] = os.pathsep.join(filter(None, [str(Path(python).parent), variables.get("PATH")]))
+            command = command_for("rollcall.environments.packages.verifiers", python=python)
+            link = LinkHere(command, env=variables, output=prints.fd)
+            held.callback(kill_leftovers, link.pid, mark=(MARK, folder))
+            name, answers = "the environment server of verifiers", defaultdict(lambda: json.loads)
+            self.worker = Worker(link, name=name, hears=JSON, answers=answers)
+            held.callback(self.worker.close, grace_s=END_TIMEOUT_S)
+            try:
+                self.worker.ask("ready", deadline_s=START_TIMEOUT_S)
+            except (Lost, Raised) as error:
+                raise ConfigError(_why_not_ready(error)) from None
+            self._held = held.pop_all()
 
     def close(self) -> None:
         """End its episodes, and kill what is left of it and of its harnesses."""
-        self.worker.close(grace_s=END_TIMEOUT_S)
-        kill_leftovers(self.worker.pid, mark=(MARK, self._folder))
-        self._prints.close()
-        remove_folder(self._folder)
+        self._held.close()
 
 
 def _why_not_ready(error: Lost | Raised) -> str:

@@ -27,10 +27,6 @@ _CHOICES = re.compile(r"\(choices:\s*(\[[^\]]*\])\s*\)\s*$", re.IGNORECASE)
 _MAX_DIGITS = 100  # of a number that a model wrote as text
 
 
-class ToolRefused(ValueError):  # noqa: N818 - the message is the user's
-    """A function cannot be a tool; the message names it and says what to add."""
-
-
 class WrongArguments(ValueError):  # noqa: N818 - an answer to the model
     """A call does not fit its tool; the message is for the model."""
 
@@ -53,7 +49,7 @@ class Tool:
 
 
 def tools_of_class(cls: type, *, path: str) -> dict[str, Tool]:
-    """Make tools of a class's public methods, inherited ones too, by name. ToolRefused: one of them cannot be a tool."""
+    """Make tools of a class's public methods, inherited ones too, by name. ValueError: one of them cannot be a tool."""
     found: dict[str, Tool] = {}
     for name in dir(cls):
         if name.startswith("_") or name in RESERVED:
@@ -68,7 +64,7 @@ def tools_of_class(cls: type, *, path: str) -> dict[str, Tool]:
 
 
 def tool_of(function: Callable[..., Any], *, path: str, is_method: bool = False) -> Tool:
-    """Make a tool of a function. ``path`` names it in the message of ToolRefused."""
+    """Make a tool of a function. ``path`` names it in the message of ValueError."""
     parameters = _parameters(function, path=path, is_method=is_method)
     doc = (inspect.getdoc(function) or "").strip()
     if not doc:
@@ -77,20 +73,20 @@ def tool_of(function: Callable[..., Any], *, path: str, is_method: bool = False)
             if is_method and path.endswith(".step")
             else "a method that is not a tool begins with an underscore"
         )
-        raise ToolRefused(
+        raise ValueError(
             f"{path} has no docstring; say there what the tool does, and each argument under `Args:`, for the model to read ({other})"
         )
     description, told, returned = _read_docstring(doc)
     try:
         hints = typing.get_type_hints(function)
     except Exception as error:  # noqa: BLE001 - a hint in quotes is the user's code
-        raise ToolRefused(f"{path}: its type hints cannot be read ({type(error).__name__}: {error})") from None
+        raise ValueError(f"{path}: its type hints cannot be read ({type(error).__name__}: {error})") from None
     properties: dict[str, Any] = {}
     for name, parameter in parameters.items():
         if parameter.annotation is inspect.Parameter.empty:
-            raise ToolRefused(f"{path}: argument {name} has no type hint; add one, such as {name}: str")
+            raise ValueError(f"{path}: argument {name} has no type hint; add one, such as {name}: str")
         if name not in told:
-            raise ToolRefused(
+            raise ValueError(
                 f"{path}: the docstring does not describe argument {name}; add under `Args:` a line `{name}: what it is`"
             )
         properties[name] = _with_description(_schema(hints[name], path=path), told[name], path=path)
@@ -108,17 +104,12 @@ def tool_of(function: Callable[..., Any], *, path: str, is_method: bool = False)
 
 
 def _parameters(function: Callable[..., Any], *, path: str, is_method: bool) -> dict[str, inspect.Parameter]:
-    try:
-        parameters = dict(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        raise ToolRefused(
-            f"{path} does not say which arguments it takes; give a function that is written in Python"
-        ) from None
+    parameters = dict(inspect.signature(function).parameters)
     if is_method and not inspect.ismethod(function) and parameters:
         del parameters[next(iter(parameters))]  # self
     for name, parameter in parameters.items():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise ToolRefused(
+            raise ValueError(
                 f"{path} takes {parameter}, and a tool's arguments are given by name; give each its own name"
                 if parameter.kind is not parameter.POSITIONAL_ONLY
                 else f"{path}: argument {name} cannot be given by name; take the `/` out of its signature"
@@ -135,13 +126,13 @@ def _schema(hint: Any, *, path: str) -> dict[str, Any]:
     if origin is Literal:
         kinds = list(dict.fromkeys(_JSON_TYPES.get(type(arg), "") for arg in args))
         if "" in kinds:
-            raise ToolRefused(f"{path}: {hint} has choices that JSON does not have; use text and numbers")
+            raise ValueError(f"{path}: {hint} has choices that JSON does not have; use text and numbers")
         return {"type": kinds[0] if len(kinds) == 1 else kinds, "enum": list(args)}
     if origin is list and args:
         return {"type": "array", "items": _schema(args[0], path=path)}
     if origin is tuple and args:
         if len(args) == 1 or ... in args:
-            raise ToolRefused(f"{path}: {hint} has no fixed length above one; use list[...]")
+            raise ValueError(f"{path}: {hint} has no fixed length above one; use list[...]")
         return {"type": "array", "prefixItems": [_schema(arg, path=path) for arg in args]}
     if origin is dict and len(args) == 2:
         return {"type": "object", "additionalProperties": _schema(args[1], path=path)}
@@ -168,7 +159,7 @@ def _with_description(schema: dict[str, Any], told: str, *, path: str) -> dict[s
         try:
             choices = json.loads(match[1])
         except ValueError:
-            raise ToolRefused(f"{path}: {match[0]} is not a list in JSON; write (choices: [...])") from None
+            raise ValueError(f"{path}: {match[0]} is not a list in JSON; write (choices: [...])") from None
         schema["enum"] = [choice.strip() if isinstance(choice, str) else choice for choice in choices]
         told = told[: match.start()].strip()
     return schema | {"description": told}

@@ -26,7 +26,6 @@ from pydantic_core import PydanticCustomError, from_json
 from rollcall.reward.functions import LARGEST_SCORE
 
 MAX_PROMPTS = 256
-MAX_CHOICES = 4096  # of all prompts of a request
 LABELS = (
     "user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "cache_salt", "priority"
 )  # fmt: skip
@@ -254,14 +253,6 @@ class TextRequest(_Request):
     logprobs: Annotated[StrictInt, Field(ge=0, le=0)] | None = Field(
         None, description="0 gives the log-prob of the sampled token"
     )
-
-    @model_validator(mode="after")
-    def _check(self) -> TextRequest:
-        if self.n * len(self.prompt) > MAX_CHOICES:
-            raise invalid(
-                "n", f"is {self.n} for {len(self.prompt)} prompts; a request has at most {MAX_CHOICES} choices"
-            )
-        return self
 
 
 class SamplingParams(Wanted):

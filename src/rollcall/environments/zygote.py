@@ -42,19 +42,11 @@ from rollcall.process.pause import patient_loop
 from rollcall.reward.confine import limit, see_no_others
 
 MAX_ANSWER_BYTES = 32 << 20
-_MAX_OPENING_CHARS = 1_000_000
+_MAX_ATTRIBUTE_CHARS = 1_000_000
 _MB = 1 << 20
 # Frames that say nothing to the author of an environment.
 _OWN_FILES = (__file__, class_env.__file__, stepwise.__file__)
 Player = ClassPlayer | StepPlayer
-
-
-class Refused(ValueError):  # noqa: N818 - the message is the user's
-    """A class cannot be used; the message names it and says what to do."""
-
-
-class Failed(Exception):  # noqa: N818 - an outcome of the user's code
-    """An episode cannot go on; the message is for its user."""
 
 
 class Zygote:
@@ -69,7 +61,7 @@ class Zygote:
         self._examined = Examined()
 
     def load(self, setup: dict[str, Any]) -> dict[str, Any]:
-        """Load the classes. Returns the tools of each kind."""
+        """Load the classes. Returns the tools of each kind. ValueError: a class cannot be used."""
         # User code may print the variables that it was given.
         remember(os.environ.get(name, "") for name in setup["env"])
         guard_streams()
@@ -77,13 +69,10 @@ class Zygote:
         sys.path[:0] = [entry for entry in setup["sys_path"] if entry not in sys.path]
         sys.breakpointhook = self._line.stop
         self._memory_mb, self._post_mortem = setup["memory_mb"], setup["post_mortem"]
-        try:
-            self._kinds = {
-                name: load_stepwise(**given) if "call_format" not in given else load_class(**given)
-                for name, given in setup["kinds"].items()
-            }
-        except ValueError as error:
-            raise Refused(error) from None
+        self._kinds = {
+            name: load_stepwise(**given) if "call_format" not in given else load_class(**given)
+            for name, given in setup["kinds"].items()
+        }
         gc.collect()
         gc.freeze()  # a collection in a child would write to, and so copy, the pages that all share
         _adopt_orphans()
@@ -219,7 +208,9 @@ def _reseed() -> None:
 def _encoded(answer: Any) -> bytes:
     body = JSON.dumps(answer)
     if len(body) > MAX_ANSWER_BYTES:
-        raise Failed(f"it answered with {len(body) / _MB:.1f} MB; at most {MAX_ANSWER_BYTES / _MB:g} MB can be read")
+        raise RuntimeError(
+            f"it answered with {len(body) / _MB:.1f} MB; at most {MAX_ANSWER_BYTES / _MB:g} MB can be read"
+        )
     return body
 
 
@@ -232,15 +223,7 @@ class EnvironmentChild:
         self._runner: Any = None
 
     def reset(self, row: dict[str, Any]) -> str | None:
-        def read() -> str | None:
-            text = self._player.reset(row, self._run)
-            if text is not None and len(text) > _MAX_OPENING_CHARS:
-                raise WrongResult(
-                    f"reset returned {len(text):,} characters; at most {_MAX_OPENING_CHARS:,} can be read"
-                )
-            return text
-
-        return self._tried(read)
+        return self._tried(lambda: self._player.reset(row, self._run))
 
     def step(self, text: str, token_ids: list[int]) -> dict[str, Any]:
         return self._tried(lambda: self._player.step(text, token_ids, self._run))
@@ -257,11 +240,11 @@ class EnvironmentChild:
         except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit too
             self._player.examine(error)
             if isinstance(error, WrongResult):
-                raise Failed(str(error)) from None
+                raise RuntimeError(str(error)) from None
             frames = _frames_of_user(error)
             if isinstance(error, MemoryError):
                 error = MemoryError(f"{error} (this process may use memory_mb={self._memory_mb})".strip())
-            raise Failed("".join(traceback.format_exception(type(error), error, frames)).rstrip()) from None
+            raise RuntimeError("".join(traceback.format_exception(type(error), error, frames)).rstrip()) from None
         finally:
             _flush()
 
@@ -286,7 +269,7 @@ def _attributes(instance: Any) -> dict[str, Any]:
         try:
             value = getattr(instance, name)
             text = json.dumps(value, default=lambda held: held.tolist(), allow_nan=False)  # of numpy and torch
-            if len(text) <= _MAX_OPENING_CHARS and _depth(plain := json.loads(text)) <= 50:
+            if len(text) <= _MAX_ATTRIBUTE_CHARS and _depth(plain := json.loads(text)) <= 50:
                 found[name] = plain
         except Exception:  # noqa: BLE001 - a method, a client, a property of the user's that raises, or far too deep
             continue

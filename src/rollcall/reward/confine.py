@@ -19,7 +19,7 @@ import resource
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,22 +82,22 @@ def confinement_of(spec: Mapping[str, Any]) -> Confinement:
 # The parent's part
 
 
-def environment(confinement: Confinement, *, folder: str, key: str) -> dict[str, str]:
+def environment(env: Sequence[str], *, folder: str, key: str, own_home: bool = False) -> dict[str, str]:
     """A worker's variables: those above, those it is given by name, and one thread unless something else is asked for.
 
     Secrets of this process are hidden from the worker's view of it in ``/proc``. ConfigError: a variable that ``key`` names is not set.
     """
-    refuse_unset(confinement.env, key=key)
+    refuse_unset(env, key=key)
     environ = os.environ
-    hide_from_proc(name for name in environ if is_secret(name) or name in confinement.env)
+    hide_from_proc(name for name in environ if is_secret(name) or name in env)
     found = {name: value for name, value in environ.items() if name in _KEPT or name.startswith("LC_")}
     found |= {name: environ.get(name, "1") for name in _THREADS}
     found |= {"TMPDIR": folder, "PYTHONDONTWRITEBYTECODE": "1"}
-    if confinement.own_files:
+    if own_home:
         found["HOME"] = folder
     if ROOT.name not in ("site-packages", "dist-packages"):  # else the package is installed, and found without this
         found["PYTHONPATH"] = os.pathsep.join(filter(None, [found.get("PYTHONPATH"), str(ROOT)]))
-    return found | {name: environ[name] for name in confinement.env}
+    return found | {name: environ[name] for name in env}
 
 
 def refuse_unset(names: Iterable[str], *, key: str) -> None:

@@ -73,11 +73,6 @@ def read_json(said: bytes) -> Any:
         raise ValueError(f"it is not JSON: {begin[:80]!r}" if begin else "it is empty") from None
 
 
-def whole_characters(text: str) -> str:
-    """Replace half of a surrogate pair, which many readers of JSON refuse: a completion may be cut inside a character."""
-    return text.encode(errors="replace").decode()
-
-
 class EndpointLostError(RuntimeError, ValueError):
     """The address gives no scores; the message says why and what to do. Nothing that was scored is lost."""
 

@@ -4,7 +4,7 @@ A user's own function takes some of these arguments by name. It may take ``compl
 ``completion``, and it may be ``async``.
 
 ``build_function`` turns a reward's plain fields into such a function and refuses at once what could never score (a
-missing module, a bad pattern). Only the standard library is imported here; math-verify and reasoning-gym come in when
+missing module). Only the standard library is imported here; math-verify and reasoning-gym come in when
 a reward needs them, because the worker process has to start fast.
 """
 
@@ -25,7 +25,7 @@ from typing import Any
 
 from rollcall.reward.eval_guard import guarded
 from rollcall.reward.math_answer import last_tagged, math_equal
-from rollcall.reward.user_function import RewardLoadError, UserFunction, load_function
+from rollcall.reward.user_function import UserFunction, load_function
 
 RewardFunction = Callable[[str, str, str, dict[str, Any]], float]
 
@@ -53,7 +53,8 @@ def build_function(spec: dict[str, Any]) -> RewardFunction | UserFunction:
     if kind == "function":
         return load_function(spec["path"], pickled=spec.get("pickled"))
     if kind == "regex":
-        return _regex(spec["pattern"])
+        pattern = re.compile(spec["pattern"], re.DOTALL)
+        return lambda prompt, completion, answer, metadata: float(pattern.search(completion) is not None)
     if kind == "countdown":
         return _countdown(spec["format_score"])
     if kind == "math":
@@ -64,7 +65,7 @@ def build_function(spec: dict[str, Any]) -> RewardFunction | UserFunction:
         try:
             importlib.import_module("reasoning_gym")
         except ModuleNotFoundError:
-            raise RewardLoadError(
+            raise ValueError(
                 "type='reasoning_gym' needs reasoning-gym, which is not installed; pip install reasoning-gym"
             ) from None
     return {"exact": exact, "number": number, "math": math_equal, "reasoning_gym": reasoning_gym_score}[kind]
@@ -98,18 +99,6 @@ def number(prompt: str, completion: str, answer: str, metadata: dict[str, Any]) 
 def last_number(text: str) -> Decimal | None:
     found = _NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
     return Decimal(found[-1].replace(",", "")) if found else None
-
-
-def _regex(pattern: str) -> RewardFunction:
-    try:
-        compiled = re.compile(pattern, re.DOTALL)
-    except re.error as error:
-        raise RewardLoadError(f"pattern={pattern!r} is not a regular expression: {error}") from None
-
-    def regex(prompt: str, completion: str, answer: str, metadata: dict[str, Any]) -> float:
-        return float(compiled.search(completion) is not None)
-
-    return regex
 
 
 def _countdown(format_score: float) -> RewardFunction:

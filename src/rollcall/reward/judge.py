@@ -17,7 +17,7 @@ from urllib.parse import urlsplit, urlunsplit
 from rollcall.base.types import Completion, Prompt
 from rollcall.config.rewards import JudgeReward
 from rollcall.observe.transcript import transcript
-from rollcall.reward.endpoint import Question, failed, read_json, whole_characters
+from rollcall.reward.endpoint import Question, failed, read_json
 from rollcall.reward.functions import last_number
 from rollcall.reward.trl import MESSAGES
 from rollcall.reward.worker import RewardResult
@@ -56,7 +56,7 @@ class Judge:
 
     def _body(self, prompt: Prompt, completion: str) -> bytes:
         text = ask(self._section, prompt=asked_text(prompt), completion=completion, answer=prompt.answer)
-        message = {"role": "user", "content": whole_characters(text)}
+        message = {"role": "user", "content": text}
         body = {**self._section.options, "model": self._section.model, "messages": [message]}
         return json.dumps(body).encode()
 
@@ -95,11 +95,8 @@ def asked_text(prompt: Prompt) -> str:
 
 
 def ask(section: JudgeReward, *, prompt: str, completion: str, answer: str) -> str:
-    """The whole question, with a code that occurs in nothing that is put in."""
-    given = f"{section.rubric}{prompt}{completion}{answer}"
+    """The whole question."""
     code = secrets.token_hex(12)
-    while code in given:
-        code = secrets.token_hex(12)
     shown = f"\n[the completion begins, {code}]\n{completion}\n[the completion ends, {code}]\n"
     values = {"prompt": prompt, "completion": shown, "answer": answer}
     rubric = _PLACEHOLDER.sub(lambda match: values[match[1]], section.rubric)

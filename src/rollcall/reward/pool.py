@@ -20,7 +20,7 @@ import os
 import signal
 import sys
 from collections import deque
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,7 +39,6 @@ from rollcall.reward.confine import (
     sweep_folders,
 )
 from rollcall.reward.functions import check_score
-from rollcall.reward.user_function import RewardLoadError
 from rollcall.reward.worker import MAX_ANSWER_BYTES, About, FailureKind, Item, Ready, RewardResult, Setup
 
 START_TIMEOUT_S = 120.0
@@ -105,9 +104,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
     Making it waits for a worker of each crew, so a reward that cannot be loaded is refused here. One event loop at a time uses it.
     """
 
-    def __init__(
-        self, specs: dict[int, dict[str, Any]], *, num_workers: int, start_timeout_s: float = START_TIMEOUT_S
-    ) -> None:
+    def __init__(self, specs: dict[int, dict[str, Any]], *, num_workers: int) -> None:
         crews: dict[Confinement, _Crew] = {}
         for index, spec in specs.items():
             confinement = confinement_of(spec)
@@ -120,8 +117,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         try:
             for place, crew in enumerate(self._crews):
                 for number in range(place * num_workers, (place + 1) * num_workers):
-                    seat = _Seat(crew, number=number, start_timeout_s=start_timeout_s, output_fd=self._prints.fd)
-                    crew.seats.append(seat)
+                    crew.seats.append(_Seat(crew, number=number, output_fd=self._prints.fd))
             for crew in self._crews:
                 crew.seats[0].wait_until_ready()
         except BaseException:
@@ -130,10 +126,6 @@ class RewardPool(AbstractContextManager["RewardPool"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    @property
-    def pids(self) -> list[int]:
-        return [seat.worker.pid for crew in self._crews for seat in crew.seats]
 
     @property
     def in_force(self) -> dict[int, dict[str, str]]:
@@ -172,9 +164,8 @@ def _serve(crew: _Crew) -> None:
 class _Seat:
     """Holds one worker, and replaces it when it is lost."""
 
-    def __init__(self, crew: _Crew, *, number: int, start_timeout_s: float, output_fd: int) -> None:
-        self._crew, self._number = crew, number
-        self._start_timeout_s, self._output_fd = start_timeout_s, output_fd
+    def __init__(self, crew: _Crew, *, number: int, output_fd: int) -> None:
+        self._crew, self._number, self._output_fd = crew, number, output_fd
         self.task: asyncio.Task[None] | None = None
         self.chunk: deque[_Task] = deque()  # that the worker is at
         self._is_closed = False
@@ -182,28 +173,33 @@ class _Seat:
 
     def _start(self) -> None:
         confinement = self._crew.confinement
-        self._folder = make_folder()
-        line = DebugLine(role="reward", number=self._number)
-        try:
-            self.worker: Worker = spawn(
-                "rollcall.reward.worker:RewardWorker",
-                name=f"reward worker {self._number}",
-                env=environment(confinement, folder=self._folder, key="env of a reward"),
-                cwd=self._folder if confinement.own_files else None,
-                fds=(line.theirs.fileno(),),
-                output=self._output_fd,
-                line=line,
-                answers={"load": reader(Ready | None), "score": read_results},
-                longest=MAX_ANSWER_BYTES,
-            )
-        finally:
-            line.theirs.close()
-        # Built-in scorers have no business in the user's working directory.
-        here, path = os.getcwd(), [os.getcwd(), *sys.path]
-        if confinement.own_files:
-            path = [entry for entry in sys.path if entry and os.path.abspath(entry) != here]
-        setup = Setup(self._crew.specs, path, confinement, self._folder, bool(os.environ.get(POST_MORTEM)))
-        self._loading: Call | None = self.worker.begin("load", setup, deadline_s=self._start_timeout_s)
+        with ExitStack() as undo:
+            self._folder = make_folder()
+            undo.callback(remove_folder, self._folder)
+            line = DebugLine(role="reward", number=self._number)
+            undo.callback(line.close)
+            with line.theirs:
+                self.worker: Worker = spawn(
+                    "rollcall.reward.worker:RewardWorker",
+                    name=f"reward worker {self._number}",
+                    env=environment(
+                        confinement.env, folder=self._folder, key="env of a reward", own_home=confinement.own_files
+                    ),
+                    cwd=self._folder if confinement.own_files else None,
+                    fds=(line.theirs.fileno(),),
+                    output=self._output_fd,
+                    line=line,
+                    answers={"load": reader(Ready | None), "score": read_results},
+                    longest=MAX_ANSWER_BYTES,
+                )
+            undo.callback(self.worker.close)
+            # Built-in scorers have no business in the user's working directory.
+            here, path = os.getcwd(), [os.getcwd(), *sys.path]
+            if confinement.own_files:
+                path = [entry for entry in sys.path if entry and os.path.abspath(entry) != here]
+            setup = Setup(self._crew.specs, path, confinement, self._folder, bool(os.environ.get(POST_MORTEM)))
+            self._loading: Call | None = self.worker.begin("load", setup, deadline_s=START_TIMEOUT_S)
+            undo.pop_all()
 
     def wait_until_ready(self) -> None:
         assert self._loading is not None
@@ -218,8 +214,8 @@ class _Seat:
 
     def _cannot_start(self, error: Raised | Lost) -> Exception:
         if isinstance(error, Raised):
-            return RewardLoadError(error.message)
-        what = f"was not ready within {self._start_timeout_s:g} s" if error.is_late else f"{error.why} at its start"
+            return ValueError(error.message)
+        what = f"was not ready within {START_TIMEOUT_S:g} s" if error.is_late else f"{error.why} at its start"
         at = f"\nit was at\n{error.stack}" if error.stack else ""
         return RuntimeError(f"a reward worker {what}{at}\ncheck what the reward's module does when imported")
 

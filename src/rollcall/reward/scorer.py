@@ -39,21 +39,6 @@ _COLUMNS = {"countdown": ("numbers", "target"), "reasoning_gym": ("reasoning_gym
 Results = list[RewardResult]  # of a reward, one for each completion of a group
 
 
-@dataclass(slots=True)
-class Counts:
-    """How many of a reward's results were of each kind."""
-
-    scored: int = 0
-    raised: int = 0
-    hung: int = 0
-    nan: int = 0  # NaN, infinite or not a number
-    died: int = 0  # took its process down
-
-    @property
-    def failed(self) -> int:
-        return self.raised + self.hung + self.nan + self.died
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
     """One completion that could not be scored, for display."""
@@ -84,9 +69,8 @@ class Scorer(AbstractContextManager["Scorer"]):
         for index, kind in by_type:
             if not any(index in given for given in (specs, asked, self._environment_rewards, self._model_rewards)):
                 raise ValueError(f"reward.{index} ({kind}) runs in this process; give model_rewards[{index}]")
-        self.counts = {name: Counts() for name in self.names}
         self.failures: list[Failure] = []  # the first three of each reward and kind
-        self._kept: Counter[tuple[str, str]] = Counter()
+        self.num_failed: Counter[tuple[str, FailureKind]] = Counter()  # of each reward and kind
         self._said_unused = False
         self._process_rewards, self._asked_rewards = list(specs), list(asked)
         self._asker = Asker(asked) if asked else None
@@ -116,11 +100,6 @@ class Scorer(AbstractContextManager["Scorer"]):
     def environment_readers(self) -> list[str]:
         """Rewards that read attributes of the environments."""
         return [self.names[index] for index, about in self._functions.items() if "environments" in about.trl]
-
-    @property
-    def asks_models(self) -> bool:
-        """Whether ``score`` calls a model."""
-        return bool(self._model_rewards)
 
     async def score(
         self, prompt: Prompt, completions: tuple[Completion, ...], *, ask_model: AskModel | None = None
@@ -207,7 +186,6 @@ class Scorer(AbstractContextManager["Scorer"]):
                 kind, why = result.kind, redact(result.why) if result.why else ""
                 if result.value is not None:
                     parts[name], is_given = result.value, True
-                setattr(self.counts[name], kind or "scored", getattr(self.counts[name], kind or "scored") + 1)
                 if result.note:  # it goes to the journal, and must not be long, hold a secret or control a terminal
                     note = redact(visible(result.note))
                     half = MAX_NOTE // 2
@@ -238,8 +216,8 @@ class Scorer(AbstractContextManager["Scorer"]):
             self._keep(prompt, completion, failed.kind, failed.why, name=ENVIRONMENT)
 
     def _keep(self, prompt: Prompt, completion: Completion, kind: FailureKind, why: str, *, name: str) -> None:
-        self._kept[name, kind] += 1
-        if self._kept[name, kind] <= 3:
+        self.num_failed[name, kind] += 1
+        if self.num_failed[name, kind] <= 3:
             failure = Failure(reward=name, kind=kind, prompt_id=prompt.id, completion=completion.text, why=why.rstrip())
             self.failures.append(failure)
 

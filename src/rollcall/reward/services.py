@@ -24,7 +24,6 @@ from rollcall.reward.endpoint import (
     Question,
     failed,
     read_json,
-    whole_characters,
 )
 from rollcall.reward.judge import Judge
 from rollcall.reward.worker import RewardResult, checked
@@ -74,10 +73,7 @@ class Asker:
         self._loop.stop()
 
     async def _ask(self, place: int, prompt: Prompt, completions: tuple[Completion, ...]) -> list[RewardResult]:
-        try:
-            questions = self._services[place].questions(prompt, completions)
-        except Exception:  # noqa: BLE001 - a column that JSON does not take, for one
-            return [RewardResult(0.0, "raised", traceback.format_exc())] * len(completions)
+        questions = self._services[place].questions(prompt, completions)
         answers = await asyncio.gather(*(self._answer(place, one) for one in questions))
         return [result for answer in answers for result in answer]
 
@@ -101,7 +97,7 @@ class HttpService:
 
     def questions(self, prompt: Prompt, completions: tuple[Completion, ...]) -> list[Question]:
         """In the order of the completions."""
-        texts = [whole_characters(completion.text) for completion in completions]
+        texts = [completion.text for completion in completions]
         if self._section.whole_group:
             return [_question(prompt, len(texts), completions=texts)]
         return [_question(prompt, 1, completion=text) for text in texts]
@@ -109,9 +105,7 @@ class HttpService:
 
 def _question(prompt: Prompt, count: int, **completions: Any) -> Question:
     body = {"prompt": prompt.text, **completions, "answer": prompt.answer, "metadata": prompt.metadata}
-    # Columns of a Parquet row are often numpy, which has tolist.
-    text = json.dumps(body, default=lambda value: value.tolist())
-    return Question(count=count, body=text.encode(), read=partial(read_scores, count=count))
+    return Question(count=count, body=json.dumps(body).encode(), read=partial(read_scores, count=count))
 
 
 def read_scores(said: bytes, *, count: int) -> list[RewardResult]:

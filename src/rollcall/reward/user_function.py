@@ -26,10 +26,6 @@ _EXPECTED = (
 )
 
 
-class RewardLoadError(ValueError):
-    """A reward cannot be loaded; the message names it and says what to do."""
-
-
 @dataclass(frozen=True, slots=True)
 class UserFunction:
     call: Callable[..., Any]
@@ -83,34 +79,30 @@ class LeftEnvironment:
 
 
 def load_function(path: str, *, pickled: bytes | None = None) -> UserFunction:
-    """The user's function at ``module:function``, or the one that ``rollcall.train`` was given as an object (given.py)."""
+    """The user's function at ``module:function``, or the one that ``rollcall.train`` was given as an object (given.py). ValueError: it cannot
+    be loaded; the message names it and says what to do."""
     if pickled is None:
-        try:
-            target = load_named(path, key="path", what="function", example="my_rewards:score")
-        except ValueError as error:
-            raise RewardLoadError(str(error)) from None
+        target = load_named(path, key="path", what="function", example="my_rewards:score")
     else:
         try:
             target = pickle.loads(pickled)
         except BaseException:  # noqa: BLE001 - it imports what the function uses, which may raise anything
-            raise RewardLoadError(f"path={path!r}: it cannot be made again here\n{traceback.format_exc()}") from None
+            raise ValueError(f"path={path!r}: it cannot be made again here\n{traceback.format_exc()}") from None
     if not callable(target):
-        raise RewardLoadError(f"path={path!r} is {type(target).__name__}, not a function; give {_EXPECTED}")
+        raise ValueError(f"path={path!r} is {type(target).__name__}, not a function; give {_EXPECTED}")
     return user_function(path, target)
 
 
 def user_function(path: str, target: Any) -> UserFunction:
     """Decide by its signature how a function is called. Refuses one that cannot be called as a reward, or cannot return a number."""
     if inspect.isclass(target):
-        raise RewardLoadError(f"path={path!r} is a class; give {_EXPECTED}, or a method of one of its objects")
+        raise ValueError(f"path={path!r} is a class; give {_EXPECTED}, or a method of one of its objects")
     called = target
     while isinstance(called, partial):
         called = called.func
     called = called if inspect.isroutine(called) else getattr(type(called), "__call__", called)  # noqa: B004
     if inspect.isgeneratorfunction(called) or inspect.isasyncgenfunction(called):
-        raise RewardLoadError(
-            f"path={path!r} is a generator, which returns no number when it is called; give {_EXPECTED}"
-        )
+        raise ValueError(f"path={path!r} is a generator, which returns no number when it is called; give {_EXPECTED}")
     is_async = inspect.iscoroutinefunction(called)
     try:
         signature = inspect.signature(target)
@@ -122,7 +114,7 @@ def user_function(path: str, target: Any) -> UserFunction:
     names = _named(signature)
     if names is not None:
         if ("completion" in names) == ("completions" in names):
-            raise RewardLoadError(
+            raise ValueError(
                 f"path={path!r} takes {signature}, and a reward takes either completion or completions; give {_EXPECTED}"
             )
         is_batched, needs = "completions" in names, _needed_columns(signature)
@@ -130,7 +122,7 @@ def user_function(path: str, target: Any) -> UserFunction:
     try:
         signature.bind("", "", "", {})
     except TypeError as error:
-        raise RewardLoadError(
+        raise ValueError(
             f"path={path!r} takes {signature}, whose names are not among {', '.join(ARGUMENTS)} and completions, and it cannot "
             f"be called with four arguments either ({error}); give {_EXPECTED}"
         ) from None
@@ -146,23 +138,23 @@ def _is_trl(path: str, signature: inspect.Signature) -> bool:
     required, names = _required(signature), set(signature.parameters)
     trl_only = sorted(names & {*_TRL_LISTS} - {"completions"})
     if trl_only and not takes_all:
-        raise RewardLoadError(
+        raise ValueError(
             f"path={path!r} takes {signature}: {trl_only[0]} is TRL's, and TRL passes more than this by name; add **kwargs, or give "
             f"{_EXPECTED}"
         )
     if not takes_all or not (names & {*_TRL_LISTS} or len(names) == 1):
         return False
     if native := sorted(names & {"prompt", "completion", "metadata"}):
-        raise RewardLoadError(
+        raise ValueError(
             f"path={path!r} takes {signature}, which may mean two things: with **kwargs it is called as TRL calls it, with lists, and "
             f"TRL has no {native[0]}. Leave out **kwargs, or {native[0]} (each column of the row is a separate list)"
         )
     if positional := [each.name for each in parameters if each.kind is each.POSITIONAL_ONLY]:
-        raise RewardLoadError(
+        raise ValueError(
             f"path={path!r} takes {signature}: {positional[0]} is before a /, and TRL's functions are called by name; remove the /"
         )
     if "trainer_state" in required:
-        raise RewardLoadError(
+        raise ValueError(
             f"path={path!r} takes trainer_state, and a reward does not know how far the run is: it scores stored completions again, "
             "and those of evaluations; leave it out"
         )

@@ -28,8 +28,7 @@ from rollcall.engine.vllm.child import Child
 from rollcall.engine.vllm.engine import VllmEngine
 from rollcall.engine.vllm.setup import find_python
 from rollcall.environments.conversation import Conversations, unknown_characters
-from rollcall.environments.episode import KIND
-from rollcall.environments.protocol import Environments
+from rollcall.environments.protocol import KIND, Environments
 from rollcall.learner.gang import Gang
 from rollcall.learner.learner import Critic, Learner, Reference, make_body, whole_body
 from rollcall.loop.data.load import PromptSet, load_prompts
