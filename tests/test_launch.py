@@ -56,6 +56,13 @@ def test_a_damaged_record_is_named(launches: Path) -> None:
             find_record("one")
 
 
+def test_a_record_of_another_version_is_read(launches: Path) -> None:
+    record = new_record("one", target="ssh", run_dir="/r").save()
+    path = launches / "one/launch.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "by": "rollcall 0.1"}))
+    assert all_records() == [record]
+
+
 def test_one_command_at_a_time_works_on_a_launch() -> None:
     with held("one"), pytest.raises(LaunchError, match="another command"), held("one"):
         pass

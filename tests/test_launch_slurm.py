@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from own_path import own_path
 
@@ -268,6 +269,18 @@ def test_the_nodes_start_inside_a_job_that_runs(tmp_path: Path, tools: Tools) ->
     assert len(tools.called("srun")) == 1
     stop("one")
     assert tools.called("scancel") == ["scancel --signal=TERM 7.2"], "the run may save; the job is its owner's"
+
+
+def test_a_step_that_does_not_begin_in_time_is_given_up(
+    tmp_path: Path, tools: Tools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "START_S", 0.5)
+    tools.program("srun", "echo $$ > $queue/../srun; exec sleep 600")
+    (tools.queue / "7").write_text("salloc")
+    with pytest.raises(LaunchError, match="the nodes did not start inside job 7"):
+        launched(tmp_path, attach=7)
+    holder = psutil.Process(int((tools.folder / "srun").read_text()))
+    assert holder.wait(timeout=60) is None
 
 
 def test_an_allocation_that_is_not_there_or_too_small_is_refused(tmp_path: Path, tools: Tools) -> None:

@@ -11,10 +11,12 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 
@@ -32,6 +34,7 @@ REST_OF_JOB = (files("rollcall.launch") / "slurm_job.sh").read_text()
 # In the launch's folder. REQUEUED: how far the run had come when the job last requeued itself.
 JOB, NODE, LOG, STATUS, REQUEUED = "job.sh", "node.sh", "log", "status", "requeued"
 LOOK_EVERY_S = 1.0
+START_S = 60.0  # for a step inside a job that runs
 AWAY_S = 1800.0  # that Slurm's controller may not answer
 OF_SLURM = (  # for a container
     "SLURM_PROCID", "SLURM_GPUS_ON_NODE", "SLURM_JOB_ID", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES",
@@ -138,12 +141,17 @@ class Slurm(ToolTarget):
             holder = subprocess.Popen(
                 command.words, env=_env(), stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
             )
-        wait = Wait(60.0)
-        while not (found := self.seen(record)):
-            what = f"waiting for the nodes to start inside job {job}"
-            if holder.poll() is not None or not wait.again(what, after_s=LOOK_EVERY_S):
-                last = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-                raise LaunchError(f"the nodes did not start inside job {job}; the end of {log}:\n{last}")
+        wait = Wait(START_S)
+        try:
+            while not (found := self.seen(record)):
+                what = f"waiting for the nodes to start inside job {job}"
+                if holder.poll() is not None or not wait.again(what, after_s=LOOK_EVERY_S):
+                    last = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+                    raise LaunchError(f"the nodes did not start inside job {job}; the end of {log}:\n{last}")
+        except BaseException:
+            with suppress(ProcessLookupError):
+                os.killpg(holder.pid, signal.SIGTERM)  # srun gives up its step
+            raise
         return found[0].id
 
     def status(self, record: LaunchRecord) -> str:
@@ -157,10 +165,14 @@ class Slurm(ToolTarget):
         state = visible(account).replace("|", ", exit code ")
         return f"job {record.id} is {state}" if state else "it is not in Slurm's queue"
 
+    def log_command(self, record: LaunchRecord, *, follow: bool) -> tuple[str, ...]:
+        return ("cat", str(record.folder / LOG))
+
     def logs(self, record: LaunchRecord) -> None:
         if not (record.folder / LOG).exists():
             say(f"there is no log yet: {self.status(record)}")
-        _print_from(record, 0)
+        else:
+            super().logs(record)
 
     def follow(self, record: LaunchRecord) -> int:
         """Print the log as it grows until the job has left the queue. A requeued job is still in it."""

@@ -36,6 +36,7 @@ from rollcall.nodes.node_shell import TOKEN
 RUN_FILE = "run.yaml"
 END_S = 1800.0  # clouds take their time to take machines back
 ASK_EVERY_S = 2.0
+ASK_S = 300.0  # for an answer: `sky` starts a server for its first question
 AnySection = TypeVar("AnySection", bound=TargetSection)
 
 
@@ -145,8 +146,9 @@ class ToolTarget(Target):
     def end(self, record: LaunchRecord, ids: Sequence[str]) -> None:
         """Have the tool end these."""
 
+    @abstractmethod
     def log_command(self, record: LaunchRecord, *, follow: bool) -> tuple[str, ...]:
-        raise NotImplementedError  # by a target that prints its log in another way
+        """The command that prints the log."""
 
     def tool_name(self, name: str) -> str:
         """The launch's name as the tool takes it."""
@@ -289,18 +291,11 @@ def need_tool(name: str, *, install: str) -> None:
         raise LaunchError(f"`{name}` is not on this machine's PATH; {install}, or run this where it is installed")
 
 
-def ask(
-    *words: str,
-    what: str,
-    fine: str | None = None,
-    env: Mapping[str, str] | None = None,
-    timeout_s: float = 300.0,
-) -> str:
-    """Returns what the tool prints on stdout. ``fine`` has the words of a failure that means an empty answer; "" allows any failure. `sky`
-    starts a server for its first question, which takes a while."""
+def ask(*words: str, what: str, fine: str | None = None, env: Mapping[str, str] | None = None) -> str:
+    """Returns what the tool prints on stdout. ``fine`` has the words of a failure that means an empty answer; "" allows any failure."""
     # Files, because a server that the tool leaves behind would hold a pipe open.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        status = _run(words, what, stdout=out, stderr=err, env=env, timeout_s=timeout_s)
+        status = _run(words, what, stdout=out, stderr=err, env=env, timeout_s=ASK_S)
         texts = []
         for file in (out, err):
             file.seek(0)

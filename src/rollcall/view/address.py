@@ -52,7 +52,6 @@ class PageRecord:
     host: str  # it listens on the loopback there
     port: int
     secret: str
-    pid: int
 
     def address(self, port: int | None = None) -> str:
         """An address that works once. ``port`` is that of a tunnel, if there is one."""

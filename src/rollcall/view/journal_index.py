@@ -49,7 +49,7 @@ class GroupRow(NamedTuple):
 
 
 _TABLES = f"""
-create table files (name primary key, changed_ns, size, end, head);
+create table files (name primary key, changed_ns, size, inode, end, head);
 create table groups ({", ".join(GroupRow._fields)}, primary key (step, draw)) without rowid;
 create index by_prompt on groups (prompt, step);
 """
@@ -95,10 +95,6 @@ class JournalIndex:
         self._db.executescript(_TABLES)
         self._pause_until = 0.0
         self._progress = Indexed(files=0, total=0, groups=0)
-
-    def close(self) -> None:
-        with self._reading, self._lock:
-            self._db.close()
 
     def refresh(self, *, seconds: float = math.inf) -> Indexed:
         """Bring the table up to date, as far as that goes in this time. How far it is."""
@@ -146,9 +142,9 @@ class JournalIndex:
             with (self._folder / name).open("rb") as file:
                 about = os.fstat(file.fileno())
                 head = file.read(HEAD_BYTES)
-                _, _, end, known_head = before or (0, 0, 0, b"")
-                # Another file of this name has another checksum in its first record.
-                if head != known_head or end > about.st_size:
+                _, _, inode, end, known_head = before or (0, 0, 0, 0, b"")
+                # Another file of this name may have the same first record, or the inode of the one before it, but not both.
+                if (about.st_ino, head) != (inode, known_head) or end > about.st_size:
                     self._drop(name)
                     end = 0
                 is_whole = True
@@ -170,7 +166,8 @@ class JournalIndex:
             self._db.executemany(f"insert or ignore {_INTO_GROUPS}", rows)
             self._db.executemany(f"insert or replace {_INTO_GROUPS}", again)
             self._db.execute(
-                "insert or replace into files values (?, ?, ?, ?, ?)", (name, about.st_mtime_ns, size, end, head)
+                "insert or replace into files values (?, ?, ?, ?, ?, ?)",
+                (name, about.st_mtime_ns, size, about.st_ino, end, head),
             )
         return is_whole
 

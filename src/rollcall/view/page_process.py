@@ -73,7 +73,7 @@ def main(run_dir: Path) -> None:
     from rollcall.view.shown_runs import ShownRuns
 
     server = PageServer(ShownRuns([run_dir], is_one=True))
-    record = PageRecord(host=socket.gethostname(), port=server.port, secret=server.keys.secret, pid=os.getppid())
+    record = PageRecord(host=socket.gethostname(), port=server.port, secret=server.keys.secret)
 
     def show_address() -> None:
         print(f"page           {record.address()}   (on {record.host}; works once)", flush=True)

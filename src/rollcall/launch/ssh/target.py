@@ -317,6 +317,10 @@ def _check(site: Site, rendered: Rendered, record: LaunchRecord, *, is_running: 
         raise LaunchError(f"not all nodes have joined, or something would break the run:\n  {outcome.problem}")
     found = json.loads(outcome.answer)
     say(f"all {counted(found['num_slots'], 'slot')} have joined, on {counted(len(site.hosts), 'host')}")
+    if found["dashboard_url"] is None:
+        raise LaunchError(
+            f"{head}: the head has no dashboard on its loopback, which takes the run; see dashboard.log among Ray's logs there"
+        )
     return record.knowing(**{DASHBOARD: urllib.parse.urlsplit(found["dashboard_url"]).port}).save()
 
 
