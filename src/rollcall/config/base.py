@@ -1,22 +1,13 @@
-"""The base of every section of the run file: known keys, values that do not change, a meaning with each default.
-
-Every number is finite and small enough to be written and read back exactly, and every text can be written to a file: checked here
-for all sections.
-"""
+"""The base of every section of the run file: known keys, finite numbers, values that do not change, a meaning with each default."""
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Iterator
 from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-LARGEST_INT = 2**53  # above it, JSON readers that use floats lose digits
-SMALLEST_FLOAT, LARGEST_FLOAT = 1e-30, 1e9  # or 0: what is computed from them stays finite in float32
 LONGEST_S = 1e9  # seconds; the operating system still accepts a wait of this length
-NOT_FOR_FILES = re.compile("[\0\ud800-\udfff]")  # NUL, and halves of surrogate pairs, which UTF-8 has no bytes for
 
 
 class KeyProblem(ValueError):
@@ -47,22 +38,6 @@ class Section(BaseModel):
                 raise KeyProblem(key, f"={str(value).lower()} is yes or no; give a number")
         return {**data, **{key: read_number(data[key]) for key in numbers}}
 
-    @model_validator(mode="after")
-    def _can_be_written(self) -> Any:
-        for key, info in type(self).model_fields.items():
-            is_setting = _takes_numbers_alone(info.annotation)  # and not what a user's own code is given
-            for where, value in _leaves(getattr(self, key), key):
-                _check_leaf(where, value)
-                if (
-                    is_setting
-                    and isinstance(value, float)
-                    and value
-                    and not SMALLEST_FLOAT <= abs(value) <= LARGEST_FLOAT
-                ):
-                    bounds = f"0 or between {SMALLEST_FLOAT:g} and {LARGEST_FLOAT:g} in size"
-                    raise KeyProblem(where, f"={value:g} is out of range; give a number that is {bounds}")
-        return self
-
 
 def _takes_numbers_alone(annotation: Any) -> bool:
     kinds = set(_scalars(annotation))
@@ -75,28 +50,6 @@ def _scalars(annotation: Any) -> Iterator[Any]:
             yield from _scalars(arg)
     else:
         yield annotation
-
-
-def _leaves(value: Any, where: str) -> Iterator[tuple[str, Any]]:
-    """The single values of a field, with their places. An inner section checks its own."""
-    if isinstance(value, dict):
-        for key, each in value.items():
-            yield where, key
-            yield from _leaves(each, f"{where}.{key}")
-    elif isinstance(value, list | tuple):
-        for index, each in enumerate(value):
-            yield from _leaves(each, f"{where}.{index}")
-    elif not isinstance(value, BaseModel):
-        yield where, value
-
-
-def _check_leaf(where: str, value: Any) -> None:
-    if isinstance(value, int) and abs(value) > LARGEST_INT:
-        raise KeyProblem(where, f" is a number of {value.bit_length()} bits; the largest is {LARGEST_INT}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise KeyProblem(where, f"={value} is not a finite number; give one")
-    if (isinstance(value, str) or hasattr(value, "__fspath__")) and NOT_FOR_FILES.search(str(value)):
-        raise KeyProblem(where, " holds a NUL or half a surrogate pair, which no file takes; leave it out")
 
 
 def field(default: Any, meaning: str, **kwargs: Any) -> Any:

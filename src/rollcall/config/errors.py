@@ -15,7 +15,6 @@ from rollcall.config.base import KeyProblem
 WORDS_ALIKE = 0.75  # two words this similar are one, misspelt
 ONE_LETTER = 0.9  # likeness of two names that differ in a letter
 LIKELY = 0.5  # a name less alike than this is not worth suggesting
-LONGEST_NAME = 60  # characters; a longer key is not a misspelling
 MOST_ERRORS = 10  # shown at once
 MOST_SHOWN = 300  # characters of what was given
 
@@ -76,10 +75,7 @@ def _given(path: str, value: Any) -> str:
 
 def shown(value: Any) -> str:
     """A value as Python writes it, without secrets and not longer than a person reads."""
-    try:
-        text = _short.repr(redact_value(value))
-    except ValueError:  # Python writes no number of more than 4,300 digits
-        return f"a {type(value).__name__} that is too long to show"
+    text = _short.repr(redact_value(value))
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
@@ -91,8 +87,6 @@ _short.maxstring = _short.maxother = 120
 
 def _unknown_key(path: str, names: list[str], root: type[BaseModel]) -> str:
     prefix, dot, given = path.rpartition(".")
-    if len(given) > LONGEST_NAME:
-        return f"{prefix}{dot}{shown(given)} is not a field; the fields are {', '.join(names)}"
     near = nearest(given, names)
     is_misspelt = near is not None and _ratio(given, near) >= WORDS_ALIKE
     if not is_misspelt and (elsewhere := _homes(given, root)):
@@ -129,8 +123,6 @@ def nearest(given: str, names: list[str]) -> str | None:
     >>> nearest("learning_rate", ["min_lr_ratio", "lr"])
     'lr'
     """
-    if len(given) > LONGEST_NAME:
-        return None
     words = given.lower().split("_")
 
     def likeness(name: str) -> float:

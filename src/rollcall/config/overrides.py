@@ -14,7 +14,7 @@ from rollcall.base.errors import ConfigError
 from rollcall.base.redact import secrets_of_run
 from rollcall.config.base import read_number
 from rollcall.config.errors import shown, target
-from rollcall.config.yaml import MAX_DEPTH, parse_yaml
+from rollcall.config.yaml import parse_yaml
 
 
 def apply_override(raw: dict[str, Any], override: str, *, root: type[BaseModel]) -> None:
@@ -32,7 +32,7 @@ def apply_override(raw: dict[str, Any], override: str, *, root: type[BaseModel])
 def set_key(raw: dict[str, Any], key: str, value: Any) -> None:
     """``key`` is dotted; sections that are not there are made."""
     node: Any = raw
-    *parents, last = _parts(key)
+    *parents, last = key.split(".")
     for parent in parents:
         if isinstance(node, dict) and node.get(parent) is None:
             node[parent] = {}
@@ -65,7 +65,7 @@ def _value_at(raw: Mapping[str, Any], key: str) -> Any:
 def refuse_secret(override: str) -> None:
     """A command line is in the process list, in the shell's history and, of a driver, in Ray's records."""
     key, _, text = override.partition("=")
-    section, *rest = _parts(key)
+    section, *rest = key.split(".")
     if section != "cluster":
         return
     value = _parse_value(text, override, is_text=False)
@@ -106,13 +106,6 @@ def _parse_value(text: str, override: str, *, is_text: bool) -> Any:
         raise ConfigError(f"override {shown(override)}: {error}") from None
     # `run.name=1000` and `data.val=2024.jsonl: x` are texts; quotes and null are YAML's.
     return text if is_text and not isinstance(value, str | NoneType) else value
-
-
-def _parts(key: str) -> list[str]:
-    parts = key.split(".")
-    if len(parts) > MAX_DEPTH:
-        raise ConfigError(f"the key {shown(key)} has {len(parts)} parts; a key of a run file has at most 4")
-    return parts
 
 
 def _place(node: dict[str, Any] | list[Any], text: str) -> Any:

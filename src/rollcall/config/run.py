@@ -37,7 +37,7 @@ from rollcall.config.sections import (
     RunSection,
     TrainerSection,
 )
-from rollcall.config.yaml import read_yaml, refuse_deep
+from rollcall.config.yaml import read_yaml
 
 
 class Config(Section):
@@ -54,6 +54,7 @@ class Config(Section):
     reward: list[Reward] = field(
         [ExactReward()],
         "The rewards; a completion's reward is their weighted sum. With an `environment` the default is its own reward.",
+        min_length=1,
     )
     algorithm: Algorithm = field(Grpo(), "Advantage and loss.")
     actor: OptimizerSection = field(OptimizerSection(), "The policy's optimizer.")
@@ -106,8 +107,6 @@ class Config(Section):
                 "algorithm.kl_in=reward measures the KL on the behaviour log-probs, which rollout.top_p/top_k shift; use "
                 "algorithm.kl_in=loss, or top_p=1 and top_k=0"
             )
-        if not self.reward:
-            raise ValueError("reward is empty; give at least one, such as [{type: exact}]")
         if self.environment is None and any(reward.type == "environment" for reward in self.reward):
             raise ValueError(
                 "reward {type: environment} needs an environment; add that section, or choose another reward"
@@ -179,7 +178,6 @@ def load_config(
     ``defaults`` and ``changes`` map dotted keys to values, not to text. Overrides win over ``defaults`` and lose to ``changes``. A map
     in ``changes`` adds to the section.
     """
-    refuse_deep([path, changes])
     if path is None:
         raw = default_run()
     else:

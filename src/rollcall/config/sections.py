@@ -91,11 +91,6 @@ class ClusterSection(Section):
             object.__setattr__(self, key, value)  # frozen for everyone else
         if strangers := [rank for rank in self.node_env if not 0 <= rank < self.num_nodes]:
             raise ValueError(f"node_env has node {strangers[0]}; nodes are 0 to {self.num_nodes - 1}")
-        if (slots := self.num_nodes * self.num_gpus_per_node) > MAX_SLOTS:
-            raise ValueError(
-                f"num_nodes={self.num_nodes} x num_gpus_per_node={self.num_gpus_per_node} are {slots:,} slots; a cluster has at "
-                f"most {MAX_SLOTS:,}"
-            )
         self._check_weights()
         return self
 

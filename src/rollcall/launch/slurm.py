@@ -27,7 +27,7 @@ from rollcall.config.launch import SlurmSection
 from rollcall.launch.container import container_of, mounts_of
 from rollcall.launch.record import LaunchError, LaunchRecord
 from rollcall.launch.rendered import VARIABLE, Command, Rendered, RenderedFile, node_lines, shell_path
-from rollcall.launch.target import RUN_FILE, LaunchRequest, Seen, ToolTarget, ask, need_tool
+from rollcall.launch.target import RUN_FILE, LaunchRequest, Seen, ToolTarget, ask
 from rollcall.nodes.rendezvous import Rendezvous
 
 REST_OF_JOB = (files("rollcall.launch") / "slurm_job.sh").read_text()
@@ -53,7 +53,6 @@ class Slurm(ToolTarget):
     name = "slurm"
     title = "Slurm"
     program = "sbatch"
-    install = "it comes with Slurm's client tools"
     look = "squeue"
     place_words = "the Slurm cluster"
     place_advice = "run this on a machine of {}"
@@ -75,13 +74,10 @@ class Slurm(ToolTarget):
         command = Command(words=words, what=what)
         return Rendered(files=(request.run_file, node, job), commands=(command,), notes=_notes(request, section))
 
-    def validate(self, rendered: Rendered, folder: Path) -> None:
-        super().validate(rendered, folder)
+    def validate(self, rendered: Rendered) -> None:
         words = rendered.commands[0].words
         if words[0] == "sbatch":
             _ask("sbatch", "--test-only", *words[2:], what="have sbatch check the job")
-        else:
-            need_tool("srun", install=self.install)
 
     def tool_name(self, name: str) -> str:
         return f"rollcall-{name}"
@@ -109,18 +105,6 @@ class Slurm(ToolTarget):
             for id, script, state in rows
             if script == str(record.folder / JOB)
         ]
-
-    def start(self, request: LaunchRequest, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
-        if job := self.kind(request):
-            words = ("squeue", "--noheader", f"--jobs={job}", "--format=%T %D")
-            state, _, nodes = _ask(*words, what=f"ask for job {job}", fine="").strip().partition(" ")
-            needed = request.cluster.num_nodes
-            if state != "RUNNING" or int(nodes) < needed:
-                have = f"is {state} on {nodes} nodes" if state else "is not in the queue"
-                raise LaunchError(
-                    f"launch.slurm.attach={job}, and job {job} {have}; needed is one that is RUNNING on at least {needed} nodes"
-                )
-        return super().start(request, rendered, record)
 
     def begin(self, request: LaunchRequest, rendered: Rendered, record: LaunchRecord) -> str:
         for name in (STATUS, REQUEUED):
@@ -287,9 +271,6 @@ def _options(request: LaunchRequest, section: SlurmSection) -> list[str]:
         "open-mode": "append",
         "chdir": request.cwd,
     }
-    for option in section.options:
-        if not option.startswith("-"):
-            raise LaunchError(f"launch.slurm.options has {option!r}; write an option of sbatch, such as `--exclusive`")
     # The last one counts: the launch finds its job, and starts its nodes, by its own.
     return [*section.options, *(f"--{name}={value}" for name, value in given.items() if value is not None), "--requeue"]
 

@@ -12,7 +12,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import tempfile
 from abc import abstractmethod
@@ -86,9 +85,8 @@ class Target(Protocol):
     def render(self, request: LaunchRequest) -> Rendered:
         """Pure: the same request gives the same text, and nothing is read or started."""
 
-    @abstractmethod
-    def validate(self, rendered: Rendered, folder: Path) -> None:
-        """Let the target's own tool read the files in ``folder``."""
+    def validate(self, rendered: Rendered) -> None:
+        """Let the target's own tool read the files, where it can without starting anything."""
 
     @abstractmethod
     def in_use(self, record: LaunchRecord, names: Sequence[str]) -> Sequence[str]:
@@ -132,7 +130,6 @@ class Seen:
 class ToolTarget(Target):
     title: ClassVar[str]  # of the tool, for messages
     program: ClassVar[str]
-    install: ClassVar[str]
     look: ClassVar[str]  # the command that shows the user what there is
     image_key: ClassVar[str] = ""  # where the section names the image
     place_words: ClassVar[str] = ""  # "kubectl's context": the cluster or project that the tool talks to
@@ -179,9 +176,6 @@ class ToolTarget(Target):
             )
         if request.cluster.num_nodes > 1:  # one node finds a relative path in its own folder
             resolve_paths(request.config, folder=request.cwd, shared=None)
-
-    def validate(self, rendered: Rendered, folder: Path) -> None:
-        need_tool(self.program, install=self.install)
 
     def in_use(self, record: LaunchRecord, names: Sequence[str]) -> Sequence[str]:
         self.require_started(record)
@@ -286,11 +280,6 @@ def unlike_slots(asked: object, cluster: ClusterSection, *, key: str) -> tuple[s
 # Commands of tools
 
 
-def need_tool(name: str, *, install: str) -> None:
-    if shutil.which(name) is None:
-        raise LaunchError(f"`{name}` is not on this machine's PATH; {install}, or run this where it is installed")
-
-
 def ask(*words: str, what: str, fine: str | None = None, env: Mapping[str, str] | None = None) -> str:
     """Returns what the tool prints on stdout. ``fine`` has the words of a failure that means an empty answer; "" allows any failure."""
     # Files, because a server that the tool leaves behind would hold a pipe open.
@@ -338,7 +327,9 @@ def _run(words: Sequence[str], what: str, *, timeout_s: float | None, **how: Any
         # A tool that asks gets no answer, instead of waiting for one.
         return subprocess.run(words, timeout=timeout_s, stdin=subprocess.DEVNULL, **how).returncode
     except FileNotFoundError:
-        raise LaunchError(f"cannot {what}: `{words[0]}` is not on this machine's PATH") from None
+        raise LaunchError(
+            f"cannot {what}: `{words[0]}` is not on this machine's PATH; install it, or run this where it is"
+        ) from None
     except subprocess.TimeoutExpired:
         raise LaunchError(f"cannot {what}: `{shlex.join(words)}` has not ended after {timeout_s:.0f} s") from None
 

@@ -24,7 +24,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, Response
+from starlette.responses import FileResponse, HTMLResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -96,8 +96,11 @@ class Guard:
         if scope["type"] != "http":
             return
         headers = Headers(scope=scope)
-        answer = self._refusal(scope, headers) or self._opened(scope)
-        if answer is None and not self._is_known(headers):
+        hosts = headers.getlist("host")
+        answer: Response | None
+        if len(hosts) != 1 or not LOOPBACK.fullmatch(hosts[0]):
+            answer = _page(421, "This server answers only to 127.0.0.1 and localhost.")
+        elif (answer := self._opened(scope)) is None and not self._is_known(headers):
             answer = _page(
                 401, "This page needs the address that Rollcall printed. Each address works once: look for the newest."
             )
@@ -113,14 +116,6 @@ class Guard:
             await send(message)
 
         await (answer or self._app)(scope, receive, with_headers)
-
-    def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
-        hosts = headers.getlist("host")
-        if len(hosts) != 1 or not LOOPBACK.fullmatch(hosts[0]):
-            return _page(421, "This server answers only to 127.0.0.1 and localhost.")
-        if scope["method"] not in ("GET", "HEAD"):
-            return PlainTextResponse("this page only reads", status_code=405)
-        return None
 
     def _opened(self, scope: Scope) -> Response | None:
         path: str = scope["path"]

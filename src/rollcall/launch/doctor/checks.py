@@ -176,10 +176,7 @@ def judge_disks(node: NodeFacts, *, checkpoint_bytes: int | None) -> Iterator[Fi
     for disk in node.disks:
         need = max(MIN_FREE, checkpoint_bytes or 0) if disk.purpose == "run.dir" else MIN_FREE
         named = f"{disk.path} ({disk.purpose})"
-        if not disk.total:
-            what = f"{named} is in a file system that keeps no files, such as /proc"
-            yield find(node, f"{what}; choose another {disk.purpose}")
-        elif disk.free < need:
+        if disk.free < need:
             whose = "one checkpoint of this run takes" if need > MIN_FREE else "a run needs at least"
             what = f"{named} has {disk.free / GIB:.1f} GiB free; {whose} {need / GIB:.1f} GiB"
             yield find(node, f"{what}: free some, or choose another")

@@ -181,11 +181,12 @@ async def _connect(
     )
 
 
-def start_ssh(words: Sequence[str], *, stderr: int | IO[bytes] = subprocess.PIPE) -> subprocess.Popen[bytes]:
+def start_ssh(
+    words: Sequence[str], *, stderr: IO[bytes], stdin: int | IO[bytes] = subprocess.PIPE
+) -> subprocess.Popen[bytes]:
     """In its own session: Ctrl-C in the terminal is for the caller, who then ends this."""
-    pipe = subprocess.PIPE
     try:
-        return subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=stderr, start_new_session=True)
+        return subprocess.Popen(words, stdin=stdin, stdout=subprocess.PIPE, stderr=stderr, start_new_session=True)
     except FileNotFoundError:
         raise LaunchError(NO_SSH) from None
 
