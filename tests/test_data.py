@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from tiny import a_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from rollcall.base.errors import ConfigError
-from rollcall.config import DataSection, load_config
+from rollcall.config import DataSection
 from rollcall.loop.data.columns import DataError
 from rollcall.loop.data.load import PromptSet, load_prompts
 from rollcall.loop.data.order import DataOrder
@@ -74,11 +73,6 @@ def test_answers_become_text(value: Any, expected: str, tmp_path: Path) -> None:
 
 def test_an_id_of_true_is_written_as_in_json(tmp_path: Path) -> None:
     assert [prompt.id for prompt in load(a_file(tmp_path, {"prompt": "p", "id": True})).prompts] == ["true"]
-
-
-def test_a_prompt_cannot_be_its_own_answer() -> None:
-    with pytest.raises(ConfigError, match=r"data\.answer_key=answer is data\.prompt_key too"):
-        load_config(None, ["data.prompt_key=answer"])
 
 
 def test_plain_text_gets_the_tokenizers_own_special_tokens_once(tmp_path: Path) -> None:

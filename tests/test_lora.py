@@ -948,7 +948,6 @@ def test_an_adapter_is_not_trained_further_on_another_model(tmp_path: Path) -> N
         (["model.lora.targets='q_proj, v_proj'"], r"is a text; write a list: \[q_proj, v_proj\]$"),
         (["model.lora.rank=513", "rollout.engine=vllm"], r"model.lora.rank=513 is more than vLLM takes \(512\)"),
         (["model.lora.targets=[]"], "nothing to train"),
-        (["model.lora.targets=[q_proj,q_proj]"], "q_proj twice"),
         (["model.lora.rank=8", "algorithm.name=ppo"], "critic"),
         (["model.lora.path=~nobody-of-this-name/x"], "model.lora.path: .* home of a user that is not known here"),
     ],

@@ -54,13 +54,6 @@ def test_a_verified_model_is_on_the_hub_whole(hub: Hub, model: Path) -> None:
     assert [line for line in hub.requests if line.startswith("PUT")] == sent, "what is there was sent again"
 
 
-def test_a_revision_that_is_no_branch_is_refused_before_anything_is_asked(hub: Hub, model: Path) -> None:
-    for name in ("a b", "-x", "a..b", ""):
-        with pytest.raises(ValueError, match="is not the name of a branch"):
-            upload(model, REPO, revision=name)
-    assert not hub.requests
-
-
 def test_weights_of_an_earlier_model_are_removed_and_other_files_stay(hub: Hub, model: Path) -> None:
     upload(model, REPO)
     found = hub.repos[REPO]

@@ -160,12 +160,6 @@ def check_repo(name: str) -> str:
     return name
 
 
-def check_branch(name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9][\w./-]*", name) or ".." in name:
-        raise ValueError(f"{name[:80]!r} is not the name of a branch; use letters, digits and . _ - /")
-    return name
-
-
 def _check_size(text: str) -> str:
     parse_size(text)
     return text
@@ -176,9 +170,7 @@ class UploadSection(Section):
         description="Model repository on the hub, `OWNER/NAME`; made if it does not exist."
     )
     private: bool = field(False, "Make it private, and refuse a repository that everyone can read.")
-    revision: Annotated[str, AfterValidator(check_branch)] | None = field(
-        None, "Branch to upload to; `null`: the main one."
-    )
+    revision: str | None = field(None, "Branch to upload to; `null`: the main one.")
 
 
 class FinishSection(Section):

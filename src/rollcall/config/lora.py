@@ -31,8 +31,6 @@ def _targets(given: Any) -> Any:
         raise ValueError(f"{', '.join(map(shown, unknown))} cannot have an adapter; write {some}")
     if not given:
         raise ValueError(f"targets is empty, so there is nothing to train; write {some}")
-    if twice := next((name for name in given if given.count(name) > 1), None):
-        raise ValueError(f"targets names {twice} twice; name it once")
     return given
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from rollcall.base.words import counted
-from rollcall.config.base import LONGEST_S, KeyProblem, Section, field
+from rollcall.config.base import LONGEST_S, Section, field
 from rollcall.config.checks import check_directory, check_home, check_section, check_stops, check_variables, lift_kwargs
 from rollcall.config.lora import LoraSection
 
@@ -180,15 +180,6 @@ class DataSection(Section):
         if not isinstance(given, dict) or given.get("train", "builtin:arithmetic") == "builtin:arithmetic":
             return given
         return {"val": "builtin:environment" if given["train"] == "builtin:environment" else None, **given}
-
-    @model_validator(mode="after")
-    def _asks_and_answers_with_two_columns(self) -> DataSection:
-        if self.prompt_key == self.answer_key:
-            raise KeyProblem(
-                "answer_key",
-                f"={self.answer_key} is data.prompt_key too, so every prompt would be its own answer; name another column",
-            )
-        return self
 
 
 class VllmSection(Section):

@@ -19,7 +19,7 @@ from rollcall.base.wait import say
 from rollcall.base.words import visible
 from rollcall.checkpoint.merge.card import not_of_a_model
 from rollcall.checkpoint.verify import mark_of, verify, why_not_verified
-from rollcall.config.launch import check_branch, check_repo
+from rollcall.config.launch import check_repo
 from rollcall.model.stored.find import PROBE
 
 WAITS_S = (2.0, 5.0, 15.0, 30.0, 60.0)  # between two tries
@@ -55,8 +55,6 @@ def upload(model_dir: Path, repo: str, *, private: bool = False, revision: str |
     verified go there.
     """
     check_repo(repo)
-    if revision is not None:
-        check_branch(revision)
     names = verified_files(model_dir)
     api = _client()
     branch = revision or "main"

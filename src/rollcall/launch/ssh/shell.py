@@ -16,6 +16,7 @@ import signal
 import subprocess
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
@@ -170,7 +171,8 @@ async def _connect(
     finally:
         is_late = process.returncode is None
         if is_late:
-            os.killpg(process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has ended just now
+                os.killpg(process.pid, signal.SIGKILL)
         status = await process.wait()
     return Outcome(
         host=host,
