@@ -64,7 +64,6 @@ class PageRecord:
 def parse_record(text: str) -> PageRecord | None:
     """None if it is not such a file."""
     try:
-        record = TypeAdapter(PageRecord).validate_json(text)
+        return TypeAdapter(PageRecord).validate_json(text)
     except ValidationError:
         return None
-    return record if 0 < record.port < 65536 and record.secret else None
