@@ -22,6 +22,7 @@ from rollcall.checkpoint.store import CheckpointStore
 from rollcall.loop.record import Record
 from rollcall.model.stored.find import PROBE
 from rollcall.observe.console import Console
+from rollcall.plan.memory import read_sizes
 from rollcall.run.api import read_config
 from rollcall.run.evaluation import newest_model_of
 from rollcall.run.training import train
@@ -228,7 +229,7 @@ def test_the_size_of_a_run_is_what_it_leaves(tmp_path: Path) -> None:
     num_parameters = _num_parameters(tmp_path / "model")
     (*_, last) = sorted((config.run.dir / "checkpoints").iterdir())
     held = sum(path.stat().st_size for path in last.rglob("*") if path.is_file())
-    checkpoint = checkpoint_bytes(config, trained=num_parameters, critic=0, width=4)
+    checkpoint = checkpoint_bytes(config, read_sizes(config.model.path), width=4)
     assert checkpoint == pytest.approx(held, rel=0.1)
     assert size_words(config, checkpoint=checkpoint, model=4 * num_parameters) is None, (
         "a small run is not worth a word"

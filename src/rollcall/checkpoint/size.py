@@ -5,12 +5,15 @@ from __future__ import annotations
 from rollcall.base.patience import free_bytes
 from rollcall.base.words import counted
 from rollcall.config import Config, OptimizerSection
+from rollcall.plan.memory import ModelSizes
 
 GIB = 1 << 30
 
 
-def checkpoint_bytes(config: Config, *, trained: int, critic: int, width: int) -> int:
-    """``trained`` and ``critic`` are numbers of parameters; ``width`` is the bytes of a weight."""
+def checkpoint_bytes(config: Config, sizes: ModelSizes, *, width: int) -> int:
+    """``width`` is the bytes of a weight."""
+    trained = sizes.num_parameters if (lora := config.model.lora) is None else sizes.adapter_parameters(lora)
+    critic = sizes.body_parameters if config.algorithm.name == "ppo" else 0
     return _bytes(trained, config.actor, width=width) + _bytes(critic, config.critic, width=width)
 
 
