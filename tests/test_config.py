@@ -504,3 +504,12 @@ def test_rows_of_ones_own_are_not_evaluated_on_sums() -> None:
     assert parse_config({"data": {"train": "rows.jsonl"}}).data.val is None
     assert parse_config({"data": {"train": "rows.jsonl", "val": "held.jsonl"}}).data.val == "held.jsonl"
     assert parse_config({}).data.val == "builtin:arithmetic"
+
+
+def test_a_wrong_value_that_aliases_make_enormous_is_refused_in_a_line(tmp_path: Path) -> None:
+    lines = ["l0: &l0 [api_key=secret-of-mine, x, x]"]
+    lines += [f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 9)}]" for n in range(1, 12)]
+    (tmp_path / "run.yaml").write_text("\n".join([*lines, "reward: *l11"]))
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path / "run.yaml")
+    assert "reward" in str(caught.value) and "secret-of-mine" not in str(caught.value)

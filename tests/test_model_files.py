@@ -81,3 +81,13 @@ def test_loading_and_planning_refuse_alike(tmp_path: Path) -> None:
         load_tokenizer(str(path), chat_template=None)
     with pytest.raises(SizesUnknown, match="num_hidden_layers=-1"):
         read_sizes(str(path))
+
+
+def test_a_tokenizer_with_a_token_id_that_no_model_has_is_refused_at_once(tmp_path: Path) -> None:
+    path = save_model(tmp_path)
+    tokenizer = json.loads((path / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    tokenizer["model"]["vocab"] = {token: id + 4_000_000_000 for token, id in vocabulary.items()}
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ModelError, match=r"tokenizer.json has the token id 4e\+09, .*; restore the file"):
+        load_tokenizer(str(path), chat_template=None)

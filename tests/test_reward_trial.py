@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from rewards_bad import RAISES
-from runs import letter_rows, make_run
 from typer.testing import CliRunner
 
 from rollcall.base.importing import load_named
@@ -25,6 +24,7 @@ from rollcall.config.rewards import (
 )
 from rollcall.reward.scorer import columns_needed
 from rollcall.run.reward_trial import ANSWER, EMPTY, SAMPLE, try_run
+from runs import letter_rows, make_run
 
 
 def a_run_file(config: Config, folder: Path) -> str:
@@ -52,6 +52,16 @@ def test_a_reward_that_cannot_tell_completions_apart_is_pointed_out(
     trial = try_run(config, num_rows=2)
     _show(trial)
     assert trial.is_constant and "nothing could be learned" in capsys.readouterr().out
+
+
+def test_a_reward_of_groups_gets_the_completions_of_a_row_as_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "short_list.py").write_text("def one(completions, answer): return [1.0]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = make_run(tmp_path, rows=letter_rows(2), reward=[{"type": "function", "path": "short_list:one"}])
+    trial = try_run(config, num_rows=2)
+    assert trial.broken == ["one"] and "returned 1 scores for 3 completions" in trial.failures[0].why
 
 
 def test_a_path_with_the_ending_of_a_file_is_told_apart() -> None:

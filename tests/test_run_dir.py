@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from runs import column, finish, letter_rows, make_run
 from safetensors.torch import save_file
 
 from rollcall.base.errors import CheckpointError, ConfigError, WorkerDiedError
@@ -27,6 +26,7 @@ from rollcall.run.api import read_config
 from rollcall.run.evaluation import newest_model_of
 from rollcall.run.training import train
 from rollcall.view.audit import audit
+from runs import column, finish, letter_rows, make_run
 
 
 def test_a_start_without_its_logger_leaves_nothing_and_the_next_one_may_differ(

@@ -56,6 +56,11 @@ def test_text_that_the_tokenizer_does_not_know_is_an_ordinary_stop_string() -> N
     assert ids_for(make_tokenizer(), stop=["ZZ"]) == (make_tokenizer().eos_token_id,)
 
 
+def test_an_eos_that_is_no_token_id_is_refused() -> None:
+    with pytest.raises(ValueError, match="generation_config.json has eos_token_id='x', which is no token id"):
+        ids_for(make_tokenizer(), generation=SimpleNamespace(eos_token_id="x"))
+
+
 def test_stop_token_ids_of_the_run_file_are_added_and_held_to_the_vocabulary() -> None:
     tokenizer = make_tokenizer()
     assert ids_for(tokenizer, stop_token_ids=[9, 7]) == (tokenizer.eos_token_id, 7, 9)

@@ -701,6 +701,16 @@ def test_a_metric_with_a_comma_in_its_name_has_a_curve(tmp_path: Path) -> None:
     assert found["reward/a,b"][0]["y"] == [1.0] and found["train/loss"][0]["num"] == 2
 
 
+def test_a_number_that_no_table_holds_does_not_end_the_index(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path, steps=1, groups=1)
+    path = run_dir / "journal" / "000001.groups"
+    header = json.dumps({"step": 1, "draw": 9, "scores": [], "completions": [{"num_tokens": 10**25, "finish": "stop"}], "prompt": {"id": ""}, "worker": "", "finished_s": 1}).encode()  # fmt: skip
+    payload = struct.pack("<I", len(header)) + header
+    path.write_bytes(struct.pack("<8sQI", MAGIC, len(payload), zlib.crc32(payload)) + payload + path.read_bytes())
+    index = JournalIndex(run_dir)
+    assert index.refresh().groups == 1
+
+
 def test_a_damaged_length_does_not_fill_the_memory(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "runs", steps=1)
     path = run_dir / "journal" / "000001.groups"

@@ -124,22 +124,11 @@ def redact_urls(text: str) -> str:
 def redact_source(text: str) -> str:
     """The same for a piece of a run file that could not be read."""
     return _YAML_ASSIGNMENT.sub(
-        lambda match: f"{match[1]}{match[2]}{REDACTED}" if _names_secret(match[1]) else match[0], redact(text)
+        lambda match: f"{match[1]}{match[2]}{REDACTED}" if names_secret(match[1]) else match[0], redact(text)
     )
 
 
-def redact_value(value: Any) -> Any:
-    """The same for a value of a run file of any shape, also if it is in the wrong place."""
-    if isinstance(value, str):
-        return redact_source(value)
-    if isinstance(value, list | tuple):
-        return [redact_value(each) for each in value]
-    if isinstance(value, dict):
-        return {key: REDACTED if _names_secret(str(key)) else redact_value(each) for key, each in value.items()}
-    return value
-
-
-def _names_secret(key: str) -> bool:
+def names_secret(key: str) -> bool:
     return is_secret(key) and key not in _PROMPT_KEYS
 
 

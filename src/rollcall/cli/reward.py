@@ -60,7 +60,9 @@ def _show(trial: Trial) -> None:
     if trial.broken:
         console.print(f"\n{', '.join(trial.broken)} failed on everything: training would stop in its first step")
     elif trial.gives_answers_nothing:
-        console.print("\nthe rows' own answers score 0: see whether the reward reads them as your model writes them")
+        console.print(
+            "\nthe rows' own answers score 0 or less: see whether the reward reads them as your model writes them"
+        )
     elif trial.is_constant:
         console.print("\nevery completion gets the same score, so nothing could be learned: look at the reward")
 

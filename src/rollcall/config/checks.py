@@ -35,7 +35,7 @@ def check_home(path: str) -> str:
 def check_directory(path: Path) -> Path:
     """Expand ``~``, which would otherwise become a folder of that name."""
     expanded = Path(check_home(str(path))).expanduser() if str(path).startswith("~") else path
-    if not expanded.name:
+    if expanded.name in ("", ".."):
         raise ValueError(f"{str(path)!r} holds other things too; name a directory for this run, such as runs/first")
     return expanded
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import reprlib
 from datetime import date
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from rollcall.base.redact import redact_source, redact_value
+from rollcall.base.redact import REDACTED, names_secret, redact_source
 from rollcall.config.base import KeyProblem
 
 WORDS_ALIKE = 0.75  # two words this similar are one, misspelt
@@ -75,14 +76,34 @@ def _given(path: str, value: Any) -> str:
 
 def shown(value: Any) -> str:
     """A value as Python writes it, without secrets and not longer than a person reads."""
-    text = _short.repr(redact_value(value))
+    try:
+        text = _short.repr(value)
+    except ValueError:  # Python writes no number of more than 4,300 digits
+        return f"a {type(value).__name__} that is too long to show"
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
 _KINDS = {str: "text", list: "a list", dict: "a map", int: "a number", float: "a number", bool: "yes or no"}
-_short = reprlib.Repr()
-_short.maxdict = _short.maxlist = 12
-_short.maxstring = _short.maxother = 120
+
+
+class _Short(reprlib.Repr):
+    """Looks only at what it shows: a small file with aliases may stand for a value that is very large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxdict, self.maxlist, self.maxstring, self.maxother = 3, 12, 12, 120, 120
+
+    def repr_str(self, x: str, level: int) -> str:
+        return super().repr_str(redact_source(x), level)
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        first = itertools.islice(
+            x.items(), self.maxdict + 1
+        )  # one more than it shows, so that it shows that there are more
+        return super().repr_dict({key: REDACTED if names_secret(str(key)) else value for key, value in first}, level)
+
+
+_short = _Short()
 
 
 def _unknown_key(path: str, names: list[str], root: type[BaseModel]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -344,6 +345,7 @@ def load_tokenizer(path: str, *, chat_template: str | None, trust_remote_code: b
 
     check_model_path(path)
     folder = str(model_folder(path) or path)
+    _refuse_huge_ids(Path(folder) / "tokenizer.json")
     with loading(f"model.path={path}", part="tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, **hub_options(folder))
     if tokenizer.eos_token_id is None:
@@ -356,6 +358,19 @@ def load_tokenizer(path: str, *, chat_template: str | None, trust_remote_code: b
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     return tokenizer
+
+
+def _refuse_huge_ids(file: Path) -> None:
+    """The tokenizers library walks through all ids up to the largest, for hours if that is large."""
+    if not file.is_file() or not re.search(rb"[0-9]{9}", data := file.read_bytes()):
+        return
+    with loading(str(file), part="tokenizer"):
+        contents = json.loads(data)
+        vocabulary = contents["model"]["vocab"]  # a list has its places as ids
+        ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else []
+        largest = max([*ids, *(token["id"] for token in contents["added_tokens"])], default=0)
+    if largest >= 100_000_000:
+        raise ModelError(f"{file} has the token id {largest:.3g}, and no model has so many tokens; restore the file")
 
 
 def check_model_path(path: str) -> None:

@@ -7,7 +7,7 @@ counts as a token too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rollcall.base.errors import ConfigError
@@ -78,4 +78,9 @@ def special_ids(tokenizer: Any) -> set[int]:
 
 def _ids(config: Any) -> list[int]:
     eos = getattr(config, "eos_token_id", None)
-    return [] if eos is None else list(eos) if isinstance(eos, Iterable) else [eos]
+    found = [] if eos is None else eos if isinstance(eos, list | tuple) else [eos]
+    if not all(isinstance(one, int) for one in found):
+        raise ConfigError(
+            f"the model's generation_config.json has eos_token_id={eos!r:.80}, which is no token id; restore the file"
+        )
+    return list(found)

@@ -1,6 +1,6 @@
 """`rollcall reward test`: a run's rewards on a few of its rows, before anything is trained.
 
-Each row is scored three times: with its own answer as the completion, with nothing, and with a text that answers nothing.
+Each row is scored with a group of three completions: its own answer, nothing, and a text that answers nothing.
 This finds a reward that cannot be loaded, that fails on everything, or that gives 0 to the right answers, before hours of
 training are lost to it.
 """
@@ -36,7 +36,7 @@ class Scored:
     parts: dict[str, float]
     errors: dict[str, str]
     notes: dict[str, str]  # from services
-    seconds: float
+    seconds: float  # of its row's group, divided by its size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,11 +106,7 @@ def try_rewards(config: Config, prompts: list[Prompt]) -> Trial:
     models = load_reward_models(rewards, device=device, trust_remote_code=trust)
     with Scorer(rewards, num_workers=1, model_rewards=models) as scorer:
         if not (readers := scorer.environment_readers):
-            scored = [
-                _score(scorer, prompt, kind=kind, text=text)
-                for prompt in prompts
-                for kind, text in completions_for(prompt)
-            ]
+            scored = [scored for prompt in prompts for scored in _score(scorer, prompt)]
             return Trial(scored=scored, failures=scorer.failures, in_force=scorer.in_force, left_out=left_out)
     others = [reward for reward, name in zip(rewards, scorer.names, strict=True) if name not in readers]
     return replace(try_rewards(config.model_copy(update={"reward": others}), prompts), left_out=[*left_out, *readers])
@@ -122,17 +118,23 @@ def completions_for(prompt: Prompt) -> list[tuple[str, str]]:
     return [*found, (EMPTY, ""), (SAMPLE, SAMPLE_TEXT)]
 
 
-def _score(scorer: Scorer, prompt: Prompt, *, kind: str, text: str) -> Scored:
+def _score(scorer: Scorer, prompt: Prompt) -> list[Scored]:
+    """One group, since some rewards look at a whole group."""
+    texts = completions_for(prompt)
+    completions = tuple(Completion.given(np.zeros(1, dtype=np.int32), text=text) for _, text in texts)
     started = time.perf_counter()
-    completion = Completion.given(np.zeros(1, dtype=np.int32), text=text)
-    (score,) = asyncio.run(scorer.score(prompt, (completion,)))
-    return Scored(
-        row=prompt.id,
-        completion=kind,
-        text=text,
-        score=score.value,
-        parts=score.parts,
-        errors=score.errors,
-        notes=score.notes,
-        seconds=time.perf_counter() - started,
-    )
+    scores = asyncio.run(scorer.score(prompt, completions))
+    seconds = (time.perf_counter() - started) / len(texts)
+    return [
+        Scored(
+            row=prompt.id,
+            completion=kind,
+            text=text,
+            score=score.value,
+            parts=score.parts,
+            errors=score.errors,
+            notes=score.notes,
+            seconds=seconds,
+        )
+        for (kind, text), score in zip(texts, scores, strict=True)
+    ]

@@ -16,11 +16,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rollcall.base.append_file import is_count
 from rollcall.base.group_record import HEAD_BYTES, NOT_A_GROUP, header_of, header_span, stream_records
 from rollcall.base.wait import warn
 
 FOLDER = "journal"
-_STEP_FILE = re.compile(r"(\d{6,})\.groups")
+_STEP_FILE = re.compile(r"(\d{6,12})\.groups")
 
 
 class GroupRow(NamedTuple):
@@ -231,6 +232,8 @@ def _row(payload: memoryview, *, start: int) -> tuple[GroupRow, bool] | None:
         at, length = header_span(payload)
         rewards = [float(score["value"]) for score in header["scores"]] or [0.0]
         counts = [row["num_tokens"] for row in header["completions"]]
+        if not all(map(is_count, (header["step"], header["draw"], *counts))):
+            return None
         row = GroupRow(
             step=header["step"],
             draw=header["draw"],

@@ -272,7 +272,12 @@ def _encode(batch: list[_Asked], tokenizer: Any) -> None:
     for is_chat in (False, True):
         some = [asked for asked in batch if (asked.messages is not None) == is_chat]
         if some:
-            encoded = tokenizer([asked.text for asked in some], add_special_tokens=not is_chat)["input_ids"]
+            try:
+                encoded = tokenizer([asked.text for asked in some], add_special_tokens=not is_chat)["input_ids"]
+            except Exception as error:  # the tokenizers library raises nothing more special
+                raise DataError(
+                    f"the tokenizer cannot encode the prompts from {some[0].row.where} on: {error}; see its tokenizer.json"
+                ) from error
             for asked, ids in zip(some, encoded, strict=True):
                 asked.token_ids = ids
 
