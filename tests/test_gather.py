@@ -229,14 +229,6 @@ def test_parts_of_the_run_that_a_run_was_copied_from_are_not_removed(tmp_path: P
     assert_gathered(checkpoint)
 
 
-def test_a_full_disk_is_known_before_anything_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint, disks = make_checkpoint(tmp_path)
-    monkeypatch.setattr(module, "free_bytes", lambda path: 1000)
-    with pytest.raises(GatherError, match="4 parts need .* free space there"):
-        gather(checkpoint, lambda: disks)
-    assert disks[0].sent == disks[1].sent == 0
-
-
 def test_two_do_not_gather_the_same_checkpoint_at_once(tmp_path: Path) -> None:
     checkpoint, disks = make_checkpoint(tmp_path)
 
@@ -292,7 +284,7 @@ def test_a_host_that_does_not_answer_is_given_up(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("PATH", own_path(tmp_path))
     monkeypatch.setattr(nodes_of, "ANSWER_S", 0.2)
     part: Asked = {"name": "x" * 300_000, "place": "", "run": "", "size": 0}
-    with pytest.raises(NodeError, match="one: no answer in 0.2 s"):
+    with pytest.raises(NodeError, match="one: nothing came for 0.2 s"):
         SshNode(host="one", login=Login()).present([part])
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from own_path import own_path
 
@@ -72,11 +73,6 @@ def test_gpus_are_those_of_the_run_file_and_logical_slots_need_none(tmp_path: Pa
     mixed = request_for(tmp_path, cluster={"num_nodes": 2, "num_gpus_per_node": 4, "nodes": [{"gpus": 4}, {"gpus": 2}]})
     with pytest.raises(LaunchError, match="different sizes"):
         Slurm().render(mixed)
-
-
-def test_an_option_begins_with_a_dash(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match="launch.slurm.options has 'exclusive'; write an option of sbatch"):
-        rendered(tmp_path, options=["exclusive"])
 
 
 @pytest.mark.parametrize(
@@ -270,14 +266,23 @@ def test_the_nodes_start_inside_a_job_that_runs(tmp_path: Path, tools: Tools) ->
     assert tools.called("scancel") == ["scancel --signal=TERM 7.2"], "the run may save; the job is its owner's"
 
 
-def test_an_allocation_that_is_not_there_or_too_small_is_refused(tmp_path: Path, tools: Tools) -> None:
-    with pytest.raises(LaunchError, match="job 9 is not in the queue"):
+def test_a_step_that_does_not_begin_in_time_is_given_up(
+    tmp_path: Path, tools: Tools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "START_S", 3.0)
+    tools.program("srun", "echo $$ > $queue/../srun; exec sleep 600")
+    (tools.queue / "7").write_text("salloc")
+    with pytest.raises(LaunchError, match="the nodes did not start inside job 7"):
+        launched(tmp_path, attach=7)
+    started = int((tools.folder / "srun").read_text())
+    while psutil.pid_exists(started):
+        time.sleep(0.05)
+
+
+def test_what_srun_says_of_an_allocation_is_told(tmp_path: Path, tools: Tools) -> None:
+    tools.program("srun", 'echo "srun: error: Invalid job id specified" >&2; exit 1')
+    with pytest.raises(LaunchError, match="(?s)the nodes did not start inside job 9; .*Invalid job id specified"):
         launched(tmp_path, attach=9)
-    (tools.queue / "9").write_text("x")
-    tools.program("squeue", 'echo "RUNNING 2"')
-    with pytest.raises(LaunchError, match="RUNNING on 2 nodes.*at least 3"):
-        launched(tmp_path, attach=9)
-    assert find_record("one") is None
 
 
 # The scripts

@@ -167,7 +167,7 @@ def test_a_tunnel_leads_to_the_page_of_the_run(
     """The dashboard stands in for the page's server."""
     record = start(request_on(tmp_path)).having(run_dir=str(tmp_path / "it's a run"))
     assert open_page(record) is None  # it serves none
-    page = PageRecord(host="a", port=dashboard.server_address[1], secret="known-to-the-owner", pid=1)
+    page = PageRecord(host="a", port=dashboard.server_address[1], secret="known-to-the-owner")
     Path(record.run_dir).mkdir()
     page.write(Path(record.run_dir))
     capsys.readouterr()
@@ -307,6 +307,14 @@ def test_ctrl_c_while_nodes_start_takes_them_down(
     with pressing(number, when=lambda: "waiting in node" in capsys.readouterr().err), heed():
         start(request_on(tmp_path))
     assert [calls(hosts, name)[-1] for name in HOSTS] == ["down", "down"]
+    assert find_record("one") is None
+
+
+def test_a_head_without_a_dashboard_is_refused(hosts: Path, tmp_path: Path) -> None:
+    program = hosts / "a/bin/rollcall"
+    program.write_text(program.read_text().replace('\\"http://127.0.0.1:$(cat ~/../dashboard)\\"', "null"))
+    with pytest.raises(LaunchError, match="a: the head has no dashboard on its loopback"):
+        start(request_on(tmp_path))
     assert find_record("one") is None
 
 

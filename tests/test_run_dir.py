@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from runs import column, finish, letter_rows, make_run
 from safetensors.torch import save_file
 
 from rollcall.base.errors import CheckpointError, ConfigError, WorkerDiedError
@@ -21,11 +22,11 @@ from rollcall.checkpoint.store import CheckpointStore
 from rollcall.loop.record import Record
 from rollcall.model.stored.find import PROBE
 from rollcall.observe.console import Console
+from rollcall.plan.memory import read_sizes
 from rollcall.run.api import read_config
 from rollcall.run.evaluation import newest_model_of
 from rollcall.run.training import train
 from rollcall.view.audit import audit
-from runs import column, finish, letter_rows, make_run
 
 
 def test_a_start_without_its_logger_leaves_nothing_and_the_next_one_may_differ(
@@ -228,7 +229,7 @@ def test_the_size_of_a_run_is_what_it_leaves(tmp_path: Path) -> None:
     num_parameters = _num_parameters(tmp_path / "model")
     (*_, last) = sorted((config.run.dir / "checkpoints").iterdir())
     held = sum(path.stat().st_size for path in last.rglob("*") if path.is_file())
-    checkpoint = checkpoint_bytes(config, trained=num_parameters, critic=0, width=4)
+    checkpoint = checkpoint_bytes(config, read_sizes(config.model.path), width=4)
     assert checkpoint == pytest.approx(held, rel=0.1)
     assert size_words(config, checkpoint=checkpoint, model=4 * num_parameters) is None, (
         "a small run is not worth a word"

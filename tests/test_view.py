@@ -38,6 +38,7 @@ from shown_runs import (
     write_run_file,
 )
 
+from rollcall.base.atomic import write_atomic
 from rollcall.base.errors import ConfigError
 from rollcall.base.group_record import MAGIC, encode, stream_records
 from rollcall.base.lease import hold
@@ -323,17 +324,19 @@ def test_two_runs_are_compared_key_by_key(two_runs: Path) -> None:
 
 
 def test_secrets_of_a_run_file_are_not_shown(tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path, steps=1, groups=1)
+    run_dir = write_run(tmp_path, "hidden", steps=1, groups=1)
+    write_run(tmp_path, "plain", steps=1)
     hidden = {"HF_TOKEN": "hf_abcdefgh", "MY_SECRET": "hunter2hunter2"}
     write_run_file(
         run_dir,
         cluster={"num_nodes": 1, "component_placement": {"actor,rollout": "all"}, "env": hidden},
         data={"train": "s3://me:passw0rd@host/rows.jsonl"},
     )
-    client = open_page(run_dir)
-    run = only_run(client)
-    asked = [client.get(f"/api/{name}", run=run).body for name in ("run_file", "cluster", "difference")]
+    client = open_page(tmp_path)
+    runs = ids(client)
+    asked = [client.get("/api/difference", run=[*runs.values()]).body]
     assert b"<redacted>" in asked[0]
+    asked.append(client.get("/api/cluster", run=runs["hidden"]).body)
     for body in (*asked, client.get("/api/runs").body):
         assert not re.search(rb"hf_abcdefgh|hunter2|passw0rd", body)
 
@@ -465,7 +468,19 @@ def test_the_index_grows_with_the_journal_and_starts_over_with_another(tmp_path:
     shutil.rmtree(run_dir / "journal")
     append_groups(run_dir, [make_group(1, 0)])
     assert first.refresh().groups == 1
-    first.close()
+
+
+def test_the_index_reads_a_file_again_that_was_repaired_and_has_grown(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path, steps=1, groups=3)
+    path = run_dir / "journal" / "000001.groups"
+    index = JournalIndex(run_dir)
+    assert index.refresh().groups == 3
+    with path.open("rb") as file:
+        _, (second, _), _ = stream_records(file, end=path.stat().st_size)
+    write_atomic(path, path.read_bytes()[:second])
+    append_groups(run_dir, [make_group(1, draw) for draw in range(50, 58)])
+    index.refresh()
+    assert [row.draw for row in index.find(sort="oldest").rows] == [0, *range(50, 58)]
 
 
 def test_two_threads_may_bring_the_index_up_to_date(tmp_path: Path) -> None:
@@ -476,7 +491,6 @@ def test_two_threads_may_bring_the_index_up_to_date(tmp_path: Path) -> None:
     append_groups(run_dir, [make_group(1, 0)])
     with ThreadPoolExecutor(4) as pool:
         found = [one.result() for one in [pool.submit(index.refresh) for _ in range(4)]]
-    index.close()
     assert [one.groups for one in found] == [1] * 4
 
 
@@ -496,7 +510,6 @@ def test_a_run_that_began_again_under_the_numbers_of_its_old_files_is_read_again
     index.refresh()
     row = index.get(step=1, draw=0)
     assert row is not None and row.reward == 9.0
-    index.close()
     metrics.refresh()
     assert metrics.column("step")[0].tolist() == [0, 1, 2, 3] and metrics.version
 
@@ -509,7 +522,6 @@ def test_damaged_and_foreign_records_are_passed_over(tmp_path: Path) -> None:
     path.write_bytes(data)
     index = JournalIndex(run_dir)
     assert index.refresh().groups == 3
-    index.close()
 
 
 def test_a_token_has_its_numbers_and_special_tokens_are_known(tmp_path: Path) -> None:
@@ -583,7 +595,7 @@ def test_a_page_changes_nothing_in_a_run_directory(tmp_path: Path) -> None:
     client = open_page(run_dir)
     run = only_run(client)
     indexed(client, run)
-    for name in ("metrics", "timeline", "cluster", "held_out", "run_file"):
+    for name in ("metrics", "timeline", "cluster", "held_out"):
         assert client.get(f"/api/{name}", run=run).status == 200
     assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before
 
@@ -595,18 +607,18 @@ def test_an_empty_directory_and_an_unknown_run_are_answered(tmp_path: Path) -> N
     run = only_run(client)
     (row,) = client.get("/api/runs").json["runs"]
     assert row["state"] == "new" and row["step"] == 0
-    for name in ("metrics", "groups", "timeline", "cluster", "held_out", "run_file"):
+    for name in ("metrics", "groups", "timeline", "cluster", "held_out"):
         assert client.get(f"/api/{name}", run=run).status == 200, name
     assert client.get("/api/groups", run="none").status == 404
     assert client.get("/api/groups").status == 400
 
 
 def test_a_page_is_found_by_its_record() -> None:
-    record = PageRecord(host="head", port=4000, secret="s" * 20, pid=1)
+    record = PageRecord(host="head", port=4000, secret="s" * 20)
     assert parse_record(json.dumps({"host": "head", "port": 4000, "secret": "s" * 20, "pid": 1})) == record
     key = record.address(5000).removeprefix(f"http://127.0.0.1:5000{OPEN}")
     assert Keys(record.secret).use(key) and not Keys("another").use(key)
-    for text in ("", "[]", "{}", '{"host": "x", "port": 0, "secret": "s", "pid": 1}'):
+    for text in ("", "[]", "{}", '{"host": "x", "port": 0}'):
         assert parse_record(text) is None
 
 
@@ -698,7 +710,6 @@ def test_a_number_that_no_table_holds_does_not_end_the_index(tmp_path: Path) -> 
     path.write_bytes(struct.pack("<8sQI", MAGIC, len(payload), zlib.crc32(payload)) + payload + path.read_bytes())
     index = JournalIndex(run_dir)
     assert index.refresh().groups == 1
-    index.close()
 
 
 def test_a_damaged_length_does_not_fill_the_memory(tmp_path: Path) -> None:

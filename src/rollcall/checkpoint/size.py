@@ -5,11 +5,13 @@ from __future__ import annotations
 from rollcall.base.patience import free_bytes
 from rollcall.base.words import counted
 from rollcall.config import Config
-from rollcall.plan.memory import GIB, state_width
+from rollcall.plan.memory import GIB, ModelSizes, state_width
 
 
-def checkpoint_bytes(config: Config, *, trained: int, critic: int, width: int) -> int:
-    """``trained`` and ``critic`` are numbers of parameters; ``width`` is the bytes of a weight."""
+def checkpoint_bytes(config: Config, sizes: ModelSizes, *, width: int) -> int:
+    """``width`` is the bytes of a weight."""
+    trained = sizes.num_parameters if (lora := config.model.lora) is None else sizes.adapter_parameters(lora)
+    critic = sizes.body_parameters if config.algorithm.name == "ppo" else 0
     each = ((trained, config.actor), (critic, config.critic))
     return sum(count * (width + state_width(section, width=width)) for count, section in each)
 

@@ -57,15 +57,6 @@ def check_variable_names(names: list[str]) -> list[str]:
     return names
 
 
-def check_word(text: str) -> str:
-    """Refuse text that a tool would take for an option or a terminal would act on."""
-    if not text.isprintable() or text.startswith("-") or not text.strip():
-        raise ValueError(
-            f"{text[:80]!r} is empty, begins with '-' or has characters that cannot be printed; write it without"
-        )
-    return text
-
-
 def check_ruin(config: Any) -> None:
     """Check the run file of a new run."""
     _check_group_size(config)

@@ -13,10 +13,9 @@ from pydantic import AfterValidator, Field, JsonValue
 
 from rollcall.base.words import parse_size
 from rollcall.config.base import Section, field
-from rollcall.config.checks import check_variable_names, check_variables, check_word
+from rollcall.config.checks import check_variable_names, check_variables
 
 Names = Annotated[list[str], AfterValidator(check_variable_names)]
-Word = Annotated[str, AfterValidator(check_word)]
 Variables = Annotated[dict[str, str], AfterValidator(check_variables)]
 
 
@@ -39,13 +38,13 @@ class ContainerSection(Section):
     runtime: Literal["docker", "podman", "apptainer", "enroot"] = field(
         "docker", "What runs the container; `enroot` is for slurm, through its pyxis plugin."
     )
-    image: Word = Field(description="Image to run.")
+    image: str = Field(description="Image to run.")
     build: Path | None = field(None, "Folder with a Dockerfile. The image is built from it on a node that lacks it.")
     mounts: list[str] = field(
         [], "Folders of the node that the container sees: `/data`, or `/data:/inside`, or `/data:/inside:ro`."
     )
-    shm: Word = field("16g", "Size of /dev/shm.")
-    devices: list[Word] = field([], "More devices for the container, such as `/dev/infiniband`.")
+    shm: str = field("16g", "Size of /dev/shm.")
+    devices: list[str] = field([], "More devices for the container, such as `/dev/infiniband`.")
 
 
 class TargetSection(Section):
@@ -64,11 +63,11 @@ class SshSection(_OnNodes):
         description="The machines, by rank: `[node0, node1]`, or a file with one in each line. A launch takes the first "
         "hosts of the file that no other launch uses."
     )
-    user: Word | None = field(None, "User on the hosts; `null`: as ssh's configuration says.")
+    user: str | None = field(None, "User on the hosts; `null`: as ssh's configuration says.")
     port: int | None = field(None, "Port of sshd; `null`: as ssh's configuration says.", ge=1, le=65535)
     key: Path | None = field(None, "Private key; `null`: as ssh's configuration says.")
     temp_dir: Path | None = field(None, "Ray's folder for sockets and logs on the hosts: a short, local path.")
-    interface: Word | None = field(None, "Network interface that the nodes use; `null`: the one that reaches the head.")
+    interface: str | None = field(None, "Network interface that the nodes use; `null`: the one that reaches the head.")
 
 
 class SlurmSection(_OnNodes):
@@ -82,10 +81,10 @@ class SlurmSection(_OnNodes):
     mem: str | None = field(None, "Memory of each node, such as `200G` (`0`: all of it).")
     constraint: str | None = field(None, "Features that a node must have, such as `nvlink`.")
     nodelist: str | None = field(None, "Nodes to use, such as `node[01-04]`.")
-    interface: Word | None = field(
+    interface: str | None = field(
         None, "Network interface that the nodes use; `null`: the one that leads out of the head, and reaches it."
     )
-    modules: list[Word] = field([], "Modules to load.")
+    modules: list[str] = field([], "Modules to load.")
     lines: list[str] = field([], "More lines for the script, before the nodes start.")
     options: list[str] = field([], "More options of sbatch, such as `--exclusive`.")
     signal_s: int = field(
@@ -117,7 +116,7 @@ class DstackSection(_OnNodes):
 
 
 class KuberaySection(TargetSection):
-    namespace: Word = field("default", "Kubernetes namespace of the RayJob.")
+    namespace: str = field("default", "Kubernetes namespace of the RayJob.")
     image: str | None = field(None, "Container image, with Rollcall in it. Needed unless `ray_cluster` is given.")
     ray_version: str = field("2.60.0", "Version of Ray in the image.")
     cpus: int = field(8, "CPUs of each pod.", ge=1)
@@ -125,7 +124,7 @@ class KuberaySection(TargetSection):
     shm: str = field("16Gi", "Size of /dev/shm.")
     gpu_resource: str = field("nvidia.com/gpu", "Kubernetes' name of a GPU (`amd.com/gpu` with ROCm).")
     env: Variables = field({}, "Environment variables of the pods.")
-    env_from_secrets: list[Word] = field([], "Kubernetes secrets whose keys become environment variables.")
+    env_from_secrets: list[str] = field([], "Kubernetes secrets whose keys become environment variables.")
     pod: dict[str, JsonValue] = field(
         {},
         "More of the spec of every pod, as Kubernetes has it, such as `{tolerations: [{operator: Exists}], nodeSelector: {gpu: h100}, "
@@ -134,7 +133,7 @@ class KuberaySection(TargetSection):
     labels: dict[str, str] = field({}, "Labels of the RayJob, such as Kueue's `kueue.x-k8s.io/queue-name`.")
     claims: dict[str, str] = field({}, "Volume claims that every pod mounts: name, path.")
     submission: Literal["K8sJobMode", "HTTPMode", "SidecarMode"] = field("K8sJobMode", "How KubeRay submits the job.")
-    ray_cluster: Word | None = field(None, "Name of a RayCluster that exists; the job runs there.")
+    ray_cluster: str | None = field(None, "Name of a RayCluster that exists; the job runs there.")
 
 
 class LaunchSection(Section):
@@ -155,15 +154,9 @@ class LaunchSection(Section):
     kuberay: KuberaySection | None = field(None, "Pods of Kubernetes, through the KubeRay operator.")
 
 
-def _check_repo(name: str) -> str:
+def check_repo(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name):
         raise ValueError(f"{name[:80]!r} is not the name of a repository; write OWNER/NAME")
-    return name
-
-
-def check_branch(name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9][\w./-]*", name) or ".." in name:
-        raise ValueError(f"{name[:80]!r} is not the name of a branch; use letters, digits and . _ - /")
     return name
 
 
@@ -173,13 +166,11 @@ def _check_size(text: str) -> str:
 
 
 class UploadSection(Section):
-    repo: Annotated[str, AfterValidator(_check_repo)] = Field(
+    repo: Annotated[str, AfterValidator(check_repo)] = Field(
         description="Model repository on the hub, `OWNER/NAME`; made if it does not exist."
     )
     private: bool = field(False, "Make it private, and refuse a repository that everyone can read.")
-    revision: Annotated[str, AfterValidator(check_branch)] | None = field(
-        None, "Branch to upload to; `null`: the main one."
-    )
+    revision: str | None = field(None, "Branch to upload to; `null`: the main one.")
 
 
 class FinishSection(Section):

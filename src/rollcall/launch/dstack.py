@@ -22,7 +22,6 @@ class Dstack(ToolTarget):
     name = "dstack"
     title = "dstack"
     program = "dstack"
-    install = "install it with `pip install dstack`"
     look = "dstack ps"
     image_key = "launch.dstack.image"
     place_words = "dstack's project"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rollcall.base.wait import Wait, say
@@ -31,7 +30,6 @@ class Kuberay(ToolTarget):
     name = "kuberay"
     title = "Kubernetes"
     program = "kubectl"
-    install = "install Kubernetes' command line"
     look = "kubectl get rayjobs"
     image_key = "launch.kuberay.image"
     place_words = "kubectl's context"
@@ -48,8 +46,7 @@ class Kuberay(ToolTarget):
             notes=() if section.claims or section.ray_cluster else (note,),
         )
 
-    def validate(self, rendered: Rendered, folder: Path) -> None:
-        super().validate(rendered, folder)
+    def validate(self, rendered: Rendered) -> None:
         ask(*rendered.commands[0].words, "--dry-run=server", what="let Kubernetes check the manifest")
 
     def tool_name(self, name: str) -> str:

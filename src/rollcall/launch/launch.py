@@ -166,7 +166,7 @@ def start(target: Target, request: LaunchRequest, rendered: Rendered) -> LaunchR
         record = record.having(run_dir=str(request.config.run.dir)).save()
         try:
             rendered.write(record.folder)
-            target.validate(rendered, record.folder)
+            target.validate(rendered)
             return target.start(request, rendered, record).having(state="started").save()
         except BaseException:
             left = find_record(record.name)

@@ -84,8 +84,7 @@ def main() -> None:
     run_file.write_bytes(base64.b64decode(text, validate=True))
     try:
         config = load_config(run_file)
-        if config.cluster is None:
-            raise ClusterError("the run file has no `cluster:` section")
+        assert config.cluster is not None, "a launch needs one"
         make_ready(config, config.cluster)
     except (ClusterError, ValueError, OSError) as error:
         say(f"error: {error}")

@@ -45,7 +45,7 @@ def reason(error: Exception) -> str:
 
 
 class LaunchRecord(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True)  # keys of other versions are ignored: what they started can be ended
 
     name: str
     target: str

@@ -26,7 +26,6 @@ class Skypilot(ToolTarget):
     name = "skypilot"
     title = "SkyPilot"
     program = "sky"
-    install = "install it with `pip install skypilot` (with the extras of your clouds)"
     look = "sky status` and `sky jobs queue"
     image_key = "launch.skypilot.resources.image_id"
 

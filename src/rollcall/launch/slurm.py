@@ -11,10 +11,12 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 
@@ -25,13 +27,14 @@ from rollcall.config.launch import SlurmSection
 from rollcall.launch.container import container_of, mounts_of
 from rollcall.launch.record import LaunchError, LaunchRecord
 from rollcall.launch.rendered import VARIABLE, Command, Rendered, RenderedFile, node_lines, shell_path
-from rollcall.launch.target import RUN_FILE, LaunchRequest, Seen, ToolTarget, ask, need_tool
+from rollcall.launch.target import RUN_FILE, LaunchRequest, Seen, ToolTarget, ask
 from rollcall.nodes.rendezvous import Rendezvous
 
 REST_OF_JOB = (files("rollcall.launch") / "slurm_job.sh").read_text()
 # In the launch's folder. REQUEUED: how far the run had come when the job last requeued itself.
 JOB, NODE, LOG, STATUS, REQUEUED = "job.sh", "node.sh", "log", "status", "requeued"
 LOOK_EVERY_S = 1.0
+START_S = 60.0  # for a step inside a job that runs
 AWAY_S = 1800.0  # that Slurm's controller may not answer
 OF_SLURM = (  # for a container
     "SLURM_PROCID", "SLURM_GPUS_ON_NODE", "SLURM_JOB_ID", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES",
@@ -50,7 +53,6 @@ class Slurm(ToolTarget):
     name = "slurm"
     title = "Slurm"
     program = "sbatch"
-    install = "it comes with Slurm's client tools"
     look = "squeue"
     place_words = "the Slurm cluster"
     place_advice = "run this on a machine of {}"
@@ -72,13 +74,10 @@ class Slurm(ToolTarget):
         command = Command(words=words, what=what)
         return Rendered(files=(request.run_file, node, job), commands=(command,), notes=_notes(request, section))
 
-    def validate(self, rendered: Rendered, folder: Path) -> None:
-        super().validate(rendered, folder)
+    def validate(self, rendered: Rendered) -> None:
         words = rendered.commands[0].words
         if words[0] == "sbatch":
             _ask("sbatch", "--test-only", *words[2:], what="have sbatch check the job")
-        else:
-            need_tool("srun", install=self.install)
 
     def tool_name(self, name: str) -> str:
         return f"rollcall-{name}"
@@ -107,18 +106,6 @@ class Slurm(ToolTarget):
             if script == str(record.folder / JOB)
         ]
 
-    def start(self, request: LaunchRequest, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
-        if job := self.kind(request):
-            words = ("squeue", "--noheader", f"--jobs={job}", "--format=%T %D")
-            state, _, nodes = _ask(*words, what=f"ask for job {job}", fine="").strip().partition(" ")
-            needed = request.cluster.num_nodes
-            if state != "RUNNING" or int(nodes) < needed:
-                have = f"is {state} on {nodes} nodes" if state else "is not in the queue"
-                raise LaunchError(
-                    f"launch.slurm.attach={job}, and job {job} {have}; needed is one that is RUNNING on at least {needed} nodes"
-                )
-        return super().start(request, rendered, record)
-
     def begin(self, request: LaunchRequest, rendered: Rendered, record: LaunchRecord) -> str:
         for name in (STATUS, REQUEUED):
             (record.folder / name).unlink(missing_ok=True)
@@ -138,12 +125,17 @@ class Slurm(ToolTarget):
             holder = subprocess.Popen(
                 command.words, env=_env(), stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
             )
-        wait = Wait(60.0)
-        while not (found := self.seen(record)):
-            what = f"waiting for the nodes to start inside job {job}"
-            if holder.poll() is not None or not wait.again(what, after_s=LOOK_EVERY_S):
-                last = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-                raise LaunchError(f"the nodes did not start inside job {job}; the end of {log}:\n{last}")
+        wait = Wait(START_S)
+        try:
+            while not (found := self.seen(record)):
+                what = f"waiting for the nodes to start inside job {job}"
+                if holder.poll() is not None or not wait.again(what, after_s=LOOK_EVERY_S):
+                    last = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+                    raise LaunchError(f"the nodes did not start inside job {job}; the end of {log}:\n{last}")
+        except BaseException:
+            with suppress(ProcessLookupError):
+                os.killpg(holder.pid, signal.SIGTERM)  # srun gives up its step
+            raise
         return found[0].id
 
     def status(self, record: LaunchRecord) -> str:
@@ -157,10 +149,14 @@ class Slurm(ToolTarget):
         state = visible(account).replace("|", ", exit code ")
         return f"job {record.id} is {state}" if state else "it is not in Slurm's queue"
 
+    def log_command(self, record: LaunchRecord, *, follow: bool) -> tuple[str, ...]:
+        return ("cat", str(record.folder / LOG))
+
     def logs(self, record: LaunchRecord) -> None:
         if not (record.folder / LOG).exists():
             say(f"there is no log yet: {self.status(record)}")
-        _print_from(record, 0)
+        else:
+            super().logs(record)
 
     def follow(self, record: LaunchRecord) -> int:
         """Print the log as it grows until the job has left the queue. A requeued job is still in it."""
@@ -275,9 +271,6 @@ def _options(request: LaunchRequest, section: SlurmSection) -> list[str]:
         "open-mode": "append",
         "chdir": request.cwd,
     }
-    for option in section.options:
-        if not option.startswith("-"):
-            raise LaunchError(f"launch.slurm.options has {option!r}; write an option of sbatch, such as `--exclusive`")
     # The last one counts: the launch finds its job, and starts its nodes, by its own.
     return [*section.options, *(f"--{name}={value}" for name, value in given.items() if value is not None), "--requeue"]
 

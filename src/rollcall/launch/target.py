@@ -12,7 +12,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import tempfile
 from abc import abstractmethod
@@ -36,6 +35,7 @@ from rollcall.nodes.node_shell import TOKEN
 RUN_FILE = "run.yaml"
 END_S = 1800.0  # clouds take their time to take machines back
 ASK_EVERY_S = 2.0
+ASK_S = 300.0  # for an answer: `sky` starts a server for its first question
 AnySection = TypeVar("AnySection", bound=TargetSection)
 
 
@@ -85,9 +85,8 @@ class Target(Protocol):
     def render(self, request: LaunchRequest) -> Rendered:
         """Pure: the same request gives the same text, and nothing is read or started."""
 
-    @abstractmethod
-    def validate(self, rendered: Rendered, folder: Path) -> None:
-        """Let the target's own tool read the files in ``folder``."""
+    def validate(self, rendered: Rendered) -> None:
+        """Let the target's own tool read the files, where it can without starting anything."""
 
     @abstractmethod
     def in_use(self, record: LaunchRecord, names: Sequence[str]) -> Sequence[str]:
@@ -131,7 +130,6 @@ class Seen:
 class ToolTarget(Target):
     title: ClassVar[str]  # of the tool, for messages
     program: ClassVar[str]
-    install: ClassVar[str]
     look: ClassVar[str]  # the command that shows the user what there is
     image_key: ClassVar[str] = ""  # where the section names the image
     place_words: ClassVar[str] = ""  # "kubectl's context": the cluster or project that the tool talks to
@@ -145,8 +143,9 @@ class ToolTarget(Target):
     def end(self, record: LaunchRecord, ids: Sequence[str]) -> None:
         """Have the tool end these."""
 
+    @abstractmethod
     def log_command(self, record: LaunchRecord, *, follow: bool) -> tuple[str, ...]:
-        raise NotImplementedError  # by a target that prints its log in another way
+        """The command that prints the log."""
 
     def tool_name(self, name: str) -> str:
         """The launch's name as the tool takes it."""
@@ -177,9 +176,6 @@ class ToolTarget(Target):
             )
         if request.cluster.num_nodes > 1:  # one node finds a relative path in its own folder
             resolve_paths(request.config, folder=request.cwd, shared=None)
-
-    def validate(self, rendered: Rendered, folder: Path) -> None:
-        need_tool(self.program, install=self.install)
 
     def in_use(self, record: LaunchRecord, names: Sequence[str]) -> Sequence[str]:
         self.require_started(record)
@@ -284,23 +280,11 @@ def unlike_slots(asked: object, cluster: ClusterSection, *, key: str) -> tuple[s
 # Commands of tools
 
 
-def need_tool(name: str, *, install: str) -> None:
-    if shutil.which(name) is None:
-        raise LaunchError(f"`{name}` is not on this machine's PATH; {install}, or run this where it is installed")
-
-
-def ask(
-    *words: str,
-    what: str,
-    fine: str | None = None,
-    env: Mapping[str, str] | None = None,
-    timeout_s: float = 300.0,
-) -> str:
-    """Returns what the tool prints on stdout. ``fine`` has the words of a failure that means an empty answer; "" allows any failure. `sky`
-    starts a server for its first question, which takes a while."""
+def ask(*words: str, what: str, fine: str | None = None, env: Mapping[str, str] | None = None) -> str:
+    """Returns what the tool prints on stdout. ``fine`` has the words of a failure that means an empty answer; "" allows any failure."""
     # Files, because a server that the tool leaves behind would hold a pipe open.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        status = _run(words, what, stdout=out, stderr=err, env=env, timeout_s=timeout_s)
+        status = _run(words, what, stdout=out, stderr=err, env=env, timeout_s=ASK_S)
         texts = []
         for file in (out, err):
             file.seek(0)
@@ -343,7 +327,9 @@ def _run(words: Sequence[str], what: str, *, timeout_s: float | None, **how: Any
         # A tool that asks gets no answer, instead of waiting for one.
         return subprocess.run(words, timeout=timeout_s, stdin=subprocess.DEVNULL, **how).returncode
     except FileNotFoundError:
-        raise LaunchError(f"cannot {what}: `{words[0]}` is not on this machine's PATH") from None
+        raise LaunchError(
+            f"cannot {what}: `{words[0]}` is not on this machine's PATH; install it, or run this where it is"
+        ) from None
     except subprocess.TimeoutExpired:
         raise LaunchError(f"cannot {what}: `{shlex.join(words)}` has not ended after {timeout_s:.0f} s") from None
 

@@ -396,10 +396,8 @@ def _say_size(config: Config) -> None:
     width = element_size(config)
     if not _has_slots(config):
         width = resolve_dtype(config.model.dtype, resolve_device(config.model.device)).itemsize
-    trained = sizes.num_parameters if (lora := config.model.lora) is None else sizes.adapter_parameters(lora)
-    critic = sizes.body_parameters if config.algorithm.name == "ppo" else 0
-    checkpoint = checkpoint_bytes(config, trained=trained, critic=critic, width=width)
-    model = trained if lora is not None and lora.export == "adapter" else sizes.num_parameters
+    checkpoint, lora = checkpoint_bytes(config, sizes, width=width), config.model.lora
+    model = sizes.num_parameters if lora is None or lora.export == "merged" else sizes.adapter_parameters(lora)
     if words := size_words(config, checkpoint=checkpoint, model=model * width):
         say(words)
 

@@ -52,7 +52,6 @@ class PageRecord:
     host: str  # it listens on the loopback there
     port: int
     secret: str
-    pid: int
 
     def address(self, port: int | None = None) -> str:
         """An address that works once. ``port`` is that of a tunnel, if there is one."""
@@ -65,7 +64,6 @@ class PageRecord:
 def parse_record(text: str) -> PageRecord | None:
     """None if it is not such a file."""
     try:
-        record = TypeAdapter(PageRecord).validate_json(text)
+        return TypeAdapter(PageRecord).validate_json(text)
     except ValidationError:
         return None
-    return record if 0 < record.port < 65536 and record.secret else None

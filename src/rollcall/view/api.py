@@ -192,10 +192,6 @@ class Api:
             "rows": [one.row() for one in runs],
         }
 
-    def run_file(self, ask: Ask) -> Any:
-        run = self.run(ask.run[0])
-        return {"sections": run.public_config(), "problem": run.config_problem}
-
     def groups(self, ask: Ask) -> Any:
         """A page of groups."""
         run = self.run(ask.run[0])
@@ -259,7 +255,7 @@ class Api:
 
 
 ADDRESSES = (
-    "runs", "metrics", "curves", "difference", "run_file", "groups", "group", "text", "tokens", "held_out", "timeline", "cluster",
+    "runs", "metrics", "curves", "difference", "groups", "group", "text", "tokens", "held_out", "timeline", "cluster",
 )  # fmt: skip
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import threading
@@ -10,7 +9,6 @@ import time
 from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -142,7 +140,7 @@ class MetricsTable(GrowingFile):
         self._columns: dict[str, _Column] = {}
 
     def _take(self, lines: list[bytes]) -> None:
-        rows = [row for row in _parsed(lines) if is_count(row.get("step"))]
+        rows = [row for row in map(parse_row, lines) if row is not None and is_count(row.get("step"))]
         self.version += len(rows)
         for row in rows:
             place = self._row_of.setdefault(row["step"], len(self._row_of))
@@ -199,14 +197,3 @@ class MetricsTable(GrowingFile):
                 values = self._values(name)[order].tolist()
                 found[name] = [kind(value) if math.isfinite(value) else None for value in values]
         return found
-
-
-def _parsed(lines: list[bytes]) -> list[dict[str, Any]]:
-    """The rows among some lines."""
-    try:
-        rows = json.loads(b"[" + b",".join(lines) + b"]")  # all at once is a third faster than one by one
-        if len(rows) == len(lines) and all(type(row) is dict for row in rows):
-            return rows
-    except (ValueError, RecursionError):
-        pass  # one of them is not JSON: which one?
-    return [row for row in map(parse_row, lines) if row is not None]

@@ -49,7 +49,6 @@ class GroupRow(NamedTuple):
 
 
 _TABLES = f"""
-create table files (name primary key, changed_ns, size, end, head);
 create table groups ({", ".join(GroupRow._fields)}, primary key (step, draw)) without rowid;
 create index by_prompt on groups (prompt, step);
 """
@@ -76,6 +75,15 @@ class Indexed(NamedTuple):
     groups: int
 
 
+class _Read(NamedTuple):
+    """How far a file is in the table."""
+
+    mark: tuple[int, int] | None  # its time of change and its size when all of it was read; None: there is more
+    inode: int
+    head: bytes
+    end: int
+
+
 class Found(NamedTuple):
     """A page of groups, with counts of the same moment."""
 
@@ -93,12 +101,9 @@ class JournalIndex:
         self._reading = threading.Lock()  # one thread at a time reads the journal
         self._db = sqlite3.connect(":memory:", check_same_thread=False)
         self._db.executescript(_TABLES)
+        self._files: dict[str, _Read] = {}
         self._pause_until = 0.0
         self._progress = Indexed(files=0, total=0, groups=0)
-
-    def close(self) -> None:
-        with self._reading, self._lock:
-            self._db.close()
 
     def refresh(self, *, seconds: float = math.inf) -> Indexed:
         """Bring the table up to date, as far as that goes in this time. How far it is."""
@@ -119,26 +124,24 @@ class JournalIndex:
 
     def _read(self, *, until: float) -> Indexed:
         paths = {path.name: path for path in self._folder.glob("*.groups") if _STEP_FILE.fullmatch(path.name)}
-        with self._lock:
-            known = {name: rest for name, *rest in self._db.execute("select * from files").fetchall()}
-        for name in known.keys() - paths.keys():
+        for name in self._files.keys() - paths.keys():
             self._drop(name)
         due: list[str] = []
         for name, path in paths.items():
             with suppress(FileNotFoundError):
-                about = path.stat()
-                if known.get(name, ())[:2] != [about.st_mtime_ns, about.st_size]:
+                about, known = path.stat(), self._files.get(name)
+                if known is None or known.mark != (about.st_mtime_ns, about.st_size):
                     due.append(name)
         # The newest first: that is what people look at while an old journal is read.
         due.sort(key=lambda name: int(name.partition(".")[0]), reverse=True)
         left = len(due)
         for name in due:
-            left -= self._index(name, known.get(name), until=until)
+            left -= self._index(name, until=until)
             if time.monotonic() >= until:
                 break
         return Indexed(files=len(paths) - left, total=len(paths), groups=self._count())
 
-    def _index(self, name: str, before: list[Any] | None, *, until: float) -> bool:
+    def _index(self, name: str, *, until: float) -> bool:
         """Whether all of the file is in the table now."""
         rows: list[GroupRow] = []
         again: list[GroupRow] = []
@@ -146,11 +149,12 @@ class JournalIndex:
             with (self._folder / name).open("rb") as file:
                 about = os.fstat(file.fileno())
                 head = file.read(HEAD_BYTES)
-                _, _, end, known_head = before or (0, 0, 0, b"")
-                # Another file of this name has another checksum in its first record.
-                if head != known_head or end > about.st_size:
+                before, end = self._files.get(name), 0
+                # Another file of this name may have the same first record, or the inode of the one before it, but not both.
+                if before and (before.inode, before.head) == (about.st_ino, head) and before.end <= about.st_size:
+                    end = before.end
+                else:
                     self._drop(name)
-                    end = 0
                 is_whole = True
                 for start, payload in stream_records(file, start=end, end=about.st_size):
                     end = start + HEAD_BYTES + len(payload)
@@ -164,20 +168,18 @@ class JournalIndex:
         except OSError as error:
             warn(f"{name} of the journal is not indexed: {error}")
             return True
-        size = about.st_size if is_whole else -1
+        mark = (about.st_mtime_ns, about.st_size) if is_whole else None
         with self._lock:
             # The first record of a draw counts, unless its group was scored again.
             self._db.executemany(f"insert or ignore {_INTO_GROUPS}", rows)
             self._db.executemany(f"insert or replace {_INTO_GROUPS}", again)
-            self._db.execute(
-                "insert or replace into files values (?, ?, ?, ?, ?)", (name, about.st_mtime_ns, size, end, head)
-            )
+            self._files[name] = _Read(mark, about.st_ino, head, end)
         return is_whole
 
     def _drop(self, name: str) -> None:
         with self._lock:
             self._db.execute("delete from groups where step = ?", (int(name.partition(".")[0]),))
-            self._db.execute("delete from files where name = ?", (name,))
+            self._files.pop(name, None)
 
     def _count(self) -> int:
         return self._rows("select count(*) from groups")[0][0]

@@ -6,7 +6,6 @@ controller lives, so it ends with the controller, however that ends. If it fails
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
@@ -17,7 +16,6 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-from rollcall.base.redact import is_secret
 from rollcall.base.wait import warn
 from rollcall.base.words import are
 from rollcall.view.address import PAGE_FILE, PageRecord
@@ -41,7 +39,6 @@ def serving_page(run_dir: Path, *, tell: Callable[[str], None]) -> Iterator[None
     child = subprocess.Popen(
         [sys.executable, "-m", "rollcall.view.page_process", str(run_dir)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
-        env={name: value for name, value in os.environ.items() if not is_secret(name)},  # others can read it in /proc
     )  # fmt: skip
     assert child.stdin is not None and child.stdout is not None
     lines = child.stdout
@@ -73,7 +70,7 @@ def main(run_dir: Path) -> None:
     from rollcall.view.shown_runs import ShownRuns
 
     server = PageServer(ShownRuns([run_dir], is_one=True))
-    record = PageRecord(host=socket.gethostname(), port=server.port, secret=server.keys.secret, pid=os.getppid())
+    record = PageRecord(host=socket.gethostname(), port=server.port, secret=server.keys.secret)
 
     def show_address() -> None:
         print(f"page           {record.address()}   (on {record.host}; works once)", flush=True)

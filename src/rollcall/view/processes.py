@@ -12,7 +12,6 @@ import numpy as np
 
 from rollcall.base.errors import PlacementError
 from rollcall.base.redact import redact
-from rollcall.base.words import ranges
 from rollcall.config import Config
 from rollcall.observe.events import Mark, MarkKind
 from rollcall.observe.live import read_live
@@ -81,7 +80,7 @@ def show_cluster(root: Path, config: Config | None, *, marks: Sequence[Mark]) ->
     workers: list[dict[str, Any]] = [
         asdict(one)
         | {name: redact(getattr(one, name)) for name in ("doing", "why", "log")}
-        | {"slots_text": ranges(one.slots), "lines": read_log(root, one.lane, lines=12)}
+        | {"lines": read_log(root, one.lane, lines=12)}
         for one in ([] if live is None else live.processes)
     ]
     return {

@@ -14,7 +14,6 @@ import secrets
 import webbrowser
 from collections.abc import Callable
 from contextlib import suppress
-from http.cookies import CookieError, SimpleCookie
 from importlib.resources import files
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, Response
+from starlette.responses import FileResponse, HTMLResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -95,9 +94,11 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        headers = Headers(scope=scope)
-        answer = self._refusal(scope, headers) or self._opened(scope)
-        if answer is None and not self._is_known(headers):
+        hosts = Headers(scope=scope).getlist("host")
+        answer: Response | None
+        if len(hosts) != 1 or not LOOPBACK.fullmatch(hosts[0]):
+            answer = _page(421, "This server answers only to 127.0.0.1 and localhost.")
+        elif (answer := self._opened(scope)) is None and not self._is_known(Request(scope)):
             answer = _page(
                 401, "This page needs the address that Rollcall printed. Each address works once: look for the newest."
             )
@@ -114,14 +115,6 @@ class Guard:
 
         await (answer or self._app)(scope, receive, with_headers)
 
-    def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
-        hosts = headers.getlist("host")
-        if len(hosts) != 1 or not LOOPBACK.fullmatch(hosts[0]):
-            return _page(421, "This server answers only to 127.0.0.1 and localhost.")
-        if scope["method"] not in ("GET", "HEAD"):
-            return PlainTextResponse("this page only reads", status_code=405)
-        return None
-
     def _opened(self, scope: Scope) -> Response | None:
         path: str = scope["path"]
         if not path.startswith(OPEN) or not self._keys.use(path.removeprefix(OPEN)):
@@ -131,13 +124,8 @@ class Guard:
         self._on_open()
         return answer
 
-    def _is_known(self, headers: Headers) -> bool:
-        try:
-            cookies = SimpleCookie(headers.get("cookie", ""))
-        except CookieError:
-            return False
-        own = cookies.get(self._cookie)
-        return own is not None and hmac.compare_digest(own.value.encode(), self._session.encode())
+    def _is_known(self, request: Request) -> bool:
+        return hmac.compare_digest(request.cookies.get(self._cookie, "").encode(), self._session.encode())
 
 
 def _page(status: int, text: str) -> Response:

@@ -7,9 +7,9 @@ Where nodes differ, the odd one out differs from most of the others; in a tie, f
 from __future__ import annotations
 
 import ipaddress
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import mode
 from typing import Literal, TypeVar
 
 from rollcall.base.errors import PlacementError
@@ -158,9 +158,7 @@ def judge_versions(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
 
 def _majority(nodes: Sequence[NodeFacts], value: Callable[[NodeFacts], T]) -> T:
     """The value that most nodes have; in a tie, the head's if it is one of those."""
-    counts = Counter(map(value, nodes))
-    of_head = [value(node) for node in nodes if node.is_head]
-    return max(counts, key=lambda found: (counts[found], found in of_head))
+    return mode(value(node) for node in sorted(nodes, key=lambda node: not node.is_head))
 
 
 def judge_torch(node: NodeFacts) -> Iterator[Finding]:
@@ -176,10 +174,7 @@ def judge_disks(node: NodeFacts, *, checkpoint_bytes: int | None) -> Iterator[Fi
     for disk in node.disks:
         need = max(MIN_FREE, checkpoint_bytes or 0) if disk.purpose == "run.dir" else MIN_FREE
         named = f"{disk.path} ({disk.purpose})"
-        if not disk.total:
-            what = f"{named} is in a file system that keeps no files, such as /proc"
-            yield find(node, f"{what}; choose another {disk.purpose}")
-        elif disk.free < need:
+        if disk.free < need:
             whose = "one checkpoint of this run takes" if need > MIN_FREE else "a run needs at least"
             what = f"{named} has {disk.free / GIB:.1f} GiB free; {whose} {need / GIB:.1f} GiB"
             yield find(node, f"{what}: free some, or choose another")

@@ -18,6 +18,7 @@ from pydantic import TypeAdapter
 from rollcall.base.errors import ClusterError, SizesUnknown
 from rollcall.base.wait import Wait, say
 from rollcall.base.words import counted
+from rollcall.checkpoint import size
 from rollcall.config import Config
 from rollcall.launch.doctor import checks
 from rollcall.launch.doctor import probe as probing
@@ -76,7 +77,10 @@ def examine_machine(config: Config | None) -> Diagnosis:
         *checks.judge_torch(node),
     ]
     if config is not None:
-        findings += checks.judge_plan(config, [node]) if node.gpus else checks.judge_fit(node, state_bytes)
+        if node.gpus:
+            findings += checks.judge_plan(config, [node])
+        elif config.model.lora is None:
+            findings += checks.judge_fit(node, state_bytes)
         findings += _judge_parts(config, node)
     return Diagnosis(cluster=None, nodes=(node,), findings=tuple(findings))
 
@@ -105,16 +109,13 @@ def _judge_parts(config: Config, node: NodeFacts) -> Iterator[Finding]:
 
 
 def checkpoint_bytes(config: Config | None) -> int | None:
-    """Size of one checkpoint: weights, master weights, AdamW's two numbers; and those of a critic."""
+    """Size of one checkpoint, if the sizes of the model are known."""
     if config is None:
         return None
     try:
-        sizes = read_sizes(config.model.path)
+        return size.checkpoint_bytes(config, read_sizes(config.model.path), width=element_size(config))
     except SizesUnknown:
         return None
-    width = element_size(config)
-    models = 2 if config.algorithm.name == "ppo" else 1
-    return models * sizes.num_parameters * (width + (12 if width == 2 else 8))
 
 
 # A cluster

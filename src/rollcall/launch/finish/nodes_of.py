@@ -6,12 +6,11 @@ import json
 import os
 import select
 import shlex
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, Protocol
 
 from rollcall.base.errors import ClusterError
@@ -118,8 +117,7 @@ class SshNode:
         self._ask("remove", parts)
 
     def _ask(self, do: str, parts: Sequence[Asked]) -> list[str]:
-        with self._started() as process:
-            out = self._rest(process, self._script(do=do, parts=list(parts)))
+        out = b"".join(self._answer(do=do, parts=list(parts)))
         try:
             return [str(name) for name in json.loads(out)]
         except (ValueError, TypeError):
@@ -130,46 +128,39 @@ class SshNode:
 
     def chunks(self, part: Asked, *, offset: int) -> Iterator[bytes]:
         left = part["size"] - offset
-        with self._started() as process:
-            assert process.stdin is not None and process.stdout is not None
-            with suppress(BrokenPipeError):  # ssh may have ended, and has printed why
-                os.write(process.stdin.fileno(), self._script(do="read", part=dict(part), offset=offset))
-            while left:
-                if not select.select([process.stdout], [], [], ANSWER_S)[0]:
-                    raise NodeError(f"{self.host}: nothing came for {ANSWER_S:g} s")
-                if not (data := os.read(process.stdout.fileno(), min(left, CHUNK_BYTES))):
-                    self._rest(process)
-                    raise NodeError(f"{self.host}: the part ends early there")
-                left -= len(data)
-                yield data
+        for data in self._answer(do="read", part=dict(part), offset=offset):
+            left -= len(data)
+            yield data
+        if left:
+            raise NodeError(f"{self.host}: the part ends early there")
 
-    @contextmanager
-    def _started(self) -> Iterator[subprocess.Popen[bytes]]:
-        process = start_ssh(self.login.words(self.host, *NO_FORWARDS))
-        try:
-            yield process
-        finally:
-            end_ssh(process)
-            process.communicate()
-
-    def _script(self, **question: Any) -> bytes:
+    def _answer(self, **question: Any) -> Iterator[bytes]:
+        """What it prints, as it comes. Raises if it fails, with what it prints on stderr."""
         entry = f"exec {shlex.join(self.inside)}\n" if self.inside else ""
         code = Path(node_files.__file__).read_text()
-        # What follows the line in stdin is the question: bash reads no further than it has to.
-        return f"{entry}exec python3 -c {shlex.quote(code)}\n{json.dumps(question)}\n".encode()
-
-    def _rest(self, process: subprocess.Popen[bytes], script: bytes | None = None) -> bytes:
-        """What it prints until its end. Raises if it fails, with what it prints on stderr."""
-        try:
-            out, err = process.communicate(script, timeout=ANSWER_S)
-        except subprocess.TimeoutExpired:
-            raise NodeError(f"{self.host}: no answer in {ANSWER_S:g} s") from None
-        lines = visible(err.decode(errors="replace")).strip().splitlines()[-1:]
-        if process.returncode == 1 and lines:  # what the question raised there
-            raise NodeError(f"{self.host}: {lines[0]}")
-        if process.returncode:
-            raise NodeError(": ".join([f"{self.host}: ssh ended early with status {process.returncode}", *lines]))
-        return out
+        with TemporaryFile() as script, TemporaryFile() as complaints:
+            # What follows the line in stdin is the question: bash reads no further than it has to.
+            script.write(f"{entry}exec python3 -c {shlex.quote(code)}\n{json.dumps(question)}\n".encode())
+            script.seek(0)
+            process = start_ssh(self.login.words(self.host, *NO_FORWARDS), stdin=script, stderr=complaints)
+            assert process.stdout is not None
+            try:
+                while select.select([process.stdout], [], [], ANSWER_S)[0]:
+                    if not (data := os.read(process.stdout.fileno(), CHUNK_BYTES)):
+                        break
+                    yield data
+                else:
+                    raise NodeError(f"{self.host}: nothing came for {ANSWER_S:g} s")
+                status = process.wait()
+            finally:
+                end_ssh(process)
+                process.communicate()
+            complaints.seek(0)
+            lines = visible(complaints.read().decode(errors="replace")).strip().splitlines()[-1:]
+            if status == 1 and lines:  # what the question raised there
+                raise NodeError(f"{self.host}: {lines[0]}")
+            if status:
+                raise NodeError(": ".join([f"{self.host}: ssh ended early with status {status}", *lines]))
 
 
 def find_nodes(run_dir: Path, *, hosts: Sequence[str]) -> list[Node]:

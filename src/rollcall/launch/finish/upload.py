@@ -19,19 +19,16 @@ from rollcall.base.wait import say
 from rollcall.base.words import visible
 from rollcall.checkpoint.merge.card import not_of_a_model
 from rollcall.checkpoint.verify import mark_of, verify, why_not_verified
-from rollcall.config.launch import check_branch
+from rollcall.config.launch import check_repo
 from rollcall.model.stored.find import PROBE
 
 WAITS_S = (2.0, 5.0, 15.0, 30.0, 60.0)  # between two tries
 _PASSES = frozenset({408, 409, 412, 425, 429, 500, 502, 503, 504})  # 409, 412: another commit at the same moment
-_NO_ROOM = "the account has no room for it: free some, or choose another owner"
 _ADVICE = {
     401: "the token is wrong or has expired: set HF_TOKEN, or log in with `hf auth login`",
-    402: _NO_ROOM,
     403: "the token needs the right to write there (see the hub's settings, Access Tokens), and the account needs room for it",
     404: "see whether the owner's name is right and HF_ENDPOINT names the hub that is meant",
-    413: _NO_ROOM,
-    507: _NO_ROOM,
+    413: "the account has no room for it: free some, or choose another owner",
 }
 _STATUS = re.compile(r"HTTP status (?:client|server) error \((\d{3})")
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
@@ -57,11 +54,9 @@ def upload(model_dir: Path, repo: str, *, private: bool = False, revision: str |
     ``private``: refuse a repository that others can read. ``revision``: the branch; None is the main one. Only files that were
     verified go there.
     """
-    _refuse_no_model(model_dir)
-    if revision is not None:
-        check_branch(revision)
-    api = _client(repo)
+    check_repo(repo)
     names = verified_files(model_dir)
+    api = _client()
     branch = revision or "main"
     _patiently(f"making {repo}", lambda: api.create_repo(repo, private=private or None, exist_ok=True))
     if private and not _patiently(f"asking for {repo}", lambda: api.model_info(repo)).private:
@@ -89,7 +84,10 @@ def upload(model_dir: Path, repo: str, *, private: bool = False, revision: str |
 
 def verified_files(model_dir: Path) -> list[str]:
     """The files of a directory that is verified. One that is not, and has a probe, is verified here."""
-    _refuse_no_model(model_dir)
+    if not (model_dir / "config.json").is_file():
+        raise UploadError(
+            f"{model_dir} is not a model directory: it has no config.json; give one that `rollcall merge` made"
+        )
     if (other := not_of_a_model(model_dir)) is not None:
         raise UploadError(
             f"{other} is not a file of a model (it is hidden, a link, or of another kind), so nothing was uploaded; remove it from "
@@ -110,24 +108,9 @@ def verified_files(model_dir: Path) -> list[str]:
     return sorted(mark["files"])
 
 
-def _refuse_no_model(model_dir: Path) -> None:
-    if not (model_dir / "config.json").is_file():
-        raise UploadError(
-            f"{model_dir} is not a model directory: it has no config.json; give one that `rollcall merge` made"
-        )
-
-
-def _client(repo: str) -> Any:
+def _client() -> Any:
     from huggingface_hub import HfApi, constants, get_token
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
 
-    try:
-        validate_repo_id(repo)
-    except HFValidationError as error:
-        raise UploadError(f"{repo!r} is not the name of a repository: {error}; write OWNER/NAME") from None
-    if "/" not in repo:
-        raise UploadError(f"{repo!r} does not say who owns the repository; write OWNER/NAME")
     if constants.HF_HUB_OFFLINE:
         raise UploadError("HF_HUB_OFFLINE is set, so nothing can be uploaded; unset it")
     token = get_token()
@@ -156,7 +139,8 @@ def _patiently(what: str, call: Callable[[], T]) -> T:
             return call()
         except Exception as error:  # noqa: BLE001 - the client raises its own errors and those of two HTTP libraries
             status = _status(error)
-            passes = status in _PASSES if status is not None else _is_of_the_network(error)
+            # Without a status it is the network, unless the client refuses what it was given.
+            passes = status in _PASSES if status is not None else not isinstance(error, ValueError | TypeError)
             reason = _reason(error, status)
             if not passes or wait_s is None:
                 raise UploadError(f"{what} failed: {reason}{_advice(status, reason)}") from error
@@ -180,15 +164,6 @@ def _status(error: BaseException) -> int | None:
         if found := _STATUS.search(str(each)):
             return int(found[1])
     return None
-
-
-def _is_of_the_network(error: BaseException) -> bool:
-    """A broken or missing connection, as the HTTP libraries of the client and its storage client name it."""
-    return any(
-        isinstance(each, ConnectionError | TimeoutError)
-        or type(each).__module__.split(".")[0] in ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "hf_xet")
-        for each in _chain(error)
-    )
 
 
 def _reason(error: BaseException, status: int | None) -> str:

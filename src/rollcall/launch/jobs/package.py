@@ -29,25 +29,11 @@ _SKIPPED_FOLDERS = ("__pycache__", "node_modules", "site-packages")
 # Weights, data, archives and what Python compiles.
 _NOT_CODE = frozenset(
     (
-        *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".npy", ".npz", ".pkl", ".h5", ".pyc"),
-        *(
-            ".parquet",
-            ".arrow",
-            ".jsonl",
-            ".csv",
-            ".tsv",
-            ".db",
-            ".sqlite",
-            ".log",
-            ".png",
-            ".jpg",
-            ".jpeg",
-            ".mp4",
-            ".pdf",
-        ),
-        *(".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".whl"),
+        ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".npy", ".npz", ".pkl", ".h5", ".pyc", ".parquet", ".arrow",
+        ".jsonl", ".csv", ".tsv", ".db", ".sqlite", ".log", ".png", ".jpg", ".jpeg", ".mp4", ".pdf", ".zip", ".tar", ".gz", ".tgz",
+        ".bz2", ".xz", ".zst", ".whl",
     )
-)
+)  # fmt: skip
 
 
 def build_package(config: Config, *, run_file: str, folder: Path) -> bytes:

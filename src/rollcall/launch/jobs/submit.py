@@ -237,13 +237,35 @@ def reach(
 
     ``ray_address`` is the run file's.
     """
-    from rollcall.process.ray.job_client import HttpClient, RelayClient
+    from rollcall.process.ray.job_client import HttpClient
 
     named = None if address or rendezvous is not None else wished_dashboard(name, ray_address=ray_address)
-    if address or named or rendezvous is not None:
-        return _reach_elsewhere(
-            current_cluster(name), address=address or named, rendezvous=rendezvous, is_rays_own=named is not None
-        )
+    cluster = current_cluster(name)
+    record = read_record(cluster)
+    head = Rendezvous(rendezvous, cluster).read() if rendezvous is not None else None
+    if head is not None and record is not None and record.cluster_id != head.cluster_id:
+        record = None  # this machine is a node of another cluster of that name
+    if given := address or named:
+        url = _url(given)
+        host = urllib.parse.urlsplit(url).hostname
+        if record is not None and url != record.dashboard_url and host != split_address(record.head_address)[0]:
+            record = None  # this node's token is sent only to its own cluster
+    elif rendezvous is None:
+        return _of_this_node(name, ray_address=ray_address)
+    elif record is not None:
+        return _of_this_node(cluster)
+    elif head is None:
+        raise ClusterError(f"no head of cluster {cluster!r} is published in {rendezvous}")
+    else:
+        url = _published(head)
+    token, source = _token(cluster, record=record, rendezvous=rendezvous, is_rays_own=named is not None)
+    shared = None if record is None else Shared(num_nodes=record.num_nodes, folder=record.rendezvous)
+    return Jobs(HttpClient(url, token=token, token_source=source), token=token, shared=shared)
+
+
+def _of_this_node(name: str | None, *, ray_address: str | None = None) -> Jobs:
+    from rollcall.process.ray.job_client import HttpClient, RelayClient
+
     cluster = wished_cluster(name, ray_address=ray_address)
     if cluster is None or (name is not None and read_record(name) is None):
         raise ClusterError(
@@ -253,10 +275,9 @@ def reach(
         )
     url, token, num_nodes = cluster.job_server()
     shared = None if num_nodes is None else Shared(num_nodes=num_nodes, folder=cluster.rendezvous)
-    if url is None:
-        client = RelayClient(cluster)
-    else:
-        client = HttpClient(url, token=token, token_source=f"that of {cluster.title}")
+    client = (
+        RelayClient(cluster) if url is None else HttpClient(url, token=token, token_source=f"that of {cluster.title}")
+    )
     refusal = None
     if leaves_loopback(split_address(cluster.head_address)[0]):
         refusal = (
@@ -264,31 +285,6 @@ def reach(
             "address; train on it with `rollcall train`, or start the node without a loopback --node-ip"
         )
     return Jobs(client, token=token, shared=shared, refusal=refusal)
-
-
-def _reach_elsewhere(cluster: str, *, address: str | None, rendezvous: Path | None, is_rays_own: bool = False) -> Jobs:
-    """By the address of a dashboard, or by what a head has published. ``is_rays_own``: a Ray that someone else has started."""
-    from rollcall.process.ray.job_client import HttpClient
-
-    record = read_record(cluster)
-    head = Rendezvous(rendezvous, cluster).read() if rendezvous is not None else None
-    if address is None and record is None and head is None:
-        raise ClusterError(f"no head of cluster {cluster!r} is published in {rendezvous}")
-    if head is not None and record is not None and record.cluster_id != head.cluster_id:
-        record = None  # this machine is a node of another cluster of that name
-    if address is not None:
-        url = _url(address)
-        host = urllib.parse.urlsplit(url).hostname
-        if record is not None and url != record.dashboard_url and host != split_address(record.head_address)[0]:
-            record = None  # this node's token is sent only to its own cluster
-    elif record is not None:
-        return reach(cluster, address=None, rendezvous=None)
-    else:
-        assert head is not None
-        url = _published(head)
-    token, source = _token(cluster, record=record, rendezvous=rendezvous, is_rays_own=is_rays_own)
-    shared = None if record is None else Shared(num_nodes=record.num_nodes, folder=record.rendezvous)
-    return Jobs(HttpClient(url, token=token, token_source=source), token=token, shared=shared)
 
 
 def refuse_busy(run_dir: Path, jobs: Sequence[Job]) -> None:

@@ -8,19 +8,18 @@ host keys are known; it only must not ask questions.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import re
 import signal
 import subprocess
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from rollcall.base.redact import redact
 from rollcall.base.wait import say
@@ -32,6 +31,8 @@ NO_FORWARDS = ("-o", "ClearAllForwardings=yes")  # those of the user's configura
 CONNECTED = "rollcall-is-connected"  # the first line of every script: no error of ssh itself comes after it
 LET_GO_S = 60.0  # for a tied command to remove what it began
 DROPPED_S = 2.0  # at most, before a connection that was dropped is tried again
+LONGEST_LINE = 1 << 30  # bytes; what a host prints may have no end of a line
+NO_SSH = "`ssh` is not on this machine's PATH; install OpenSSH's client (Debian: openssh-client)"
 _DROPPED = re.compile(r"(kex|ssh)_exchange_identification: |Connection (closed|reset) by \S+ port \d+")
 
 Tell = Callable[[str, str], None]  # host, line
@@ -105,98 +106,91 @@ def run_on_all(
 
     ``together``: when one fails, the others are let go. Ctrl-C lets all of them go and waits for them.
     """
-    sessions = [
-        _Session(login.words(host, *NO_FORWARDS), host, script, timeout_s=timeout_s, tell=tell)
-        for host, script in scripts.items()
-    ]
-    with ThreadPoolExecutor(len(sessions)) as pool:
-        running = [pool.submit(session.run) for session in sessions]
-        try:
-            for ended in as_completed(running):
-                if not ended.result().is_good and together:
-                    break
-        finally:
-            for session in sessions:
-                session.let_go()
-        return [each.result() for each in running]
+
+    async def run() -> list[Outcome]:
+        tasks = [
+            asyncio.create_task(_run(login, host, script, timeout_s=timeout_s, tell=tell))
+            for host, script in scripts.items()
+        ]
+        for ended in asyncio.as_completed(tasks):
+            if not (await ended).is_good and together:
+                for task in tasks:
+                    task.cancel()
+        return await asyncio.gather(*tasks)
+
+    return asyncio.run(run())
 
 
-class _Session:
-    """A script on a host, run by one thread; another may let it go."""
-
-    def __init__(
-        self, words: Sequence[str], host: str, script: str, *, timeout_s: float | None, tell: Tell | None
-    ) -> None:
-        self._words, self._host, self._timeout_s, self._tell = words, host, timeout_s, tell
-        self._script = f"echo {CONNECTED}\n{script}".encode()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._let_go = threading.Event()
-
-    def run(self) -> Outcome:
-        for _ in range(4):
-            outcome = self._connect()
-            # sshd, of a jump host too, hangs up before the login when many connect at once (MaxStartups).
-            if outcome.was_reached or not any(map(_DROPPED.match, outcome.lines)):
-                return outcome
-            if self._let_go.wait(random.uniform(0.1, DROPPED_S)):
-                return replace(outcome, was_let_go=True)
-        return self._connect()
-
-    def let_go(self) -> None:
-        """Ends the script's stdin, which ends a command that is tied to it."""
-        self._let_go.set()
-        process = self._process
-        if process is not None and process.stdin is not None and process.poll() is None:
-            process.stdin.close()
-            self._end_after(LET_GO_S, process)
-
-    def _connect(self) -> Outcome:
-        lines: deque[str] = deque(maxlen=1000)
-        was_reached = False
-        with start_ssh(self._words, stderr=subprocess.STDOUT) as process:
-            assert process.stdin is not None and process.stdout is not None
-            self._process = process
-            limit = None if self._timeout_s is None else self._end_after(self._timeout_s, process)
-            with suppress(BrokenPipeError, ValueError):  # ssh has ended; it was let go
-                os.write(process.stdin.fileno(), self._script)
-            if self._let_go.is_set():
-                process.stdin.close()
-            for raw in process.stdout:
-                line = visible(raw.decode(errors="replace").rstrip().rpartition("\r")[2])
-                if line == CONNECTED:
-                    was_reached = True
-                elif line:
-                    lines.append(line)
-                    if self._tell is not None:
-                        self._tell(self._host, line)
-            was_let_go = self._let_go.is_set()
-            status = process.wait()
-            if limit is not None:
-                limit.cancel()
-        return Outcome(
-            host=self._host,
-            status=None if status == -signal.SIGKILL else status,
-            lines=tuple(lines),
-            was_reached=was_reached,
-            was_let_go=was_let_go,
-        )
-
-    def _end_after(self, seconds: float, process: subprocess.Popen[bytes]) -> threading.Timer:
-        timer = threading.Timer(seconds, end_ssh, [process])
-        timer.daemon = True
-        timer.start()
-        return timer
-
-
-def start_ssh(words: Sequence[str], *, stderr: int | IO[bytes] = subprocess.PIPE) -> subprocess.Popen[bytes]:
-    """In its own session: Ctrl-C in the terminal is for the caller, who then ends this."""
-    pipe = subprocess.PIPE
+async def _run(login: Login, host: str, script: str, **how: Any) -> Outcome:
+    """To cancel it is to let the host go."""
+    outcome = Outcome(host=host, status=None, lines=(), was_reached=False, was_let_go=True)
     try:
-        return subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=stderr, start_new_session=True)
+        # sshd, of a jump host too, hangs up before the login when many connect at once (MaxStartups).
+        for wait_s in (0.0, *(random.uniform(0.1, DROPPED_S) for _ in range(4))):
+            await asyncio.sleep(wait_s)
+            outcome = await _connect(login.words(host, *NO_FORWARDS), host, script, **how)
+            if outcome.was_reached or outcome.was_let_go or not any(map(_DROPPED.match, outcome.lines)):
+                break
+    except asyncio.CancelledError:
+        return replace(outcome, was_let_go=True)
+    return outcome
+
+
+async def _connect(
+    words: Sequence[str], host: str, script: str, *, timeout_s: float | None, tell: Tell | None
+) -> Outcome:
+    pipe, lines = subprocess.PIPE, deque[str](maxlen=1000)
+    was_reached = was_let_go = False
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *words, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, start_new_session=True, limit=LONGEST_LINE
+        )
     except FileNotFoundError:
-        raise LaunchError(
-            "`ssh` is not on this machine's PATH; install OpenSSH's client (Debian: openssh-client)"
-        ) from None
+        raise LaunchError(NO_SSH) from None
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        process.stdin.write(f"echo {CONNECTED}\n{script}".encode())
+        while True:
+            try:
+                async with asyncio.timeout(LET_GO_S if was_let_go else timeout_s):
+                    async for raw in process.stdout:
+                        line = visible(raw.decode(errors="replace").rstrip().rpartition("\r")[2])
+                        if line == CONNECTED:
+                            was_reached = True
+                        elif line:
+                            lines.append(line)
+                            if tell is not None:
+                                tell(host, line)
+                    await process.wait()
+                break
+            except asyncio.CancelledError:
+                was_let_go = True
+                process.stdin.close()  # this ends a command that is tied to it
+            except TimeoutError:
+                break
+    finally:
+        is_late = process.returncode is None
+        if is_late:
+            with suppress(ProcessLookupError):  # it has ended just now
+                os.killpg(process.pid, signal.SIGKILL)
+        status = await process.wait()
+    return Outcome(
+        host=host,
+        status=None if is_late else status,
+        lines=tuple(lines),
+        was_reached=was_reached,
+        was_let_go=was_let_go,
+    )
+
+
+def start_ssh(
+    words: Sequence[str], *, stderr: IO[bytes], stdin: int | IO[bytes] = subprocess.PIPE
+) -> subprocess.Popen[bytes]:
+    """In its own session: Ctrl-C in the terminal is for the caller, who then ends this."""
+    try:
+        return subprocess.Popen(words, stdin=stdin, stdout=subprocess.PIPE, stderr=stderr, start_new_session=True)
+    except FileNotFoundError:
+        raise LaunchError(NO_SSH) from None
 
 
 def end_ssh(process: subprocess.Popen[bytes]) -> None:

@@ -18,7 +18,6 @@ import re
 import shlex
 import urllib.parse
 from collections.abc import Sequence
-from pathlib import Path
 
 from rollcall.base.errors import ClusterError
 from rollcall.base.stop import INTERRUPTED
@@ -35,7 +34,7 @@ from rollcall.launch.rendered import Command, Rendered, RenderedFile, exports, s
 from rollcall.launch.ssh.machines import Site
 from rollcall.launch.ssh.shell import NO_FORWARDS, prefixed
 from rollcall.launch.ssh.tunnel import DASHBOARD, jobs_of
-from rollcall.launch.target import RUN_FILE, LaunchRequest, Target, need_tool
+from rollcall.launch.target import RUN_FILE, LaunchRequest, Target
 from rollcall.nodes.declared import passed
 from rollcall.nodes.machine import Here
 from rollcall.nodes.node_shell import TOKEN
@@ -99,9 +98,6 @@ class Ssh(Target):
             ),
             notes=tuple(notes),
         )
-
-    def validate(self, rendered: Rendered, folder: Path) -> None:
-        need_tool("ssh", install="install OpenSSH's client (Debian: openssh-client)")
 
     def in_use(self, record: LaunchRecord, names: Sequence[str]) -> Sequence[str]:
         """Nodes stay after a run, and the next run may be another."""
@@ -257,7 +253,6 @@ def _look(site: Site, rendered: Rendered, record: LaunchRecord) -> str:
     problems: list[str] = []
     # Ray joins only nodes of one Python and one Ray, and workers of another torch cannot compute with the others.
     versions = {"rollcall": (__version__, "this machine")}
-    machines: dict[tuple[str, str], str] = {}
     head: Here | None = None
     for rank, outcome in enumerate(outcomes):
         host, here = outcome.host, Here.of(outcome.answer or "")
@@ -270,16 +265,10 @@ def _look(site: Site, rendered: Rendered, record: LaunchRecord) -> str:
             wanted, where = versions.setdefault(what, (version, host))
             if version != wanted:
                 problems.append(f"{host}: {what} {version}, and {where} has {what} {wanted}; install the same there")
-        first = machines.setdefault((here.host, here.address.rpartition(":")[0]), host)
-        if first != host:
-            problems.append(f"{host}: the same machine as {first}")
         if here.rank is not None and host not in record.facts.get(UP, ()):
             problems.append(
                 f"{host}: a cluster named {record.name!r} runs there already, and this launch did not start it; give another --name"
             )
-        elif here.rank not in (None, rank):
-            down = f"run `rollcall launch down {record.name}` first"
-            problems.append(f"{host}: is rank {here.rank} of this cluster, not {rank}; {down}")
         if rank == 0 and here.is_alone and len(site.hosts) > 1:
             problems.append(f"{host}: has no address that other machines reach; set launch.ssh.interface")
     if problems or head is None:
@@ -317,6 +306,10 @@ def _check(site: Site, rendered: Rendered, record: LaunchRecord, *, is_running: 
         raise LaunchError(f"not all nodes have joined, or something would break the run:\n  {outcome.problem}")
     found = json.loads(outcome.answer)
     say(f"all {counted(found['num_slots'], 'slot')} have joined, on {counted(len(site.hosts), 'host')}")
+    if found["dashboard_url"] is None:
+        raise LaunchError(
+            f"{head}: the head has no dashboard on its loopback, which takes the run; see dashboard.log among Ray's logs there"
+        )
     return record.knowing(**{DASHBOARD: urllib.parse.urlsplit(found["dashboard_url"]).port}).save()
 
 
