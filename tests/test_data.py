@@ -323,9 +323,12 @@ def test_rows_that_differ_in_spaces_or_in_what_the_model_said_may_render_alike(t
     assert len(load(a_file(tmp_path, *rows), chat_template=trims).prompts) == 2
 
 
-def test_a_prompt_that_its_chat_template_makes_too_long_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="the shortest has 21 tokens"):
-        load(a_file(tmp_path, {"prompt": "abc"}), chat_template=CHAT_TEMPLATE, max_prompt_tokens=10)
+def test_a_prompt_that_its_chat_template_makes_too_long_is_refused_with_these_words(tmp_path: Path) -> None:
+    source = a_file(tmp_path, {"prompt": "abc"})
+    with pytest.raises(DataError, match="the shortest has 21 tokens with the model's chat template"):
+        load(source, chat_template=CHAT_TEMPLATE, max_prompt_tokens=10)
+    assert load(source, chat_template=CHAT_TEMPLATE).with_template == " with the model's chat template"
+    assert load(source).with_template == ""
 
 
 @pytest.mark.parametrize("chat_template", [None, CHAT_TEMPLATE])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import socket
 from collections.abc import Iterator
@@ -286,7 +287,8 @@ def test_64_conversations_at_once_are_each_their_own(stands: Standing, writer: W
     assert len(writer.sessions) == 64 * 3 and len(set(writer.sessions)) == 64
 
 
-def test_a_client_that_hangs_up_frees_its_work(tokenizer: Any) -> None:
+def test_a_client_that_hangs_up_frees_its_work(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollcall.nodes.http_server.LOOK_S", 0.05)
     slow = Writer(tokenizer=tokenizer, says=said, delay_s=600)
     with standing(slow, tokenizer=tokenizer) as one:
         with pytest.raises(openai.APITimeoutError):
@@ -296,6 +298,19 @@ def test_a_client_that_hangs_up_frees_its_work(tokenizer: Any) -> None:
                 break
             one.client().models.list()
         assert slow.num_left == 1
+
+
+def test_a_client_that_sends_no_more_gets_its_answer(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollcall.nodes.http_server.LOOK_S", 0.05)
+    with standing(Writer(tokenizer=tokenizer, says=said, delay_s=0.2), tokenizer=tokenizer) as one:
+        body = b'{"messages": [{"role": "user", "content": "hello"}]}'
+        with socket.create_connection(("127.0.0.1", one.server.port), timeout=60) as line:
+            line.sendall(request(one, f"{POST}\nContent-Length: {len(body)}", body))
+            line.shutdown(socket.SHUT_WR)
+            answer = http.client.HTTPResponse(line)  # it passes over interim answers
+            answer.begin()
+            assert answer.status == 200 and b"characters" in answer.read()
+            assert line.recv(1) == b"", "the server closes what has no more to ask"
 
 
 # Harm

@@ -79,6 +79,17 @@ def test_what_a_dataset_does_not_have_is_named(tmp_path: Path, fields: dict[str,
         load(a_dataset(tmp_path / "sums"), **fields)
 
 
+@pytest.mark.parametrize("name", ["", "..", "../..", "/", ".", "~", "a/..", "./nothing"])
+def test_what_names_no_dataset_is_refused_before_anything_is_read(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "a" / "b")
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: pytest.fail("it was looked for"))
+    with pytest.raises(DataError, match="names no dataset; write OWNER/NAME"):
+        load(f"hub:{name}")
+
+
 def test_without_the_library_the_extra_to_install_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DataError, match=r"pip install 'rollcall-rl\[hub\]'"):

@@ -9,9 +9,10 @@ from dataclasses import replace
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from rollcall.base.stop import heed
 from rollcall.base.wait import say
@@ -29,7 +30,17 @@ Name = Annotated[
 ]
 
 
+class _Targets(TyperGroup):
+    """Says which targets exist where another is given."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] not in self.commands:
+            ctx.fail(f"{args[0]!r} is not a target; use one of {', '.join(TARGETS)}.")
+        return super().resolve_command(ctx, args)
+
+
 launch = typer.Typer(
+    cls=_Targets,
     help="Get nodes and run a run file on them: rollcall launch TARGET run.yaml.",
     no_args_is_help=True,
     add_completion=False,

@@ -19,6 +19,7 @@ MAX_CONNECTIONS = 8192
 KEEP_ALIVE_S = 120.0  # between two requests: a program may think for long
 HEAD_S = 30.0  # from connecting, or from the first byte of a request, to the end of its head
 READ_S = 60.0  # for a client to read more of its answer
+LOOK_S = 1.0  # between two looks whether a client that sends no more is still there
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -54,6 +55,7 @@ def http_server(app: Any) -> uvicorn.Server:
 
 def _protocol(*, most_silent: int) -> type[asyncio.Protocol]:
     """A client that says too little, or does not read, is dropped in time; where many are silent the oldest make way."""
+    import h11
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     silent: dict[Any, asyncio.TimerHandle] = {}  # the oldest first
@@ -78,6 +80,14 @@ def _protocol(*, most_silent: int) -> type[asyncio.Protocol]:
             super().connection_lost(exc)
             self.resume_writing()
 
+        def eof_received(self) -> bool:
+            """Whether the connection stays open: a client may send no more and still read its answer."""
+            if self.cycle is None or self.cycle.response_complete or self.cycle.more_body:
+                return False
+            self.cycle.keep_alive = False
+            self._ask_whether_there()
+            return True
+
         def pause_writing(self) -> None:
             super().pause_writing()
             self._unread = self.loop.call_later(READ_S, self._drop_unless_read, self.transport.get_write_buffer_size())
@@ -92,6 +102,17 @@ def _protocol(*, most_silent: int) -> type[asyncio.Protocol]:
                 self.transport.abort()
             else:
                 self._unread = self.loop.call_later(READ_S, self._drop_unless_read, left)
+
+        def _ask_whether_there(self) -> None:
+            """A client that has hung up looks like one that only sends no more, until it is written to: then its host refuses. The
+            interim answer is one that every client of HTTP/1.1 passes over."""
+            if (
+                not self.transport.is_closing()
+                and not self.cycle.response_started
+                and self.scope["http_version"] == "1.1"
+            ):
+                self.transport.write(self.conn.send(h11.InformationalResponse(status_code=100, headers=[])))
+                self.loop.call_later(LOOK_S, self._ask_whether_there)
 
         def _wait(self) -> None:
             silent[self] = self.loop.call_later(HEAD_S, self.transport.abort)

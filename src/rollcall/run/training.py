@@ -376,7 +376,7 @@ def _check_lengths(config: Config, workers: Workers) -> None:
     for prompts in filter(None, (workers.train, workers.val)):
         longest = max((len(prompt.token_ids) for prompt in prompts.prompts), default=0)
         wanted = longest + answer
-        makes = f"{prompts.source} has a prompt of {longest} tokens; with rollout.max_response_tokens={answer} that makes {wanted}"
+        makes = f"{prompts.source} has a prompt of {longest} tokens{prompts.with_template}; with rollout.max_response_tokens={answer} that makes {wanted}"
         if wanted > positions:
             raise ConfigError(
                 f"{makes} positions, and the model has {positions}: lower rollout.max_response_tokens, or "

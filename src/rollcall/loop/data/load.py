@@ -29,6 +29,7 @@ _ROWS_PER_BATCH = 1024
 _CHARACTERS_PER_BATCH = 1 << 20
 _FEW_CHARACTERS = 1 << 16  # of a prompt: tokenised in any case
 _OURS = ("prompt_messages", "prompt_text")  # of a prompt's metadata: what its chat template rendered
+_IN_TEMPLATE = " with the model's chat template"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +37,11 @@ class PromptSet:
     prompts: list[Prompt]
     num_overlong: int  # left out, longer than data.max_prompt_tokens
     source: str
+
+    @property
+    def with_template(self) -> str:
+        """Words to follow a length in tokens: a chat template makes it longer than the row."""
+        return _IN_TEMPLATE if any("prompt_messages" in prompt.metadata for prompt in self.prompts) else ""
 
 
 @dataclass(slots=True)
@@ -69,7 +75,7 @@ def load_prompts(
             )
         return _without_data(data, tokenizer, split=split, limit=limit)
     prompts: list[Prompt] = []
-    num_overlong, shortest = 0, math.inf
+    num_overlong, shortest, words = 0, math.inf, ""
     seen: dict[str, tuple[str, int]] = {}
     # Tokenising takes a second and a quarter of a gigabyte for each million characters, and cannot be interrupted. A text is too long in
     # any case if as many of the longest tokens as there may be cannot hold it; times four, since one may join a letter with its accents.
@@ -80,13 +86,14 @@ def load_prompts(
         for asked in batch:
             if asked.token_ids is None or len(asked.token_ids) > data.max_prompt_tokens:
                 num_overlong, shortest = num_overlong + 1, min(shortest, len(asked.token_ids or ()) or math.inf)
+                words = _IN_TEMPLATE if asked.messages is not None else ""
                 continue
             _refuse_same_text(asked, seen)
             prompts.append(_prompt(asked, asked.token_ids, data))
             if len(prompts) == limit:
                 return PromptSet(prompts=prompts, num_overlong=num_overlong, source=source)
     if not prompts and num_overlong:
-        known = f"; the shortest has {shortest} tokens" if shortest < math.inf else ""
+        known = f"; the shortest has {shortest} tokens{words}" if shortest < math.inf else ""
         raise DataError(
             f"{source}: {all_of(num_overlong, 'prompt')} {are(num_overlong)} longer than "
             f"data.max_prompt_tokens={data.max_prompt_tokens}{known}"

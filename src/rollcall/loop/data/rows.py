@@ -114,6 +114,7 @@ def of_column(row: Row, column: str, read: Callable[[Any], Any], value: Any) -> 
 def _dataset_rows(source: str, *, data: DataSection, split: Split) -> Iterator[Row]:
     """The rows of one split, downloaded once and then read from the cache."""
     name, part = source.removeprefix(HUB), data.split if split == "train" else data.val_split
+    _check_name(name, source)
     try:
         datasets = import_module("datasets")
     except ImportError:
@@ -136,6 +137,21 @@ def _dataset_rows(source: str, *, data: DataSection, split: Split) -> Iterator[R
         row = Row(f"{source} ({part}), row {number}", f"{Path(name).name}-{part}:{number}", dict(columns))
         _check_columns(row)
         yield row
+
+
+def _check_name(name: str, source: str) -> None:
+    """Refuse what is neither a folder by its own name nor a name that the hub accepts: of ``..`` every file below would be read."""
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        if Path(name).is_dir() and os.path.basename(name.rstrip("/")) not in ("", ".", ".."):
+            return
+        validate_repo_id(name)
+    except (OSError, ValueError):
+        raise DataError(
+            f"{source} names no dataset; write OWNER/NAME as the hub has it, such as hub:openai/gsm8k, or the dataset's own folder, "
+            "such as hub:../my_dataset"
+        ) from None
 
 
 # Files
