@@ -229,6 +229,14 @@ def test_parts_of_the_run_that_a_run_was_copied_from_are_not_removed(tmp_path: P
     assert_gathered(checkpoint)
 
 
+def test_a_full_disk_is_known_before_anything_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint, disks = make_checkpoint(tmp_path)
+    monkeypatch.setattr(module, "free_bytes", lambda path: 1000)
+    with pytest.raises(GatherError, match="4 parts need .* free space there"):
+        gather(checkpoint, lambda: disks)
+    assert disks[0].sent == disks[1].sent == 0
+
+
 def test_two_do_not_gather_the_same_checkpoint_at_once(tmp_path: Path) -> None:
     checkpoint, disks = make_checkpoint(tmp_path)
 

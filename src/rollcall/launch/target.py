@@ -36,6 +36,7 @@ RUN_FILE = "run.yaml"
 END_S = 1800.0  # clouds take their time to take machines back
 ASK_EVERY_S = 2.0
 ASK_S = 300.0  # for an answer: `sky` starts a server for its first question
+_PACKAGES = {"sky": " (pip install skypilot)", "dstack": " (pip install dstack)"}
 AnySection = TypeVar("AnySection", bound=TargetSection)
 
 
@@ -328,7 +329,8 @@ def _run(words: Sequence[str], what: str, *, timeout_s: float | None, **how: Any
         return subprocess.run(words, timeout=timeout_s, stdin=subprocess.DEVNULL, **how).returncode
     except FileNotFoundError:
         raise LaunchError(
-            f"cannot {what}: `{words[0]}` is not on this machine's PATH; install it, or run this where it is"
+            f"cannot {what}: `{words[0]}` is not on this machine's PATH; install it{_PACKAGES.get(words[0], '')}, or run this where "
+            "it is installed"
         ) from None
     except subprocess.TimeoutExpired:
         raise LaunchError(f"cannot {what}: `{shlex.join(words)}` has not ended after {timeout_s:.0f} s") from None

@@ -21,7 +21,7 @@ from typing import Any
 from rollcall.base.atomic import fsync
 from rollcall.base.errors import CheckpointError
 from rollcall.base.lock import take_lock
-from rollcall.base.patience import plain_disk_errors
+from rollcall.base.patience import free_bytes, plain_disk_errors
 from rollcall.base.wait import Wait, say
 from rollcall.base.words import counted, size
 from rollcall.checkpoint.local import FOLDER_NAME, names_of_run
@@ -125,6 +125,7 @@ def gather(
         holders, faults = _holders(nodes, parts)
         if missing:
             _refuse_absent(missing, holders, faults)
+            _refuse_too_large(checkpoint, missing)
             work = _Work(checkpoint, total=sum(part.size for part in missing), progress=progress)
             work.run({part: holders[part.name] for part in missing})
             done.parts, done.num_bytes = [part.name for part in missing], work.num_received
@@ -188,6 +189,16 @@ def _refuse_absent(missing: Sequence[NodePart], holders: dict[str, Node], faults
         raise GatherError(
             "\n  ".join([f"{counted(len(absent), 'part')} cannot be gathered:", *lines, *faults])
             + "\nbring these nodes back, or take an earlier checkpoint"
+        )
+
+
+def _refuse_too_large(checkpoint: Path, missing: Sequence[NodePart]) -> None:
+    needed = sum(part.size - _size(checkpoint / FOLDER / part.name) for part in missing)
+    free = free_bytes(checkpoint)
+    if free is not None and needed > free:
+        raise GatherError(
+            f"{counted(len(missing), 'part')} need {size(needed)} in {checkpoint}, and its disk has {size(free)} free; "
+            "free space there"
         )
 
 
