@@ -95,7 +95,7 @@ def load_inputs(config: Config) -> Inputs:
         if prompts is not None and prompts.num_overlong:
             say(
                 f"{prompts.source}: left out {counted(prompts.num_overlong, 'prompt')} longer than "
-                f"{config.data.max_prompt_tokens} tokens"
+                f"{config.data.max_prompt_tokens} tokens{prompts.with_template}"
             )
     return Inputs(model_path=path, tokenizer=tokenizer, train=train, val=val)
 
