@@ -235,6 +235,12 @@ def test_a_full_disk_is_named_and_leaves_no_half_record(
         unmount(disk)
 
 
+def test_a_journal_that_cannot_be_made_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(JournalError, match="cannot write the journal folder"):
+        Journal(tmp_path / "file" / "journal")
+
+
 def test_trained_steps_survive_and_replays_count_once(tmp_path: Path) -> None:
     with Journal(tmp_path) as journal:
         journal.mark_trained(0, draws=[1, 0], version=1)

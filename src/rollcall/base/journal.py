@@ -89,7 +89,13 @@ class Journal(AbstractContextManager["Journal"]):
         self._ledger: _Ledger | None = None
         self._lock = threading.RLock()
         self._syncing = threading.Lock()
-        self.dir.mkdir(parents=True, exist_ok=True)
+        try:
+            self.dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise JournalError(
+                f"{self.dir}: cannot write the journal folder: {error.strerror}; free space or make the folder writable, or "
+                "choose another run.dir"
+            ) from error
 
     def append(self, group: Group, *, again: bool = False) -> None:
         """Write a finished group; when this returns, the group outlives the process. ``again``: it has a record
@@ -302,3 +308,7 @@ def _read_bytes(path: Path) -> bytes:
         return path.read_bytes()
     except FileNotFoundError:
         return b""
+    except OSError as error:
+        raise JournalError(
+            f"{path} cannot be read: {error.strerror}; check the file's permissions and the disk"
+        ) from error
