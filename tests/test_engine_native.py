@@ -50,7 +50,8 @@ from tiny import (
 from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from rollcall.engine.native.engine import NativeEngine
-from rollcall.engine.native.rows import KEPT_PER_ROW
+from rollcall.engine.native.kept_rows import KeptRows, Leaving, Plane, Returning
+from rollcall.engine.native.rows import KEPT_PER_ROW, TURN
 from rollcall.engine.sequence import Sequence
 from rollcall.model.attention import Way, cpu_way
 from rollcall.model.decoder import Decoder, UnsupportedModel, fuse_parameters
@@ -249,18 +250,54 @@ def test_kept_kv_takes_no_more_than_its_bound() -> None:
         for number, prompt in enumerate(random_prompts(12, lengths=(20, 40))):
             run(engine, [request(prompt, session=f"s{number}", max_tokens=8, stop_token_ids=())])
             kept = engine.runner._kept  # type: ignore[attr-defined]
-            assert kept.num_tokens > 0 and (
-                kept.num_tokens <= kv_tokens if kv_tokens else len(kept) <= KEPT_PER_ROW * 3
-            )
+            assert 0 < kept.num_tokens <= (kv_tokens or KEPT_PER_ROW * 3 * (kept.longest + 2 * TURN + 31))
         engine.update_weights(1)
-        assert kept.num_tokens == 0 and not len(kept)
+        assert kept.num_tokens == 0 and not len(kept._sessions)
+
+
+def test_kept_rows_come_back_as_they_left_and_holes_are_closed_before_a_session_is_forgotten() -> None:
+    kept, rows, columns = KeptRows(), 8, 12
+    planes = [Plane(torch.randn(rows, 2, 3, columns), 3), Plane(torch.randn(rows, 2, columns, 3), 2)]
+    before = [plane.tensor.clone() for plane in planes]
+    ids = np.arange(6, dtype=np.int32)
+    leaving = [Leaving(session=f"s{row}", ids=ids, row=row, past=6) for row in (0, 2, 3, 5, 7)]
+    kept.put(leaving, planes, end=10)
+    assert kept.num_tokens == 5 * 6
+
+    def back(session: str, row: int) -> None:
+        sequence = Sequence(request=request(np.arange(9, dtype=np.int32), session=session).requests[0], number=0)
+        taken = kept.take(sequence)
+        assert taken is not None and taken[1] == 6
+        kept.restore([Returning(kept=taken[0], num_tokens=6, row=row, column=1)], planes)
+
+    for plane in planes:
+        plane.tensor.zero_()
+    back("s2", 4)
+    assert kept.num_tokens == 5 * 6, "a hole takes memory"
+    back("s0", 1)
+    assert kept.give_way() and kept.num_tokens == 3 * 6 and len(kept._sessions) == 3
+    for session, row in (("s7", 6), ("s3", 3), ("s5", 0)):
+        back(session, row)
+    assert kept.num_tokens == 0 and not kept.give_way()
+    for plane, old in zip(planes, before, strict=True):
+        for source, row in ((2, 4), (0, 1), (7, 6), (3, 3), (5, 0)):
+            shown = plane.columns(1, 7)[row]
+            assert torch.equal(shown, Plane(old, plane.dim).columns(4, 10)[source])
 
 
 @pytest.mark.parametrize("way", ["products", "fused"])
 @pytest.mark.parametrize("observed", [(3, 3, 3, 3), (3, 5, 1, 3)])
-def test_rows_that_leave_and_come_back_together_draw_what_they_draw_without_sessions(
-    way: Any, observed: tuple[int, ...]
+def test_rows_that_leave_and_come_back_together_keep_their_memory(
+    way: Any, observed: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    homes: list[bool] = []
+    restore = KeptRows.restore
+
+    def noting(self: KeptRows, returning: Any, planes: Any, *, home: Any = None) -> None:
+        homes.append(home is not None)
+        restore(self, returning, planes, home=home)
+
+    monkeypatch.setattr(KeptRows, "restore", noting)
     model, tokenizer = make_model(), make_tokenizer()
     ends: list[Any] = []
     for sessions in (True, False):
@@ -280,17 +317,15 @@ def test_rows_that_leave_and_come_back_together_draw_what_they_draw_without_sess
                 for place, ids in enumerate(talks)
             ]
         ends.append(talks)
+    assert homes == [True] * 3, "their memory was not theirs"
     assert all(np.array_equal(one, other) for one, other in zip(*ends, strict=True))
 
 
 def held_tokens(engine: NativeEngine) -> int:
     """KV that the tensors of a CPU's rows and sessions have memory for."""
     runner: Any = engine.runner
-    tensors = [
-        *runner._keys,
-        *runner._values,
-        *(tensor for one in runner._kept._sessions.values() for tensor in one.kv),
-    ]
+    sessions = {id(one.kv.bundle): one.kv.bundle for one in runner._kept._sessions}.values()
+    tensors = [*runner._keys, *runner._values, *(plane.tensor for bundle in sessions for plane in bundle.planes)]
     decoder = runner.decoder
     return sum(tensor.numel() for tensor in tensors) // (2 * len(decoder.layers) * decoder.shape.kv_width)
 
@@ -320,12 +355,13 @@ def test_sessions_and_rows_together_keep_to_the_memory_there_is() -> None:
         for _ in range(int(draw.integers(0, 4))):
             engine.step()
         kept: Any = engine.runner._kept  # type: ignore[attr-defined]
-        assert kept.num_tokens == sum(len(one.ids) for one in kept._sessions.values())
+        bundles = {id(one.kv.bundle): one.kv.bundle for one in kept._sessions}.values()
+        assert kept.num_tokens == sum(bundle.num_rows * bundle.num_columns for bundle in bundles)
         assert kept.num_tokens <= 500 and held_tokens(engine) <= 2 * 500
     finish(engine)
     for number in range(12):
         engine.end_session(f"s{number}")
-    assert kept.num_tokens == len(kept) == 0
+    assert kept.num_tokens == kept.longest == 0 and not kept._holed
 
 
 def test_a_request_that_has_to_wait_costs_no_session_its_kv() -> None:
@@ -336,11 +372,11 @@ def test_a_request_that_has_to_wait_costs_no_session_its_kv() -> None:
     submit(engine, request(prompts[0], name="runs", max_tokens=60, stop_token_ids=()))
     engine.step()
     kept: Any = engine.runner._kept  # type: ignore[attr-defined]
-    assert len(kept) == 3
+    assert len(kept._sessions) == 3
     wide = random_prompts(1, lengths=(160, 161))[0]
     submit(engine, request(wide, name="waits", max_tokens=4, stop_token_ids=()))
     engine.step()
-    assert len(kept) == 3, "two rows of 160 tokens do not fit, with or without sessions"
+    assert len(kept._sessions) == 3, "two rows of 160 tokens do not fit, with or without sessions"
     finish(engine)
 
 

@@ -6,6 +6,7 @@ end leaves something again. So the order of leaving is the order of last use.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -29,3 +30,32 @@ class Kept(Generic[KV]):
         length = min(len(ids), len(self.ids))
         different = np.flatnonzero(ids[:length] != self.ids[:length])
         return int(different[0]) if len(different) else length
+
+
+class KeptSessions(Generic[KV]):
+    """Oldest first."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Kept[KV]] = {}
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __iter__(self) -> Iterator[Kept[KV]]:
+        return iter(self._kept.values())
+
+    def put(self, kept: Kept[KV]) -> Kept[KV] | None:
+        """The newest; returns what the session had before."""
+        before = self._kept.pop(kept.session, None)
+        self._kept[kept.session] = kept
+        return before
+
+    def take(self, session: str | None) -> Kept[KV] | None:
+        return None if session is None else self._kept.pop(session, None)
+
+    def take_oldest(self) -> Kept[KV] | None:
+        return self._kept.pop(next(iter(self._kept))) if self._kept else None
+
+    def take_all(self) -> list[Kept[KV]]:
+        taken, self._kept = list(self._kept.values()), {}
+        return taken

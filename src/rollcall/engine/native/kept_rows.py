@@ -1,48 +1,240 @@
-"""KV of sessions outside a CPU's dense rows: a copy of what each row had."""
+"""KV of sessions outside a CPU's dense rows.
+
+Rows that end together are copied together: a bundle has them side by side, in the columns that they had. So leaving and
+coming back are one copy of a layer for many rows. Where all rows end together, as those of quick environments do, the bundle is their
+memory itself, and if they all come back together it becomes the rows again. A row that is gone leaves a hole in its bundle, which
+counts as memory; where memory is short, bundles with holes are copied to their size.
+"""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from rollcall.engine.native.kept import Kept
+from rollcall.base.types import Ints
+from rollcall.engine.native.kept import Kept, KeptSessions
 from rollcall.engine.native.runner import Sequence
+
+HOLES = 4  # one row in this many being a hole is many
+
+
+class Plane(NamedTuple):
+    """Keys or values of one layer, as they lie in memory: [rows, Hkv, D and columns]."""
+
+    tensor: Tensor
+    dim: int  # of the columns
+
+    def columns(self, start: int, end: int) -> Tensor:
+        return self.tensor.narrow(self.dim, start, end - start)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Bundle:
+    planes: list[Plane]
+    num_columns: int
+    rows: set[KeptRow] = field(default_factory=set)
+    num_taken: int = 0  # of its rows, that are about to be copied back
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.planes[0].tensor)
+
+    @property
+    def num_holes(self) -> int:
+        return self.num_rows - len(self.rows)
+
+    @property
+    def num_tokens(self) -> int:
+        """The memory it takes, without the rows that were taken: they count where they go."""
+        return self.num_columns * (self.num_rows - self.num_taken)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class KeptRow:
+    bundle: Bundle
+    index: int  # its row
+    start: int  # its first column
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaving:
+    """A row whose KV is kept."""
+
+    session: str
+    ids: Ints  # the tokens that are kept
+    row: int
+    past: int  # columns from its first to the end of all rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Returning:
+    """Kept KV that a row begins with."""
+
+    kept: Kept[KeptRow]
+    num_tokens: int  # of it
+    row: int
+    column: int  # where its first token goes
 
 
 class KeptRows:
+    """Counts are kept as it changes: there may be thousands of sessions, and each turn asks."""
+
     def __init__(self) -> None:
-        self._sessions: OrderedDict[str, Kept[list[Tensor]]] = OrderedDict()  # oldest first
-        self.num_tokens = 0  # whose KV is kept
+        self._sessions: KeptSessions[KeptRow] = KeptSessions()
+        self._holed: dict[Bundle, None] = {}  # those with many holes, in the order in which they got them
+        self.num_tokens = 0  # the memory that it takes, as tokens of KV
+        self.longest = 0  # columns of the longest row since it was empty
 
-    def __len__(self) -> int:
-        return len(self._sessions)
+    def put(self, rows: list[Leaving], planes: list[Plane], *, end: int) -> None:
+        """Copy these rows, which all end at the column ``end``."""
+        width = max(row.past for row in rows)
+        which = places([row.row for row in rows])
+        copies = [Plane(_copied(plane.columns(end - width, end), which), plane.dim) for plane in planes]
+        self._put(rows, Bundle(planes=copies, num_columns=width), indices=range(len(rows)), end=width)
 
-    def put(self, kept: Kept[list[Tensor]]) -> None:
-        self.forget(kept.session)
-        self._sessions[kept.session] = kept
-        self.num_tokens += len(kept.ids)
+    def put_all(self, rows: list[Leaving], planes: list[Plane], *, end: int) -> None:
+        """``put`` for all rows at once: their memory itself is kept, and nothing is copied."""
+        bundle = Bundle(planes=planes, num_columns=planes[0].tensor.shape[planes[0].dim])
+        self._put(rows, bundle, indices=[row.row for row in rows], end=end)
 
-    def take(self, sequence: Sequence) -> tuple[Kept[list[Tensor]], int] | None:
-        """Take out what the sequence's session left, with the number of its tokens that can be used, if any can."""
-        kept = self._sessions.get(sequence.request.session or "")
+    def _put(self, rows: list[Leaving], bundle: Bundle, *, indices: Iterable[int], end: int) -> None:
+        self.num_tokens += bundle.num_tokens
+        self.longest = max(self.longest, max(row.past for row in rows))
+        for index, row in zip(indices, rows, strict=True):
+            kv = KeptRow(bundle=bundle, index=index, start=end - row.past)
+            bundle.rows.add(kv)
+            self._add(Kept(session=row.session, ids=row.ids, kv=kv))
+
+    def _add(self, kept: Kept[KeptRow]) -> None:
+        self._leave(self._sessions.put(kept))
+
+    def take(self, sequence: Sequence) -> tuple[Kept[KeptRow], int] | None:
+        """Take out what the sequence's session left, with the number of its tokens that can be used. It no longer counts here; ``restore`` or
+        ``put_back`` follows."""
+        kept = self._sessions.take(sequence.request.session)
         if kept is None:
             return None
-        self.forget(kept.session)
         num_tokens = kept.num_shared(sequence)
-        return (kept, num_tokens) if num_tokens else None
+        if not num_tokens:
+            self._leave(kept)
+            return None
+        self._take_out(kept.kv, 1)
+        return kept, num_tokens
+
+    def put_back(self, kept: Kept[KeptRow]) -> None:
+        self._take_out(kept.kv, -1)
+        self._add(kept)
+
+    def restore(self, returning: list[Returning], planes: list[Plane], *, home: Bundle | None = None) -> None:
+        """Copy what was taken into rows, and forget it here. Other columns that are copied with it are hidden by masks, or overwritten. Of the bundle
+        ``home`` these planes are the memory."""
+
+        def alike(one: Returning) -> tuple[int, int]:
+            return id(one.kept.kv.bundle), one.column - one.kept.kv.start
+
+        for (_, shift), group in groupby(sorted(returning, key=alike), key=alike):
+            members = list(group)
+            bundle = members[0].kept.kv.bundle
+            if bundle is home and not shift:
+                continue  # they are there
+            start = min(one.kept.kv.start for one in members)
+            end = max(one.kept.kv.start + one.num_tokens for one in members)
+            runs = side_by_side([(one.row, one.kept.kv.index) for one in members])
+            for plane, kept in zip(planes, bundle.planes, strict=True):
+                there, here = plane.columns(start + shift, end + shift), kept.columns(start, end)
+                for row, index, count in runs:  # an indexed copy takes several times as long
+                    source = here[index : index + count]
+                    there[row : row + count].copy_(source.clone() if bundle is home else source)
+        for one in returning:
+            self._take_out(one.kept.kv, -1)
+            self._release(one.kept.kv)
 
     def forget(self, session: str) -> None:
-        if (kept := self._sessions.pop(session, None)) is not None:
-            self.num_tokens -= len(kept.ids)
+        self._leave(self._sessions.take(session))
 
     def give_way(self) -> bool:
-        """Forget the oldest session. Returns whether there was one."""
-        if not self._sessions:
-            return False
-        self.forget(next(iter(self._sessions)))
-        return True
+        """Do a little for more memory: close the holes of a bundle that has many, or forget the oldest session. Returns whether there was anything to do."""
+        if self._holed:
+            bundle = next(iter(self._holed))
+            del self._holed[bundle]
+            self.num_tokens -= bundle.num_columns * bundle.num_holes
+            _close_holes(bundle)
+            return True
+        oldest = self._sessions.take_oldest()
+        self._leave(oldest)
+        return oldest is not None
 
     def forget_all(self) -> None:
-        self._sessions.clear()
-        self.num_tokens = 0
+        self._sessions.take_all()
+        self._holed.clear()
+        self.num_tokens = self.longest = 0
+
+    def _leave(self, kept: Kept[KeptRow] | None) -> None:
+        if kept is not None:
+            self._release(kept.kv)
+
+    def _take_out(self, row: KeptRow, count: int) -> None:
+        row.bundle.num_taken += count
+        self.num_tokens -= count * row.bundle.num_columns
+
+    def _release(self, row: KeptRow) -> None:
+        bundle = row.bundle
+        bundle.rows.remove(row)
+        if not bundle.rows:
+            self._holed.pop(bundle, None)
+            self.num_tokens -= bundle.num_tokens
+            if not self.num_tokens:
+                self.longest = 0
+        elif HOLES * bundle.num_holes >= bundle.num_rows:
+            self._holed[bundle] = None
+
+
+def bundle_of_all(rows: Mapping[int, KeptRow]) -> Bundle | None:
+    """The bundle that has these rows, each in its place, and no others."""
+    bundles = {id(row.bundle): row.bundle for row in rows.values()}
+    if len(bundles) != 1:
+        return None
+    (bundle,) = bundles.values()
+    in_place = all(place == row.index for place, row in rows.items())
+    return bundle if in_place and len(bundle.rows) == len(rows) else None
+
+
+def _close_holes(bundle: Bundle) -> None:
+    rows = sorted(bundle.rows, key=lambda row: row.index)
+    which = places([row.index for row in rows])
+    bundle.planes = [Plane(_copied(plane.tensor, which), plane.dim) for plane in bundle.planes]
+    for index, row in enumerate(rows):
+        row.index = index
+
+
+def _copied(tensor: Tensor, rows: slice | Tensor) -> Tensor:
+    if isinstance(rows, Tensor):
+        return tensor.index_select(0, rows)  # more than twice as fast as tensor[rows]
+    return tensor[rows].clone(memory_format=torch.contiguous_format)
+
+
+def side_by_side(pairs: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """Pairs of rows as runs in which both count up, each with its length.
+
+    >>> side_by_side([(4, 0), (5, 1), (2, 7), (6, 3)])
+    [(2, 7, 1), (4, 0, 2), (6, 3, 1)]
+    """
+    runs: list[tuple[int, int, int]] = []
+    for one, other in sorted(pairs):
+        if runs and (one, other) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
+            runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
+        else:
+            runs.append((one, other, 1))
+    return runs
+
+
+def places(rows: list[int]) -> slice | Tensor:
+    """A slice where it can be one: it is read without a copy."""
+    if rows == list(range(rows[0], rows[0] + len(rows))):
+        return slice(rows[0], rows[0] + len(rows))
+    return torch.tensor(rows)

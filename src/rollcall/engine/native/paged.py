@@ -11,7 +11,7 @@ session stay between its requests, also counted. They go, oldest first, when row
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from rollcall.base.wait import say
 from rollcall.engine.native.adapters import Served
 from rollcall.engine.native.fill import attend_packed, run_fills, run_halved
-from rollcall.engine.native.kept import Kept
+from rollcall.engine.native.kept import Kept, KeptSessions
 from rollcall.engine.native.runner import (
     Chunk,
     Fill,
@@ -72,7 +72,7 @@ class PagedRunner:
         self._cache = torch.zeros(shape, dtype=decoder.dtype, device=device)
         self._pool = BlockPool(num_blocks)
         self._blocks: list[list[int]] = []  # per row
-        self._kept: OrderedDict[str, Kept[list[int]]] = OrderedDict()  # by session, oldest first
+        self._kept: KeptSessions[list[int]] = KeptSessions()
         self.num_rows = 0
         self._fill_tokens = FILL_TOKENS
         self.ahead_from: float = AHEAD_ROWS
@@ -109,13 +109,13 @@ class PagedRunner:
         past: dict[int, int] = {}
         count = 0
         for row, sequence in enumerate(sequences[: self.max_running - self.num_rows], start=first):
-            kept = self._kept.pop(sequence.request.session or "", None)
+            kept = self._kept.take(sequence.request.session)
             served = 0 if kept is None else self._num_served(kept, sequence)
             if kept is not None and served:
                 blocks = self._blocks_after(kept, sequence, served)
                 past[row] = served
             else:
-                self._pool.give_back([] if kept is None else kept.kv)
+                self._give_back(kept)
                 blocks = self._blocks_for(sequence, prefixes, copies)
             if blocks is None:
                 break
@@ -189,18 +189,20 @@ class PagedRunner:
             assert session is not None
             blocks = self._blocks[row][: -(-len(ids) // BLOCK)]
             self._pool.share(blocks)
-            self.forget(session)
-            self._kept[session] = Kept(session=session, ids=ids, kv=blocks)
+            self._give_back(self._kept.put(Kept(session=session, ids=ids, kv=blocks)))
 
     def forget(self, session: str | None) -> None:
-        for name in list(self._kept) if session is None else [session]:
-            if (kept := self._kept.pop(name, None)) is not None:
-                self._pool.give_back(kept.kv)
+        for kept in self._kept.take_all() if session is None else [self._kept.take(session)]:
+            self._give_back(kept)
+
+    def _give_back(self, kept: Kept[list[int]] | None) -> None:
+        if kept is not None:
+            self._pool.give_back(kept.kv)
 
     def _take(self, count: int) -> list[int] | None:
         """Free blocks, those of sessions if there are no others, or None if there are not enough."""
-        while (blocks := self._pool.take(count)) is None and self._kept:
-            self.forget(next(iter(self._kept)))
+        while (blocks := self._pool.take(count)) is None and len(self._kept):
+            self._give_back(self._kept.take_oldest())
         return blocks
 
     def _num_served(self, kept: Kept[list[int]], sequence: Sequence) -> int:
@@ -216,7 +218,7 @@ class PagedRunner:
         self._pool.give_back(kept.kv[full:])  # first: there may be no others
         new = self._take(total - full)
         if new is None:
-            self._kept[kept.session] = replace(kept, ids=kept.ids[:served], kv=kept.kv[:full])
+            self._kept.put(replace(kept, ids=kept.ids[:served], kv=kept.kv[:full]))
             return None
         return kept.kv[:full] + new
 

@@ -6,8 +6,8 @@ the fast way (``attention.cpu_way``), it is two batched products, and keys lie t
 is torch's fused kernel, and keys lie as values do. Both keep keys under the same shape. Room is rows x columns, which is
 what the memory really is. It is float32 for bfloat16 models too: products of so few rows take longer in bfloat16.
 
-The KV of sessions is kept outside the rows and counts as room. It goes, oldest first, when rows need the room, or when there are more
-than ``KEPT_PER_ROW`` for each of ``max_running`` rows.
+The KV of sessions is kept outside the rows and counts as room. It goes, oldest first, when rows need the room. Where room has
+no limit, it takes at most ``KEPT_PER_ROW`` times what ``max_running`` rows take.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from functools import cache
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +26,16 @@ from torch import Tensor
 from rollcall.engine.native.adapters import Served
 from rollcall.engine.native.fill import run_fills
 from rollcall.engine.native.kept import Kept
-from rollcall.engine.native.kept_rows import KeptRows
+from rollcall.engine.native.kept_rows import (
+    Bundle,
+    KeptRow,
+    KeptRows,
+    Leaving,
+    Plane,
+    Returning,
+    bundle_of_all,
+    places,
+)
 from rollcall.engine.native.row_attention import ATTEND, AttendRows, hide_starts, plan_extensions
 from rollcall.engine.native.runner import Chunk, Fill, RowState, Sequence, in_parts, order_fills, plan_fills
 from rollcall.engine.native.sampler import sample, uniforms
@@ -79,14 +89,14 @@ class RowRunner:
 
     def admit(self, sequences: list[Sequence]) -> int:
         count, longest = 0, int(self._rows.position[: self.num_rows].max(initial=0)) + 1
-        taken: dict[int, tuple[Kept[list[Tensor]], int]] = {}  # by row
+        taken: dict[int, tuple[Kept[KeptRow], int]] = {}  # by row
         for row, sequence in enumerate(sequences[: self.max_running - self.num_rows], start=self.num_rows):
             longest = max(longest, sequence.length)
             kept = self._kept.take(sequence)
             # One more step must fit as well, or the next reserve would throw the newcomer out again.
             if not self._make_fit(row + 1, min(longest + 1, max(longest, sequence.limit))):
                 if kept is not None:
-                    self._kept.put(kept[0])
+                    self._kept.put_back(kept[0])
                 break
             if kept is not None:
                 taken[row] = kept
@@ -100,10 +110,11 @@ class RowRunner:
             self._rows.set(row, sequence)
             self.decoder.rope.grow(sequence.limit)
         self._draw_uniforms(admitted, first)
-        self._make_room(steps=1, live=(first, lead))
-        for row, (kept, num_tokens) in taken.items():
-            for here, kv in zip(self._kv(row, num_tokens), kept.kv, strict=True):
-                here.copy_(kv[tuple(map(slice, here.shape))])
+        home = None if first else self._go_home(taken)
+        if home is None:
+            self._make_room(steps=1, live=(first, lead))
+        if taken:
+            self._restore(taken, home)
         fills = plan_fills(admitted, first, past={row: num_tokens for row, (_, num_tokens) in taken.items()})
         if fills:
             self._fill(fills)
@@ -164,19 +175,30 @@ class RowRunner:
     @torch.inference_mode()
     def keep(self, rows: dict[int, Sequence]) -> None:
         self._has_sessions = True
-        room = math.inf
-        if self.kv_tokens is not None:
-            room = self.kv_tokens - (self.num_rows - len(rows)) * int(self._rows.position[: self.num_rows].max())
+        leaving: list[Leaving] = []
         for row, sequence in rows.items():
             session, ids = sequence.request.session, sequence.all_ids()[:-1]
             assert session is not None
             self._kept.forget(session)
-            if self._broken[row]:
-                continue
-            most = KEPT_PER_ROW * self.max_running
-            while (len(self._kept) >= most or self._kept.num_tokens + len(ids) > room) and self._kept.give_way():
-                pass
-            self._kept.put(Kept(session=session, ids=ids, kv=[here.clone() for here in self._kv(row, len(ids))]))
+            past = int(self._rows.position[row])
+            if not self._broken[row]:
+                leaving.append(Leaving(session=session, ids=ids, row=row, past=past))
+        if not leaving:
+            return
+        longest = max(row.past for row in leaving)
+        if self.kv_tokens is None:
+            num_columns = max(_rounded(max(longest, self._kept.longest) + 2 * TURN), self._capacity[1])
+            room = KEPT_PER_ROW * self.max_running * num_columns
+        else:
+            room = self.kv_tokens - (self.num_rows - len(rows)) * int(self._rows.position[: self.num_rows].max())
+        while self._kept.num_tokens + len(leaving) * longest > room and self._kept.give_way():
+            pass
+        all_leave = len(leaving) == self.num_rows and 2 * self.num_rows >= self._capacity[0]
+        if all_leave and self._kept.num_tokens + math.prod(self._capacity) <= room:
+            self._kept.put_all(leaving, self._planes(), end=self._column)
+            self._give_away()
+        else:
+            self._kept.put(leaving, self._planes(), end=self._column)
 
     def forget(self, session: str | None) -> None:
         if session is None:
@@ -184,14 +206,43 @@ class RowRunner:
         else:
             self._kept.forget(session)
 
-    def _kv(self, row: int, num_tokens: int) -> list[Tensor]:
-        """The keys and values of a row's first tokens in each layer, as they lie in memory."""
-        start, seats = self._column - int(self._rows.position[row]), self._seats(row)
-        columns = slice(start, start + num_tokens)
-        keys = [keys[seats, :, columns] for keys in self._keys]
-        if self._way == "fused":
-            keys = [each.transpose(1, 2) for each in keys]
-        return keys + [values[seats, columns] for values in self._values]
+    def _give_away(self) -> None:
+        """Rows that leave together take the memory with them."""
+        self._keys, self._values = _nothing(self.decoder), _nothing(self.decoder)
+        self._capacity, self._column = (0, 0), 0
+
+    def _go_home(self, taken: dict[int, tuple[Kept[KeptRow], int]]) -> Bundle | None:
+        """Rows that left together and come back together bring their memory with them, if they fit into it. No other row is there."""
+        bundle = bundle_of_all({row: kept.kv for row, (kept, _) in taken.items()})
+        if bundle is None:
+            return None
+        rows, num_columns = bundle.num_rows, bundle.num_columns
+        column = max(kept.kv.start + int(self._rows.position[row]) for row, (kept, _) in taken.items())
+        lead = int(self._rows.position[: self.num_rows].max())
+        if self.num_rows > rows or not lead <= column < num_columns or not self._fits(rows, num_columns):
+            return None
+        layers = [plane.tensor.flatten(0, 1) for plane in bundle.planes]
+        keys, self._values = layers[: len(layers) // 2], layers[len(layers) // 2 :]
+        self._keys = keys if self._way == "products" else [layer.transpose(1, 2) for layer in keys]
+        self._capacity, self._column = (rows, num_columns), column
+        return bundle
+
+    @torch.inference_mode()
+    def _restore(self, taken: dict[int, tuple[Kept[KeptRow], int]], home: Bundle | None) -> None:
+        returning = [
+            Returning(kept=kept, num_tokens=count, row=row, column=self._column - int(self._rows.position[row]))
+            for row, (kept, count) in taken.items()
+        ]
+        self._kept.restore(returning, self._planes(), home=home)
+
+    def _planes(self) -> list[Plane]:
+        shape = (self._capacity[0], self.decoder.shape.kv_heads)
+        transposed = self._way == "products"  # keys, in memory
+        keys = [
+            Plane(layer.unflatten(0, shape), 3) if transposed else Plane(layer.transpose(1, 2).unflatten(0, shape), 2)
+            for layer in self._keys
+        ]
+        return keys + [Plane(layer.unflatten(0, shape), 2) for layer in self._values]
 
     def _fits(self, rows: int, length: int) -> bool:
         return self.kv_tokens is None or rows * length + self._kept.num_tokens <= self.kv_tokens
@@ -209,7 +260,8 @@ class RowRunner:
         """Room for every row's past and ``steps`` more columns. ``live``: the rows and columns whose KV is kept; they end at
         the column of the next token."""
         lead = int(self._rows.position[: self.num_rows].max())
-        # A turn comes back longer by more than its rows' steps. Room before the first column spares it a copy of all rows.
+        # A turn comes back longer by more than its rows' steps. Room before the first column spares it a copy of all rows, and rows that
+        # all come back need it behind the last.
         spare = TURN if self._has_sessions else 0
         if not live[0]:
             self._column = max(lead, min(lead + spare, self._capacity[1] - steps - spare))
@@ -301,16 +353,15 @@ class RowRunner:
     @torch.inference_mode()
     def _fill_together(self, fills: list[Fill]) -> None:
         heads = self.decoder.shape.kv_heads
-        lengths = [len(fill.token_ids) for fill in fills]
+        copies = _plan_copies(fills)
 
         def store(index: int, k: Tensor, v: Tensor) -> None:
-            keys, values = self._keys[index], self._values[index]
-            own_k, own_v = k.permute(1, 2, 0).split(lengths, dim=2), v.transpose(0, 1).split(lengths, dim=1)
-            for fill, one_k, one_v in zip(fills, own_k, own_v, strict=True):
-                columns = slice(self._column - len(fill.token_ids), self._column)  # a row's fill ends with its past
-                for row in fill.rows:
-                    keys[self._seats(row), :, columns] = one_k
-                    values[self._seats(row), columns] = one_v
+            shape = (self._capacity[0], heads)
+            keys, values = self._keys[index].unflatten(0, shape), self._values[index].unflatten(0, shape)
+            for copy in copies:
+                columns = slice(self._column - copy.num_tokens, self._column)  # a row's fill ends with its past
+                keys[copy.rows, :, :, columns] = copy.of_rows(k).permute(0, 2, 3, 1)
+                values[copy.rows, :, columns] = copy.of_rows(v).transpose(1, 2)
 
         extensions = plan_extensions(fills)
 
@@ -329,6 +380,44 @@ class RowRunner:
 
         gain = self._rows.fill_gain(fills)
         run_fills(self.decoder, fills, store, attend_past, gain=gain)
+
+
+class _Copy(NamedTuple):
+    """Keys or values of packed fills of equal lengths, on their way to rows."""
+
+    start: int  # of their tokens among those of all fills
+    num_fills: int
+    num_tokens: int  # of each
+    rows: slice | Tensor
+    fills: Tensor | None  # the fill that each row gets, or None: one each, in order
+
+    def of_rows(self, packed: Tensor) -> Tensor:
+        """[N, Hkv, D] of all fills to float32 [rows, tokens, Hkv, D]."""
+        own = packed[self.start : self.start + self.num_fills * self.num_tokens].float()
+        own = own.unflatten(0, (self.num_fills, self.num_tokens))
+        return own if self.fills is None else own.index_select(0, self.fills)
+
+
+def _plan_copies(fills: list[Fill]) -> list[_Copy]:
+    copies: list[_Copy] = []
+    start = 0
+    for num_tokens, group in groupby(fills, key=lambda fill: len(fill.token_ids)):
+        members = list(group)
+        rows, sources = zip(
+            *sorted((row, place) for place, fill in enumerate(members) for row in fill.rows), strict=True
+        )
+        is_plain = sources == tuple(range(len(members)))
+        copies.append(
+            _Copy(
+                start=start,
+                num_fills=len(members),
+                num_tokens=num_tokens,
+                rows=places(list(rows)),
+                fills=None if is_plain else torch.tensor(sources),
+            )
+        )
+        start += num_tokens * len(members)
+    return copies
 
 
 def _nothing(decoder: Decoder) -> list[Tensor]:
