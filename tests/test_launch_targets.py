@@ -10,7 +10,7 @@ import shlex
 import signal
 import subprocess
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -347,6 +347,16 @@ def test_a_launch_that_is_killed_at_any_call_of_its_tool_is_finished_or_cleaned_
                 assert len(tool.made) == 1, "one thing, however often it is started"
             stop("one")
             assert tool.made == [] and find_record("one") is None
+
+
+@pytest.mark.parametrize("target", ["skypilot", "dstack", "kuberay"])
+def test_modules_that_no_node_will_have_are_named(target: str, tmp_path: Path) -> None:
+    (tmp_path / "my_rewards.py").write_text("def right(completion): return 1.0\n")
+    request = request_for(target, tmp_path)
+    reward = load_config({"reward": [{"type": "function", "path": "my_rewards:right"}]}).reward
+    request = replace(request, config=request.config.model_copy(update={"reward": reward}))
+    notes = " ".join(get_target(target).render(request).notes)
+    assert "needs my_rewards.py, and this launch sends no modules to the nodes" in notes
 
 
 @pytest.mark.parametrize(("target", "changes"), OF_TOOLS)

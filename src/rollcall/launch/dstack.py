@@ -10,7 +10,17 @@ from typing import Any
 from rollcall.config.launch import DstackSection
 from rollcall.launch.record import LaunchRecord
 from rollcall.launch.rendered import Command, Rendered, RenderedFile, node_lines, yaml_text
-from rollcall.launch.target import RUN_FILE, LaunchRequest, Seen, ToolTarget, ask_json, run, unlike_slots
+from rollcall.launch.target import (
+    IN_IMAGE,
+    RUN_FILE,
+    LaunchRequest,
+    Seen,
+    ToolTarget,
+    ask_json,
+    left_here,
+    run,
+    unlike_slots,
+)
 from rollcall.nodes.node_shell import TOKEN
 
 TASK = "task.dstack.yml"
@@ -38,7 +48,7 @@ class Dstack(ToolTarget):
         return Rendered(
             files=(request.run_file, RenderedFile(name=TASK, text=yaml_text(_task(request, section)))),
             commands=(Command(words=words, what="start the task"),),
-            notes=(*wrong, *([] if section.volumes else [lost])),
+            notes=(*wrong, *([] if section.volumes else [lost]), *left_here(request, advice=IN_IMAGE)),
         )
 
     def tool_name(self, name: str) -> str:

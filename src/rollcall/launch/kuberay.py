@@ -16,7 +16,7 @@ from rollcall.base.wait import Wait, say
 from rollcall.config.launch import KuberaySection
 from rollcall.launch.record import LaunchError, LaunchRecord
 from rollcall.launch.rendered import RUN_FILE_VARIABLE, Command, Rendered, RenderedFile, yaml_text
-from rollcall.launch.target import LaunchRequest, Seen, ToolTarget, ask, ask_json, run
+from rollcall.launch.target import IN_IMAGE, LaunchRequest, Seen, ToolTarget, ask, ask_json, left_here, run
 
 MANIFEST = "rayjob.yaml"
 KEEP_S = 600  # how long KubeRay keeps the pods of a run that has ended
@@ -43,7 +43,7 @@ class Kuberay(ToolTarget):
         return Rendered(
             files=(request.run_file, RenderedFile(name=MANIFEST, text=yaml_text(_job(request, section)))),
             commands=(Command(words=words, what="create the RayJob"),),
-            notes=() if section.claims or section.ray_cluster else (note,),
+            notes=(*(() if section.claims or section.ray_cluster else (note,)), *left_here(request, advice=IN_IMAGE)),
         )
 
     def validate(self, rendered: Rendered) -> None:

@@ -13,7 +13,17 @@ from typing import Any
 from rollcall.config.launch import SkypilotSection
 from rollcall.launch.record import LaunchError, LaunchRecord
 from rollcall.launch.rendered import Command, Rendered, RenderedFile, node_lines, yaml_text
-from rollcall.launch.target import RUN_FILE, LaunchRequest, Seen, ToolTarget, ask, ask_json, run, unlike_slots
+from rollcall.launch.target import (
+    RUN_FILE,
+    LaunchRequest,
+    Seen,
+    ToolTarget,
+    ask,
+    ask_json,
+    left_here,
+    run,
+    unlike_slots,
+)
 from rollcall.nodes.node_shell import TOKEN
 
 TASK = "task.yaml"
@@ -51,7 +61,11 @@ class Skypilot(ToolTarget):
         return Rendered(
             files=(request.run_file, RenderedFile(name=TASK, text=yaml_text(_task(request, section)))),
             commands=(Command(words=words, what="start the task"),),
-            notes=(*unlike_slots(asked, request.cluster, key=key), *([kept] if section.managed else [])),
+            notes=(
+                *unlike_slots(asked, request.cluster, key=key),
+                *([kept] if section.managed else []),
+                *([] if section.workdir else left_here(request, advice="set launch.skypilot.workdir to their folder")),
+            ),
         )
 
     def tool_name(self, name: str) -> str:

@@ -16,10 +16,12 @@ import subprocess
 import tempfile
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
+from rollcall.base.errors import ClusterError
 from rollcall.base.redact import redact_end
 from rollcall.base.wait import Wait, say
 from rollcall.base.words import visible
@@ -27,6 +29,7 @@ from rollcall.config import Config
 from rollcall.config.launch import LaunchSection, TargetSection
 from rollcall.config.run import dump_given
 from rollcall.config.sections import ClusterSection
+from rollcall.launch.jobs.package import own_modules
 from rollcall.launch.jobs.paths import resolve_paths
 from rollcall.launch.record import ElsewhereError, LaunchError, LaunchRecord, launch_token
 from rollcall.launch.rendered import Rendered, RenderedFile
@@ -35,6 +38,7 @@ from rollcall.nodes.node_shell import TOKEN
 RUN_FILE = "run.yaml"
 END_S = 1800.0  # clouds take their time to take machines back
 ASK_EVERY_S = 2.0
+IN_IMAGE = "put them on PYTHONPATH in the image"
 ASK_S = 300.0  # for an answer: `sky` starts a server for its first question
 _PACKAGES = {"sky": " (pip install skypilot)", "dstack": " (pip install dstack)"}
 AnySection = TypeVar("AnySection", bound=TargetSection)
@@ -316,6 +320,14 @@ def run(*words: str, what: str, env: Mapping[str, str] | None = None, cwd: Path 
     )  # clouds are slow
     if status:
         raise LaunchError(f"cannot {what}: `{shlex.join(words)}` ended with status {status}")
+
+
+def left_here(request: LaunchRequest, *, advice: str) -> tuple[str, ...]:
+    """A note on modules of the run file that lie in the user's folder and are not sent to the nodes."""
+    with suppress(ClusterError):  # one that is not here may be in the image
+        if names := sorted({Path(name).parts[0] for name in own_modules(request.config, folder=request.cwd)}):
+            return (f"the run file needs {', '.join(names)}, and this launch sends no modules to the nodes: {advice}",)
+    return ()
 
 
 def watch(*words: str, what: str) -> int:

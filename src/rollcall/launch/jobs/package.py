@@ -43,10 +43,7 @@ def build_package(config: Config, *, run_file: str, folder: Path) -> bytes:
     if config.model.path.startswith("builtin:"):
         embedded = Path(resolve_model(config.model.path))
         files |= {f"rollcall/{path.relative_to(root)}": path for path in sorted(embedded.iterdir())}
-    # An environment with its own Python has its modules there.
-    environment = None if getattr(config.environment, "python", None) else config.environment
-    for key, path in named_code(config.reward, environment).items():
-        files.update(_module_files(path.partition(":")[0], folder=folder, asked=f"{key}={path}"))
+    files |= own_modules(config, folder=folder)
     sizes = {path: path.stat().st_size for path in files.values()}
     total = sum(sizes.values()) + len(run_file)
     if total > MAX_BYTES:
@@ -65,6 +62,16 @@ def build_package(config: Config, *, run_file: str, folder: Path) -> bytes:
             entry.compress_type = zipfile.ZIP_DEFLATED
             archive.writestr(entry, contents[name])
     return buffer.getvalue()
+
+
+def own_modules(config: Config, *, folder: Path) -> dict[str, Path]:
+    """The user's own files behind rewards and environment, by their names in the archive."""
+    # An environment with its own Python has its modules there.
+    environment = None if getattr(config.environment, "python", None) else config.environment
+    found: dict[str, Path] = {}
+    for key, path in named_code(config.reward, environment).items():
+        found |= _module_files(path.partition(":")[0], folder=folder, asked=f"{key}={path}")
+    return found
 
 
 def _code_files(root: Path) -> Iterator[Path]:
