@@ -479,7 +479,7 @@ def test_one_session_survives_rewards_that_hang_raise_return_nan_and_die(
     assert (raised.prompt_id, raised.completion, raised.reward) == ("sums:7", "raise", "wild")
     assert "my_rewards.py" in raised.why and "worker.py" not in raised.why
     assert results[1][2].errors["wild"] == "raised: KeyError: 'no such thing'"
-    assert results[1][1].errors["wild"] == "hung: no score within timeout_s=3"
+    assert results[1][1].errors["wild"] == "hung: no score within 3 s"
     assert any("my_rewards.py" in failure.why for failure in scorer.failures if failure.completion == "hang in C")
     assert any("exit status 3" in failure.why for failure in scorer.failures if failure.kind == "died")
     assert not wait_until_gone(pids)
@@ -839,7 +839,7 @@ def test_a_hung_item_shows_a_plain_stack_of_the_users_calls(tmp_path: Path, monk
         answers = asyncio.run(score(pool))
     place = tmp_path / "my_rewards.py"
     assert answers[0].why.splitlines() == [
-        "no score within timeout_s=0.3", "it was at", f'  File "{place}", line 5, in score', f'  File "{place}", line 3, in wait'
+        "no score within 0.3 s", "it was at", f'  File "{place}", line 5, in score', f'  File "{place}", line 3, in wait'
     ]  # fmt: skip
 
 

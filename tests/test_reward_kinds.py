@@ -55,8 +55,8 @@ def test_a_function_is_called_as_its_arguments_say(name: str, wanted: list[float
     [
         ("too_few", "nan", "returned 1 scores for 2 completions"),
         ("group_raises", "raised", "KeyError: 'x'"),
-        ("group_hangs", "hung", "no score within timeout_s=0.5"),
-        ("blocks", "hung", "no score within timeout_s=1.5"),
+        ("group_hangs", "hung", "no score within 0.5 s"),
+        ("blocks", "hung", "no score within 1.5 s"),
     ],
 )
 def test_a_call_for_a_group_that_fails_fails_for_each_completion(name: str, kind: str, why: str) -> None:

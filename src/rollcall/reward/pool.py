@@ -305,7 +305,7 @@ def _failure(error: Lost | Raised | None, task: _Task) -> RewardResult:
         return RewardResult(0.0, "raised", error.trace)
     is_late = error.is_late or error.status == -signal.SIGXCPU
     kind: FailureKind = "hung" if is_late else "died"
-    why = f"no score within timeout_s={task.timeout_s:g}" if is_late else f"its process {error.why}"
+    why = f"no score within {task.timeout_s:g} s" if is_late else f"its process {error.why}"
     return RewardResult(0.0, kind, f"{why}\nit was at\n{error.stack}" if error.stack else why)
 
 
