@@ -1,7 +1,7 @@
 """Where the processes of a torch group meet: a key-value store for processes that know the group's secret.
 
-torch's own store listens on every interface and serves everyone who connects. Its keys say where a peer listens, and contain
-the number by which NCCL knows its members. This store listens on one address, behind a door (``nodes/door.py``), in a thread of the first process.
+torch's own store listens on every interface and serves everyone who connects. Its keys say where a peer listens, and contain the
+number by which NCCL knows its members. This store listens on one address, behind a door (``nodes/door.py``), in the first process.
 
 gloo's own connections are plain TCP, and a stranger that connects first takes a member's place. So ``greet`` makes the members
 of a group authenticate each other over those connections before anything else is sent. NCCL rejects a caller that
@@ -211,7 +211,7 @@ def greet(group: Any, store: MeetingStore, *, name: str, rank: int, members: Seq
         works.append((other, group.recv([greetings[other]], place, 0), greetings[other]))
     silent: dict[int, str] = {}
     ends = time.monotonic() + GREET_S
-    for other, work, _ in works:  # check all of them: giving up at the first stranger would leave members without a greeting
+    for other, work, _ in works:  # check all: giving up at the first stranger would leave members without a greeting
         try:
             work.wait(timedelta(seconds=max(ends - time.monotonic(), 0.001)))
         except RuntimeError as error:

@@ -97,7 +97,7 @@ class Start:
     token: str
     publish_token: bool
     tls: bool
-    mark: str = field(default_factory=lambda: secrets.token_hex(8))  # distinguishes this start from others in the head's list
+    mark: str = field(default_factory=lambda: secrets.token_hex(8))  # tells this start from others in the head's list
 
 
 def find_slots(asked: int | None) -> tuple[int, Accelerator]:

@@ -31,7 +31,7 @@ STATE_DIR = "ROLLCALL_STATE_DIR"
 CLUSTER = "ROLLCALL_CLUSTER"  # the cluster that a command uses without --cluster
 TOKEN_LENGTH, TOKEN_LETTERS = 32, 8  # minimum for a token that the user sets: characters, and different characters
 OWNER_S = 240.0  # longer than Ray takes to start
-NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_-]{0,30}[A-Za-z0-9])?")  # valid as a folder name and as the value of a Ray label
+NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_-]{0,30}[A-Za-z0-9])?")  # valid as a folder name and as a Ray label's value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class NodeRecord:
     slots: int
     accelerator: Accelerator
     head_address: str  # HOST:PORT of Ray's GCS
-    dashboard_url: str | None = None  # as this node reaches it; `None` if the dashboard listens on the head's loopback only
+    dashboard_url: str | None = None  # as this node reaches it; `None` if it listens on the head's loopback only
     temp_dir: str  # Ray's session folder
     rendezvous: str | None
     processes: tuple[Process, ...] = ()  # what `rollcall node` started here
