@@ -1,4 +1,4 @@
-"""This node's reachable addresses, the notation of addresses, and free ports.
+"""This node's reachable addresses, address parsing, and free ports.
 
 No packet is sent: connecting a UDP socket makes the kernel choose a route and a source address.
 """

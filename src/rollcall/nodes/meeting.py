@@ -1,7 +1,7 @@
 """Where the processes of a torch group meet: a key-value store for processes that know the group's secret.
 
 torch's own store listens on every interface and serves everyone who connects. Its keys say where a peer listens, and contain the
-number by which NCCL knows its members. This store listens on one address, behind a door (``nodes/door.py``), in the first process.
+number by which NCCL knows its members. This store listens on one address, behind a door (``nodes/door.py``); a thread of the first process serves it.
 
 gloo's own connections are plain TCP, and a stranger that connects first takes a member's place. So ``greet`` makes the members
 of a group authenticate each other over those connections before anything else is sent. NCCL rejects a caller that

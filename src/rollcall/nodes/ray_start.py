@@ -116,7 +116,7 @@ def find_slots(asked: int | None) -> tuple[int, Accelerator]:
 
 
 def own_temp_dir(cluster: str) -> Path:
-    """Return Ray's folder: inside the cluster's, or next to it if that path is too long for sockets. Cluster names never start with a dot."""
+    """Return Ray's folder: inside the cluster's, or next to it if that path is too long for sockets. No cluster name starts with a dot."""
     folder = state_dir(cluster)
     short = folder.parent / f".ray-{hashlib.sha256(cluster.encode()).hexdigest()[:8]}"
     return folder / "ray" if len(os.fsencode(folder / "ray")) <= SOCKET_ROOM else short

@@ -1,4 +1,4 @@
-"""A process as its parent uses it: ``await worker.call(method, ...)`` returns, or raises Raised (the process's error) or Lost (who, where, why).
+"""A process as its parent uses it: ``await worker.call(method, ...)`` returns, or raises Raised (its error) or Lost (who, where, why).
 
     Worker --numbered calls, as frames--> Link --bytes--> the process: serve (child.py), or its own server
        ^                                    |
@@ -74,7 +74,7 @@ class Link(Protocol):
     where: str  # in words
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when there is something to receive. A carrier without a socket uses one to wake its reader."""
+        """Return a descriptor that is readable when there is data. A carrier without a socket uses one to wake its reader."""
         ...
 
     def send(self, data: memoryview) -> int:

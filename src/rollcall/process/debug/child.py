@@ -1,4 +1,4 @@
-"""The child's end of a line: ``breakpoint()`` and exceptions in user code stop here, and the parent provides a terminal (process/debug/here.py).
+"""The child's end of a line: ``breakpoint()`` and exceptions in user code stop here, and the parent provides a terminal (debug/here.py).
 
 Imports only the standard library, and the debugger itself when something stops: reward and environment processes must start fast.
 """

@@ -1,4 +1,4 @@
-"""The running workers of one group: calls, waits, losses, replacements, shutdown. A Carrier (backend.py) delivers the calls to their processes.
+"""The running workers of one group: calls, waits, losses, replacements, shutdown. A Carrier (backend.py) delivers the calls.
 
 Who waits for whom: ``gather`` waits for answers in short turns, so that a loss seen by the carrier ends the wait at once. The
 loss of a worker ends the waits for that worker; ``replace`` puts a new process in its seat. A group that needs some of its workers

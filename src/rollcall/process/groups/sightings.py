@@ -44,7 +44,7 @@ class Loss:
 
 
 class Watch:
-    """Decides who is lost. ``looks`` contains each node's report about its workers, by rank; None if it did not answer this time."""
+    """Decides which workers are lost. ``looks`` contains each node's report about its workers, by rank; None if it did not answer this time."""
 
     def __init__(self) -> None:
         self._silent: dict[str, int] = {}  # consecutive looks without an answer

@@ -1,4 +1,4 @@
-"""Which processes wait in a debugger, in the head's store: for nodes of the cluster that do not see the run directory.
+"""Lists the processes that wait in a debugger in the head's store, for cluster nodes that do not see the run directory.
 
 Each controller has one entry with the content of its board (process/debug/board.py). Anyone who can read the store can run code on
 every node anyway. Ray is imported inside the functions because it reads variables during the import, which ``connect`` sets first.
