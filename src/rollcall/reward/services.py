@@ -127,5 +127,5 @@ def _scores_in(answer: Any, *, count: int) -> tuple[list[Any], list[str]]:
         raise ValueError(f"it has {len(scores)} scores for {count} completions")
     notes = answer.get("notes", [answer["note"]] if "note" in answer else [""] * count)
     if not isinstance(notes, list) or len(notes) != count or not all(isinstance(note, str) for note in notes):
-        raise ValueError(f'its "notes" are not a list of {count} texts')
+        raise ValueError(f'its "notes" are not a list of {count} strings')
     return scores, notes
