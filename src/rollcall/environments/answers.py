@@ -45,7 +45,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
-    """All completions of a request."""
+    """All completions for a request."""
 
     model: str
     prompts: tuple[Ints, ...]
@@ -116,7 +116,7 @@ def events_of(body: dict[str, Any], *, has_usage: bool) -> Iterator[bytes]:
             parts = [said | {"delta": delta, "finish_reason": None}, end | {"finish_reason": choice["finish_reason"]}]
         for part in parts:
             yield _event({**head, "choices": [part]})
-            head.pop("prompt_token_ids", None)  # once is enough
+            head.pop("prompt_token_ids", None)  # only in the first event
     if has_usage:
         yield _event({**head, "choices": [], "usage": body["usage"]})
     yield b"data: [DONE]\n\n"

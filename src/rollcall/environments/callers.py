@@ -44,7 +44,7 @@ class Caller:
     is_ended: bool = False
 
     async def end_requests(self) -> None:
-        """Answer the open requests: the episode has ended."""
+        """Answer the open requests with a refusal, because the episode has ended."""
         self.is_ended = True
         for task in (tasks := list(self.tasks)):
             task.cancel()

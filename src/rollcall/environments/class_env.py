@@ -38,7 +38,7 @@ class ClassPlayer:
     tools: dict[str, Tool]
     functions: dict[str, Callable[..., Any]]
     call_format: CallFormat
-    is_chat: bool  # the model has a chat template
+    is_chat: bool  # whether the model has a chat template
     instance: Any = None
     examine: Callable[[BaseException], None] = lambda error: None
 

@@ -35,7 +35,7 @@ Tools = Sequence[dict[str, Any]]
 
 
 class Conversations:
-    """Turns messages into token ids with the tokenizer of a run."""
+    """Turns messages into token IDs with the run's tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer

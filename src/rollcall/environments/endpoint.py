@@ -243,7 +243,7 @@ class Endpoint:
     # Sampling
 
     async def _sample(self, caller: Caller, asked: list[Asked], wanted: Wanted, chat: ChatRequest | None) -> Answered:
-        """Sample ``wanted.n`` completions of each prompt at the same time."""
+        """Sample ``wanted.n`` completions for each prompt concurrently."""
         turns: list[asyncio.Future[Completion]] = []
         try:
             # Check before admission, because a refused request does not count as a turn.
@@ -314,7 +314,7 @@ def take_reward(caller: Caller, body: bytes) -> None:
 
 
 class _Left(Exception):  # noqa: N818 - an outcome
-    """The client has hung up."""
+    """The client hung up."""
 
 
 # Bytes
@@ -382,7 +382,7 @@ class EndpointServer:
         return f"http://{host}:{self.port}"
 
     def run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine in this server's loop, from any thread."""
+        """Run a coroutine in this server's loop. May be called from any thread."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def close(self) -> None:
@@ -401,7 +401,7 @@ class EndpointServer:
 
 
 def in_loop(sample: SampleTurn, loop: asyncio.AbstractEventLoop) -> SampleTurn:
-    """Make ``sample``, which belongs to ``loop``, callable from another loop."""
+    """Make ``sample``, which belongs to ``loop``, callable from a different loop."""
 
     async def crossing(prompt_ids: Ints, /, *, seed: int, sampling: Sampling, session: str) -> Completion:
         async def there() -> Completion:

@@ -74,7 +74,7 @@ class Player:
             return one.completion()
 
     async def call(self, work: Awaitable[T], name: str) -> T:
-        """Await a call of the environment within its time limit."""
+        """Await a call to the environment within its time limit."""
         limit_s = self.section.call_timeout_s
         return await within(work, limit_s, f"{name} took longer than environment.call_timeout_s={limit_s:g}")
 

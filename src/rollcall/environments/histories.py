@@ -73,7 +73,7 @@ class Asked:
         return "\n".join(message["content"] for message in self.messages)
 
     def note_in(self, row: HistoryRow) -> None:
-        """Add the new messages to the row that they extend, with the results of its last calls."""
+        """Add the new messages to the row that they extend, and record the results of its last calls."""
         assert self.behind is not None
         results = {one.get("tool_call_id"): one["content"] for one in self.messages if one["role"] == "tool"}
         row.add_observed(self.added, self.observation)

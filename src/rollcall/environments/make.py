@@ -12,7 +12,7 @@ from rollcall.environments.program import ProgramsHere
 from rollcall.environments.protocol import Environments
 from rollcall.environments.taskset import TasksetPrograms
 
-Driven = AgentEnvironment | VerifiersEnvironment  # by a program
+Driven = AgentEnvironment | VerifiersEnvironment  # environments driven by a program
 
 
 def make_environments(section: EnvironmentSection, *, chat_template: str | None) -> Environments:

@@ -92,7 +92,7 @@ class ProcessEnvironments:
         if worker is None:
             is_full = len(self._zygote.pids) >= self._section.max_running
             if is_full and (others := next(filter(None, self._idle.values()), None)):
-                await others.pop(0).end()  # an idle child of another kind makes room
+                await others.pop(0).end()  # stop an idle child of a different kind to make room
             worker = await self._zygote.start(name)
         return _ProcessEnvironment(self, worker, kind=name)
 

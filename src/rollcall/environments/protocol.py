@@ -20,11 +20,11 @@ MOST_METRICS, LONGEST_NAME = 100, 100  # per episode; in characters
 DROPPED = "metrics_dropped"  # the episode metric that counts dropped metrics
 
 
-class EnvironmentFailed(Exception):  # noqa: N818 - an outcome, not a defect of ours
+class EnvironmentFailed(Exception):  # noqa: N818 - an outcome, not a bug in Rollcall
     """The environment raised, died or returned garbage. Its episode ends with this message and a score of 0."""
 
 
-class EnvironmentLost(Exception):  # noqa: N818 - an outcome, not a defect of ours
+class EnvironmentLost(Exception):  # noqa: N818 - an outcome, not a bug in Rollcall
     """The node or process that ran the environment is gone. Its episode starts over."""
 
 
@@ -60,7 +60,7 @@ def add_metrics(known: dict[str, float], new: Mapping[str, float]) -> None:
 
 
 class SampleTurn(Protocol):
-    """Waits for one completion. Requests of one session extend each other."""
+    """Samples one completion. Requests in the same session extend each other."""
 
     def __call__(
         self, prompt_ids: Ints, /, *, seed: int, sampling: Sampling, session: str

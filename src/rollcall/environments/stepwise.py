@@ -105,7 +105,7 @@ def _shown(value: Any) -> str:
     return f"{text if len(text) <= 80 else f'{text[:80]}...'} ({type(value).__name__})"
 
 
-# Played in the environment's process
+# Runs in the environment's process
 
 
 @dataclass(slots=True, kw_only=True)

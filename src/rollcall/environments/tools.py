@@ -79,7 +79,7 @@ def tool_of(function: Callable[..., Any], *, path: str, is_method: bool = False)
     description, told, returned = _read_docstring(doc)
     try:
         hints = typing.get_type_hints(function)
-    except Exception as error:  # noqa: BLE001 - a hint in quotes is the user's code
+    except Exception as error:  # noqa: BLE001 - evaluating a quoted hint runs user code
         raise ValueError(f"{path}: its type hints cannot be read ({type(error).__name__}: {error})") from None
     properties: dict[str, Any] = {}
     for name, parameter in parameters.items():

@@ -38,7 +38,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-class Refused(Exception):  # noqa: N818 - an answer, not a defect
+class Refused(Exception):  # noqa: N818 - a response, not a bug
     """An error response in OpenAI's format."""
 
     def __init__(self, status: int, message: str, *, code: str, param: str | None = None) -> None:

@@ -79,7 +79,7 @@ def confinement_of(spec: Mapping[str, Any]) -> Confinement:
     )
 
 
-# The parent's part
+# The parent's side
 
 
 def environment(env: Sequence[str], *, folder: str, key: str, own_home: bool = False) -> dict[str, str]:
@@ -150,7 +150,7 @@ def sweep_folders() -> None:
             remove_folder(entry.path)
 
 
-# The worker's part
+# The worker's side
 
 
 def confine(confinement: Confinement, *, folder: str, readable: list[str]) -> dict[str, str]:

@@ -78,7 +78,7 @@ class EndpointLostError(RuntimeError, ValueError):
 
 
 class Cause(StrEnum):
-    """Why a question got no answer."""
+    """The reason why a question got no answer."""
 
     PASSING = "passing"  # ask again
     LIMIT = "limit"  # too many questions: ask again later
@@ -86,7 +86,7 @@ class Cause(StrEnum):
     QUESTION = "question"  # only this question fails
 
 
-class Problem(Exception):  # noqa: N818 - an outcome, not a defect of ours
+class Problem(Exception):  # noqa: N818 - an outcome, not a bug in Rollcall
     def __init__(
         self, text: str, cause: Cause, *, kind: FailureKind = "raised", retry_after_s: float | None = None
     ) -> None:

@@ -52,7 +52,7 @@ def _hook(event: str, args: tuple[object, ...]) -> None:
     source = args[0]
     if isinstance(source, ast.AST):
         return  # parsed from text that was already checked
-    _State.is_on = False  # the check compiles too
+    _State.is_on = False  # the check itself compiles code
     try:
         _check(source)
     finally:

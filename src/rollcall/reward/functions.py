@@ -72,7 +72,7 @@ def build_function(spec: dict[str, Any]) -> RewardFunction | UserFunction:
 
 
 def check_score(value: Any) -> float:
-    """Convert the returned value to a finite float, or raise ValueError."""
+    """Convert a returned value to a finite float, or raise ValueError."""
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         raise ValueError(f"returned {_short(value)} ({type(value).__name__}); a reward returns a number")
     score = float(value)

@@ -191,7 +191,7 @@ def _unmarked(text: str) -> str:
         return said.partition("\n")[0].rstrip(" *.!")
     lines = [line for line in end.splitlines() if line.strip()]
     last = lines[-1] if lines else ""
-    return last.rstrip(" *.!") if _WORD.search(last) else last  # "it is 5!" is a sentence, just "5!" is 120
+    return last.rstrip(" *.!") if _WORD.search(last) else last  # "it is 5!" is a sentence, but "5!" alone is 120
 
 
 def _bare(text: str) -> str:

@@ -33,7 +33,7 @@ ModelRewardFunction = Callable[[Prompt, tuple[Completion, ...]], list[float]]
 AskModel = Callable[..., Awaitable[Any]]
 """Calls a function with its arguments where it does not hold up the event loop."""
 
-ENVIRONMENT = "environment"  # the reward that comes with an episode
+ENVIRONMENT = "environment"  # the reward from an episode's environment
 MAX_NOTE = 4000  # how many characters of a service's answer are kept
 _COLUMNS = {"countdown": ("numbers", "target"), "reasoning_gym": ("reasoning_gym",)}
 Results = list[RewardResult]  # one reward's results, one per completion in a group

@@ -57,7 +57,7 @@ _CHANGING = {
     "fsmount": (432, 432), "fspick": (433, 433), "kexec_file_load": (320, 294),
 }  # fmt: skip
 
-_ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, AUDIT_ARCH_*
+_ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column in the tables above, AUDIT_ARCH_*
 _X32 = 0x40000000  # marks calls in the x32 numbering
 _AF_UNIX, _CLONE_THREAD = 1, 0x00010000
 _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _MODE_FILTER = 38, 22, 2

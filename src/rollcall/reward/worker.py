@@ -141,7 +141,7 @@ class RewardWorker:
         started_s = running_s()
         try:
             returned = call()
-        except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit too
+        except BaseException as error:  # noqa: BLE001 - user code may raise anything, even SystemExit
             return [self._failed(error, since_s=started_s)] * count
         elapsed_s = running_s() - started_s
         try:
@@ -161,7 +161,7 @@ class RewardWorker:
             started_s = running_s()
             try:
                 returned = await _within(function, item, completion, limit_s)
-            except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit too
+            except BaseException as error:  # noqa: BLE001 - user code may raise anything, even SystemExit
                 return self._failed(error, since_s=started_s)
             return checked(returned, elapsed_s=running_s() - started_s)
 

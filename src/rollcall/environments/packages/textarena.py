@@ -49,7 +49,7 @@ class Game:
         player, shown = self._plain.get_observation()
         roles, own = self._plain.state.role_mapping, (player, self._textarena.ObservationType.PLAYER_ACTION)
         shown = [(by, text) for by, text, kind in shown if (by, kind) != own]
-        return "\n".join(text if by < 0 else f"[{roles.get(by, by)}] {text}" for by, text in shown)  # below 0: the game
+        return "\n".join(text if by < 0 else f"[{roles.get(by, by)}] {text}" for by, text in shown)  # below 0: game
 
 
 def listed_move(seen: str) -> str:

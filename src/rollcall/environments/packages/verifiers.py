@@ -52,7 +52,7 @@ async def _serve(connection: socket.socket, setup: dict[str, Any]) -> None:
         try:
             server = _Server(setup)
             await serving.enter_async_context(server.env.serving())
-        except Exception as error:  # noqa: BLE001 - a taskset is a program and may raise anything
+        except Exception as error:  # noqa: BLE001 - a taskset is user code and may raise anything
             server = error
 
         async def do(method: str, arguments: list[Any]) -> Any:
