@@ -101,8 +101,8 @@ class ClassPlayer:
         return {"name": call.name, "arguments": call.arguments, "result": result, "failed": bool(error)}
 
     def _messages(self, made: list[dict[str, Any]]) -> list[dict[str, str]]:
-        """Join the results where the chat template has no tool role, since it often rejects two user messages in a row. Without a chat
-        template, the results follow the model's text directly, so they go on separate lines."""
+        """If the chat template has no tool role, join the results, because it often rejects two user messages in a row. Without a chat
+        template, the results follow the model's text directly, so put them on separate lines."""
         if self.call_format != "text":
             return [{"role": "tool", "content": each["result"], "name": each["name"]} for each in made]
         if not made:
@@ -121,7 +121,7 @@ def load_class(
     call_format: CallFormat,
     is_chat: bool,
 ) -> ClassPlayer:
-    """Load a class and functions as tools. The ValueError for an unusable one says what to do."""
+    """Load a class and functions as tools. If one of them is unusable, raise a ValueError that says what to do."""
     tools: dict[str, Tool] = {}
     cls: Any = None
     if path is not None:

@@ -284,7 +284,7 @@ class Endpoint:
         return Answered(model=self._served.name, prompts=prompts, choices=tuple(choices), tokenizer=self._tokenizer)
 
     def _find_calls(self, text: str) -> tuple[str, tuple[Call, ...]]:
-        """Split a text into content and calls. If any call cannot be parsed, everything stays text."""
+        """Split text into content and calls. If any call cannot be parsed, everything stays text."""
         found = parse_calls(text, call_format=self._call_format, tools={})  # only the format `text` needs tool names
         if not found or any(call.error for call in found):
             return text, ()

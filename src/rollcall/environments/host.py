@@ -94,7 +94,7 @@ class _Episode:
         self._here = here  # the controller knows its type
         self._environment: Environment | None = None
         self._stop = asyncio.Event()  # stops its program
-        self._is_broken = True  # unless it is closed in good order
+        self._is_broken = True  # unless it is closed cleanly
         self._num_running = 0
 
     async def do(self, method: str, arguments: list[Any]) -> Any:

@@ -332,7 +332,9 @@ def setup_of(section: ClassEnvironment | StepEnvironment, *, chat_template: str 
     return {
         "kinds": {
             name: {"path": path, "key": f"environment.path.{name}".rstrip("."), "kwargs": kwargs.get(name, {}), **chat}
-            for name, path in (kinds_of(section.path) or {"": None}).items()  # only functions if there is no class
+            for name, path in (
+                kinds_of(section.path) or {"": None}
+            ).items()  # without a class, there are only functions
         },
         "env": section.env,
         "memory_mb": section.memory_mb,

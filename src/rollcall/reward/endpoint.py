@@ -207,7 +207,7 @@ class Endpoint:
             return self._answered_began_s >= after_s
 
     async def _wait_until_back(self, problem: Problem) -> bool:
-        """Wait. Return True if another question was answered, or False when it is this question's turn to ask."""
+        """Wait for the service. Return True if a different question was answered, or False when it is this question's turn."""
         advice = _advice(problem.cause, self._place)
         if problem.cause is Cause.REFUSED and self._answered is None:
             raise EndpointLostError(f"{self._name} refuses: {problem}. {advice}, then run the same command again")

@@ -68,8 +68,8 @@ def _check(source: object) -> None:
 
 
 def _is_importing() -> bool:
-    """Return whether a module is being imported, since its source and code such as named tuples is compiled then. Libraries import
-    some modules on first use, and Python compiles them if they are not cached."""
+    """Return whether a module is being imported. An import may compile the module's source, or code such as named tuples. Libraries
+    import some modules only on first use."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == "importlib._bootstrap" and frame.f_code.co_name == "_find_and_load":

@@ -310,7 +310,7 @@ def _failure(error: Lost | Raised | None, task: _Task) -> RewardResult:
 
 
 def read_results(body: bytes) -> list[RewardResult] | None:
-    """Parse an item's results, or None at the end. Raise ValueError if one of our workers cannot have sent them."""
+    """Parse an item's results, or None at the end. Raise ValueError if they are invalid."""
     said = _READ_RESULTS(body)
     return said and [
         replace(
