@@ -332,9 +332,7 @@ def setup_of(section: ClassEnvironment | StepEnvironment, *, chat_template: str 
     return {
         "kinds": {
             name: {"path": path, "key": f"environment.path.{name}".rstrip("."), "kwargs": kwargs.get(name, {}), **chat}
-            for name, path in (
-                kinds_of(section.path) or {"": None}
-            ).items()  # without a class, there are only functions
+            for name, path in (kinds_of(section.path) or {"": None}).items()  # no class: functions only
         },
         "env": section.env,
         "memory_mb": section.memory_mb,
