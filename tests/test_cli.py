@@ -221,7 +221,7 @@ def bad_runs(folder: Path) -> dict[str, tuple[list[str], str]]:
         "unknown reward": (train("5", "reward=[{type: function, path: none:f}]"), "none"),
         "run.dir inside a file": (
             [run, "run.dir=run.yaml/x"],
-            "nothing can be written in the folder run.yaml: File exists; choose another run.dir",
+            "cannot write to the folder run.yaml: File exists; choose another run.dir",
         ),
     }
 

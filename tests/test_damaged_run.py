@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from runs import finish, make_run
 from typer.testing import CliRunner
 
 from rollcall.base.errors import ConfigError, JournalError
@@ -22,7 +23,6 @@ from rollcall.loop.supply import Cursor
 from rollcall.observe.events import read_phases
 from rollcall.run.evaluation import plan_evaluation
 from rollcall.view.audit import audit
-from runs import finish, make_run
 
 
 @pytest.fixture(scope="module")

@@ -208,7 +208,7 @@ def test_two_clusters_side_by_side_from_one_file(lab: Lab) -> None:
     refused = launch(lab, "ssh", str(second), "--name", "third")
     assert "0 free hosts" in refused.stderr and "node0 is used by launch 'east'" in refused.stderr
     refused = launch(lab, "ssh", str(make_run(lab, "fourth", ["node3"], num_nodes=1)))
-    assert "in use already: node3 (launch 'west')" in refused.stderr
+    assert "already in use: node3 (launch 'west')" in refused.stderr
     assert launch(lab, "down", "west").returncode == 0
     assert "RUNNING" in launch(lab, "status", "east").stdout
     down = launch(lab, "down", "east")

@@ -266,7 +266,7 @@ def test_a_folder_that_takes_no_lease_is_named_with_what_to_do(tmp_path: Path, m
     with pytest.raises(ConfigError) as told, hold(tmp_path / "run"):
         pass
     words = str(told.value)
-    assert f"nothing can be written in the folder {tmp_path}: Permission denied; make the folder writable for " in words
+    assert f"cannot write to the folder {tmp_path}: Permission denied; make the folder writable for " in words
     assert words.endswith(", or choose another run.dir") and "lease" not in words
 
 

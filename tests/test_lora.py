@@ -522,7 +522,8 @@ def test_a_checkpoint_is_refused_where_the_model_of_its_adapter_has_changed(tmp_
     other = trainable()
     Decoder.of(other).layers[1].out.mul_(1.01)
     with pytest.raises(
-        ModelFilesError, match="holds an adapter of other weights than those in base: they have changed"
+        ModelFilesError,
+        match="holds an adapter that was trained on other weights than those in base: they have changed",
     ):
         read_learner(make_learner(other, make_adapter(model, SOME)), tmp_path)
     for key, value in (("rms_norm_eps", 1e-3), ("rope_parameters", {"rope_type": "default", "rope_theta": 7.0})):
@@ -542,7 +543,9 @@ def test_an_adapter_is_not_put_on_a_model_that_has_changed(tmp_path: Path) -> No
     weights = load_file(base / "model.safetensors")
     weights["model.norm.weight"] *= 1.5
     save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match="holds an adapter of other weights than those in .*base: they have changed"):
+    with pytest.raises(
+        ModelError, match="holds an adapter that was trained on other weights than those in .*base: they have changed"
+    ):
         load_causal_lm(str(folder), device=CPU, dtype=torch.float32)
     with pytest.raises(StoredError, match="they have changed since it was saved"):
         merge(folder, tmp_path / "out")
@@ -570,7 +573,9 @@ def change_weights(base: Path, change: Callable[[dict[str, Tensor]], None]) -> N
 def test_the_places_of_a_models_numbers_count(tmp_path: Path, change: Any) -> None:
     folder = saved_adapter(tmp_path) / "model"
     change_weights(tmp_path / "base", change)
-    with pytest.raises(ModelError, match="holds an adapter of other weights than those in .*base: they have changed"):
+    with pytest.raises(
+        ModelError, match="holds an adapter that was trained on other weights than those in .*base: they have changed"
+    ):
         load_causal_lm(str(folder), device=CPU, dtype=torch.float32)
 
 
@@ -606,7 +611,9 @@ def test_an_adapter_is_compared_with_a_model_that_is_loaded_in_another_precision
     folder = saved_adapter(tmp_path) / "model"
     load_causal_lm(str(folder), device=CPU, dtype=dtype)
     change_weights(tmp_path / "base", _reversed)
-    with pytest.raises(ModelError, match="holds an adapter of other weights than those in .*base: they have changed"):
+    with pytest.raises(
+        ModelError, match="holds an adapter that was trained on other weights than those in .*base: they have changed"
+    ):
         load_causal_lm(str(folder), device=CPU, dtype=dtype)
 
 
@@ -921,7 +928,7 @@ def test_an_adapter_is_not_trained_further_on_another_model(tmp_path: Path) -> N
     start(base)
     start(other)  # the same weights in another place
     change_weights(other, _reversed)
-    words = "model.lora.path=.* holds an adapter of other weights than those in .*other: .*, or write the model of the adapter as model.path"
+    words = "model.lora.path=.* holds an adapter that was trained on other weights than those in .*other: .*, or write the model of the adapter as model.path"
     with pytest.raises(ModelFilesError, match=words):
         start(other)
     config = load_config(None, [f"model.path={other}", *lora])
@@ -951,7 +958,7 @@ def test_an_adapter_is_not_trained_further_on_another_model(tmp_path: Path) -> N
         (["model.lora.targets=[]"], "nothing to train"),
         (["model.lora.targets=[q_proj,q_proj]"], "q_proj twice"),
         (["model.lora.rank=8", "algorithm.name=ppo"], "critic"),
-        (["model.lora.path=~nobody-of-this-name/x"], "model.lora.path: .* home of a user that is not known here"),
+        (["model.lora.path=~nobody-of-this-name/x"], "model.lora.path: .* home of an unknown user"),
     ],
 )
 def test_a_lora_section_that_cannot_work_is_refused(overrides: list[str], words: str) -> None:
@@ -976,7 +983,7 @@ def test_a_run_is_not_the_model_of_an_adapter_but_its_checkpoint_is(tmp_path: Pa
 
 @pytest.mark.parametrize("key", ["model.path", "run.dir"])
 def test_a_home_of_nobody_is_refused(key: str) -> None:
-    with pytest.raises(ConfigError, match=f"{key}: .* home of a user that is not known here; write the path in full"):
+    with pytest.raises(ConfigError, match=f"{key}: .* home of an unknown user; write the path in full"):
         load_config(None, [f"{key}=~nobody-of-this-name/x"])
 
 

@@ -14,9 +14,10 @@ from tiny import make_tokenizer, random_prompts, reference_logprobs, save_model
 
 from rollcall.config import VllmSection
 from rollcall.config.lora import LoraSection
-from rollcall.engine.vllm.child import Child, VllmError
+from rollcall.engine.vllm.child import Child
 from rollcall.engine.vllm.engine import VllmEngine
 from rollcall.engine.vllm.setup import PYTHON_VARIABLE, VllmUnavailable, find_python, make_spec
+from rollcall.engine.weights.protocol import RefusedUpdateError
 from rollcall.model.load import load_causal_lm
 
 CPU = torch.device("cpu")
@@ -49,7 +50,7 @@ def test_vllm_samples_from_every_version_of_the_adapter(tmp_path: Path) -> None:
                 for completion in completions:
                     expected = reference_logprobs(other, prompts[int(name[1:])], completion.token_ids)
                     np.testing.assert_allclose(completion.logprobs, expected.numpy(), atol=2e-3)
-        with pytest.raises(VllmError, match="stale"):
+        with pytest.raises(RefusedUpdateError, match="stale"):
             engine.update_weights(1)
     finally:
         engine.close()

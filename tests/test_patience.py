@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import pytest
 from disks import small_disk, unmount
+from runs import finish, make_run, num_records, weights
 from scored import make_group
 
 from rollcall.base import patience
@@ -31,7 +32,6 @@ from rollcall.observe.events import EVENTS, Events
 from rollcall.observe.sinks import JsonlSink, TensorBoardSink, read_rows
 from rollcall.run.trained import Trained
 from rollcall.view.audit import audit
-from runs import finish, make_run, num_records, weights
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,6 @@ import numpy as np
 import pytest
 from branching import make_branch, make_episode, make_turn
 from branching import make_group as episode_group
-
 from runs import IN_JOURNAL, IN_SAVE_WRITE, IN_UPDATE, Kill, finish, letter_rows, make_run, run_and_be_killed, weights
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the benchmarks' stand-ins

@@ -159,7 +159,7 @@ def test_status_of_a_folder_without_a_runs_files_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, ["status", folder])
-    assert done.exit_code == 1 and f"{folder} holds no file of a run; give the run.dir of a run" in done.stderr
+    assert done.exit_code == 1 and f"{folder} is not a run directory; give the run.dir of a run" in done.stderr
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import pytest
 from requests_of import add, make_group
-
 from runs import column, make_run, num_records, weights
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the benchmarks' stand-ins

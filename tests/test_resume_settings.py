@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from runs import finish, make_run
 from safetensors.torch import load_file
 
 from rollcall.base.errors import ConfigError
@@ -16,7 +17,6 @@ from rollcall.base.journal import Journal
 from rollcall.config import Config, dump_config, load_config
 from rollcall.loop.resume import FREE_OF_REWARDS, changes_on_resume
 from rollcall.run.training import train
-from runs import finish, make_run
 
 
 def a_run(folder: Path, *, trained: int = 0, **sections: Any) -> Path:

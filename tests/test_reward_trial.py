@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from rewards_bad import RAISES
+from runs import letter_rows, make_run
 from typer.testing import CliRunner
 
 from rollcall.base.importing import load_named
@@ -24,7 +25,6 @@ from rollcall.config.rewards import (
 )
 from rollcall.reward.scorer import columns_needed
 from rollcall.run.reward_trial import ANSWER, EMPTY, SAMPLE, try_run
-from runs import letter_rows, make_run
 
 
 def a_run_file(config: Config, folder: Path) -> str:

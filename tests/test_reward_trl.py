@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from runs import column, finish, groups, make_run
 from tiny import make_tokenizer
 
 from rollcall.base.errors import ConfigError
@@ -23,7 +24,6 @@ from rollcall.reward.trl import lists_of
 from rollcall.reward.user_function import load_function
 from rollcall.run.reward_trial import try_rewards
 from rollcall.view.audit import audit
-from runs import column, finish, groups, make_run
 
 PEERS = Path(os.environ.get("ROLLCALL_PEERS") or Path(__file__).parents[1] / ".peers")
 ASKED = [{"role": "user", "content": "2+2?"}]

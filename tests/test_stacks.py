@@ -175,7 +175,7 @@ def test_what_cannot_be_asked_is_refused_with_what_to_do(run_dir: Path, tmp_path
     with pytest.raises(ValueError, match="is not a directory"):
         find_target(str(tmp_path / "nothing"))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="holds no file of a run"):
+    with pytest.raises(ValueError, match="is not a run directory"):
         find_target(str(tmp_path / "empty"))
     ended = tmp_path / "ended"
     ended.mkdir()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from runs import finish, letter_rows, make_run
 from typer.testing import CliRunner
 
 from rollcall.cli.main import app
@@ -28,7 +29,6 @@ from rollcall.observe.timeline import (
 )
 from rollcall.process.groups.pulse import NUM_CALLS, DoneCall, LogTail, Pulse, Reader, Seen
 from rollcall.process.groups.sightings import HostClock, Lookout
-from runs import finish, letter_rows, make_run
 
 ACTOR, ROLLOUT = "actor 0 @ node 0", "rollout 0 @ node 1"
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from branching import make_branch, make_episode, make_group, make_turn
+from runs import column, finish
 from scripted import Scripted, ends, game, play, says, scripted
 
 from rollcall.algo.shaping import compared, group_advantages, has_signal, shaped_rewards, trained
@@ -24,7 +25,6 @@ from rollcall.loop.supply import Cursor, StepBatch
 from rollcall.observe.metrics import check_names
 from rollcall.observe.sinks import make_sinks, read_rows
 from rollcall.reward.scorer import environment_reward
-from runs import column, finish
 
 assert scripted  # a fixture of these tests too
 NOTHING = Stats(busy_s=0.0, num_tokens=0, num_preemptions=0)

@@ -76,7 +76,7 @@ def test_private_is_private_or_refused(hub: Hub, model: Path) -> None:
     assert hub.repos[REPO].private
     hub.repos[REPO].private = False
     before = dict(hub.repos[REPO].commits)
-    with pytest.raises(UploadError, match="exists and everyone can read it, and --private was given"):
+    with pytest.raises(UploadError, match="exists and is public, but --private was given"):
         upload(model, REPO, private=True)
     assert hub.repos[REPO].commits == before
 

@@ -77,7 +77,9 @@ def test_the_room_of_the_cache_is_what_was_asked_for() -> None:
 def test_a_model_that_vllm_cannot_run_here_is_refused_before_it_starts() -> None:
     with pytest.raises(VllmUnavailable, match="heads of 16; on a CPU vLLM has kernels only for 32, 64"):
         spec_of(make_model())
-    with pytest.raises(VllmUnavailable, match="tensor_parallel_size=3 cannot divide 4 attention heads and 2 KV heads"):
+    with pytest.raises(
+        VllmUnavailable, match="tensor_parallel_size=3 does not divide 4 attention heads and 2 KV heads"
+    ):
         spec_of(make_model(hidden_size=128), tensor_parallel_size=3)
     divided = [spec_of(make_model(hidden_size=128), kv_tokens=64, tensor_parallel_size=size) for size in (1, 2, 4)]
     assert [spec["kv_bytes"] // divided[-1]["kv_bytes"] for spec in divided] == [2, 1, 1], "two KV heads, one at least"

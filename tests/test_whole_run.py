@@ -40,7 +40,7 @@ def test_the_run_file_says_how_many_nodes_and_slots(tmp_path: Path) -> None:
 
 
 def test_another_number_of_nodes_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ClusterError, match="3 nodes start.*num_nodes=2"):
+    with pytest.raises(ClusterError, match="starting 3 nodes, but .*num_nodes=2"):
         WholeRun(run_file(tmp_path)).complete(request(num_nodes=3))
 
 
@@ -49,7 +49,7 @@ def test_what_ends_a_start_is_said_before_the_node_is_prepared(tmp_path: Path, m
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     whole = WholeRun(run_file(tmp_path))
     whole.check(whole.complete(request(rank=1)))
-    with pytest.raises(ClusterError, match="offers 8 slots, and the run file has 2 on node 1"):
+    with pytest.raises(ClusterError, match="offers 8 slots, but the run file asks for 2 on node 1"):
         whole.check(whole.complete(request(rank=1, slots=8)))
     with pytest.raises(ClusterError, match="--rendezvous DIR"):
         whole.check(replace(whole.complete(request()), rendezvous=None))

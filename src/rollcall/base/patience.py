@@ -123,7 +123,7 @@ def refusing(run_dir: Path, *, folder: Path) -> Iterator[None]:
     except OSError as error:
         what = f"{_advice(error)}, or " if error.errno in PASSING else ""
         raise ConfigError(
-            f"run.dir={run_dir}: nothing can be written in the folder {folder}: {error.strerror}; {what}choose another run.dir"
+            f"run.dir={run_dir}: cannot write to the folder {folder}: {error.strerror}; {what}choose another run.dir"
         ) from error
 
 

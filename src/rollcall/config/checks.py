@@ -29,7 +29,7 @@ def check_stops(stops: list[str]) -> list[str]:
 def check_home(path: str) -> str:
     """Refuse ``~name`` of a user that this machine does not know."""
     if path.startswith("~") and os.path.expanduser(path) == path:
-        raise ValueError(f"{path!r} begins with the home of a user that is not known here; write the path in full")
+        raise ValueError(f"{path!r} begins with the home of an unknown user; write the path in full")
     return path
 
 

@@ -1,12 +1,12 @@
-"""Episodes that a program drives itself: it speaks the OpenAI API and knows nothing of training.
+"""Episodes driven by a program that speaks the OpenAI API and knows nothing about training.
 
-    Episodes ──▶ AgentPlayer.play: a key, and the program as a separate process, here or on a host
-                     program ──HTTP──▶ endpoint (its own thread) ──▶ histories ──▶ sample, in the loop of the run
-                     program ends, or a limit is met; its host is lost: again from the beginning, on another one
+    Episodes ──▶ AgentPlayer.play: creates a key and runs the program as a separate process, locally or on a host
+                     program ──HTTP──▶ endpoint (its own thread) ──▶ histories ──▶ sample, in the run's event loop
+                     the program exits or reaches a limit; if its host is lost, the episode restarts on a different host
                  ◀── the first history as the Completion, the others as its branches
 
-The program decides what it asks; the run decides how tokens are sampled (temperature, top-p, seed), so that what is sampled can be
-trained on. Requests are counted against `max_turns`, tokens of all histories against `rollout.max_response_tokens`.
+The program decides what to ask. The run decides how tokens are sampled (temperature, top-p, seed), so the samples can be used for
+training. Requests count towards `max_turns`, and tokens of all histories count towards `rollout.max_response_tokens`.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from rollcall.environments.protocol import (
 )
 from rollcall.environments.wire import Refused, Wanted
 
-GRACE_S = 10.0  # for a program to end by itself once a limit is met
+GRACE_S = 10.0  # time a program has to exit on its own after it reaches a limit
 
 
 class AgentEnvironments:
-    """Episodes of programs, which do not fit ``reset`` and ``step``: ``player`` plays whole episodes. The endpoint listens on ``address``,
-    which the programs must be able to reach."""
+    """Episodes driven by programs. They do not fit ``reset`` and ``step``, so ``player`` plays full episodes. The endpoint listens on
+    ``address``, which the programs must be able to reach."""
 
     def __init__(
         self, section: EnvironmentBase, *, chat_template: str | None, programs: Programs, address: str = LOOPBACK
@@ -70,7 +70,7 @@ class AgentEnvironments:
         raise EnvironmentFailed("a program drives its own episode; there is nothing to step")
 
     def tools_of(self, kind: str) -> tuple[dict[str, Any], ...]:
-        return ()  # a program brings its own with its requests
+        return ()  # a program sends its own tools with its requests
 
     async def aclose(self) -> None:
         self.programs.ends()
@@ -83,22 +83,22 @@ class AgentEnvironments:
 
 @dataclass(slots=True, kw_only=True)
 class EpisodeRules:
-    """Limits what the program of an episode may ask for."""
+    """Limits what an episode's program may request."""
 
     section: EnvironmentBase
-    base: Sampling  # of the run; its max_tokens bounds all histories together
+    base: Sampling  # the run's settings; max_tokens limits the total over all histories
     seed_of_attempt: int
     histories: Histories
-    model: str | None = None  # a program may have any name in its code
+    model: str | None = None  # None because a program may use any model name
     num_turns: int = 0
     num_seeds: int = 0
-    met: EndReason | None = None  # the limit that a request has met
+    met: EndReason | None = None  # the limit that a request reached
     is_over: asyncio.Event = field(default_factory=asyncio.Event)
-    overruled: set[str] = field(default_factory=set)  # parameters that requests had and the run decides
+    overruled: set[str] = field(default_factory=set)  # request parameters that the run overrides
 
     @property
     def is_cut(self) -> bool:
-        """Whether the limit of tokens cut the last answer short."""
+        """Whether the token limit cut the last answer short."""
         rows = self.histories.rows
         return self._used >= self.base.max_tokens and any(row.finish is FinishReason.LENGTH for row in rows)
 
@@ -138,12 +138,12 @@ class EpisodeRules:
 
 
 class AgentPlayer:
-    """Plays the episodes of a run, in the thread of its server."""
+    """Plays the run's episodes in its server's thread."""
 
     def __init__(self, environments: AgentEnvironments, *, tokenizer: Any, max_row: int) -> None:
         self.section = environments.section
         self._programs = environments.programs  # used in the server's loop only
-        self._tokenizer = copy.deepcopy(tokenizer)  # the run's is used by another thread
+        self._tokenizer = copy.deepcopy(tokenizer)  # another thread uses the run's tokenizer
         self._conversations = Conversations(self._tokenizer)
         served = Served(name="policy", max_model_len=max_row, vocabulary=len(tokenizer))
         self._callers: dict[str, Caller] = {}
@@ -155,7 +155,7 @@ class AgentPlayer:
     async def play(
         self, prompt: Prompt, *, seed: int, sampling: Sampling, session: str, sample: SampleTurn
     ) -> Completion:
-        """Play one attempt at a prompt. ``sampling.max_tokens`` bounds all tokens after the prompts of its histories."""
+        """Play one attempt at a prompt. ``sampling.max_tokens`` limits all tokens after the prompts of its histories."""
         crossing = in_loop(sample, asyncio.get_running_loop())
 
         async def there() -> Completion:
@@ -168,7 +168,7 @@ class AgentPlayer:
                     try:
                         return await self._play_at(host, prompt, seed, sampling, session, crossing)
                     except EnvironmentLost:
-                        continue  # its loss was reported; find_host gives up when no host comes back
+                        continue  # the loss was already reported; find_host gives up if no host comes back
             finally:
                 self._playing.discard(task)
 
@@ -206,7 +206,7 @@ class AgentPlayer:
     async def _run_program(
         self, host: ProgramHost, caller: Caller, rules: EpisodeRules, variables: dict[str, str]
     ) -> tuple[EndReason, str]:
-        """Returns why the episode ended, and what went wrong."""
+        """Return why the episode ended and what went wrong."""
         limit_s = self.section.episode_timeout_s
         try:
             program, is_late = await _run_within(limit_s, host, variables, rules.is_over)
@@ -237,7 +237,7 @@ class AgentPlayer:
 async def _run_within(
     limit_s: float, host: ProgramHost, variables: dict[str, str], is_over: asyncio.Event
 ) -> tuple[Ended, bool]:
-    """Run the program. Returns it, and whether it had to be ended: after ``limit_s``, or shortly after a limit of the episode was met."""
+    """Run the program. Return how it ended and whether it was stopped, either after ``limit_s`` or soon after an episode limit."""
     stop = asyncio.Event()
     running, over = asyncio.create_task(host.run(variables, stop=stop)), asyncio.create_task(is_over.wait())
     try:
@@ -255,14 +255,14 @@ async def _run_within(
 
 
 def _take_printed_reward(caller: Caller, printed: str) -> None:
-    """Take the reward from the last line that the program printed, if it is JSON with one."""
+    """Take the reward from the last line that the program printed, if that line is JSON with a reward."""
     last = printed.rstrip().rpartition("\n")[2]
     if not (last.startswith("{") and '"reward"' in last):
         return
     try:
         take_reward(caller, last.encode())
     except Refused:
-        caller.num_refused += 1  # not a reward; the program's own words
+        caller.num_refused += 1  # ordinary program output, not a reward
 
 
 def _tail(text: str) -> str:
@@ -270,7 +270,7 @@ def _tail(text: str) -> str:
 
 
 def completion_of(prompt: Prompt, caller: Caller, *, seed: int, ended: EndReason, error: str) -> Completion:
-    """Make a completion of the first history, with the others as its branches."""
+    """Build a completion from the first history, with the other histories as its branches."""
     rows = caller.histories.rows
     first = rows[0] if rows else HistoryRow(prompt_ids=prompt.token_ids, session="")
     return first.completion(

@@ -1,6 +1,6 @@
-"""Answers the calls of a ``Worker`` (process/worker.py) in an event loop: several at a time, each when it is done.
+"""Answers the calls of a ``Worker`` (process/worker.py) in an event loop. Calls run concurrently and are answered as they finish.
 
-A host of environments (host.py) and the server of verifiers (packages/verifiers.py) use it, so it imports the standard library only.
+The environment host (host.py) and the verifiers server (packages/verifiers.py) use this module, so it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from rollcall.nodes.framing import DONE, HEAD, JSON, LENGTH, PART, RAISED, frame
 from rollcall.process.child import raised_body
 
-BEAT_S = 5.0  # a call that takes longer sends an empty part this often, to show that its process lives
+BEAT_S = 5.0  # a longer call sends an empty part at this interval to show that its process is alive
 
 
 async def answer_calls(
@@ -23,7 +23,7 @@ async def answer_calls(
     *,
     dumps: Callable[[Any], bytes] = JSON.dumps,
 ) -> None:
-    """Call ``do`` with each method and its arguments until the caller hangs up, and cancel what is still running then."""
+    """Call ``do`` with each method and its arguments until the caller hangs up. Then cancel the calls that are still running."""
     loop = asyncio.get_running_loop()
     reader, writer = await asyncio.open_connection(sock=connection)
     running: set[asyncio.Task[None]] = set()
@@ -55,7 +55,7 @@ async def answer_calls(
             running.add(task)
             task.add_done_callback(running.discard)
     except (OSError, EOFError):
-        pass  # the caller is gone, perhaps with its node
+        pass  # the caller is gone, and its node may be too
     finally:
         for task in running:
             task.cancel()

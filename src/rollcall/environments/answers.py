@@ -22,9 +22,9 @@ class Choice:
     """One answer to a prompt."""
 
     index: int
-    prompt: int  # which of the request's
+    prompt: int  # the prompt's index in the request
     completion: Completion
-    content: str  # without stop strings and calls
+    content: str  # the text without stop strings and calls
     calls: tuple[Call, ...]
 
     @property
@@ -32,7 +32,7 @@ class Choice:
         return "tool_calls" if self.calls else FINISH[self.completion.finish]
 
     def message(self, *, as_text: bool) -> dict[str, Any]:
-        """The message with arguments of calls as text, as the API has them, or as values, as a later request is read."""
+        """Return the message with call arguments as a string (as in the API) or as values (as later requests are parsed)."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.calls:
             message["tool_calls"] = [
@@ -45,7 +45,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
-    """All completions of a request."""
+    """All completions for a request."""
 
     model: str
     prompts: tuple[Ints, ...]
@@ -100,10 +100,10 @@ def generate_body(answered: Answered, request: GenerateRequest) -> dict[str, Any
 
 
 def events_of(body: dict[str, Any], *, has_usage: bool) -> Iterator[bytes]:
-    """Yields the body as the events of a stream. They begin when the completion is whole, so each choice comes in one piece."""
+    """Yield the body as stream events. They start when the completion is finished, so each choice arrives in one piece."""
     head = {name: value for name, value in body.items() if name not in ("choices", "usage")}
     if has_usage:
-        head["usage"] = None  # as the API has it, where the last event has the usage
+        head["usage"] = None  # as in the API, where only the last event has the usage
     for choice in body["choices"]:
         parts = [choice]
         if "message" in choice:
@@ -116,7 +116,7 @@ def events_of(body: dict[str, Any], *, has_usage: bool) -> Iterator[bytes]:
             parts = [said | {"delta": delta, "finish_reason": None}, end | {"finish_reason": choice["finish_reason"]}]
         for part in parts:
             yield _event({**head, "choices": [part]})
-            head.pop("prompt_token_ids", None)  # once is enough
+            head.pop("prompt_token_ids", None)  # only in the first event
     if has_usage:
         yield _event({**head, "choices": [], "usage": body["usage"]})
     yield b"data: [DONE]\n\n"
@@ -144,7 +144,7 @@ def _prompt_ids(prompt: int, answered: Answered, request: ChatRequest | TextRequ
 
 
 def _tokens(choice: Choice, answered: Answered, request: ChatRequest | TextRequest | None) -> list[dict[str, Any]]:
-    """Each sampled token with its log-prob. It is text, or its id if the request asks for ids or has only ids."""
+    """Return each sampled token with its log-prob. A token is shown as its ID if the request asks for IDs or contains only IDs."""
     found: list[dict[str, Any]] = []
     completion, by_id = choice.completion, request is None or request.return_tokens_as_token_ids
     for token_id, logprob in zip(completion.token_ids.tolist(), completion.logprobs.tolist(), strict=True):

@@ -1,6 +1,6 @@
-"""The callers of the endpoint and the rules for them. Each key belongs to one caller, which has its own histories.
+"""The endpoint's callers and their rules. Each key belongs to one caller, and each caller has its own histories.
 
-``Open`` has the rules of `rollcall serve`: a request says how it is sampled. Those of an episode are in agent.py.
+``Open`` implements the rules of `rollcall serve`, where a request sets its own sampling. The rules for episodes are in agent.py.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from rollcall.environments.wire import Refused, Wanted
 
 
 class Rules(Protocol):
-    """Decides on the requests of a caller. A method refuses by raising ``Refused``."""
+    """Decides on a caller's requests. A method refuses a request by raising ``Refused``."""
 
-    model: str | None  # the name that requests may ask for; None: any
+    model: str | None  # the model name that requests may use; None allows any name
 
     def sampling(self, wanted: Wanted, *, room: int, num_added: int) -> Sampling:
-        """``room``: tokens that can follow the prompt. ``num_added``: tokens of the prompt behind the answer that it extends."""
+        """``room``: how many tokens fit after the prompt. ``num_added``: how many prompt tokens follow the answer it extends."""
         ...
 
     def admit(self, num_choices: int) -> None: ...
@@ -34,7 +34,7 @@ class Caller:
     rules: Rules
     histories: Histories
     sample: SampleTurn
-    tasks: set[asyncio.Task[Any]] = field(default_factory=set)  # its open requests
+    tasks: set[asyncio.Task[Any]] = field(default_factory=set)  # the open requests
     num_requests: int = 0
     num_refused: int = 0
     reward: float | None = None  # reported by the program
@@ -44,7 +44,7 @@ class Caller:
     is_ended: bool = False
 
     async def end_requests(self) -> None:
-        """Answer the open requests: the episode has ended."""
+        """Answer the open requests with a refusal, because the episode has ended."""
         self.is_ended = True
         for task in (tasks := list(self.tasks)):
             task.cancel()
@@ -61,7 +61,7 @@ class Served:
 
 @dataclass(slots=True, kw_only=True)
 class Open:
-    """Lets the request decide; ``default`` fills in what it leaves out."""
+    """Lets the request decide. ``default`` supplies the missing values."""
 
     model: str | None
     default: Sampling

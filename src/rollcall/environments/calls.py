@@ -1,13 +1,13 @@
-"""Tool calls in what a model wrote, by the format that it writes them in.
+"""Parses tool calls from model output.
 
-``hermes``   ``<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>``, any number of them anywhere in the text.
-``llama``    ``{"name": "add", "parameters": {"a": 1}}`` as the whole text or behind ``<|python_tag|>``; several are separated by
-             ``;`` or white space, or stand in a list.
-``text``     a separate line, ``add(a=1, b="x")`` or ``add: {"a": 1}``, that begins with the name of a tool. Inside the brackets
-             are Python literals, by name or in the order of the tool's arguments; nothing is ever evaluated.
+``hermes``   ``<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>``, any number of times anywhere in the text.
+``llama``    ``{"name": "add", "parameters": {"a": 1}}`` as the full text or after ``<|python_tag|>``. Several calls are separated by
+             ``;`` or whitespace, or form a list.
+``text``     a separate line, ``add(a=1, b="x")`` or ``add: {"a": 1}``, that begins with a tool's name. The arguments in parentheses
+             are Python literals, by keyword or in the order of the tool's arguments. Nothing is ever evaluated.
 
-What a model wrote before ``</think>`` is no call. One that cannot be read is a ``Call`` with an ``error`` for the model. The text may be
-anything, so the work is linear in its length, and JSON is neither deep nor large.
+Text before ``</think>`` never contains a call. A call that cannot be parsed becomes a ``Call`` with an ``error`` for the model. The text
+is untrusted, so parsing takes linear time and limits the depth and size of JSON.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from typing import Any, Literal
 from rollcall.base.errors import ConfigError
 
 CallFormat = Literal["hermes", "llama", "text"]
-MAX_CALLS = 64  # in one turn
-MAX_DEPTH = 32  # of the JSON of a call
+MAX_CALLS = 64  # per turn
+MAX_DEPTH = 32  # of a call's JSON
 _MAX_CALL_CHARS = 100_000
 _MAX_LINE_CHARS = 10_000
-_LARGEST_INT = (1 << 63) - 1  # what other formats than JSON can store too
+_LARGEST_INT = (1 << 63) - 1  # formats other than JSON can store it too
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"
 _BETWEEN = re.compile(r"(?:[\s;]++|<\|python_tag\|>|<\|eom_id\|>|<\|eot_id\|>)*+")
@@ -38,18 +38,18 @@ _THINK, _THOUGHT = "<think>", "</think>"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    name: str  # empty: it could not be read
+    name: str  # empty if the call could not be parsed
     arguments: dict[str, Any] = field(default_factory=dict)
-    error: str = ""  # why it cannot be made, for the model
-    id: str = ""  # in an answer of the endpoint
+    error: str = ""  # tells the model why the call cannot be made
+    id: str = ""  # set in the endpoint's answers
 
 
 class _Unreadable(ValueError):
-    """Tells the model why a call cannot be read."""
+    """Tells the model why a call cannot be parsed."""
 
 
 def format_of(chat_template: str | None) -> CallFormat:
-    """The format in which a model with this chat template writes calls. ConfigError: the format is unknown."""
+    """Return the call format of a model with this chat template. Raise ConfigError if the format is unknown."""
     template = chat_template or ""
     if _OPEN in template and "<function=" not in template:
         return "hermes"
@@ -64,7 +64,7 @@ def format_of(chat_template: str | None) -> CallFormat:
 
 
 def parse_calls(text: str, *, call_format: CallFormat, tools: Mapping[str, Sequence[str]]) -> list[Call]:
-    """Find the calls in a text, in their order. ``tools``: name -> arguments in their order."""
+    """Find the calls in a text, in order. ``tools`` maps each name to its arguments, in order."""
     _, thought, said = text.rpartition(_THOUGHT)
     if not thought and text.lstrip().startswith(_THINK):
         return []
@@ -103,7 +103,7 @@ def _llama(text: str, tools: Mapping[str, Sequence[str]]) -> Iterator[Call]:
             found, at = _decode(body, at)
             calls = [_call(each) for each in (found if isinstance(found, list) else [found])]
         except _Unreadable as error:
-            # A model may answer with JSON that is no call, or add words behind one.
+            # A model may answer with JSON that is not a call, or add text after a call.
             if is_first and (is_tagged or '"name"' in body[:_MAX_CALL_CHARS]):
                 example = '{"name": "...", "parameters": {...}}'
                 yield Call(name="", error=f"the call cannot be read: {error}; write {example}")
@@ -127,7 +127,7 @@ def _lines(text: str, tools: Mapping[str, Sequence[str]]) -> Iterator[Call]:
         line = text[match.start(1) : end if end >= 0 else len(text)].rstrip()
         name = match[1]
         if not line.endswith(")" if match[2] == "(" else "}"):
-            continue  # a sentence that begins with a tool's name
+            continue  # an ordinary sentence that begins with a tool's name
         try:
             yield Call(name=name, arguments=_line_arguments(line, name, is_json=match[2] != "(", names=tools[name]))
         except _Unreadable as error:
@@ -145,7 +145,7 @@ def _line_arguments(line: str, name: str, *, is_json: bool, names: Sequence[str]
         return found
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the parser, about what a model wrote
+            warnings.simplefilter("ignore")  # the parser warns about the model's text
             call = ast.parse(line, mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         raise _Unreadable("it is not written as Python writes a call") from None
@@ -176,7 +176,7 @@ def _load(text: str) -> Any:
 
 
 def _decode(text: str, at: int) -> tuple[Any, int]:
-    """The JSON value that begins at ``at``, and where it ends."""
+    """Return the JSON value that begins at ``at`` and the position where it ends."""
     part = text if at == 0 and len(text) <= _MAX_CALL_CHARS else text[at : at + _MAX_CALL_CHARS]
     try:
         found, end = json.JSONDecoder().raw_decode(part)
@@ -192,13 +192,13 @@ def _decode(text: str, at: int) -> tuple[Any, int]:
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
-    """Check that a value has only types of JSON. _Unreadable: it is too deep, or has a number that is not finite (Python reads NaN)."""
+    """Check that a value contains only JSON types. Raise _Unreadable for deep nesting or a non-finite number (Python parses NaN)."""
     if depth > MAX_DEPTH:
         raise _Unreadable(f"its JSON is nested more than {MAX_DEPTH} deep")
     if value is None or (isinstance(value, bool | int) and abs(value) <= _LARGEST_INT):
         return value
     if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode()  # half of a surrogate pair is no text
+        return value.encode("utf-8", "replace").decode()  # replaces lone surrogates
     if isinstance(value, float) and math.isfinite(value):
         return value
     if isinstance(value, list | tuple):
@@ -209,7 +209,7 @@ def _plain(value: Any, depth: int = 0) -> Any:
 
 
 def _call(found: Any) -> Call:
-    """Make a call of ``{"name": ..., "arguments": {...}}``; some models write ``parameters``, or the arguments as text."""
+    """Build a call from ``{"name": ..., "arguments": {...}}``. Some models write ``parameters``, or the arguments as a string."""
     if not isinstance(found, dict) or not isinstance(found.get("name"), str):
         raise _Unreadable('it has no "name"')
     arguments = found.get("arguments", found.get("parameters"))

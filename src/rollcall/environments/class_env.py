@@ -1,7 +1,7 @@
-"""The class convention, as TRL has it: ``reset(**row)``, public methods as tools, ``get_reward()``. Played in the environment's process.
+"""TRL's class convention: ``reset(**row)``, public methods as tools, ``get_reward()``. Runs in the environment's process.
 
-One object of the class for each process, kept and reset between episodes. A turn without a call ends the episode. This module
-imports the standard library only: processes of environments have to be small.
+Each process has one instance of the class and resets it between episodes. A turn without a call ends the episode. This module
+imports only the standard library, because environment processes have to be small.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from rollcall.environments.tools import (
     tools_of_class,
 )
 
-MAX_RESULT_CHARS = 1_000_000  # of one tool call
+MAX_RESULT_CHARS = 1_000_000  # per tool call
 
 
 @dataclass(slots=True, kw_only=True)
 class ClassPlayer:
-    """A class with its tools, and functions next to it; or functions only. Forked processes play episodes of it; ``examine`` gets what a
-    tool raised, and ``run`` waits for what an async method returned."""
+    """A class with its tools and optional functions, or functions only. Forked processes play its episodes. ``examine`` receives what a
+    tool raised, and ``run`` waits for the result of an async method."""
 
     cls: type | None
     kwargs: Mapping[str, Any]
     tools: dict[str, Tool]
     functions: dict[str, Callable[..., Any]]
     call_format: CallFormat
-    is_chat: bool  # the model has a chat template
+    is_chat: bool  # whether the model has a chat template
     instance: Any = None
     examine: Callable[[BaseException], None] = lambda error: None
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """The schemas of the tools, for the chat template."""
+        """Return the tool schemas for the chat template."""
         return [] if self.call_format == "text" else [tool.schema for tool in self.tools.values()]
 
     def reset(self, row: Mapping[str, Any], run: Callable[[Any], Any]) -> str | None:
@@ -70,7 +70,7 @@ class ClassPlayer:
         return None if get_reward is None else number(run(get_reward()), what="get_reward returned")
 
     def _answer(self, call: Call, run: Callable[[Any], Any]) -> dict[str, Any]:
-        """Make a call. The model reads what a tool raises, except where the process is no longer sound."""
+        """Make a call. The model reads what a tool raises, unless the process is no longer reliable."""
         error = call.error
         result = ""
         if not error:
@@ -93,7 +93,7 @@ class ClassPlayer:
                 error = str(wrong)
             except Exception as raised:  # noqa: BLE001 - a tool may raise anything
                 self.examine(raised)
-                # A ValueError is how a tool says what is wrong, so its name adds nothing.
+                # Tools raise ValueError to explain what is wrong, so its name adds nothing.
                 is_plain = type(raised) is ValueError and str(raised)
                 error = str(raised) if is_plain else f"{type(raised).__name__}: {raised}".removesuffix(": ")
         if error:
@@ -101,8 +101,8 @@ class ClassPlayer:
         return {"name": call.name, "arguments": call.arguments, "result": result, "failed": bool(error)}
 
     def _messages(self, made: list[dict[str, Any]]) -> list[dict[str, str]]:
-        """A chat template without tools has no role for them, and often refuses two messages of the user in a row. Without a chat
-        template the results follow the model's own text, so they are on separate lines."""
+        """If the chat template has no tool role, join the results, because it often rejects two user messages in a row. Without a chat
+        template, the results follow the model's text directly, so put them on separate lines."""
         if self.call_format != "text":
             return [{"role": "tool", "content": each["result"], "name": each["name"]} for each in made]
         if not made:
@@ -121,7 +121,7 @@ def load_class(
     call_format: CallFormat,
     is_chat: bool,
 ) -> ClassPlayer:
-    """Load a class and functions as tools. ValueError says which of them cannot be used, and what to do."""
+    """Load a class and functions as tools. If one of them is unusable, raise a ValueError that says what to do."""
     tools: dict[str, Tool] = {}
     cls: Any = None
     if path is not None:
@@ -142,7 +142,7 @@ def load_class(
 
 
 def _taken(reset: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns that ``reset`` takes."""
+    """Return the columns that ``reset`` takes."""
     parameters = inspect.signature(reset).parameters.values()
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
         return dict(row)

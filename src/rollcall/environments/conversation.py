@@ -1,14 +1,14 @@
-"""A conversation as token ids: how it opens, and the ids of the messages that follow a sampled turn.
+"""A conversation as token IDs: its opening and the messages that follow each sampled turn.
 
-Nothing sampled is ever tokenised again. The next turn's prompt is the exact ids so far and, behind them, the ids of the new
-messages. These come from rendering a stand-in conversation, whose assistant message is a marker: what the template writes
-after the marker is what belongs after the model's own tokens.
+Sampled tokens are never tokenised again. The next turn's prompt is the exact IDs so far, followed by the IDs of the new
+messages. To get the new IDs, we render a stand-in conversation whose assistant message is a marker. Whatever the template writes
+after the marker belongs after the model's own tokens.
 
-A chat template can be extended this way only if later messages do not change how earlier ones are written.
-``check_extension`` tries it before the run begins. Prompts of plain text are extended by the text itself.
+This works for a chat template only if later messages do not change how it renders earlier messages.
+``check_extension`` tests this before the run starts. Plain text prompts are extended with the text itself.
 
-In a chat, what an environment or a program says is data. Where it spells a special token, such as the end of a message, the model reads
-these letters and not the token: they are cut inside it before the template sees them, and the pieces are tokenised one by one.
+In a chat, text from an environment or a program is data. If it spells a special token, such as the end of a message, the model must read
+the letters instead of the token. So we cut each special token in two before rendering, and tokenise the pieces separately.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ Tools = Sequence[dict[str, Any]]
 
 
 class Conversations:
-    """Turns messages into token ids with the tokenizer of a run."""
+    """Turns messages into token IDs with the run's tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self._backend = _plain_backend(tokenizer)
         self._special = _special_tokens(tokenizer)
-        self._known: OrderedDict[tuple[bytes, str], str] = OrderedDict()  # of why_not_after
+        self._known: OrderedDict[tuple[bytes, str], str] = OrderedDict()  # cache for why_not_after
         self._num_examined = 0
-        self._cut = f"ROLLCALLCUT{secrets.token_hex(8)}"  # in nothing that anybody says
+        self._cut = f"ROLLCALLCUT{secrets.token_hex(8)}"  # random, so no message contains it
 
     def open(self, prompt: Prompt, *, added: str | None, tools: Tools) -> Ints:
-        """Begin an episode: the row's prompt, with the text of the environment added to its last message."""
+        """Begin an episode with the row's prompt, and add the environment's text to its last message."""
         messages = prompt.metadata.get(MESSAGES)
         if messages is None:
             return self._ids(prompt.text + (added or ""), special=True)
@@ -57,13 +57,13 @@ class Conversations:
         return self._ids(self._render(messages, tools))
 
     def open_chat(self, messages: Sequence[dict[str, Any]], *, tools: Tools) -> Ints:
-        """Begin a conversation with a program's messages. Those of the model are left as they are: templates look into them."""
+        """Begin a conversation with a program's messages. Leave the model's messages as they are, because templates parse them."""
         said = [message if message["role"] == "assistant" else self._data(message) for message in messages]
         return self._ids(self._render(said, tools))
 
     def extend(self, messages: Sequence[Message], *, is_chat: bool, tools: Tools, last_id: int) -> Ints:
-        """The ids behind a turn that ended with ``last_id``: the end of the model's message, the new messages, and the beginning
-        of the model's next one."""
+        """Return the IDs that follow a turn ending with ``last_id``: the end of the model's message, the new messages, and the start
+        of the model's next message."""
         if is_chat:
             new = [
                 {"role": one.role, "content": one.content} | ({"name": one.name} if one.name else {})
@@ -71,12 +71,12 @@ class Conversations:
             ]
             stand_in = [{"role": "user", "content": "begin"}, {"role": "assistant", "content": _MARKERS[0]}]
             text = self._render([*stand_in, *map(self._data, new)], tools)
-            text = text.partition(_MARKERS[0])[2]  # the first: an observation may hold the marker too
+            text = text.partition(_MARKERS[0])[2]  # the first one, because an observation may contain the marker too
         else:
             text = "".join(message.content for message in messages)
         ids = self._ids(text)
         if is_chat and len(ids) and ids[0] == last_id:
-            ids = ids[1:]  # the model has ended its message itself
+            ids = ids[1:]  # the model already ended its message
         if not len(ids):
             raise EnvironmentFailed(
                 f"the observation {text[:60]!r} has no tokens; return some text, or end the episode"
@@ -84,7 +84,7 @@ class Conversations:
         return ids
 
     def check_extension(self, *, tools: Tools, role: str) -> None:
-        """Refuse a chat template that writes earlier messages differently once later ones follow."""
+        """Refuse a chat template that renders earlier messages differently after later messages are added."""
         first, second = _MARKERS
         thinks = _THINKS if "<think>" in (self.tokenizer.chat_template or "") else ""
         said = {"role": role, "content": "seen"}
@@ -109,8 +109,8 @@ class Conversations:
             )
 
     def why_not_after(self, messages: Sequence[dict[str, Any]], *, tools: Tools, key: bytes) -> str:
-        """Why these messages cannot follow an answer as they are; empty: they can. The template is tried once for each set of tools, which
-        ``key`` stands for, and role."""
+        """Return why these messages cannot follow an answer as they are, or "". The template is tested once for each role and each set of
+        tools, which ``key`` identifies."""
         for role in sorted({message["role"] for message in messages}):
             if (key, role) not in self._known:
                 try:
@@ -135,7 +135,7 @@ class Conversations:
         return {**message, **said}
 
     def _as_data(self, text: str) -> str:
-        """Cut each special token that the text spells behind its first character."""
+        """Cut each special token in the text after its first character."""
         return self._special.sub(lambda match: f"{match[0][0]}{self._cut}{match[0][1:]}", text)
 
     def _ids(self, text: str, *, special: bool = False) -> Ints:
@@ -159,26 +159,26 @@ class Conversations:
 
 
 def unknown_characters(text: str, token_ids: Ints, tokenizer: Any) -> list[str]:
-    """Characters that the tokens of a text have lost, if they are more than a quarter of those in it."""
+    """Return the characters that tokenisation lost, if they are more than a quarter of the text's distinct characters."""
     there = set(text.casefold()) - set(" \t\n")
     lost = sorted(there - set(tokenizer.decode(token_ids).casefold()))
     return lost if len(lost) * 4 > len(there) else []
 
 
 def _plain_backend(tokenizer: Any) -> Any:
-    """The part of the tokenizer that gives the same ids in half the time; None if the tokenizer does more in Python."""
+    """Return the backend that produces the same IDs in half the time, or None if the tokenizer does more work in Python."""
     from transformers import PreTrainedTokenizerFast
 
     kind, plain = type(tokenizer), PreTrainedTokenizerFast
     if not isinstance(tokenizer, plain) or (kind.__call__, kind._encode_plus) != (plain.__call__, plain._encode_plus):
         return None
-    if hasattr(tokenizer, "_switch_to_input_mode"):  # of translation, where a text's language is a token
+    if hasattr(tokenizer, "_switch_to_input_mode"):  # translation tokenizers add a language token
         return None
-    tokenizer("")  # it turns off what its file may say of truncation and padding
+    tokenizer("")  # turns off any truncation and padding from its file
     return tokenizer.backend_tokenizer
 
 
 def _special_tokens(tokenizer: Any) -> re.Pattern[str]:
     added = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
     names = (name for name in {*tokenizer.all_special_tokens, *added} if len(name) > 1)
-    return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or r"(?!)")  # the last: nothing
+    return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or r"(?!)")  # (?!) matches nothing

@@ -1,16 +1,16 @@
-"""The OpenAI API over a sampler: an ASGI app, and the thread that serves it.
+"""Serves a sampler over the OpenAI API: an ASGI app and the thread that runs it.
 
     POST /v1/chat/completions    messages in, a message out; tools, streaming, token ids, log-probs
     POST /v1/completions         text or token ids in, text out
     POST /inference/v1/generate  token ids in and out
-    GET  /v1/models              what is served, with `max_model_len`
-    POST /v1/reward              the reward of an episode, from its program
+    GET  /v1/models              the served model, with `max_model_len`
+    POST /v1/reward              an episode's reward, reported by its program
 
-Every address needs a key; an episode has its own. The body is read only when the key is known, and up to ``MAX_BODY_BYTES``.
+Every request needs a key. Each episode has its own key. The body is read only if the key is valid, up to ``MAX_BODY_BYTES``.
 
-The server is uvicorn in a thread with its own event loop. An engine in this process decodes inside one call of the run's loop, for as
-long as a chunk of tokens takes; meanwhile this thread reads requests, renders and tokenises, so that the next chunk begins with all of
-them. A request crosses to the engine's loop once, and its completion comes back once.
+The server is uvicorn in a thread with its own event loop. An engine in this process blocks the run's event loop while it decodes a
+chunk of tokens. Meanwhile, this thread parses, renders and tokenises requests, so they can all join the next chunk. A request crosses
+to the engine's loop once, and its completion comes back once.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from rollcall.environments.protocol import EnvironmentFailed, SampleTurn, add_me
 from rollcall.environments.wire import ChatRequest, GenerateRequest, Refused, TextRequest, Wanted, Worth, read
 from rollcall.nodes.http_server import http_server, listen
 
-MAX_BODY_BYTES = 16 << 20  # ids of a million tokens have half of it
+MAX_BODY_BYTES = 16 << 20  # a million token IDs take up half of it
 READ_TIMEOUT_S = 60.0  # for a body, from its first byte to its last
 LOOPBACK = "127.0.0.1"
 T = TypeVar("T")
@@ -62,12 +62,12 @@ Send = Callable[[Message], Awaitable[None]]
 class Reply:
     body: bytes
     status: int = 200
-    events: Iterable[bytes] | None = None  # a stream, in place of the body
-    closes: bool = False  # the connection: the rest of the request was not read
+    events: Iterable[bytes] | None = None  # stream events that replace the body
+    closes: bool = False  # close the connection, because the rest of the request was not read
 
 
 class Endpoint:
-    """``callers``: by key, and read at each request. ``call_format``: how the model writes tool calls."""
+    """``callers`` maps keys to callers and is looked up on every request. ``call_format``: how the model writes tool calls."""
 
     def __init__(
         self, callers: Mapping[str, Caller], *, served: Served, tokenizer: Any, call_format: CallFormat
@@ -93,7 +93,7 @@ class Endpoint:
             if caller is not None:
                 caller.num_refused += 1
                 caller.last_refusal = str(refused)
-            # Where the body was not read, the next request cannot follow on this connection.
+            # If the body was not read, this connection cannot take another request.
             reply = Reply(
                 body=to_bytes(refused.body()), status=refused.status, closes=refused.status in (401, 408, 413)
             )
@@ -105,10 +105,10 @@ class Endpoint:
             reply = Reply(body=to_bytes(failed.body()), status=failed.status, closes=True)
         await _send(reply, send)
 
-    # Who asks, and for what
+    # Callers and routing
 
     def _caller_of(self, scope: Message) -> Caller:
-        """The owner of the key. Refuses a request without a key, with two, and with an unknown one."""
+        """Return the key's owner. Refuse a request without a key, with two keys or with an unknown key."""
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         kind, _, key = given[0].decode("latin-1").partition(" ") if len(given) == 1 else ("", "", "")
         caller = self._callers.get(key.strip()) if kind.lower() == "bearer" else None
@@ -137,7 +137,7 @@ class Endpoint:
         return await self._unless_left(caller, work(caller, body), receive)
 
     async def _unless_left(self, caller: Caller, work: Coroutine[Any, Any, Reply], receive: Receive) -> Reply:
-        """Await the reply. If the client hangs up or the key ends first, the work ends too."""
+        """Await the reply. Cancel the work if the client hangs up or the key expires first."""
         task = asyncio.current_task()
         assert task is not None
 
@@ -154,7 +154,7 @@ class Endpoint:
             if gone.done():
                 raise _Left from None
             if not caller.is_ended:
-                raise  # the server stops
+                raise  # the server is stopping
             task.uncancel()
             raise Refused(503, "the episode has ended", code="episode_over") from None
         except (EnvironmentFailed, RecursionError, ValueError) as error:
@@ -164,7 +164,7 @@ class Endpoint:
             caller.tasks.discard(task)
             gone.cancel()
 
-    # What is asked
+    # Requests
 
     async def _chat(self, caller: Caller, body: bytes) -> Reply:
         request = read(ChatRequest, body)
@@ -178,13 +178,13 @@ class Endpoint:
         messages = request.conversation()
         if len(messages) > self._served.max_model_len:
             raise self._too_long(f"the request has {len(messages):,} messages")
-        # A call's arguments are counted as the template may write them; names and keys are part of it too.
+        # Count the arguments of calls as the template may render them, including names and keys.
         others = [{key: value for key, value in message.items() if key != "content"} for message in messages]
         written = [
             json.dumps(one, ensure_ascii=False) for one in (request.tools, *(one for one in others if len(one) > 1))
         ]
         self._refuse_endless([*(message["content"] for message in messages), *written])
-        if request.finds_calls and self._call_format == "text":  # its template would leave them out without a word
+        if request.finds_calls and self._call_format == "text":  # its template would silently leave them out
             raise Refused(
                 400,
                 "the model's chat template has no place for tools, so the model would not read them; leave tools out and say in a "
@@ -227,13 +227,13 @@ class Endpoint:
         return Refused(400, text, code="context_length_exceeded", param="messages")
 
     def _refuse_endless(self, texts: Sequence[str]) -> None:
-        """Refuse what cannot fit, whatever its tokens are: tokenising it could take minutes, and all others would wait."""
+        """Refuse text that is too long for any tokenisation. Tokenising it could take minutes and would block all other requests."""
         if (num_chars := sum(map(len, texts))) > self._most_chars:
             raise self._too_long(f"the request has {num_chars:,} characters, which cannot fit")
 
     def _by_ids(self, caller: Caller, given: list[int]) -> Asked:
         asked = caller.histories.ids(np.array(given, dtype=np.int32))
-        # Sampled ids may lie beyond the tokenizer's, where the model has more outputs than tokens.
+        # Sampled IDs may be outside the tokenizer's range, because some models have more outputs than tokens.
         ids = asked.prompt_ids if asked.behind is None else asked.added
         if len(ids) and (largest := int(ids.max())) >= (vocabulary := self._served.vocabulary):
             why = f"token id {largest} is unknown: the model has {vocabulary} tokens; give ids of its own tokenizer"
@@ -243,10 +243,10 @@ class Endpoint:
     # Sampling
 
     async def _sample(self, caller: Caller, asked: list[Asked], wanted: Wanted, chat: ChatRequest | None) -> Answered:
-        """Sample ``wanted.n`` completions of each prompt at the same time."""
+        """Sample ``wanted.n`` completions for each prompt concurrently."""
         turns: list[asyncio.Future[Completion]] = []
         try:
-            # Before it is admitted: what is refused is not a turn.
+            # Check before admission, because a refused request does not count as a turn.
             samplings: list[Sampling] = []
             for one in asked:
                 room = self._served.max_model_len - len(one.prompt_ids)
@@ -263,7 +263,7 @@ class Endpoint:
                     turns.append(asyncio.ensure_future(turn))
             completions = await asyncio.gather(*turns)
         except BaseException:
-            for turn in turns:  # the first failure ends the others
+            for turn in turns:  # the first failure cancels the other turns
                 turn.cancel()
             for one in asked:
                 caller.histories.give_up(one)
@@ -284,10 +284,8 @@ class Endpoint:
         return Answered(model=self._served.name, prompts=prompts, choices=tuple(choices), tokenizer=self._tokenizer)
 
     def _find_calls(self, text: str) -> tuple[str, tuple[Call, ...]]:
-        """Split a text into what it says and its calls. If one of the calls cannot be read, all of it stays text."""
-        found = parse_calls(
-            text, call_format=self._call_format, tools={}
-        )  # only the format `text` asks for their names
+        """Split text into content and calls. If any call cannot be parsed, everything stays text."""
+        found = parse_calls(text, call_format=self._call_format, tools={})  # only the format `text` needs tool names
         if not found or any(call.error for call in found):
             return text, ()
         before = text.partition("<tool_call>")[0].rstrip() if self._call_format == "hermes" else ""
@@ -301,7 +299,7 @@ def _reply_to(request: ChatRequest | TextRequest, body: dict[str, Any]) -> Reply
 
 
 def call_format_of(chat_template: str | None) -> CallFormat:
-    """The format of the template's calls. If it is unknown, the one that most models know: a call in another format stays text."""
+    """Return the template's call format. Fall back to the most common format, where calls in other formats stay text."""
     try:
         return format_of(chat_template)
     except ConfigError:
@@ -309,14 +307,14 @@ def call_format_of(chat_template: str | None) -> CallFormat:
 
 
 def take_reward(caller: Caller, body: bytes) -> None:
-    """Take the reward that a program reports. The last one counts."""
+    """Take the reward that a program reports. The last report counts."""
     worth = read(Worth, body)
     caller.reward = worth.reward
     add_metrics(caller.metrics, worth.metrics or {})
 
 
 class _Left(Exception):  # noqa: N818 - an outcome
-    """The client has hung up."""
+    """The client hung up."""
 
 
 # Bytes
@@ -367,7 +365,7 @@ def refuse_without_packages() -> None:
 
 
 class EndpointServer:
-    """Serves an app in a thread, from the moment it is made. Coroutines that touch what the app owns run in its loop (``run``)."""
+    """Serves an app in a thread, starting when it is created. Coroutines that use the app's state must run in its loop (``run``)."""
 
     def __init__(self, app: Any, *, host: str = LOOPBACK, listener: socket.socket | None = None) -> None:
         refuse_without_packages()
@@ -384,11 +382,11 @@ class EndpointServer:
         return f"http://{host}:{self.port}"
 
     def run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine in this server's loop, from any thread."""
+        """Run a coroutine in this server's loop. May be called from any thread."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def close(self) -> None:
-        """End open requests. The caller first ends what else runs in the loop."""
+        """End open requests. The caller must first stop everything else in the loop."""
         self._server.should_exit = True
         self._thread.join(10.0)
 
@@ -403,7 +401,7 @@ class EndpointServer:
 
 
 def in_loop(sample: SampleTurn, loop: asyncio.AbstractEventLoop) -> SampleTurn:
-    """Make ``sample``, which belongs to ``loop``, callable from another loop."""
+    """Make ``sample``, which belongs to ``loop``, callable from a different loop."""
 
     async def crossing(prompt_ids: Ints, /, *, seed: int, sampling: Sampling, session: str) -> Completion:
         async def there() -> Completion:

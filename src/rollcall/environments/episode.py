@@ -1,7 +1,7 @@
-"""One episode: the model's turns and the environment's answers, until one of them ends it or a limit does.
+"""One episode: the model's turns and the environment's answers, until either of them or a limit ends it.
 
-Whatever the environment does, this ends: each call and the whole episode have a time limit, turns and tokens are counted. An
-environment that fails ends its own episode, and the tokens so far stay.
+An episode always ends, whatever the environment does: each call and the full episode have a time limit, and turns and tokens are
+limited too. If an environment fails, only its own episode ends, and the tokens so far are kept.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ class TooLong(Exception):  # noqa: N818 - an outcome
 
 @dataclass(slots=True, kw_only=True)
 class Player:
-    """Plays the episodes of a run."""
+    """Plays the run's episodes."""
 
     section: EnvironmentBase
     environments: Environments
     conversations: Conversations
     max_prompt_tokens: int
-    keeps_attributes: bool = False  # of environments, which a reward reads
+    keeps_attributes: bool = False  # whether a reward reads attributes of the environments
 
     async def play(
         self, prompt: Prompt, *, seed: int, sampling: Sampling, session: str, sample: SampleTurn
     ) -> Completion:
-        """Play one attempt at a prompt. ``sampling.max_tokens`` bounds all tokens after the prompt."""
+        """Play one attempt at a prompt. ``sampling.max_tokens`` limits all tokens after the prompt."""
         limit_s = self.section.episode_timeout_s
         late = f"the episode took longer than environment.episode_timeout_s={limit_s:g}"
         while True:
@@ -66,7 +66,7 @@ class Player:
             try:
                 await within(one.run(host), limit_s, late)
             except EnvironmentLost:
-                continue  # its loss was reported; find_host gives up when no host comes back
+                continue  # the loss was already reported; find_host gives up if no host comes back
             except TooLong as error:
                 one.fail(EndReason.TIMEOUT, str(error))
             except EnvironmentFailed as error:
@@ -74,23 +74,23 @@ class Player:
             return one.completion()
 
     async def call(self, work: Awaitable[T], name: str) -> T:
-        """Await a call of the environment within its time limit."""
+        """Await a call to the environment within its time limit."""
         limit_s = self.section.call_timeout_s
         return await within(work, limit_s, f"{name} took longer than environment.call_timeout_s={limit_s:g}")
 
 
 async def within(work: Awaitable[T], limit_s: float, late: str) -> T:
-    """Await ``work``, or raise ``TooLong`` with the text ``late``. It runs in the caller's task: an episode makes a call in each turn, and
-    a task for each would take longer than the call.
+    """Await ``work``, or raise ``TooLong`` with the message ``late``. Work runs in the caller's task, because creating a task for each
+    turn would take longer than the call itself.
 
-    Only time counts in which this event loop runs: an update in this process stops the loop for minutes, and an answer that came
-    meanwhile is not late. Nor does time count in which a debugger holds a process of the run: what holds still may be this
-    environment, or an engine that it waits for.
+    The limit counts only time in which this event loop runs: a training update in this process can block the loop for minutes, and an
+    answer that arrived in the meantime is not late. The limit also pauses while a debugger stops one of the run's processes, since that
+    process may be this environment or an engine it waits for.
     """
     loop, limit, left_s = asyncio.get_running_loop(), asyncio.timeout(None), limit_s
 
     def look() -> asyncio.TimerHandle:
-        if left_s <= 0:  # the loop may have stood still until now
+        if left_s <= 0:  # the loop may have been blocked until now
             return loop.call_later(0.05, lambda: limit.reschedule(loop.time()))
         look_s = min(left_s, LOOK_S)
         return loop.call_later(look_s, count, look_s, running_s())
@@ -114,7 +114,7 @@ async def within(work: Awaitable[T], limit_s: float, late: str) -> T:
 
 
 async def one_ends_within(limit_s: float, *tasks: asyncio.Future[Any]) -> bool:
-    """Whether one of the tasks ends in this time."""
+    """Return whether one of the tasks ends in this time."""
     try:
         await within(asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED), limit_s, "")
     except TooLong:
@@ -123,7 +123,7 @@ async def one_ends_within(limit_s: float, *tasks: asyncio.Future[Any]) -> bool:
 
 
 class _OneEpisode:
-    """An episode, and its outcome so far."""
+    """An episode and its outcome so far."""
 
     def __init__(
         self, player: Player, prompt: Prompt, *, seed: int, sampling: Sampling, session: str, sample: SampleTurn
@@ -154,7 +154,7 @@ class _OneEpisode:
             await environment.close(broken=broken)
 
     def fail(self, reason: EndReason, error: str) -> None:
-        """Note that the episode failed. Its turns stay, including the one at which it failed."""
+        """Record that the episode failed. Keep its turns, including the turn in which it failed."""
         self._ended, self._error = reason, error[:LONGEST_ERROR] or "no reason was given"
 
     def _open(self, text: str | None, tools: Tools) -> None:
@@ -196,10 +196,10 @@ class _OneEpisode:
             row.add_observed(observed, "\n".join(message.content for message in result.messages))
 
     def _why_ended(self, turn: Completion, observed: Ints | None) -> EndReason | None:
-        """Why the episode ends after this turn; None if it continues."""
+        """Return why the episode ends after this turn, or None if it continues."""
         row, section, most = self._row, self._player.section, self._sampling.max_tokens
         if observed is None:
-            # A class's episode ends with a turn without a call, and one that was cut short may have been on its way to a call.
+            # With a class, a turn without a call ends the episode, but a truncated turn might still have made a call.
             by_limit = row.length >= most or isinstance(section, ClassEnvironment)
             return EndReason.TOKENS if turn.finish is FinishReason.LENGTH and by_limit else EndReason.DONE
         if len(row.turns) >= section.max_turns:
@@ -221,15 +221,15 @@ class _OneEpisode:
 
 
 def row_of(prompt: Prompt) -> dict[str, Any]:
-    """The row of the data as its columns, which is what `reset` gets."""
+    """Return the row's columns, which are passed to `reset`."""
     columns = {name: value for name, value in prompt.metadata.items() if name not in (MESSAGES, TEXT)}
     if not isinstance(columns.get("answer"), str):
-        columns["answer"] = prompt.answer  # as text, whatever it is in the data
+        columns["answer"] = prompt.answer  # as a string, whatever its type is in the data
     return {"prompt": prompt.metadata.get(MESSAGES, prompt.text), **columns}
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """The seed of a turn. The first turn has the attempt's, so an episode of one turn samples what a plain completion would."""
+    """Return a turn's seed. The first turn uses the attempt's seed, so a one-turn episode samples the same as a plain completion."""
     if turn == 0:
         return seed
     digest = hashlib.blake2b(f"{seed}/{turn}".encode(), digest_size=8).digest()
@@ -237,8 +237,8 @@ def turn_seed(seed: int, turn: int) -> int:
 
 
 def _reward(value: float, what: str) -> float:
-    """Refuse a reward if what is computed from it would not stay finite."""
-    if not abs(value) <= LARGEST_SCORE:  # NaN neither
+    """Refuse a reward that is too large for later computations to stay finite."""
+    if not abs(value) <= LARGEST_SCORE:  # also refuses NaN
         most = f"{LARGEST_SCORE:g}"
         raise EnvironmentFailed(f"{what} is {value:g}; it must be a finite number between -{most} and {most}")
     return float(value)

@@ -1,14 +1,14 @@
-"""Turns the requests of a program into sequences of tokens; nothing sampled is tokenised again.
+"""Turns a program's requests into token sequences. Sampled tokens are never tokenised again.
 
-Each answer is kept with the exact ids up to its end. A request that extends an answer (its messages begin with those before,
-and then the answer as it was returned) is the ids up to there and, behind them, the ids of the new messages. Any other request
-begins another row: a program may rewrite its history, or ask for something else in between.
+Each answer is stored with the exact IDs up to its end. A request extends an answer if its messages begin with the earlier messages
+and the answer as it was returned. It then becomes the stored IDs, followed by the IDs of the new messages. Any other request
+starts a new row: a program may rewrite its history or ask an unrelated question.
 
     row 0   prompt  [sampled] observed [sampled] observed [sampled]       first history: the episode's own row
-    row 1   the same tokens up to the second answer, as its prompt, then observed' [sampled']     went back to that answer
-    row 2   another prompt  [sampled]                                     rewritten, or somebody else's conversation
+    row 1   the same tokens up to the second answer as its prompt, then observed' [sampled']      went back to that answer
+    row 2   a different prompt  [sampled]                                 rewritten history or unrelated conversation
 
-Every sampled token is in one row with its mask true, and in the prompts of the rows that branch off behind it.
+Every sampled token has mask true in exactly one row. It is part of the prompt in rows that branch off after it.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ FOLLOWING = ("user", "tool", "system")  # roles of messages that may follow an a
 @dataclass(slots=True, kw_only=True, eq=False)
 class HistoryRow(Row):
     session: str
-    opening: str = ""  # the text of its prompt
-    tip: _Answer | None = None  # the answer at its end
-    is_extended: bool = False  # by a request on its way
+    opening: str = ""  # the prompt's text
+    tip: _Answer | None = None  # the row's last answer
+    is_extended: bool = False  # whether a pending request extends it
 
     def branch(self) -> Branch:
         return Branch(prompt_ids=self.prompt_ids, **self.joined())
@@ -44,28 +44,28 @@ class HistoryRow(Row):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Answer:
-    """The state behind one answer."""
+    """The state after one answer."""
 
-    ids: Ints  # all, to its end
+    ids: Ints  # all IDs up to its end
     ids_bytes: bytes
     row: HistoryRow
-    key: bytes | None  # of the messages with the answer; None if it is not a chat
-    text: str | None  # prompt and answer; None if they are not plain text
+    key: bytes | None  # key of the messages including the answer; None if not a chat
+    text: str | None  # prompt and answer; None if not plain text
     ends_at_stop: bool
     calls: tuple[Call, ...]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Asked:
-    """A request as the engine gets it."""
+    """A request in the form that the engine receives."""
 
     prompt_ids: Ints
     session: str
-    behind: _Answer | None  # the answer that it extends
-    added: Ints  # the ids behind that answer
+    behind: _Answer | None  # the answer that the request extends
+    added: Ints  # the IDs after that answer
     key: bytes | None = None
     text: str | None = None
-    messages: tuple[dict[str, Any], ...] = ()  # the new ones
+    messages: tuple[dict[str, Any], ...] = ()  # the new messages
     holds_row: bool = False
 
     @property
@@ -73,7 +73,7 @@ class Asked:
         return "\n".join(message["content"] for message in self.messages)
 
     def note_in(self, row: HistoryRow) -> None:
-        """Add the new messages to the row that they extend, with the results of its last calls."""
+        """Add the new messages to the row that they extend, and record the results of its last calls."""
         assert self.behind is not None
         results = {one.get("tool_call_id"): one["content"] for one in self.messages if one["role"] == "tool"}
         row.add_observed(self.added, self.observation)
@@ -82,8 +82,8 @@ class Asked:
 
 
 class Histories:
-    """The histories of one key. ``max_kept``: forget the answers used longest ago beyond this many tokens, and keep no rows. Without it,
-    all are kept, and the rows."""
+    """The histories of one key. With ``max_kept``, keep no rows and drop the least recently used answers beyond this many tokens.
+    Without it, keep all answers and rows."""
 
     def __init__(self, conversations: Conversations, *, name: str, max_kept: int | None = None) -> None:
         self._conversations, self._tokenizer = conversations, conversations.tokenizer
@@ -97,7 +97,7 @@ class Histories:
     # Requests
 
     def chat(self, messages: Sequence[dict[str, Any]], *, tools: Sequence[dict[str, Any]]) -> Asked:
-        keys = [_digest(b"", json.dumps(tools, sort_keys=True))]  # one for each number of messages from the beginning
+        keys = [_digest(b"", json.dumps(tools, sort_keys=True))]  # one key for each prefix of the messages
         for message in messages:
             keys.append(_next_key(keys[-1], message))
         for count in range(len(messages), 0, -1):
@@ -107,7 +107,7 @@ class Histories:
                 if why := self._conversations.why_not_after(new, tools=tools, key=keys[0]):
                     if self._max_kept is None:
                         raise EnvironmentFailed(why)
-                    break  # nobody trains on it, so it is rendered as it is
+                    break  # it is not used for training, so render it as it is
                 said = [Message(role=one["role"], content=one["content"], name=one.get("name", "")) for one in new]
                 last_id = int(answer.ids[-1])
                 added = self._conversations.extend(said, is_chat=True, tools=tools, last_id=last_id)
@@ -116,7 +116,7 @@ class Histories:
         return self._opened(ids, key=keys[-1], messages=tuple(messages))
 
     def ids(self, token_ids: Ints) -> Asked:
-        """A prompt of token ids extends the longest answer that it begins with."""
+        """Extend the longest answer that this prompt of token IDs begins with."""
         given = token_ids.tobytes()
         begins = [answer for answer in self._answers.values() if given.startswith(answer.ids_bytes)]
         if not begins:
@@ -125,8 +125,8 @@ class Histories:
         return self._extended(longest, token_ids[len(longest.ids) :])
 
     def plain(self, text: str) -> Asked:
-        """A prompt of text extends the longest answer that it begins with. If that answer ended at a stop token, which its text does not
-        show, the prompt does not have the token either: it is the ids before it, and begins another row."""
+        """Extend the longest answer that this text prompt begins with. If the answer ended at a stop token that its text does not show,
+        the prompt does not contain the token either. It then starts a new row from the IDs before the token."""
         begins = [answer for answer in self._answers.values() if answer.text and text.startswith(answer.text)]
         if not begins:
             return self._opened(self._encode(text, special=True), text=text)
@@ -137,7 +137,7 @@ class Histories:
         return self._extended(longest, added, text=text)
 
     def give_up(self, asked: Asked) -> None:
-        """Note that nothing was sampled for a request: it was refused, or its client has left."""
+        """Record that nothing was sampled for a request, because it was refused or its client left."""
         if asked.holds_row and asked.behind is not None:
             asked.behind.row.is_extended = False
 
@@ -152,7 +152,7 @@ class Histories:
         message: dict[str, Any] | None = None,
         calls: Sequence[Call] = (),
     ) -> None:
-        """Note a completion that was sampled for a request. ``message`` is the answer as it is returned."""
+        """Record the completion sampled for a request. ``message`` is the answer as returned."""
         self.give_up(asked)
         row = asked.behind.row if asked.behind is not None and asked.behind.row.tip is asked.behind else None
         if row is None:
@@ -222,7 +222,7 @@ class Histories:
 
 
 def _next_key(key: bytes, message: dict[str, Any]) -> bytes:
-    """The key of a conversation with one more message. Ids of calls do not count: they are not the model's, and programs change them."""
+    """Return a conversation's key after one more message. Call IDs are ignored: the model does not write them, and programs change them."""
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
     name = message.get("name", "") if message["role"] != "tool" else ""
     return _digest(key, json.dumps([message["role"], message["content"], name, calls], sort_keys=True))

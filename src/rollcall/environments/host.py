@@ -1,12 +1,12 @@
-"""Environments on another node than the controller: a process there lets the controller in, and plays with its own processes.
+"""Environments on a node other than the controller's. A process there accepts the controller and plays episodes in its own processes.
 
     HostedEnvironments (hosted.py, the controller) --a connection for each episode--> EnvironmentHost --> ProcessEnvironments --> children
                                                                                                      `--> programs
 
-A connection is one episode, and to the controller a ``Worker``. An environment is called as a child is (zygote.py), after ``start``; a
-program is called with ``run``. ``stop`` and ``close`` may come meanwhile. A connection that ends also ends what runs for it: the episode is
-over, or the controller is gone or has given up on it. A caller must know the secret of the run (nodes/door.py), and can start nothing but
-what this host was made for.
+Each connection is one episode, and the controller treats it as a ``Worker``. After ``start``, an environment is called like a child
+(zygote.py). A program is called with ``run``. ``stop`` and ``close`` may arrive meanwhile. When a connection closes, its work stops too:
+the episode is over, or the controller is gone or gave up on it. A caller must know the run's secret (nodes/door.py) and can start only
+what this host was created for.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ RunsHere = ProcessEnvironments | ProgramsHere | TasksetPrograms
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostPlace:
-    """A host, as the controller knows it."""
+    """The controller's description of a host."""
 
-    name: str  # for messages
+    name: str  # shown in messages
     address: str
     port: int
     secret: str = field(repr=False)
     num_cpus: int
-    tools: dict[str, list[dict[str, Any]]]  # of each kind
+    tools: dict[str, list[dict[str, Any]]]  # by kind
 
 
 class EnvironmentHost:
-    """Serves in a separate thread until the process ends."""
+    """Serves in a separate thread until the process exits."""
 
     def __init__(self, here: RunsHere) -> None:
         self._here = here
@@ -88,13 +88,13 @@ class EnvironmentHost:
 
 
 class _Episode:
-    """The environment or program that a connection has started."""
+    """The environment or program that a connection started."""
 
     def __init__(self, here: Any) -> None:
-        self._here = here  # the controller knows what it is
+        self._here = here  # the controller knows its type
         self._environment: Environment | None = None
-        self._stop = asyncio.Event()  # of its program
-        self._is_broken = True  # unless it is closed as sound
+        self._stop = asyncio.Event()  # stops its program
+        self._is_broken = True  # unless it is closed cleanly
         self._num_running = 0
 
     async def do(self, method: str, arguments: list[Any]) -> Any:

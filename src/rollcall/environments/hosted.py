@@ -1,9 +1,9 @@
-"""Environments and programs on the nodes that the placement names: the controller's side (host.py is the other).
+"""Environments and programs on the nodes named in the placement: the controller's side. The hosts' side is host.py.
 
-An episode goes to the host with the fewest episodes for its CPUs, over its own connection. A host is lost when a connection to it breaks
-off, cannot be made within ``CONNECT_S``, or says nothing for ``SILENT_S`` while a call runs, or for ``ANSWER_S`` when an episode is
-closed; the kernel notices a node that is gone within ``nodes.door.SILENT_S``. A lost host is not the fault of its episodes:
-``EnvironmentLost`` has them played again on another host. ``renew`` makes a new host in a thread; with none left, the run waits for one.
+An episode goes to the host with the fewest episodes per CPU and has its own connection. A host is lost when a connection to it breaks,
+cannot be opened within ``CONNECT_S``, or is silent for ``SILENT_S`` during a call or for ``ANSWER_S`` while an episode is being
+closed. The kernel detects a dead node within ``nodes.door.SILENT_S``. Episodes are not blamed for a lost host: ``EnvironmentLost``
+makes them restart on a different host. ``renew`` creates a new host in a thread. If no host is left, the run waits for one.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from rollcall.process.worker import Ending, Lost, Raised, Worker, reader
 
 CONNECT_S = 20.0
 ANSWER_S = 15.0
-SILENT_S = 60.0  # a host speaks of a running call every BEAT_S (answering.py)
+SILENT_S = 60.0  # a host reports on a running call every BEAT_S (answering.py)
 _NOTHING = reader(None)
 _ANSWERS = {**ANSWERS, "run": reader(Ended | None), "start": _NOTHING, "stop": _NOTHING, "close": _NOTHING}
 
 
 class _Host:
-    """A host and the episodes that it plays. ``place`` is None while it is lost."""
+    """A host and its running episodes. ``place`` is None while the host is lost."""
 
     def __init__(self, place: HostPlace) -> None:
         self.place: HostPlace | None = place
@@ -42,8 +42,8 @@ class _Host:
 
 
 class HostedEnvironments:
-    """Implements ``protocol.Environments`` and ``protocol.Programs``, for one event loop. ``renew`` puts a new host in the
-    place of a lost one, and raises if it cannot; it runs in a thread. With no host left, an episode waits ``wait_s`` for one."""
+    """Implements ``protocol.Environments`` and ``protocol.Programs`` for one event loop. ``renew`` runs in a thread and
+    replaces a lost host, or raises if it cannot. If no host is left, an episode waits up to ``wait_s`` for one."""
 
     def __init__(self, places: Sequence[HostPlace], *, renew: Callable[[int], HostPlace], wait_s: float) -> None:
         self._tools = places[0].tools
@@ -67,13 +67,13 @@ class HostedEnvironments:
                 await found.connect()
             except BaseException as error:
                 host.playing.discard(found)
-                if not isinstance(error, OSError):  # a wait that is over is an OSError too
+                if not isinstance(error, OSError):  # a timeout is an OSError too
                     raise
                 self.lose(host, found.place, f"it cannot be reached: {str(error) or 'no answer in time'}")
             else:
                 if host.place is found.place:
                     return found
-                await found.close(broken=True)  # its host was lost meanwhile
+                await found.close(broken=True)  # the host was lost in the meantime
 
     def ends(self) -> None:
         self._is_closed = True
@@ -85,7 +85,7 @@ class HostedEnvironments:
                 playing.abort()
 
     async def _choose(self) -> _Host:
-        """The host with the least to do; waits while all are lost."""
+        """Return the least busy host. Wait while all hosts are lost."""
         while True:
             if self._failure is not None:
                 raise self._failure
@@ -95,7 +95,7 @@ class HostedEnvironments:
                 return min(num_cpus, key=lambda host: len(host.playing) / num_cpus[host])
             self._changed.clear()
             try:
-                async with asyncio.timeout(self._wait_s):  # wait_for (3.11) may forget that it is cancelled
+                async with asyncio.timeout(self._wait_s):  # wait_for (3.11) may swallow its cancellation
                     await self._changed.wait()
             except TimeoutError:
                 why = f"no node for environments is left, and none came back within {self._wait_s:g} s"
@@ -103,7 +103,7 @@ class HostedEnvironments:
 
     def lose(self, host: _Host, place: HostPlace, why: str) -> None:
         if host.place is not place or self._is_closed:
-            return  # known
+            return  # already known
         host.place = None
         warn(f"{place.name} is lost; its episodes are played again elsewhere: {why}")
         for playing in list(host.playing):
@@ -115,9 +115,9 @@ class HostedEnvironments:
         found: HostPlace | Exception
         try:
             found = self._renew(self._hosts.index(host))
-        except Exception as error:  # noqa: BLE001 - raised where a host is looked for, whatever it is
+        except Exception as error:  # noqa: BLE001 - any error is raised again when an episode looks for a host
             found = error
-        with suppress(RuntimeError):  # the loop has ended, and with it the run
+        with suppress(RuntimeError):  # the loop has ended, and so has the run
             loop.call_soon_threadsafe(self._take, host, name, found)
 
     def _take(self, host: _Host, name: str, found: HostPlace | Exception) -> None:
@@ -143,11 +143,11 @@ class _Connection(SocketLink):
             return self.connection.recv(most)
         except BlockingIOError:
             raise
-        except OSError:  # the kernel has given its node up
+        except OSError:  # the kernel declared its node dead
             return b""
 
     def abort(self) -> None:
-        with suppress(OSError):  # it has been closed
+        with suppress(OSError):  # already closed
             self.connection.shutdown(socket.SHUT_RDWR)
 
     def end(self, *, grace_s: float, ask_stack: bool = False) -> Ending:
@@ -156,8 +156,8 @@ class _Connection(SocketLink):
 
 
 class _Hosted(CalledEnvironment):
-    """A connection to a host, and the environment or program behind it. Implements ``protocol.Host`` with ``protocol.Environment``, and
-    ``protocol.ProgramHost``."""
+    """A connection to a host and the environment or program on its other side. Implements ``protocol.Host``, ``protocol.Environment``
+    and ``protocol.ProgramHost``."""
 
     def __init__(self, owner: HostedEnvironments, host: _Host, place: HostPlace) -> None:
         self.host, self.place = host, place
@@ -180,11 +180,11 @@ class _Hosted(CalledEnvironment):
         return self
 
     async def run(self, variables: Mapping[str, str], *, stop: asyncio.Event) -> Ended:
-        """Run the program. ``EnvironmentLost``: its host is gone, and the program is not to blame."""
+        """Run the program. Raise ``EnvironmentLost`` if its host is gone, because then the program is not to blame."""
 
         async def tell() -> None:
             await stop.wait()
-            with suppress(Lost):  # the call of the program is lost then too
+            with suppress(Lost):  # then the program's call is lost too
                 await self._worker.call("stop", deadline_s=SILENT_S)
 
         telling = asyncio.create_task(tell())
@@ -195,23 +195,23 @@ class _Hosted(CalledEnvironment):
             return ended
         finally:
             telling.cancel()
-            with suppress(EnvironmentLost):  # how its call ended is known
+            with suppress(EnvironmentLost):  # the outcome of its call is already known
                 await self.close(broken=broken)
 
     async def close(self, *, broken: bool) -> None:
-        """Hang up. ``EnvironmentLost``: a call was given up because the host is gone, and the environment is not to blame."""
+        """Hang up. Raise ``EnvironmentLost`` if a call failed because the host is gone, so the environment is not to blame."""
         self.host.playing.discard(self)
         try:
             if not self._is_lost:
                 await self._worker.call("close", broken, deadline_s=ANSWER_S)
         except Lost as lost:
-            if broken:  # else the episode has ended well
+            if broken:  # otherwise the episode has ended normally
                 raise self._lose(lost) from None
         finally:
             self._worker.close()
 
     def abort(self) -> None:
-        """End the call that waits for a lost host."""
+        """End the call that is waiting for a lost host."""
         self._is_lost = True
         if hasattr(self, "link"):
             self.link.abort()
@@ -234,14 +234,14 @@ class _Hosted(CalledEnvironment):
 
 
 async def _connect(place: HostPlace) -> socket.socket:
-    """Connect, and try again if the connection breaks off: the host may be busy, or strangers may crowd its door."""
+    """Connect, and retry if the connection breaks, since the host may be busy or flooded by strangers."""
     async with asyncio.timeout(CONNECT_S):
         while True:
             try:
                 return await asyncio.to_thread(
                     enter, place.address, place.port, secret=place.secret, timeout_s=CONNECT_S
                 )
-            except ConnectionRefusedError:  # nothing listens there any more
+            except ConnectionRefusedError:  # nothing is listening there any more
                 raise
             except ConnectionError:
                 await asyncio.sleep(0.2)

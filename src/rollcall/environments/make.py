@@ -1,4 +1,4 @@
-"""Makes the run file's environment."""
+"""Creates the run file's environment."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rollcall.environments.program import ProgramsHere
 from rollcall.environments.protocol import Environments
 from rollcall.environments.taskset import TasksetPrograms
 
-Driven = AgentEnvironment | VerifiersEnvironment  # by a program
+Driven = AgentEnvironment | VerifiersEnvironment  # environments driven by a program
 
 
 def make_environments(section: EnvironmentSection, *, chat_template: str | None) -> Environments:
-    """Make the environment, and wait until episodes can begin. ConfigError says why the section cannot be used."""
+    """Create the environment and wait until episodes can start. Raise ConfigError if the section cannot be used."""
     if isinstance(section, Driven):
         refuse_without_packages()
     made = make_here(section, chat_template=chat_template)
@@ -26,7 +26,7 @@ def make_environments(section: EnvironmentSection, *, chat_template: str | None)
 
 
 def make_here(section: EnvironmentSection, *, chat_template: str | None) -> RunsHere:
-    """Start the processes that play on this node, which is a host's or that of the run."""
+    """Start the processes that play episodes on this node, which is either a host or the run's own node."""
     if isinstance(section, AgentEnvironment):
         return ProgramsHere(section.run, env=section.env, memory_mb=section.memory_mb, max_running=section.max_running)
     if isinstance(section, VerifiersEnvironment):

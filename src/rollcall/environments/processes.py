@@ -1,12 +1,12 @@
-"""Environments in separate processes, so that user code which hangs, dies or eats memory costs one episode and nothing more.
+"""Environments in separate processes, so user code that hangs, dies or exhausts memory costs only one episode.
 
     ProcessEnvironments ----> Zygote --start, end--> the process that imports the user's class (zygote.py)
              |                                          | fork
              +---- a Worker: calls and answers -------- a child for each running episode
 
-A child is kept when its episode ends and reset for the next one of its kind; one that failed is killed with all it started. When a child
-dies, its episode fails. When the zygote dies, all running episodes fail, and the next start makes a new zygote. The caller limits the time
-of each call: it gives up, and closes the environment as broken. What these processes say is JSON, checked field by field.
+After an episode, its child is kept and reset for the next episode of the same kind. A failed child is killed with everything it started.
+When a child dies, its episode fails. When the zygote dies, all running episodes fail, and the next start creates a new zygote. If a call
+exceeds its time limit, the caller gives up and closes the environment as broken. These processes speak JSON, checked field by field.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from rollcall.reward.confine import ROOT
 START_TIMEOUT_S = 120.0
 _END_S = 10.0
 _GONE = "the process that environments are forked from is gone"
-ANSWERS = {  # by method; None says that a call is still running
+ANSWERS = {  # by method; None means that a call is still running
     "reset": reader(str | None),
     "step": reader(StepResult | None),
     "reward": reader(float | None),
@@ -55,10 +55,10 @@ ANSWERS = {  # by method; None says that a call is still running
 
 
 class ProcessEnvironments:
-    """Implements ``protocol.Environments``. Making it waits for the zygote, so a class that cannot be used is refused here."""
+    """Implements ``protocol.Environments``. The constructor waits for the zygote, so it refuses a class that cannot be used."""
 
     def __init__(self, section: ClassEnvironment | StepEnvironment, *, chat_template: str | None) -> None:
-        allow_files(2 * section.max_running)  # a socket and a debugger's line each
+        allow_files(2 * section.max_running)  # a socket and a debugger connection for each
         self._section = section
         self._python = find_python(section.python)
         self._setup = setup_of(section, chat_template=chat_template)
@@ -92,7 +92,7 @@ class ProcessEnvironments:
         if worker is None:
             is_full = len(self._zygote.pids) >= self._section.max_running
             if is_full and (others := next(filter(None, self._idle.values()), None)):
-                await others.pop(0).end()  # an idle child of another kind makes room
+                await others.pop(0).end()  # stop an idle child of a different kind to make room
             worker = await self._zygote.start(name)
         return _ProcessEnvironment(self, worker, kind=name)
 
@@ -107,7 +107,7 @@ class ProcessEnvironments:
         self._prints.close()
 
     def give_back(self, worker: Worker, kind: str) -> None:
-        """Keep the process of an episode that has ended well."""
+        """Keep the process of an episode that ended normally."""
         self._idle.setdefault(kind, []).append(worker)
 
     def _new_zygote(self) -> Zygote:
@@ -120,7 +120,7 @@ class ProcessEnvironments:
             self._idle.clear()
             if self._starting is None:
                 self._starting = asyncio.create_task(self._start_again())
-            # A caller that gives up leaves the start to those that still wait, and to the next one.
+            # If this caller gives up, the start continues for other callers.
             await asyncio.shield(self._starting)
 
     async def _start_again(self) -> None:
@@ -137,14 +137,14 @@ class ProcessEnvironments:
             worker = idle.pop()
             poll = select.poll()
             poll.register(worker.link.fileno(), select.POLLIN)
-            if not poll.poll(0):  # an idle child that has something to say has ended
+            if not poll.poll(0):  # an idle child with data to read has exited
                 return worker
             await worker.end()
         return None
 
 
 class CalledEnvironment:
-    """Implements ``protocol.Environment`` by calls to the process that plays it, or to its host."""
+    """Implements ``protocol.Environment`` by calling the process that plays it, or its host."""
 
     async def call(self, method: str, *args: Any) -> Any:
         raise NotImplementedError
@@ -187,11 +187,11 @@ class _ProcessEnvironment(CalledEnvironment):
 
 
 class Zygote:
-    """The parent's side of the process that environments are forked from. Calls to it are made in threads, one at a time; its children are
-    called in whatever event loop runs."""
+    """The parent's side of the process that environments are forked from. It is called from threads, one call at a time. Its children
+    are called from the running event loop."""
 
     def __init__(self, setup: dict[str, Any], *, python: str | None, env: Sequence[str], output_fd: int) -> None:
-        self.pids: dict[int, int] = {}  # of its children, by number
+        self.pids: dict[int, int] = {}  # its children, by number
         self._num_started = 0
         self._one_calls = threading.Lock()
         with ExitStack() as undo, ExitStack() as passed:
@@ -214,7 +214,7 @@ class Zygote:
         self._watcher = threading.Thread(target=self._end_children_after, name="zygote", daemon=True)
         self._watcher.start()
         try:
-            # Another Python has its own libraries.
+            # A different Python has its own libraries.
             self.tools = self._load(setup | {"sys_path": [os.getcwd(), *(sys.path if python is None else [])]})
         except BaseException:
             self.close()
@@ -232,7 +232,7 @@ class Zygote:
         except asyncio.CancelledError:
 
             def end(started: asyncio.Future[Worker]) -> None:
-                """Nobody waits for it any more."""
+                """Close the worker, because nobody waits for it any more."""
                 if not started.cancelled() and started.exception() is None:
                     threading.Thread(target=started.result().close, daemon=True).start()
 
@@ -240,7 +240,7 @@ class Zygote:
             raise
 
     def end(self, number: int) -> tuple[str, int | None]:
-        """Kill a child with all that it started, unless it has ended. Returns how it ended, in words and as a status."""
+        """Kill a child with everything it started, unless it has exited. Return how it ended, in words and as a status."""
         with self._one_calls:
             try:
                 status = self.worker.ask("end", number, deadline_s=_END_S)
@@ -251,7 +251,7 @@ class Zygote:
         return how_it_ended(status), status
 
     def close(self) -> None:
-        """End the process and its children."""
+        """Stop the process and its children."""
         with self._one_calls:
             self.pids.clear()
             self.worker.close(grace_s=_END_S)
@@ -293,10 +293,10 @@ class Zygote:
         return Worker(link, name="its process", hears=JSON, answers=ANSWERS, line=line, longest=longest)
 
     def _end_children_after(self) -> None:
-        """Wait for its end. Then close the lifeline of its children, and kill what they started."""
-        with suppress(ChildProcessError):  # somebody has taken its status
+        """Wait until the zygote exits. Then close its children's lifeline and kill what they started."""
+        with suppress(ChildProcessError):  # its status was already collected
             os.waitid(os.P_PID, self.worker.pid, os.WEXITED | os.WNOWAIT)
-        # While its children live, each is still the parent of what left its group.
+        # While a child is alive, it is still the parent of processes that left its group.
         started = descendants(*self.pids.values()) if self.pids else []
         os.close(self._lifeline_fd)
         signal_processes(started, signal.SIGKILL)
@@ -323,7 +323,7 @@ class _ForkedLink(SocketLink):
 
 
 def setup_of(section: ClassEnvironment | StepEnvironment, *, chat_template: str | None) -> dict[str, Any]:
-    """The setup that a zygote loads, from the run file's section."""
+    """Build the zygote's setup from the run file's section."""
     chat: dict[str, Any] = {}
     if isinstance(section, ClassEnvironment):
         call_format = format_of(chat_template) if section.call_format == "auto" else section.call_format
@@ -332,16 +332,16 @@ def setup_of(section: ClassEnvironment | StepEnvironment, *, chat_template: str 
     return {
         "kinds": {
             name: {"path": path, "key": f"environment.path.{name}".rstrip("."), "kwargs": kwargs.get(name, {}), **chat}
-            for name, path in (kinds_of(section.path) or {"": None}).items()  # without a class there are only functions
+            for name, path in (kinds_of(section.path) or {"": None}).items()  # no class: functions only
         },
         "env": section.env,
         "memory_mb": section.memory_mb,
-        "post_mortem": bool(os.environ.get(POST_MORTEM)),  # what user code raises opens the debugger
+        "post_mortem": bool(os.environ.get(POST_MORTEM)),  # exceptions in user code open the debugger
     }
 
 
 def find_python(given: str | None) -> str | None:
-    """The path of ``environment.python``. A virtual environment is a link to another Python, so links are not followed."""
+    """Return the path of ``environment.python``. Do not follow links, because a virtual environment links to its base Python."""
     if given is None:
         return None
     found = shutil.which(os.path.expanduser(given))
@@ -354,17 +354,17 @@ def find_python(given: str | None) -> str | None:
 
 
 def command_for(target: str, *, python: str | None) -> list[str]:
-    """The command that runs ``module:Class`` as a child (process/child.py), or a module as a program, in this Python or another one."""
+    """Return the command that runs ``module:Class`` as a child (process/child.py), or a module as a program, in the given Python."""
     module, *arguments = ["rollcall.process.child", target] if ":" in target else [target]
     if python is None:
         return [sys.executable, "-m", module, *arguments]
-    # Last in its path: another Python has its own libraries, and the folder of this package may hold this one's too.
+    # Append ROOT to the path: another Python has its own libraries, but ROOT may also contain the libraries of this Python.
     begin = f"import runpy, sys; sys.path.append({str(ROOT)!r}); runpy.run_module({module!r}, run_name='__main__')"
     return [python, "-P", "-c", begin, *arguments]
 
 
 def kind_of(kind: str, kinds: Collection[str]) -> str:
-    """The name of a row's kind. A single kind has no name, and takes whatever the column says."""
+    """Return the name of a row's kind. A single kind is unnamed and accepts any value in the column."""
     if "" in kinds:
         return ""
     if kind not in kinds:

@@ -1,7 +1,7 @@
-"""Runs a user's program as a separate process: with limits, in a session that ends with it, and never longer than this process.
+"""Runs a user's program as a separate process with limits. Its session ends with the program, and it never outlives this process.
 
-This process is the run's own, or a host on another node (host.py). The shell that starts the program holds the read end of a pipe.
-When this process dies, however that happens, the pipe ends, and the shell's watcher kills the whole group.
+This process is either the run itself or a host on a different node (host.py). The shell that starts the program has the read end of a
+pipe. When this process dies for any reason, the pipe closes, and a watcher in the shell kills the full process group.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from rollcall.process.ending import how_it_ended
 from rollcall.reward.confine import environment, make_folder, remove_folder, sweep_folders
 
 MAX_TAIL_BYTES = 1 << 16
-LONGEST_VARIABLE = 120_000  # bytes; Linux gives a variable 128 KiB
-KEY = "OPENAI_API_KEY"  # no two episodes have the same, so what leaves the session of a program is found by it
+LONGEST_VARIABLE = 120_000  # in bytes; Linux limits a variable to 128 KiB
+KEY = "OPENAI_API_KEY"  # unique per episode, so it identifies processes that left the program's session
 _LIMITED = """ulimit -c 0
 ulimit -d {kilobytes} || exit 125
 exec 3<&0 </dev/null
@@ -36,19 +36,19 @@ exec 3<&-
 
 
 def variables_of(env: Sequence[str]) -> dict[str, str]:
-    """The variables of a process that plays episodes: those that every program needs, and those that `environment.env` names."""
+    """Return the environment variables for a process that plays episodes: the usual ones and those named in `environment.env`."""
     return environment(env, folder=tempfile.gettempdir(), key="environment.env")
 
 
 class ProgramsHere(Programs):
-    """Runs programs as children of this process, each until the task that runs it has ended it."""
+    """Runs programs as children of this process, each until its task stops it."""
 
-    tools: dict[str, list[dict[str, Any]]] = {}  # a program brings its own with its requests
+    tools: dict[str, list[dict[str, Any]]] = {}  # a program sends its own tools with its requests
 
     def __init__(self, command: str, *, env: Sequence[str], memory_mb: int, max_running: int) -> None:
         self._variables = variables_of(env)
-        allow_files(8 * max_running)  # its pipes, the connection of its episode, and some while it starts
-        sweep_folders()  # of a process that was killed
+        allow_files(8 * max_running)  # each program's pipes, its episode's connection, and a few more during its start
+        sweep_folders()  # left by killed processes
         self._command = command
         self._memory_mb = memory_mb
 
@@ -68,7 +68,7 @@ class ProgramsHere(Programs):
         try:
             return await self._run_in(folder, variables, stop)
         finally:
-            await _in_thread(remove_folder, folder)  # it may have left many files
+            await _in_thread(remove_folder, folder)  # it may contain many files
 
     async def _run_in(self, folder: str, variables: Mapping[str, str], stop: asyncio.Event) -> Ended:
         variables = past_proxies({**self._variables, "TMPDIR": folder, **variables})
@@ -87,19 +87,19 @@ class ProgramsHere(Programs):
 
 
 def past_proxies(variables: Mapping[str, str]) -> dict[str, str]:
-    """Have no proxy asked for the endpoint: a key must not go through one, and a proxy may not reach this node."""
+    """Bypass proxies for the endpoint: a key must not go through a proxy, and a proxy may not reach this node."""
     host = urlsplit(variables.get("OPENAI_BASE_URL", "")).hostname
     found = {name: ",".join(filter(None, [variables.get(name), host])) for name in ("NO_PROXY", "no_proxy")}
     return {**variables, **{name: value for name, value in found.items() if value}}
 
 
 async def _in_thread(work: Callable[..., Any], *args: Any, **keys: Any) -> None:
-    """Run to the end in a thread, even if the caller gives up. The thread starts at once, also while the loop is being closed."""
+    """Run in a thread until finished, even if the caller gives up. The thread starts at once, even while the loop is closing."""
     await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, partial(work, *args, **keys)))
 
 
 class Program:
-    """A running program. ``start`` makes it."""
+    """A running program, created with ``start``."""
 
     def __init__(self, process: asyncio.subprocess.Process, *, mark: tuple[str, str]) -> None:
         assert process.stdout is not None and process.stderr is not None
@@ -121,7 +121,7 @@ class Program:
         return cls(process, mark=(KEY, variables[KEY]))
 
     async def wait(self) -> None:
-        """Wait for its end. asyncio's own wait (3.11) lasts until no process holds its output, and what it left behind may hold it."""
+        """Wait until it exits. asyncio's own wait (3.11) lasts until its output is closed, but leftover processes may keep it open."""
         ending = asyncio.ensure_future(self._process.wait())
         try:
             while self._process.returncode is None:
@@ -130,17 +130,17 @@ class Program:
             ending.cancel()
 
     async def end(self) -> Ended:
-        """Kill what is left of it, and collect what it has printed."""
+        """Kill what is left of the program and collect what it printed."""
         if self._process.returncode is not None:
-            with suppress(ProcessLookupError, PermissionError):  # of another user, as what `sudo` starts is
+            with suppress(ProcessLookupError, PermissionError):  # owned by another user, for example via `sudo`
                 os.killpg(
                     self._process.pid, signal.SIGKILL
-                )  # its watcher is still in it, so no other group has this number
+                )  # its watcher is still in the group, so no other group has this ID
         await _in_thread(kill_leftovers, self._process.pid, mark=self._mark)
         await self.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()
-        await asyncio.wait(self._readers, timeout=2.0)  # its output may still be on its way
+        await asyncio.wait(self._readers, timeout=2.0)  # its output may still be arriving
         for reader in self._readers:
             reader.cancel()
         status = self._process.returncode
@@ -156,8 +156,8 @@ async def _keep_tail(stream: asyncio.StreamReader, tail: bytearray) -> None:
 
 
 def kill_leftovers(leader: int, *, mark: tuple[str, str]) -> None:
-    """Kill all that is left of the session that this process leads, and all processes that have this variable with this value."""
-    for _ in range(3):  # they may start others while they are killed
+    """Kill everything left in this leader's session, and all processes whose environment contains this variable with this value."""
+    for _ in range(3):  # they may start new processes while they are being killed
         victims = _leftovers(leader, mark)
         for victim in victims:
             if victim.is_alive():
@@ -168,12 +168,12 @@ def kill_leftovers(leader: int, *, mark: tuple[str, str]) -> None:
 
 
 def _leftovers(leader: int, mark: tuple[str, str]) -> list[Process]:
-    """The processes of its session, also those whose parent has ended, and what they have started in other sessions."""
+    """Find the session's processes, including those whose parent has exited, and what they started in other sessions."""
     name, value = mark
     parents = {process.pid: process.info["ppid"] for process in living()}
     found = {pid for pid in parents if session_of(pid) == leader or (environment_of(pid) or {}).get(name) == value}
     while more := {pid for pid, parent in parents.items() if parent in found} - found:
         found |= more
-    # A shell that outlives its command would end by itself, with the command's status.
+    # The leader goes first: a shell that outlives its command would exit by itself, with the command's status.
     processes = (Process.of(pid) for pid in sorted(found, key=lambda pid: (pid != leader, pid)))
     return [process for process in processes if process is not None]

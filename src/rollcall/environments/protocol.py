@@ -1,7 +1,7 @@
-"""An environment as the loop sees it: it opens an episode, answers each turn, and gives the episode its reward.
+"""An environment from the loop's point of view: it opens an episode, answers each turn and returns the episode's reward.
 
-Every call may take long, raise or never return. The loop (``episode.py``) puts a deadline around each, and ends only that
-episode. A program that drives its own episode (``agent.py``) is run to its end instead.
+Any call may be slow, raise or never return. The loop (``episode.py``) puts a deadline on each call and ends only the affected
+episode. A program that drives its own episode (``agent.py``) runs until it exits instead.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from rollcall.base.types import Completion, Ints, ToolCall
 from rollcall.base.words import visible
 from rollcall.engine.protocol import Sampling
 
-KIND = "environment"  # the column that names a row's environment, where there are several; its class does not get it
-MOST_METRICS, LONGEST_NAME = 100, 100  # of an episode; in characters
-DROPPED = "metrics_dropped"  # in the metrics of an episode: how many were left out
+KIND = "environment"  # the column that names a row's environment if there are several; not passed to the class
+MOST_METRICS, LONGEST_NAME = 100, 100  # per episode; in characters
+DROPPED = "metrics_dropped"  # the episode metric that counts dropped metrics
 
 
-class EnvironmentFailed(Exception):  # noqa: N818 - an outcome, not a defect of ours
-    """The environment raised, died or returned rubbish. Its episode ends with this text and a score of 0."""
+class EnvironmentFailed(Exception):  # noqa: N818 - an outcome, not a bug in Rollcall
+    """The environment raised, died or returned garbage. Its episode ends with this message and a score of 0."""
 
 
-class EnvironmentLost(Exception):  # noqa: N818 - an outcome, not a defect of ours
-    """The node or the process that ran the environment is gone. Its episode is played again from its beginning."""
+class EnvironmentLost(Exception):  # noqa: N818 - an outcome, not a bug in Rollcall
+    """The node or process that ran the environment is gone. Its episode starts over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,21 +34,21 @@ class Message:
 
     role: str  # "user", "tool" or "system"
     content: str
-    name: str = ""  # of the tool
+    name: str = ""  # the tool's name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    messages: tuple[Message, ...]  # what the model reads next; with ``done`` it reads nothing more
+    messages: tuple[Message, ...]  # what the model reads next, unless ``done``
     done: bool
-    reward: float | None  # for this turn; None if the environment gives none along the way
+    reward: float | None  # for this turn; None if the environment does not reward turns
     metrics: dict[str, float]
     calls: tuple[ToolCall, ...]  # for people to read
 
 
 def add_metrics(known: dict[str, float], new: Mapping[str, float]) -> None:
-    """Add metrics of an episode. Names are data, perhaps a model's words: an empty one, one that reads like another of the same call, and
-    those beyond the limit are dropped and counted."""
+    """Add an episode's metrics. Names are untrusted data, possibly written by a model. Empty names, names that look the same within a
+    call, and names beyond the limit are dropped and counted."""
     taken: set[str] = set()
     for given, value in new.items():
         name = visible(" ".join(given.split()))[:LONGEST_NAME]
@@ -60,7 +60,7 @@ def add_metrics(known: dict[str, float], new: Mapping[str, float]) -> None:
 
 
 class SampleTurn(Protocol):
-    """Waits for one completion. Requests of one session extend each other."""
+    """Samples one completion. Requests in the same session extend each other."""
 
     def __call__(
         self, prompt_ids: Ints, /, *, seed: int, sampling: Sampling, session: str
@@ -68,31 +68,31 @@ class SampleTurn(Protocol):
 
 
 class Environment(Protocol):
-    """One episode at a time, from ``reset`` to ``reward``; then it may be reset for another one."""
+    """Plays one episode at a time, from ``reset`` to ``reward``. Afterwards it may be reset for the next episode."""
 
     async def reset(self, row: Mapping[str, Any]) -> str | None:
-        """Begin an episode of this row of the data. What it returns is added to the row's prompt, or is all of it where there is no data."""
+        """Begin an episode for this row. The returned text is added to the row's prompt, or is the full prompt if there is no data."""
         ...
 
     async def step(self, text: str, token_ids: Sequence[int]) -> StepResult:
-        """Answer what the model wrote in its turn."""
+        """Answer the model's turn."""
         ...
 
     async def reward(self) -> float | None:
-        """The reward of the episode, asked for once after the last step; None if other rewards decide."""
+        """Return the episode's reward, or None if other rewards decide. Called once after the last step."""
         ...
 
     async def attributes(self) -> dict[str, Any]:
-        """The attributes that the episode left in the object of the user's class, as far as JSON can hold them."""
+        """Return the attributes that the episode left on the user's object, as far as JSON can represent them."""
         ...
 
     async def close(self, *, broken: bool) -> None:
-        """End the episode. ``broken``: a call failed or was given up, so what still runs is killed."""
+        """End the episode. ``broken`` means that a call failed or was abandoned, so whatever is still running is killed."""
         ...
 
 
 class Host(Protocol):
-    """A place where one environment starts. ``kind`` is the row's `environment` column; empty: there is only one kind."""
+    """A place where one environment starts. ``kind`` is the row's `environment` column, or empty if there is only one kind."""
 
     async def start(self, kind: str) -> Environment: ...
 
@@ -101,11 +101,11 @@ class Environments(Protocol):
     """The source of environments."""
 
     async def find_host(self) -> Host:
-        """For the next episode. Waits while all hosts are lost, and no limit of an episode counts that wait."""
+        """Find a host for the next episode. Wait while all hosts are lost. The wait does not count towards any episode limit."""
         ...
 
     def tools_of(self, kind: str) -> tuple[dict[str, Any], ...]:
-        """The schemas of a kind's tools, as chat templates take them. ConfigError: there is no such kind."""
+        """Return the schemas of a kind's tools, in the form for chat templates. Raise ConfigError if the kind is unknown."""
         ...
 
     async def aclose(self) -> None: ...
@@ -113,10 +113,10 @@ class Environments(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """A program that has ended, with all that it started."""
+    """A program that has exited, along with everything it started."""
 
-    how: str  # in words; empty: with status 0
-    stdout: str  # its end
+    how: str  # how it exited, in words; empty for status 0
+    stdout: str  # the end of its output
     stderr: str
 
 
@@ -124,7 +124,7 @@ class ProgramHost(Protocol):
     """A place where one program runs."""
 
     async def run(self, variables: Mapping[str, str], *, stop: asyncio.Event) -> Ended:
-        """Run a program to its end, or until ``stop`` is set. ``variables`` are those of the episode; every program gets others too."""
+        """Run a program until it exits or ``stop`` is set. ``variables`` are the episode's own, in addition to the common variables."""
         ...
 
 
@@ -132,13 +132,13 @@ class Programs(Protocol):
     """The places where programs run: this node or others."""
 
     async def find_host(self) -> ProgramHost:
-        """For the next episode. Waits while all hosts are lost, and no limit of an episode counts that wait."""
+        """Find a host for the next episode. Wait while all hosts are lost. The wait does not count towards any episode limit."""
         ...
 
     def ends(self) -> None:
-        """Note that the run is about to end: what is lost from now on is not replaced."""
+        """Announce that the run is about to end. From now on, lost hosts are not replaced."""
         return
 
     async def aclose(self) -> None:
-        """End what the programs need."""
+        """Stop everything that the programs need."""
         return

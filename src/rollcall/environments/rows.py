@@ -1,4 +1,4 @@
-"""A training row while it is played: sampled tokens with those observed between them, and its turns."""
+"""A training row that is being played: its sampled tokens, the observed tokens between them, and its turns."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Row:
         self.turns[-1] = replace(self.turns[-1], **fields)
 
     def joined(self) -> dict[str, Any]:
-        """The fields of a `Completion` or a `Branch`."""
+        """Return the fields for a `Completion` or a `Branch`."""
         return {
             "token_ids": np.concatenate((np.zeros(0, dtype=np.int32), *self.token_ids), dtype=np.int32),
             "logprobs": np.concatenate((np.zeros(0, dtype=np.float32), *self.logprobs), dtype=np.float32),
@@ -48,7 +48,7 @@ class Row:
         }
 
     def completion(self, prompt: Prompt, *, seed: int, **episode: Any) -> Completion:
-        """This row as an attempt at the prompt; ``episode`` has the other fields of its `Episode`."""
+        """Return this row as an attempt at the prompt. ``episode`` contains the other fields of its `Episode`."""
         is_own = np.array_equal(self.prompt_ids, prompt.token_ids)
         opened = None if is_own else self.prompt_ids
         return Completion(

@@ -12,9 +12,9 @@
                 return StepResult(reward=1.0, done=True)
             return StepResult("No. Guess again.", metrics={"wrong": 1})
 
-Both may be plain methods. ``reset`` may return a string or None. ``step`` may return a string, which is an observation, or a tuple
-``(observation, reward, done)`` or ``(observation, reward, done, metrics)``. This module imports the standard library only: it is
-imported where environments run.
+Both methods may be synchronous. ``reset`` may return a string or None. ``step`` may return a string as the observation, or a tuple
+``(observation, reward, done)`` or ``(observation, reward, done, metrics)``. This module imports only the standard library, because
+the processes of environments import it.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ class Observation:
     """Text for the model to read."""
 
     text: str
-    role: Literal["user", "tool", "system"] = "user"  # of the message, in the chat template
-    name: str = ""  # of the tool, for the role `tool`
+    role: Literal["user", "tool", "system"] = "user"  # the message's role in the chat template
+    name: str = ""  # the tool's name, for the role `tool`
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """The outcome of a turn."""
 
-    observation: Observation | str | None = None  # what the model reads next; None only where `done`
+    observation: Observation | str | None = None  # what the model reads next; None only if `done`
     reward: float | None = None  # for this turn
     done: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class WrongResult(ValueError):  # noqa: N818 - an outcome of the user's code
-    """A method returned something that it must not; the message says what it may return."""
+    """A method returned an invalid value. The message says what it may return."""
 
 
 def result_of(returned: Any) -> StepResult:
-    """Check each field of what ``step`` returned; the observation becomes an ``Observation`` or None."""
+    """Check each field of the value returned by ``step``. The observation becomes an ``Observation`` or None."""
     result = _as_result(returned)
     observation = result.observation
     if isinstance(observation, str):
@@ -91,7 +91,7 @@ def _as_result(returned: Any) -> StepResult:
 
 
 def number(value: Any, *, what: str) -> float:
-    """Convert to a finite float, also from types that can become one (numpy, torch)."""
+    """Convert a value to a finite float. Types that support float(), such as numpy's and torch's, are accepted too."""
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         raise WrongResult(f"{what} {_shown(value)}; give a number")
     found = float(value)
@@ -105,14 +105,14 @@ def _shown(value: Any) -> str:
     return f"{text if len(text) <= 80 else f'{text[:80]}...'} ({type(value).__name__})"
 
 
-# Played in the environment's process
+# Runs in the environment's process
 
 
 @dataclass(slots=True, kw_only=True)
 class StepPlayer:
-    """A class, and in a forked process one object of it, which is kept and reset."""
+    """A class and, in a forked process, one instance of it that is reset for each episode."""
 
-    schemas: ClassVar[list[dict[str, Any]]] = []  # such a class declares no tools
+    schemas: ClassVar[list[dict[str, Any]]] = []  # step-by-step classes declare no tools
     cls: type
     kwargs: Mapping[str, Any]
     instance: Any = None
@@ -141,7 +141,7 @@ class StepPlayer:
 
 
 def load_stepwise(path: str, *, key: str, kwargs: Mapping[str, Any]) -> StepPlayer:
-    """Load a class. ValueError says why it cannot be used, and what to do."""
+    """Load a class. Raise a ValueError that says why it cannot be used and what to do."""
     wanted = "give a class with reset(self, row) and step(self, text, token_ids)"
     methods = {"reset": ({},), "step": ("", [])}
     cls = class_at(path, key=key, kwargs=kwargs, methods=methods, wanted=wanted)
@@ -153,12 +153,12 @@ def load_stepwise(path: str, *, key: str, kwargs: Mapping[str, Any]) -> StepPlay
                 f"{key}={path!r}: {name} cannot be called with {_ARGUMENTS[name]} ({error}); {wanted}"
             ) from None
         except ValueError:
-            continue  # it does not say what it takes
+            continue  # it has no signature to check
     return StepPlayer(cls=cls, kwargs=kwargs)
 
 
 def class_at(path: str, *, key: str, kwargs: Mapping[str, Any], methods: Iterable[str], wanted: str) -> type:
-    """The class at ``module:Class``, if it can be made with these arguments and has the methods."""
+    """Load the class at ``module:Class``, and check that it accepts these arguments and has the methods."""
     cls = load_named(path, key=key, what="Class", example="my_env:Game")
     if not inspect.isclass(cls):
         raise ValueError(f"{key}={path!r} is {type(cls).__name__}, not a class; {wanted}")
@@ -173,5 +173,5 @@ def class_at(path: str, *, key: str, kwargs: Mapping[str, Any], methods: Iterabl
             f"{key}={path!r} cannot be made with {given} ({error}); give the arguments of its __init__ in environment.kwargs"
         ) from None
     except ValueError:
-        pass  # its constructor does not say what it takes
+        pass  # its constructor has no signature to check
     return cls

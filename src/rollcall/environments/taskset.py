@@ -1,7 +1,7 @@
-"""Episodes of a verifiers taskset. Its environment server (packages/verifiers.py), a process in the Python that has verifiers, plays them
-and asks the run's model over the OpenAI API. To the run each is a program that drives itself.
+"""Episodes from a verifiers taskset. An environment server (packages/verifiers.py) plays them in a Python that has verifiers, and queries
+the run's model over the OpenAI API. The run treats each episode as a program that drives itself.
 
-There is a server where programs would run: one, or one on each host. It begins before the run does and ends with it, even when this
+A server runs wherever programs would run: here, or on each host. It starts before the run and stops with it, even if this
 process is killed.
 """
 
@@ -32,14 +32,14 @@ from rollcall.process.worker import Lost, Raised, Worker
 from rollcall.reward.confine import make_folder, remove_folder, sweep_folders
 
 START_TIMEOUT_S = 300.0  # a taskset may download its data
-END_TIMEOUT_S = 15.0  # it gives itself 10
-MARK = "ROLLCALL_TASKSET"  # a variable of a server and its harnesses, which have sessions of their own
+END_TIMEOUT_S = 15.0  # the server itself takes up to 10
+MARK = "ROLLCALL_TASKSET"  # environment variable that marks a server and its harnesses, which run in their own sessions
 
 
 class TasksetPrograms(Programs):
-    """Making it waits for the server, so a taskset that cannot be used is refused here."""
+    """Plays a taskset's episodes. The constructor waits for the server, so it refuses a taskset that cannot be used."""
 
-    tools: dict[str, list[dict[str, Any]]] = {}  # a taskset brings its own
+    tools: dict[str, list[dict[str, Any]]] = {}  # a taskset has its own tools
 
     def __init__(self, section: VerifiersEnvironment) -> None:
         self._section = section
@@ -47,7 +47,7 @@ class TasksetPrograms(Programs):
         self._starting: asyncio.Task[None] | None = None
         self._num_played = 0
         allow_files(8 * section.max_running)
-        sweep_folders()  # of a process that was killed
+        sweep_folders()  # left by killed processes
 
     async def find_host(self) -> TasksetPrograms:
         return self
@@ -69,7 +69,7 @@ class TasksetPrograms(Programs):
                 with suppress(Lost):
                     await worker.call("stop", number, deadline_s=END_TIMEOUT_S)
                 await asyncio.wait({playing}, timeout=END_TIMEOUT_S)
-            is_given_up = playing.cancel()  # a harness or a scorer that does not end
+            is_given_up = playing.cancel()  # a harness or scorer did not stop
         if is_given_up:
             return Ended(how="an error", stdout="", stderr=f"it did not end within {END_TIMEOUT_S:g} s")
         try:
@@ -114,7 +114,7 @@ class TasksetServer:
             held.callback(remove_folder, folder)
             held.callback(prints.close)
             variables = variables_of(section.env) | {"TMPDIR": folder, MARK: folder, SETUP: json.dumps(setup)}
-            # Next to its Python is `uv`, with which verifiers starts its harnesses.
+            # verifiers starts its harnesses with the `uv` next to its Python.
             variables["PATH"] = os.pathsep.join(filter(None, [str(Path(python).parent), variables.get("PATH")]))
             command = command_for("rollcall.environments.packages.verifiers", python=python)
             link = LinkHere(command, env=variables, output=prints.fd)
@@ -129,7 +129,7 @@ class TasksetServer:
             self._held = held.pop_all()
 
     def close(self) -> None:
-        """End its episodes, and kill what is left of it and of its harnesses."""
+        """Stop its episodes, and kill what is left of the server and its harnesses."""
         self._held.close()
 
 

@@ -1,7 +1,7 @@
-"""Tools: their schemas, from type hints and docstrings, and the arguments of a call, checked against the hints.
+"""Tools: builds schemas from type hints and docstrings, and checks the arguments of calls against the hints.
 
-The schemas are those of ``transformers.utils.get_json_schema``, which chat templates take. They are made here because the process
-of an environment imports the standard library only: it has to be small, and to start fast.
+The schemas match ``transformers.utils.get_json_schema``, the format for chat templates. We build them here because environment
+processes import only the standard library: they have to be small and start fast.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ _JSON_TYPES: dict[Any, str] = {
 _SECTION = re.compile(r"\s*(Args|Returns|Raises):(.*)", re.DOTALL)
 _ARGUMENT = re.compile(r"\s*(\w+):\s*(.*)")
 _CHOICES = re.compile(r"\(choices:\s*(\[[^\]]*\])\s*\)\s*$", re.IGNORECASE)
-_MAX_DIGITS = 100  # of a number that a model wrote as text
+_MAX_DIGITS = 100  # for a number that a model wrote as a string
 
 
 class WrongArguments(ValueError):  # noqa: N818 - an answer to the model
-    """A call does not fit its tool; the message is for the model."""
+    """A call does not match its tool. The message is for the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
     name: str
-    schema: dict[str, Any]  # as chat templates take it
-    hints: dict[str, Any]  # argument -> its type
+    schema: dict[str, Any]  # in the format for chat templates
+    hints: dict[str, Any]  # argument name -> type
     required: tuple[str, ...]
 
     @property
     def signature(self) -> str:
-        """``add(a: integer, b: integer)``, as a model writes a call in plain text."""
+        """Return a signature such as ``add(a: integer, b: integer)``, for models that write calls in plain text."""
         properties = self.schema["function"]["parameters"]["properties"]
         return f"{self.name}({', '.join(f'{name}: {_kind(found)}' for name, found in properties.items())})"
 
@@ -49,14 +49,14 @@ class Tool:
 
 
 def tools_of_class(cls: type, *, path: str) -> dict[str, Tool]:
-    """Make tools of a class's public methods, inherited ones too, by name. ValueError: one of them cannot be a tool."""
+    """Build tools from a class's public methods, including inherited ones. Raise ValueError if a method cannot be a tool."""
     found: dict[str, Tool] = {}
     for name in dir(cls):
         if name.startswith("_") or name in RESERVED:
             continue
         attribute = inspect.getattr_static(cls, name)
         is_static = isinstance(attribute, staticmethod)
-        # A decorator such as functools.cache leaves something else than a function.
+        # A decorator such as functools.cache returns an object that is not a function.
         is_decorated = callable(attribute) and hasattr(attribute, "__wrapped__") and not inspect.isclass(attribute)
         if is_static or is_decorated or isinstance(attribute, classmethod) or inspect.isfunction(attribute):
             found[name] = tool_of(getattr(cls, name), path=f"{path}.{name}", is_method=not is_static)
@@ -64,7 +64,7 @@ def tools_of_class(cls: type, *, path: str) -> dict[str, Tool]:
 
 
 def tool_of(function: Callable[..., Any], *, path: str, is_method: bool = False) -> Tool:
-    """Make a tool of a function. ``path`` names it in the message of ValueError."""
+    """Build a tool from a function. ``path`` is its name in ValueError messages."""
     parameters = _parameters(function, path=path, is_method=is_method)
     doc = (inspect.getdoc(function) or "").strip()
     if not doc:
@@ -79,7 +79,7 @@ def tool_of(function: Callable[..., Any], *, path: str, is_method: bool = False)
     description, told, returned = _read_docstring(doc)
     try:
         hints = typing.get_type_hints(function)
-    except Exception as error:  # noqa: BLE001 - a hint in quotes is the user's code
+    except Exception as error:  # noqa: BLE001 - evaluating a quoted hint runs user code
         raise ValueError(f"{path}: its type hints cannot be read ({type(error).__name__}: {error})") from None
     properties: dict[str, Any] = {}
     for name, parameter in parameters.items():
@@ -154,7 +154,7 @@ def _union_schema(args: tuple[Any, ...], *, path: str) -> dict[str, Any]:
 
 
 def _with_description(schema: dict[str, Any], told: str, *, path: str) -> dict[str, Any]:
-    """A description may end with ``(choices: ["tea", "coffee"])``."""
+    """Add the description, which may end with ``(choices: ["tea", "coffee"])``."""
     if match := _CHOICES.search(told):
         try:
             choices = json.loads(match[1])
@@ -166,7 +166,7 @@ def _with_description(schema: dict[str, Any], told: str, *, path: str) -> dict[s
 
 
 def _read_docstring(doc: str) -> tuple[str, dict[str, str], str]:
-    """Splits a docstring in Google's style: the description, the arguments, what is returned.
+    """Split a Google-style docstring into the description, the arguments and the return value.
 
     >>> _read_docstring("Add.\\n\\nArgs:\\n    a: The first\\n        number.\\n\\nReturns:\\n    The sum.")
     ('Add.', {'a': 'The first number.'}, 'The sum.')
@@ -192,7 +192,7 @@ def _read_docstring(doc: str) -> tuple[str, dict[str, str], str]:
 
 
 def _kind(schema: Mapping[str, Any]) -> str:
-    """A type in a word or two, for the model."""
+    """Describe a type to the model in a word or two."""
     if "enum" in schema:
         return " or ".join(json.dumps(choice) for choice in schema["enum"])
     if "anyOf" in schema:
@@ -202,7 +202,7 @@ def _kind(schema: Mapping[str, Any]) -> str:
 
 
 def describe(tools: Mapping[str, Tool]) -> str:
-    """The tools in words, for a model whose chat template knows none."""
+    """Describe the tools in words, for a model whose chat template does not support tools."""
     lines = ['You can call these tools. Write a call on a line of its own, such as name(argument=1, other="x").']
     for tool in tools.values():
         function = tool.schema["function"]
@@ -219,7 +219,7 @@ def describe(tools: Mapping[str, Tool]) -> str:
 
 
 def check_arguments(tool: Tool, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments as the hints want them; WrongArguments: they do not fit."""
+    """Convert the arguments to match the type hints. Raise WrongArguments if that is not possible."""
     for name in given:
         if name not in tool.hints:
             takes = ", ".join(tool.hints) or "nothing"
@@ -241,8 +241,8 @@ def check_arguments(tool: Tool, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _convert(value: Any, hint: Any) -> Any:
-    """The value as the hint wants it; ValueError: it cannot be. A hint that JSON has no type for takes anything. A model may write a
-    list, an object, a number or true as text, and a whole number as 2.0."""
+    """Convert a value to match the hint, or raise ValueError. A hint without a JSON type accepts anything. A model may write a
+    list, an object, a number or true as a string, and an integer as 2.0."""
     origin, args = get_origin(hint), get_args(hint)
     kind, text = origin or hint, value if isinstance(value, str) else None
     if origin is Annotated:
@@ -285,7 +285,7 @@ def _convert(value: Any, hint: Any) -> Any:
 
 
 def _convert_to_one(value: Any, args: tuple[Any, ...]) -> Any:
-    """One of several types: the one that it is, else the first that it can become."""
+    """Convert a value to one of several types: its own type if listed, else the first type that works."""
     for arg in sorted(args, key=lambda arg: type(value) is not (get_origin(arg) or arg)):
         try:
             return _convert(value, arg)

@@ -1,7 +1,7 @@
-"""The requests of the OpenAI API, and the reward that a program reports.
+"""Request formats of the OpenAI API, and the reward that a program reports.
 
-A parameter that this endpoint cannot honour is refused by its name, never ignored. ``LABELS`` only describe a request; ``NEUTRAL``
-parameters are accepted with the value that asks for nothing, which some clients always send. A list is checked up to its first mistake.
+A parameter that this endpoint does not support is refused by name, never ignored. ``LABELS`` only describe a request. ``NEUTRAL``
+parameters, which some clients always send, must have a value without effect. A list is checked up to its first error.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-class Refused(Exception):  # noqa: N818 - an answer, not a defect
-    """An answer with an error, in OpenAI's form."""
+class Refused(Exception):  # noqa: N818 - a response, not a bug
+    """An error response in OpenAI's format."""
 
     def __init__(self, status: int, message: str, *, code: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -123,7 +123,7 @@ class _Request(Wanted):
 
 
 def _text_of(content: Any) -> Any:
-    """The parts of a list as one text."""
+    """Join the parts of a list into one string."""
     if not isinstance(content, list):
         return content
     texts: list[str] = []
@@ -141,7 +141,7 @@ def _read_arguments(given: Any) -> Any:
         try:
             given = json.loads(given) if given.strip() else {}
         except (ValueError, RecursionError):
-            return given  # the model wrote no JSON: a template shows it as it is
+            return given  # the model did not write JSON, so the template shows the text as it is
     try:
         json.dumps(given, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -210,11 +210,11 @@ class ChatRequest(_Request):
 
     @property
     def finds_calls(self) -> bool:
-        """Without, a call in the answer stays text."""
+        """Return whether to parse calls. Otherwise, a call in the answer stays text."""
         return bool(self.tools) and self.tool_choice == "auto"
 
     def conversation(self) -> list[dict[str, Any]]:
-        """The messages as chat templates take them. A tool's message names its call; templates want the name of the tool."""
+        """Return the messages in the format for chat templates. Tool messages contain a call ID, but templates need the tool's name."""
         names = {call.id: call.function.name for message in self.messages for call in message.tool_calls or ()}
         found: list[dict[str, Any]] = []
         for message in self.messages:
@@ -242,7 +242,7 @@ def _read_prompts(given: Any) -> list[str | list[int]]:
 
 
 def _are_ids(value: Any) -> bool:
-    if not isinstance(value, list) or not set(map(type, value)) <= {int}:  # a bool is no id
+    if not isinstance(value, list) or not set(map(type, value)) <= {int}:  # a bool is not an ID
         return False
     return not value or (min(value) >= 0 and max(value) < 1 << 31)
 
@@ -257,7 +257,7 @@ class TextRequest(_Request):
 
 class SamplingParams(Wanted):
     within = "sampling_params."
-    logprobs: Annotated[StrictInt, Field(ge=0, le=1)] | None = None  # of the sampled token
+    logprobs: Annotated[StrictInt, Field(ge=0, le=1)] | None = None  # for the sampled token
 
 
 class GenerateRequest(_Parameters):
@@ -293,7 +293,7 @@ T = TypeVar("T", bound=BaseModel)
 
 
 def read(kind: type[T], body: bytes) -> T:
-    """The body of a request; Refused: what is wrong with it."""
+    """Parse a request's body. Raise Refused if it is invalid."""
     try:
         return kind.model_validate(from_json(body, allow_inf_nan=False))
     except ValidationError as error:
@@ -303,7 +303,7 @@ def read(kind: type[T], body: bytes) -> T:
 
 
 def _refused(error: Any, kind: type[BaseModel]) -> Refused:
-    """From one of pydantic's errors."""
+    """Convert one of pydantic's errors."""
     if not error["loc"]:
         message = f"the body is a {type(error['input']).__name__}; send one JSON object"
         return Refused(400, message, code="invalid_json")

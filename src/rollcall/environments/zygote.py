@@ -1,14 +1,14 @@
-"""The process that environments are forked from, and its children: a child plays one environment, and is reset between episodes.
+"""The process that environments are forked from, and its children. A child plays one environment and is reset between episodes.
 
-The parent calls a ``Zygote`` (process/child.py). It imports the user's module once, so that a child starts in a millisecond and shares
-its memory. CONTROL brings the descriptors of each child: its socket and its line to the debugger (process/debug/child.py). LIFELINE, the
-read end of a pipe that only the parent holds, ends the children even when this process has been killed. The process's own lifeline cannot
-do that: it closes before the parent has found what the children started. LINE is for a breakpoint in a module that is imported here.
+The parent calls a ``Zygote`` (process/child.py). The zygote imports the user's module once, so a child starts in a millisecond and shares
+its memory. CONTROL receives each child's file descriptors: its socket and its connection to the debugger (process/debug/child.py).
+LIFELINE is the read end of a pipe whose write end only the parent has. It stops the children even if this process was killed. The process's
+own lifeline cannot do that: it closes before the parent has found what the children started. LINE is for breakpoints in imported modules.
 
-Nothing that a child starts outlives it: its group is killed before its status is taken, and what left its group is adopted here and
-killed. When the parent hangs up or dies, all children end, and then this process does.
+Nothing that a child starts outlives it: its group is killed before its status is collected, and processes that left the group are adopted
+here and killed. When the parent hangs up or dies, all children stop, followed by this process.
 
-What a child says may be controlled by the text that it was given, so it is JSON, and the parent reads it as data.
+A child's output may be controlled by the text it was given, so it is JSON, and the parent treats it as data.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from rollcall.reward.confine import limit, see_no_others
 MAX_ANSWER_BYTES = 32 << 20
 _MAX_ATTRIBUTE_CHARS = 1_000_000
 _MB = 1 << 20
-# Frames that say nothing to the author of an environment.
+# Frames that do not help the author of an environment.
 _OWN_FILES = (__file__, class_env.__file__, stepwise.__file__)
 Player = ClassPlayer | StepPlayer
 
@@ -57,12 +57,12 @@ class Zygote:
         self._lifeline_fd = lifeline_fd
         self._line = ChildLine(line_fd, of="environment")
         self._kinds: dict[str, Player] = {}
-        self._pids: dict[int, int] = {}  # number -> process
+        self._pids: dict[int, int] = {}  # number -> process ID
         self._examined = Examined()
 
     def load(self, setup: dict[str, Any]) -> dict[str, Any]:
-        """Load the classes. Returns the tools of each kind. ValueError: a class cannot be used."""
-        # User code may print the variables that it was given.
+        """Load the classes. Return the tools of each kind. Raise ValueError if a class cannot be used."""
+        # User code may print the environment variables that it was given.
         remember(os.environ.get(name, "") for name in setup["env"])
         guard_streams()
         see_no_others()
@@ -74,22 +74,22 @@ class Zygote:
             for name, given in setup["kinds"].items()
         }
         gc.collect()
-        gc.freeze()  # a collection in a child would write to, and so copy, the pages that all share
+        gc.freeze()  # garbage collection in a child would write to the shared pages and so copy them
         _adopt_orphans()
-        self._not_ours = {*_children()}  # that the user's module started when it was imported
-        # From here on this process outlives its parent for as long as it takes to end its children. One that is stopped is woken.
+        self._not_ours = {*_children()}  # started by the user's module during its import
+        # From here on, this process outlives its parent until it has stopped its children. If it is suspended, it is woken up.
         atexit.register(_end_all)
         if hasattr(fcntl, "F_SETSIG"):
             fcntl.fcntl(own_fds()[1], fcntl.F_SETSIG, signal.SIGCONT)
         return {name: kind.schemas for name, kind in self._kinds.items()}
 
     def start(self, number: int, kind: str) -> int:
-        """Fork a child. Returns its process id."""
+        """Fork a child and return its process ID."""
         _, fds, _, _ = socket.recv_fds(self._control, 1, 2)
         connection_fd, line_fd = fds
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # threads of the user's module, which do not run in a child
+                warnings.simplefilter("ignore")  # about threads of the user's module, which do not run in a child
                 pid = os.fork()
             if pid == 0:
                 self._become_child(connection_fd, line_fd, kind)
@@ -100,31 +100,31 @@ class Zygote:
         return pid
 
     def end(self, number: int) -> int:
-        """Kill a child with all that it started, unless it has ended. Returns its status."""
+        """Kill a child with everything it started, unless it has exited. Return its status."""
         pid = self._pids.pop(number)
         _kill(pid)
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        _kill(pid)  # what is left of its group
+        _kill(pid)  # kills what is left of its group
         status = os.waitpid(pid, 0)[1]
         known = {*self._pids.values(), *self._not_ours}
-        while left := {*_children()} - known:  # what left its group was adopted here
+        while left := {*_children()} - known:  # processes that left its group were adopted here
             for each in left:
                 os.kill(each, signal.SIGKILL)
                 os.waitpid(each, 0)
         return os.waitstatus_to_exitcode(status)
 
     def _become_child(self, connection_fd: int, line_fd: int, kind: str) -> None:
-        """Live as a child, from the fork until the parent hangs up. This never returns into the zygote's loop."""
+        """Run as a child from the fork until the parent hangs up. This never returns to the zygote's loop."""
         status = 1
         try:
             self._control.close()
             os.close(own_fds()[0])
             line = ChildLine(line_fd, of="environment", examined=self._examined)
-            os.setsid()  # killing its group ends what user code started
+            os.setsid()  # so that killing its group stops what user code started
             _end_with_parent(self._lifeline_fd)
             _adopt_orphans()
             sys.breakpointhook = line.stop
-            # Not the address space, which includes what browsers and GPU libraries reserve and never use.
+            # Do not limit the address space, because browsers and GPU libraries reserve memory that they never use.
             limit(resource.RLIMIT_DATA, self._memory_mb * _MB)
             limit(resource.RLIMIT_CORE, 0)
             _reseed()
@@ -153,22 +153,22 @@ def _end_all() -> None:
 
 
 def _kill(pid: int) -> None:
-    """Kill a process with its group. Its status has not been taken, so the number is still its own."""
+    """Kill a process with its group. Its status was not collected yet, so the ID still belongs to it."""
     try:
         os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:  # it leads no group, or not yet
+    except ProcessLookupError:  # it does not lead a group, or not yet
         os.kill(pid, signal.SIGKILL)
 
 
 def _children() -> list[int]:
-    """The children of this process, adopted ones too."""
+    """Return the child process IDs of this process, including adopted children."""
     try:
         lists = [path.read_text() for path in Path("/proc/self/task").glob("*/children")]
-    except OSError:  # a thread ended meanwhile
+    except OSError:  # a thread ended in the meantime
         return _children()
     if lists:
         return [int(pid) for pids in lists for pid in pids.split()]
-    import psutil  # a kernel without these lists
+    import psutil  # the kernel does not have these lists
 
     return [child.pid for child in psutil.Process().children()]
 
@@ -177,7 +177,7 @@ def _children() -> list[int]:
 
 
 def _adopt_orphans() -> None:
-    """Make what children of this process leave behind its own children, so that it can be found and ended."""
+    """Adopt the orphaned processes of this process's children, so they can be found and killed."""
     if sys.platform == "linux":
         import ctypes
 
@@ -185,18 +185,18 @@ def _adopt_orphans() -> None:
 
 
 def _end_with_parent(lifeline_fd: int) -> None:
-    """Have the kernel end this process with the parent. The pipe is opened again: the signal is a property of an open file, and children
-    share the one that they inherit."""
+    """Let the kernel kill this process when the parent dies. Reopen the pipe, because the signal belongs to the open file description,
+    and children share an inherited one."""
     try:
         own_fd = os.open(f"/proc/self/fd/{lifeline_fd}", os.O_RDONLY | os.O_NONBLOCK)
-    except OSError:  # no /proc: it ends when its socket closes
+    except OSError:  # no /proc: it exits when its socket closes
         return
     os.close(lifeline_fd)
     end_with(own_fd)
 
 
 def _reseed() -> None:
-    """Seed numpy and torch again, whose random numbers would be the same in every child. Python's own differ after a fork."""
+    """Reseed numpy and torch, which would produce the same random numbers in every child. Python reseeds itself after a fork."""
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and hasattr(numpy, "random"):
         numpy.random.seed()
@@ -237,7 +237,7 @@ class EnvironmentChild:
     def _tried(self, work: Callable[[], Any]) -> Any:
         try:
             return work()
-        except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit too
+        except BaseException as error:  # noqa: BLE001 - user code may raise anything, even SystemExit
             self._player.examine(error)
             if isinstance(error, WrongResult):
                 raise RuntimeError(str(error)) from None
@@ -249,7 +249,7 @@ class EnvironmentChild:
             _flush()
 
     def _run(self, returned: Any) -> Any:
-        """Wait for what a method returned, if it is async. The process has one loop, so that clients stay open."""
+        """Wait for the result if a method is async. The process keeps one event loop so that clients stay open."""
         if not inspect.isawaitable(returned):
             return returned
 
@@ -261,17 +261,17 @@ class EnvironmentChild:
 
 
 def _attributes(instance: Any) -> dict[str, Any]:
-    """The attributes of an object, properties too, as far as JSON can hold them."""
+    """Return an object's attributes and properties, as far as JSON can represent them."""
     found: dict[str, Any] = {}
     for name in dir(instance):
         if name.startswith("__"):
             continue
         try:
             value = getattr(instance, name)
-            text = json.dumps(value, default=lambda held: held.tolist(), allow_nan=False)  # of numpy and torch
+            text = json.dumps(value, default=lambda held: held.tolist(), allow_nan=False)  # for numpy and torch
             if len(text) <= _MAX_ATTRIBUTE_CHARS and _depth(plain := json.loads(text)) <= 50:
                 found[name] = plain
-        except Exception:  # noqa: BLE001 - a method, a client, a property of the user's that raises, or far too deep
+        except Exception:  # noqa: BLE001 - a method, a client, a property that raises, or deep nesting
             continue
     return found
 
@@ -282,16 +282,16 @@ def _depth(value: Any) -> int:
 
 
 def _flush() -> None:
-    """Show what user code has printed before its answer is read."""
+    """Show what user code printed before its answer is read."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except (AttributeError, OSError, ValueError):
-            pass  # user code took it away or closed it
+            pass  # user code removed or closed it
 
 
 def _frames_of_user(error: BaseException) -> TracebackType | None:
-    """The traceback from the first frame of the user's code."""
+    """Return the traceback from the first frame of the user's code."""
     frames = error.__traceback__
     while frames is not None:
         file = frames.tb_frame.f_code.co_filename

@@ -77,7 +77,7 @@ def run_dir_of(text: str | None) -> Path | None:
 def _of_run(run_dir: Path, *, cluster: str | None) -> ProcessTarget:
     holder, live = read_holder(run_dir), read_live(run_dir)
     if not is_run(run_dir):
-        raise ValueError(f"{run_dir} holds no file of a run; give the run.dir of a run, or the name of a cluster")
+        raise ValueError(f"{run_dir} is not a run directory; give the run.dir of a run, or the name of a cluster")
     if holder is None or holder.is_gone:
         raise ValueError(f"nothing runs in {run_dir}; `rollcall status {run_dir}` shows how it ended")
     run = str(run_dir.resolve())

@@ -61,7 +61,7 @@ class WholeRun:
         """Adds what the run file knows about this node and the command line does not say."""
         if request.num_nodes not in (None, self.num_nodes):
             raise ClusterError(
-                f"{request.num_nodes} nodes start, and cluster.num_nodes={self.num_nodes} in the run file; make them the same"
+                f"starting {request.num_nodes} nodes, but the run file has cluster.num_nodes={self.num_nodes}; make them the same"
             )
         logical = self._cluster.slots_per_node[request.rank] if self._cluster.accelerator == "cpu" else None
         return replace(request, num_nodes=self.num_nodes, slots=request.slots or logical)
@@ -79,7 +79,7 @@ class WholeRun:
         needed = self._cluster.slots_per_node[request.rank]
         if offered != needed:
             raise ClusterError(
-                f"this node offers {counted(offered, 'slot')}, and the run file has {needed} on node {request.rank}; make them the same "
+                f"this node offers {counted(offered, 'slot')}, but the run file asks for {needed} on node {request.rank}; make them the same "
                 "(cluster.num_gpus_per_node or cluster.nodes, and --slots)"
             )
 

@@ -115,8 +115,8 @@ def refuse_other_model(
         return  # another program's adapter, an older one, or the weights were rounded in two ways that cannot be compared
     if saved[kind] != _identities(tensors, [_DTYPES[kind]])[kind]:
         raise ModelFilesError(
-            f"{where} holds an adapter of other weights than those in {base}: they have changed since it was saved, or it is of another model; "
-            f"put the model back there as it was{advice}"
+            f"{where} holds an adapter that was trained on other weights than those in {base}: they have changed since it was saved, or it "
+            f"belongs to a different model; put the model back there as it was{advice}"
         )
 
 

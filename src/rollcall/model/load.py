@@ -122,7 +122,9 @@ def open_unread(path: str, model: Any, *, fetch: bool = False, compares_head: bo
     if (
         is_tied and compares_head and not stored.are_equal(HEAD, "model.embed_tokens.weight")
     ):  # transformers takes the head
-        raise WholeOnly(f"{stored.origin} has an output head that is not the embeddings, and config.json ties them")
+        raise WholeOnly(
+            f"{stored.origin} has an output head that differs from the embeddings, but config.json ties them"
+        )
     refuse_whole_numbers(stored.types, wanted, origin=f"model.path={path}")
     return stored
 

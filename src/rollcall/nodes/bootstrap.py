@@ -85,7 +85,7 @@ def start_node(request: NodeRequest) -> tuple[NodeRecord, bool]:
         check_token(given)
     if request.head_address is not None and given is None:
         raise ClusterError(
-            f"with --head-address no shared folder carries the token: set {TOKEN} to the same long random text on every "
+            f"with --head-address no shared folder carries the token: set {TOKEN} to the same long random string on every "
             "node, such as the output of `openssl rand -hex 32`"
         )
     if request.rank == 0 and request.rendezvous is not None:
@@ -143,7 +143,9 @@ def _find(request: NodeRequest, *, token: str | None) -> Found:
             f"the head at {found.address} is of cluster {head.cluster!r}, not {request.cluster!r}; give --cluster {head.cluster}"
         )
     if request.tls and not found.tls:
-        raise ClusterError(f"--tls here, but rank 0 at {found.address} was started without; give it to rank 0 first")
+        raise ClusterError(
+            f"this node uses --tls, but rank 0 at {found.address} was started without it; start rank 0 with --tls first"
+        )
     if request.num_nodes not in (None, head.num_nodes):
         raise ClusterError(
             f"--num-nodes {request.num_nodes} here, but rank 0 at {found.address} was started with {head.num_nodes}"

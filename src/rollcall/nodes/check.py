@@ -39,7 +39,7 @@ class Roster:
 
     @property
     def missing(self) -> list[int]:
-        """Ranks without a living node."""
+        """The ranks without a living node."""
         return sorted(set(range(self.num_nodes)) - {node.rank for node in self.alive if node.rank is not None})
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # every worker process imports this module, and most do not n
     from rollcall.config import ClusterSection
 
 NODE_OWN = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
-# Set for every worker by its group.
+# Set by each worker's group.
 GROUP_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 _OURS = frozenset({
     *GROUP_VARIABLES, "RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", TOKEN, "ROLLCALL_SEALED", "ROLLCALL_SUBMITTED",
@@ -85,7 +85,7 @@ def declared(section: ClusterSection | None, *, submitted: Mapping[str, str], no
     for name, value in section.env.items():
         if value == REDACTED and name not in submitted:
             raise ClusterError(
-                f"cluster.env.{name} was redacted when this run file was saved; write its value, or better name it in "
+                f"cluster.env.{name} was redacted when this run file was saved; write its value, or better, list it in "
                 "cluster.env_pass"
             )
         value = submitted[name] if value == REDACTED else value
@@ -244,7 +244,7 @@ def _check_name(name: str, where: str) -> None:
     if name in _OURS:
         raise ClusterError(f"{where} has {name}, which Rollcall sets for each worker itself; take it out")
     if not name or "=" in name or "\0" in name or "," in name:
-        raise ClusterError(f"{where} has {name!r}, which is not the name of a variable")
+        raise ClusterError(f"{where} has {name!r}, which is not a valid name of a variable")
 
 
 def _is_pattern(text: str) -> bool:

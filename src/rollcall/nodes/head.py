@@ -137,7 +137,7 @@ def ask_head(
             )
         except subprocess.TimeoutExpired:
             raise HeadUnreachable(
-                f"the head at {address} does not answer within {timeout_s:.0f} s; is that the port of Ray's head (usually 6379), and "
+                f"the head at {address} did not answer within {timeout_s:.0f} s; is that the port of Ray's head (usually 6379), and "
                 "do both sides use TLS, or neither?"
             ) from None
     if done.returncode:

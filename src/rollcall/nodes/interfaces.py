@@ -1,4 +1,4 @@
-"""The network interfaces of this machine and their addresses.
+"""This machine's network interfaces and their addresses.
 
 The doctor sends this file to the nodes as code, so it uses only the standard library and psutil, which comes with Ray.
 """

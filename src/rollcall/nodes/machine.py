@@ -1,4 +1,4 @@
-"""Used by launchers on a machine: describe it before a node starts there, and tie commands to the launcher's connection."""
+"""For launchers: describes a machine before a node starts there, and ties commands to the launcher's connection."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def look_here(cluster: str, *, interface: str | None) -> Here:
 @contextmanager
 def tied_to_stdin() -> Iterator[None]:
     """Interrupt this command and its children, as Ctrl-C in a terminal does, when its stdin ends: the launcher has exited or
-    changed its mind, and the command removes what it began."""
+    changed its mind, and the command cleans up."""
     try:
         os.fstat(0)
     except OSError:  # a different file could get descriptor 0

@@ -1,4 +1,4 @@
-"""Finds the processes of a cluster on this node, and stops exactly those.
+"""Finds and stops exactly the processes of a cluster on this node.
 
 A cluster's processes have its folder in their environment (``MARK``). Ray's workers overwrite their environment when they set
 their title, so every process in the session of a marked or recorded process counts too, and so does every descendant.

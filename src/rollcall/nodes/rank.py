@@ -30,7 +30,7 @@ def find_identity(
     environ: Mapping[str, str],
     of_run: int | None = None,
 ) -> tuple[int, int | None]:
-    """Returns the node's rank and the number of nodes, which is `None` if only the head knows it.
+    """Return the node's rank and the number of nodes, which is `None` if only the head knows it.
 
     Options come first, then the launchers' variables (an empty one counts as absent), then the run file's number, ``of_run``.
     """

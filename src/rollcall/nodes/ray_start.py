@@ -44,7 +44,7 @@ LEAST_BYTES = 64_000_000  # of free disk space
 # Limits the path of Ray's folder: a Unix socket path has at most 107 bytes, and Ray appends this to the folder. Linux process
 # numbers are no longer than this.
 SOCKET_ROOM = 107 - len("/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.1")
-# Lines of Ray's logs that say why a node did not start.
+# Lines in Ray's logs that say why a node did not start.
 ERROR = re.compile(r"^\[[-0-9:, ]+ [CEF] \d|Check failed|Timed out waiting for file|GCS cannot find the node")
 TUNED = {
     # The dashboard's own metrics would listen on every interface; without a valid port they do not (2.60 logs that).
@@ -91,7 +91,7 @@ class NodeRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """One `ray start`: this node's record as far as it is known before Ray runs, and its secrets."""
+    """What one `ray start` needs: this node's record as far as it is known before Ray runs, and its secrets."""
 
     record: NodeRecord
     token: str
@@ -140,7 +140,7 @@ def choose_temp_dir(request: NodeRequest) -> Path:
 
 
 def plan_head(request: NodeRequest, *, known: partial[NodeRecord], token: str | None) -> Start:
-    """``known`` is this node's record, without the fields that depend on its place in the cluster."""
+    """Plan the start of the head. ``known`` is this node's record without the fields that depend on its place in the cluster."""
     assert request.num_nodes is not None
     host, port = split_address(request.head_address) if request.head_address else (None, None)
     node_ip = _head_ip(host, request)

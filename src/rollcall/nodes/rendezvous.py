@@ -156,7 +156,7 @@ def look(rendezvous: Rendezvous, *, token: str | None) -> Found | str:
 
 
 def wait_at(address: str, *, token: str, tls: bool, timeout_s: float) -> Found:
-    """Wait for the head at an address that the user gave."""
+    """Wait for the head at an address that the user set."""
 
     def ask() -> Found | str:
         try:

@@ -71,7 +71,7 @@ def state_dir(cluster: str) -> Path:
         found = path.stat()
         if found.st_uid != os.getuid():
             raise ClusterError(
-                f"{path} belongs to user {found.st_uid}, not to you; set {STATE_DIR} to a folder of yours"
+                f"{path} belongs to user {found.st_uid}, not to you; set {STATE_DIR} to a folder that you own"
             )
         if stat.S_IMODE(found.st_mode) & 0o077:
             path.chmod(0o700)

@@ -168,7 +168,7 @@ class Worker:
 
     async def call(self, method: str, *args: Any, deadline_s: float, each: Callable[[Any], None] | None = None) -> Any:
         """Call a method and await its result. ``each`` gets every part of the answer, and raises ValueError if the part is invalid. The
-        process keeps working on a call that is cancelled."""
+        process keeps working on a cancelled call."""
         call = self._begin(method, args, deadline_s, each)
         try:
             return await self.result_of(call)
@@ -213,7 +213,7 @@ class Worker:
         return call
 
     def wait(self, call: Call, *, meanwhile: Callable[[float], None] | None = None, every_s: float = 10.0) -> Any:
-        """Wait in this thread for the result. ``meanwhile`` is called from time to time with the seconds waited."""
+        """Wait in this thread for the result. ``meanwhile`` is called every ``every_s`` seconds with the seconds waited."""
         try:
             self._block(call, lambda: False, meanwhile, every_s)
             if not call.is_done:
@@ -277,7 +277,7 @@ class Worker:
         return min(max(call.left_s, 0.0) + 0.001, _HELD_LOOK_S if is_held else _LONGEST_LOOK_S)
 
     def _pump(self) -> None:
-        """Write and read as much as is possible without waiting."""
+        """Write and read as much as possible without waiting."""
         if self._interrupted is not None:
             error, self._interrupted = self._interrupted, None
             raise error

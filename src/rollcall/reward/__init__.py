@@ -1,4 +1,4 @@
-"""Scores in: reward functions, the processes that run them, and the scorer that adds them up.
+"""Scoring: reward functions, the processes that run them, and the scorer that adds them up.
 
-This package file imports nothing: the worker process passes through it and has to start fast.
+This file imports nothing, because the worker process imports it and has to start fast.
 """

@@ -1,13 +1,13 @@
-"""Confines the process of a reward.
+"""Confines reward processes.
 
-A scorer that comes with Rollcall needs only its text. So its process gets no secrets, no network, no other processes, and
-no files except Python's own and a private folder (``BUILT_IN``). A user's function is the user's own code: it gets the
-variables that its section names, the network unless the section turns it off, and limits that the section may change.
+A built-in scorer needs only its text. So its process gets no secrets, no network, no other processes, and no files
+except Python's own and a private folder (``BUILT_IN``). A user's function is the user's own code: it gets the
+environment variables that its section names, the network unless the section turns it off, and limits that the section may change.
 
-The parent makes the environment and the folder; the worker applies the rest to itself (``confine``) before it loads
-anything. What the machine does not offer is left out: ``confine`` returns, for each restriction, whether it is in force.
+The parent creates the environment and the folder. The worker applies the other restrictions to itself (``confine``) before it loads
+anything. Restrictions that the machine does not support are skipped: ``confine`` returns which ones are in force.
 
-This module imports the standard library only: a worker has to start fast.
+This module imports only the standard library, because a worker has to start fast.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from typing import Any
 from rollcall.base.redact import hide_from_proc, is_secret
 from rollcall.reward import landlock, seccomp
 
-ROOT = Path(__file__).resolve().parents[2]  # where the package lies
-# Where programs, libraries and the language are; nothing in them is a secret.
+ROOT = Path(__file__).resolve().parents[2]  # the folder that contains the package
+# Paths of programs and libraries, and the language. None of these contains a secret.
 _KEPT = ("PATH", "LANG", "LANGUAGE", "TZ", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "HOME")
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _SYSTEM = (
@@ -39,9 +39,9 @@ _SYSTEM = (
 _FOLDER = re.compile(r"rollcall-reward-(\d+)-(\d+)-.*")
 _MAX_OPEN_FILES = 256
 _CAPABILITY_VERSION = 0x20080522
-_KEPT_CAPABILITIES = 1 << 1 | 1 << 2  # to read and write what belongs to others, which landlock keeps to few folders
-# To trace processes, to make device files, to watch performance. The kernel lets nobody trace a process that has a capability
-# more, and of the three a container usually gives root only the second.
+_KEPT_CAPABILITIES = 1 << 1 | 1 << 2  # access other users' files, which landlock limits to a few folders
+# Trace processes, create device files, monitor performance. Nobody can trace a process that has more capabilities than the tracer,
+# and containers usually give root only the second of the three.
 _CAPABILITIES_TO_LOOK = (19, 27, 38)
 _PR_CAPBSET_DROP = 24
 _MB = 1 << 20
@@ -52,21 +52,21 @@ _RESTRICTED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confinement:
-    """The limits of a process; rewards with the same limits share processes."""
+    """The limits for a process. Rewards with the same limits share processes."""
 
-    own_files: bool  # only a private folder to write in, only Python and the system's libraries to read
+    own_files: bool  # can write only to a private folder, and read only Python and system libraries
     network: bool
-    env: tuple[str, ...]  # names of the variables that it gets
-    processes: int  # that it may start
+    env: tuple[str, ...]  # names of the environment variables it gets
+    processes: int  # how many processes it may start
     memory_mb: int
-    file_mb: int  # of the largest file that it may write
+    file_mb: int  # size limit for files it writes
 
 
 BUILT_IN = Confinement(own_files=True, network=False, env=(), processes=0, memory_mb=4096, file_mb=16)
 
 
 def confinement_of(spec: Mapping[str, Any]) -> Confinement:
-    """The limits of a reward, from its fields. A test may leave out those of a function."""
+    """Return a reward's limits from its fields. Tests may leave out a function's limits."""
     if spec["type"] != "function":
         return BUILT_IN
     return Confinement(
@@ -79,13 +79,13 @@ def confinement_of(spec: Mapping[str, Any]) -> Confinement:
     )
 
 
-# The parent's part
+# The parent's side
 
 
 def environment(env: Sequence[str], *, folder: str, key: str, own_home: bool = False) -> dict[str, str]:
-    """A worker's variables: those above, those it is given by name, and one thread unless something else is asked for.
+    """Return a worker's environment variables: the ones above, the ones in ``env``, and thread counts, which default to 1.
 
-    Secrets of this process are hidden from the worker's view of it in ``/proc``. ConfigError: a variable that ``key`` names is not set.
+    Hide this process's secrets from the worker's view in ``/proc``. Raise ConfigError if a variable that ``key`` names is not set.
     """
     refuse_unset(env, key=key)
     environ = os.environ
@@ -95,15 +95,15 @@ def environment(env: Sequence[str], *, folder: str, key: str, own_home: bool = F
     found |= {"TMPDIR": folder, "PYTHONDONTWRITEBYTECODE": "1"}
     if own_home:
         found["HOME"] = folder
-    if ROOT.name not in ("site-packages", "dist-packages"):  # else the package is installed, and found without this
+    if ROOT.name not in ("site-packages", "dist-packages"):  # otherwise the package is installed and found without this
         found["PYTHONPATH"] = os.pathsep.join(filter(None, [found.get("PYTHONPATH"), str(ROOT)]))
     return found | {name: environ[name] for name in env}
 
 
 def refuse_unset(names: Iterable[str], *, key: str) -> None:
-    """Refuse variables that ``key`` of the run file names and that are not set here (ConfigError)."""
+    """Raise ConfigError if a variable that ``key`` in the run file names is not set here."""
     if missing := [name for name in names if name not in os.environ]:
-        from rollcall.base.errors import ConfigError  # a worker does without
+        from rollcall.base.errors import ConfigError  # a worker does not need it
 
         it, is_not = ("it", "is not") if len(missing) == 1 else ("them", "are not")
         raise ConfigError(
@@ -112,7 +112,7 @@ def refuse_unset(names: Iterable[str], *, key: str) -> None:
 
 
 def make_folder() -> str:
-    """A private folder, which names the process that removes it: containers may share a /tmp and count processes each from 1."""
+    """Create a private folder named after its owner. Containers may share /tmp, so the name includes the PID namespace."""
     return tempfile.mkdtemp(prefix=f"rollcall-reward-{_process_space()}-{os.getpid()}-")
 
 
@@ -121,7 +121,7 @@ def _process_space() -> int:
 
 
 def remove_folder(folder: str) -> None:
-    """Remove a private folder, however deep a reward has made it, or warn that it cannot be removed."""
+    """Remove a private folder, however deeply a reward nested it, or warn that it cannot be removed."""
     with suppress(RecursionError):
         shutil.rmtree(folder, ignore_errors=True)
     if not os.path.lexists(folder):
@@ -137,25 +137,25 @@ def remove_folder(folder: str) -> None:
 
 
 def sweep_folders() -> None:
-    """Remove the private folders of processes that were killed before they could."""
+    """Remove private folders left by processes that were killed."""
     if sys.platform != "linux":
         return
     try:
         entries = list(os.scandir(tempfile.gettempdir()))
     except OSError:
-        return  # no folder can be made there either, and that error is reported
+        return  # creating a folder there fails too, and that error is reported
     for entry in entries:
         match = _FOLDER.fullmatch(entry.name)
         if match and int(match[1]) == _process_space() and not os.path.exists(f"/proc/{match[2]}"):
             remove_folder(entry.path)
 
 
-# The worker's part
+# The worker's side
 
 
 def confine(confinement: Confinement, *, folder: str, readable: list[str]) -> dict[str, str]:
-    """Restrict this process. Returns what is in force, by name. ``readable``: the folders with code."""
-    # For a user's function the memory that it writes to: address space includes what GPU libraries reserve and never use.
+    """Restrict this process. Return which restrictions are in force, by name. ``readable``: the folders with code."""
+    # For a user's function, limit only memory it writes to, because GPU libraries reserve address space that they never use.
     memory = resource.RLIMIT_AS if confinement.own_files else resource.RLIMIT_DATA
     told = {
         "memory": limit(memory, confinement.memory_mb * _MB) or f"{confinement.memory_mb} MB",
@@ -179,7 +179,7 @@ def confine(confinement: Confinement, *, folder: str, readable: list[str]) -> di
 
 
 def limit_cpu(seconds: float) -> None:
-    """Allow this process ``seconds`` more CPU seconds; then the kernel ends it, even if no parent watches."""
+    """Allow this process ``seconds`` more CPU seconds. Then the kernel kills it, even if no parent is watching."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     soft = int(usage.ru_utime + usage.ru_stime + seconds) + 2
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
@@ -187,13 +187,13 @@ def limit_cpu(seconds: float) -> None:
 
 
 def unlimit_cpu() -> None:
-    """Take the CPU limit away while somebody debugs this process."""
+    """Remove the CPU limit while somebody is debugging this process."""
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))
 
 
 def available() -> dict[str, str]:
-    """How this machine confines built-in scorers, in the words of ``confine``, by thing."""
+    """Return how this machine confines built-in scorers, in the same format as ``confine``."""
     filtered, none = seccomp.why_missing(), "" if landlock.version() else "the kernel has no landlock"
     why_not = {"processes": filtered, "files": none, "network": filtered}
     return {thing: _restricted(thing, why) for thing, why in why_not.items()}
@@ -204,9 +204,9 @@ def _restricted(thing: str, why_not: str) -> str:
 
 
 def _limit_processes(confinement: Confinement) -> str:
-    """Limit the number of processes. The kernel counts all processes and threads of the user, so those that exist are added."""
+    """Limit the number of processes. The kernel counts all of the user's processes and threads, so add the existing ones."""
     if confinement.processes == 0:
-        return ""  # the filter refuses them
+        return ""  # seccomp refuses them
     if os.geteuid() == 0:
         return "not limited (the kernel does not count root's)"
     told = limit(resource.RLIMIT_NPROC, _num_tasks(os.getuid()) + confinement.processes)
@@ -214,7 +214,7 @@ def _limit_processes(confinement: Confinement) -> str:
 
 
 def limit(kind: int, most: int) -> str:
-    """Set a limit, never above what this process was given. Returns why this failed, or ""."""
+    """Set a limit, never above this process's own limit. Return why it failed, or ""."""
     hard = resource.getrlimit(kind)[1]
     most = min(most, sys.maxsize) if hard == resource.RLIM_INFINITY else min(most, hard)
     try:
@@ -225,32 +225,32 @@ def limit(kind: int, most: int) -> str:
 
 
 def _num_tasks(uid: int) -> int:
-    """Processes and threads of a user."""
+    """Count a user's processes and threads."""
     total = 0
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if process.stat().st_uid == uid:
                 total += len(os.listdir(process / "task"))
-        except OSError:  # it ended meanwhile
+        except OSError:  # it exited in the meantime
             continue
     return total
 
 
 def see_no_others() -> None:
-    """Keep a process of root, and what it starts, from reading the memory of root's other processes."""
+    """Prevent a root process and its children from reading the memory of root's other processes."""
     if sys.platform == "linux":
         for capability in _CAPABILITIES_TO_LOOK:
-            ctypes.CDLL(None).prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)  # no program that it starts gets it back
+            ctypes.CDLL(None).prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)  # programs that it starts cannot get it back
         _keep_capabilities(~sum(1 << capability for capability in _CAPABILITIES_TO_LOOK))
 
 
 def _keep_capabilities(kept: int) -> None:
-    """Drop root's other powers: to raise its own limits again, to make a device file of the disk, to restart the machine."""
+    """Drop root's other powers: raising its own limits, creating a device file for the disk, restarting the machine."""
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None)
     head = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
-    sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable: of the low 32, then of the high 32
+    sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable: first the low 32 bits, then the high 32 bits
     if libc.capget(head, sets) == 0:
         low, high = sets[1] & kept & 0xFFFFFFFF, sets[4] & (kept >> 32) & 0xFFFFFFFF
         libc.capset(head, (ctypes.c_uint32 * 6)(low, low, 0, high, high, 0))

@@ -1,4 +1,4 @@
-"""One address that gives scores, asked until it answers.
+"""Asks one address for scores until it answers.
 
     try ──ok──▶ answer
      │ a broken connection, status 429 or 5xx, no answer in time
@@ -6,14 +6,14 @@
     again after a pause, ``retries`` times
      │ still no answer
      ▼
-    does it answer others? (another question meanwhile, or the last one that it answered, asked once more)
+    does it answer other questions? (a different question in the meantime, or a repeat of the last answered question)
      ├─ yes, twice in a row: the question is at fault, and only its own score is an error
-     └─ no: an outage. All questions wait, and one at a time asks, until there is an answer or ``outage_s`` is over
+     └─ no: an outage. All questions wait, and one at a time is retried until there is an answer or ``outage_s`` is over
 
-A status 429 is never the question's fault, except for longer than ``outage_s``. A wrong key, address or model is refused for every
-question: where nothing was ever answered, it ends the run at once.
+Status 429 does not count as the question's fault unless it lasts longer than ``outage_s``. A wrong key, address or model affects every
+question: if nothing was ever answered, it stops the run at once.
 
-Everything here runs in the event loop of ``Asker`` (services.py). The key goes to the address of the run file and nowhere else.
+Everything here runs in the event loop of ``Asker`` (services.py). The key is sent only to the address in the run file.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from rollcall.reward.confine import refuse_unset
 from rollcall.reward.worker import FailureKind, RewardResult
 
 MAX_ANSWER_BYTES = 4 << 20
-FIRST_PAUSE_S = 0.5  # before the second try; each pause is twice as long as the one before
+FIRST_PAUSE_S = 0.5  # before the second try; each pause is twice as long as the previous one
 LONGEST_PAUSE_S = 15.0
-SAY_FIRST_S = 2.0  # of an outage; a shorter one is no news
+SAY_FIRST_S = 2.0  # shorter outages are not reported
 _SAY_EVERY_S = 60.0
 _MAX_REDIRECTS = 3
-# 403 is here, because some services say so of one text that they do not like.
+# 403 is included because some services return it for a single text that they reject.
 _LATER = (403, 408, 409, 425, 500, 502, 503, 504)
 _REFUSED = (401, 402, 404, 405, 407)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """One request on ``count`` completions. ``read`` makes their results of the answer's body."""
+    """One request about ``count`` completions. ``read`` parses the answer's body into their results."""
 
     count: int
     body: bytes
@@ -65,7 +65,7 @@ def failed(why: str, *, note: str = "") -> RewardResult:
 
 
 def read_json(said: bytes) -> Any:
-    """Read JSON. The ValueError for anything else shows how it begins."""
+    """Parse JSON. The ValueError for anything else shows how the text begins."""
     try:
         return json.loads(said)
     except (ValueError, RecursionError):
@@ -74,19 +74,19 @@ def read_json(said: bytes) -> Any:
 
 
 class EndpointLostError(RuntimeError, ValueError):
-    """The address gives no scores; the message says why and what to do. Nothing that was scored is lost."""
+    """The address does not return scores. The message says why and what to do. Existing scores are kept."""
 
 
 class Cause(StrEnum):
-    """Why a question got no answer."""
+    """The reason why a question got no answer."""
 
     PASSING = "passing"  # ask again
-    LIMIT = "limit"  # too many questions: ask again, later
-    REFUSED = "refused"  # the key, the address or the model, and so probably every question
-    QUESTION = "question"  # only this question
+    LIMIT = "limit"  # too many questions: ask again later
+    REFUSED = "refused"  # wrong key, address or model, so probably every question fails
+    QUESTION = "question"  # only this question fails
 
 
-class Problem(Exception):  # noqa: N818 - an outcome, not a defect of ours
+class Problem(Exception):  # noqa: N818 - an outcome, not a bug in Rollcall
     def __init__(
         self, text: str, cause: Cause, *, kind: FailureKind = "raised", retry_after_s: float | None = None
     ) -> None:
@@ -106,7 +106,7 @@ class _Outage:
 
 
 class Endpoint:
-    """``what`` names it in messages: "the judge", "the reward service". ``place`` is its place in the run file's list."""
+    """``what`` is the name in messages: "the judge", "the reward service". ``place`` is the index in the run file's list."""
 
     def __init__(self, section: AskedReward, *, url: str, what: str, place: int) -> None:
         self._section, self._url, self._place = section, url, place
@@ -121,14 +121,14 @@ class Endpoint:
         self._one_checks = asyncio.Lock()
         self._outage: _Outage | None = None
         self._answered: bytes | None = None  # the last question that was answered
-        self._answered_began_s = -math.inf  # when the request of an answer began, the latest
-        self._unanswered_began_s = -math.inf  # the same for the last one that was asked once more, in vain
-        self._not_before_s = -math.inf  # by Retry-After
-        self._sessions: dict[bool, Any] = {}  # of aiohttp; the second one takes a fresh connection for each question
+        self._answered_began_s = -math.inf  # start of the latest request that was answered
+        self._unanswered_began_s = -math.inf  # start of the latest repeated question that failed
+        self._not_before_s = -math.inf  # from Retry-After
+        self._sessions: dict[bool, Any] = {}  # aiohttp sessions; [True] opens a fresh connection for each question
 
     @property
     def is_out(self) -> bool:
-        """Whether the service is away, and everything waits for it."""
+        """Whether the service is down and everything is waiting for it."""
         return self._outage is not None
 
     def _session(self, *, is_fresh: bool) -> Any:
@@ -148,7 +148,7 @@ class Endpoint:
             await session.close()
 
     async def ask(self, question: bytes) -> bytes:
-        """The answer's body. Problem: this question has none. EndpointLostError: no question has."""
+        """Return the answer's body. Raise Problem if this question has no answer, and EndpointLostError if no question has one."""
         async with self._room:
             return await self._persist(question)
 
@@ -184,7 +184,7 @@ class Endpoint:
         while (early_s := self._not_before_s - time.monotonic()) > 0:
             await asyncio.sleep(early_s)
         began_s = time.monotonic()
-        # An open connection may lead to a machine that is gone.
+        # An open connection may go to a machine that is gone.
         answer = await self._post(question, session=self._session(is_fresh=not is_first))
         self._answered, self._answered_began_s = question, max(began_s, self._answered_began_s)
         if (outage := self._outage) is not None:
@@ -195,7 +195,7 @@ class Endpoint:
         return answer
 
     async def _answers_others(self, *, after_s: float) -> bool:
-        """Whether a request that began after this time was answered."""
+        """Return whether a request that began after this time was answered."""
         async with self._one_checks:
             is_known = max(self._answered_began_s, self._unanswered_began_s) >= after_s
             if not is_known and self._answered is not None:
@@ -207,7 +207,7 @@ class Endpoint:
             return self._answered_began_s >= after_s
 
     async def _wait_until_back(self, problem: Problem) -> bool:
-        """Wait until another question was answered (true), or until it is this question's turn to ask."""
+        """Wait for the service. Return True if a different question was answered, or False when it is this question's turn."""
         advice = _advice(problem.cause, self._place)
         if problem.cause is Cause.REFUSED and self._answered is None:
             raise EndpointLostError(f"{self._name} refuses: {problem}. {advice}, then run the same command again")
@@ -245,7 +245,7 @@ class Endpoint:
         try:
             async with asyncio.timeout(limit_s):
                 return await self._follow(question, session=session)
-        except TimeoutError as error:  # of connecting, too
+        except TimeoutError as error:  # also raised while connecting
             told = str(error) or f"no answer within timeout_s={limit_s:g}"
             raise Problem(told, Cause.PASSING, kind="hung") from None
         except (aiohttp.ClientSSLError, ssl.SSLError) as error:
@@ -254,7 +254,7 @@ class Endpoint:
             raise Problem(f"{type(error).__name__}: {error}", Cause.PASSING) from None
 
     async def _follow(self, question: bytes, *, session: Any) -> bytes:
-        """Post the question, and follow redirects within the same service."""
+        """Post the question and follow redirects within the same service."""
         url = self._url
         for _ in range(_MAX_REDIRECTS + 1):
             async with session.post(
@@ -267,7 +267,7 @@ class Endpoint:
 
 
 async def _body(answer: Any) -> bytes:
-    """Read the body of an answer. Problem: it cannot be used."""
+    """Read an answer's body. Raise Problem if it cannot be used."""
     is_good = 200 <= answer.status < 300
     said, most = bytearray(), MAX_ANSWER_BYTES if is_good else 4096
     async for piece in answer.content.iter_chunked(1 << 16):
@@ -294,7 +294,7 @@ def _problem_of(status: int, said: bytes, retry_after: str | None) -> Problem:
 
 
 def _redirected(url: str, status: int, location: str) -> str:
-    """The address to ask instead, only within the same service: another must not get the key and the completions."""
+    """Return the redirect address if it is on the same service. Other services must not get the key and the completions."""
     try:
         target = urljoin(url, location)
         before, after = urlsplit(url), urlsplit(target)
@@ -307,7 +307,7 @@ def _redirected(url: str, status: int, location: str) -> str:
 
 
 def _retry_after_s(value: str | None) -> float | None:
-    """Read the seconds to wait; HTTP's other form, a date, is not read.
+    """Parse the seconds to wait. HTTP's date format is not supported.
 
     >>> _retry_after_s("3"), _retry_after_s("1e9"), _retry_after_s("-1"), _retry_after_s("soon"), _retry_after_s(None)
     (3.0, 120.0, 0.0, None, None)
@@ -320,7 +320,7 @@ def _retry_after_s(value: str | None) -> float | None:
 
 
 def _pause_s(number: int) -> float:
-    """The pause before try ``number`` + 1. It differs between questions, which would otherwise come back together."""
+    """Return the pause before try ``number`` + 1. It is randomised so that questions do not all return at the same time."""
     return min(FIRST_PAUSE_S * 2 ** min(number - 1, 30), LONGEST_PAUSE_S) * random.uniform(0.5, 1.0)
 
 
@@ -344,7 +344,7 @@ def _authorization(key_env: str | None, *, place: int) -> dict[str, str]:
 
 
 def _proxy_for(url: str, *, place: int) -> str | None:
-    """The proxy for an address, by HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY."""
+    """Return the proxy for an address, according to HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY."""
     parts = urlsplit(url)
     if urllib.request.proxy_bypass(parts.netloc):
         return None

@@ -1,12 +1,12 @@
-"""Text that a scorer hands to ``eval``, ``exec`` or ``compile`` while it judges an answer must be plain data or arithmetic.
+"""Restricts text that a scorer passes to ``eval``, ``exec`` or ``compile`` to plain data and arithmetic.
 
-Some scorers of reasoning-gym evaluate the model's text as Python, and sympy's parser evaluates what it makes of it. Inside
-``guarded`` Python's own audit hook sees every such text first and refuses what is more than literals, lists, names, sums,
-products, powers and elementary functions: no attribute, no index, no call of anything else, no f-string, no lambda. The
-scorer gets a ValueError and gives what it gives for an answer that it cannot read.
+Some reasoning-gym scorers evaluate the model's text as Python, and so does sympy's parser after its own transformations. Inside
+``guarded``, a Python audit hook sees all such text first and refuses everything except literals, lists, names, sums,
+products, powers and elementary functions: no attributes, indexing, other calls, f-strings or lambdas. The
+scorer gets a ValueError and scores the answer as unreadable.
 
-The hook is where text becomes code, so it does not matter which scorer does it, or how. Modules that are loaded meanwhile
-are code from the disk, and are allowed.
+The hook runs where text becomes code, so it does not matter which scorer does this, or how. Modules that are imported meanwhile
+are code from disk, so they are allowed.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from contextlib import contextmanager
 
 MAX_CHARS = 100_000  # a matrix of 100 by 100 numbers, written out
 _MAX_EXPONENT = 1000
-# Elementary functions, and what sympy's parser writes around numbers and names.
+# Elementary functions, and the calls that sympy's parser writes around numbers and names.
 _CALLS = frozenset({
     "Integer", "Float", "Rational", "Symbol", "sqrt", "exp", "log", "ln", "Abs", "sin", "cos", "tan", "cot", "sec", "csc",
     "asin", "acos", "atan", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh",
 })  # fmt: skip
-_SYMPY_START = "from sympy import *"  # what its parser fills its names with
+_SYMPY_START = "from sympy import *"  # fills the parser's namespace
 _SYMBOLS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.UAdd, ast.USub)
 
 
@@ -35,7 +35,7 @@ class _State:
 
 @contextmanager
 def guarded(*, trusted: frozenset[str] = frozenset()) -> Iterator[None]:
-    """Inside this block, text that becomes code in this process is checked first, except the ``trusted`` texts."""
+    """Check all text that becomes code inside this block, except the ``trusted`` texts."""
     if not _State.installed:
         sys.addaudithook(_hook)
         _State.installed = True
@@ -51,8 +51,8 @@ def _hook(event: str, args: tuple[object, ...]) -> None:
         return
     source = args[0]
     if isinstance(source, ast.AST):
-        return  # made of text that was checked
-    _State.is_on = False  # the check compiles too
+        return  # parsed from text that was already checked
+    _State.is_on = False  # the check itself compiles code
     try:
         _check(source)
     finally:
@@ -68,8 +68,8 @@ def _check(source: object) -> None:
 
 
 def _is_importing() -> bool:
-    """Whether this is a module's own source, or what its code evaluates while it is loaded, as named tuples do. Libraries load
-    some modules on first use, and Python then compiles those that were never compiled."""
+    """Return whether a module is being imported. An import may compile the module's source, or code such as named tuples. Libraries
+    import some modules only on first use."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == "importlib._bootstrap" and frame.f_code.co_name == "_find_and_load":
@@ -79,7 +79,7 @@ def _is_importing() -> bool:
 
 
 def is_plain(text: str) -> bool:
-    """Whether this text is nothing but data or arithmetic to Python.
+    """Return whether Python parses this text as plain data or arithmetic.
 
     >>> [is_plain(text) for text in ("[[1, 'a'], (2.5,)]", "2*(x - 1)**3/7", "sin(x)", "open('x')", "x.y", "9**9**9", "[0]*9")]
     [True, True, True, False, False, False, False]
@@ -88,7 +88,7 @@ def is_plain(text: str) -> bool:
         return False
     try:
         return _is_plain(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # text that Python cannot read is never evaluated
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # text that Python cannot parse is never evaluated
         return False
 
 
@@ -110,7 +110,7 @@ def _is_arithmetic(node: ast.expr) -> bool:
             small = not isinstance(op, ast.Pow) or _is_small(right)
             return isinstance(op, _SYMBOLS) and small and _is_arithmetic(left) and _is_arithmetic(right)
         case ast.Call(func=ast.Name(id="Symbol" | "Float" | "Integer"), args=[ast.Constant()], keywords=[]):
-            return True  # sympy's own writing of a name or a number
+            return True  # how sympy writes a name or a number
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]):
             return name in _CALLS and all(map(_is_arithmetic, args))
         case _:
@@ -118,7 +118,7 @@ def _is_arithmetic(node: ast.expr) -> bool:
 
 
 def _is_small(exponent: ast.expr) -> bool:
-    """No towers of powers and no huge numbers, which take minutes and gigabytes to compute."""
+    """Refuse nested powers and huge exponents, which take minutes and gigabytes to compute."""
     for node in ast.walk(exponent):
         if isinstance(node, ast.Pow):
             return False

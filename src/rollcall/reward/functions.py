@@ -1,11 +1,11 @@
-"""The reward functions of the run file: ``f(prompt, completion, answer, metadata) -> float``.
+"""The run file's reward functions: ``f(prompt, completion, answer, metadata) -> float``.
 
-A user's own function takes some of these arguments by name. It may take ``completions`` (a whole group) instead of
+A user's own function takes some of these arguments by name. It may take ``completions`` (a full group) instead of
 ``completion``, and it may be ``async``.
 
-``build_function`` turns a reward's plain fields into such a function and refuses at once what could never score (a
-missing module). Only the standard library is imported here; math-verify and reasoning-gym come in when
-a reward needs them, because the worker process has to start fast.
+``build_function`` turns a reward's plain fields into such a function and refuses a reward that could never score (for
+example, with a missing module). Only the standard library is imported here, because the worker process has to start fast.
+math-verify and reasoning-gym are imported when a reward needs them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rollcall.reward.user_function import UserFunction, load_function
 
 RewardFunction = Callable[[str, str, str, dict[str, Any]], float]
 
-LARGEST_SCORE = 1e15  # what is computed from rewards, squares too, stays finite in float32
+LARGEST_SCORE = 1e15  # values computed from rewards, such as squares, stay finite in float32
 PROCESS_TYPES = ("exact", "number", "math", "regex", "countdown", "reasoning_gym", "function")
 
 _NUMBER = re.compile(
@@ -48,7 +48,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
 
 
 def build_function(spec: dict[str, Any]) -> RewardFunction | UserFunction:
-    """The function behind a reward's fields, such as ``{"type": "regex", "pattern": "..."}``."""
+    """Build the function for a reward's fields, such as ``{"type": "regex", "pattern": "..."}``."""
     kind = spec["type"]
     if kind == "function":
         return load_function(spec["path"], pickled=spec.get("pickled"))
@@ -59,7 +59,7 @@ def build_function(spec: dict[str, Any]) -> RewardFunction | UserFunction:
         return _countdown(spec["format_score"])
     if kind == "math":
         importlib.import_module("math_verify")
-        # It warns at every process start that its own time limits are off; the pool brings the limit.
+        # It warns at every process start that its own time limits are off. The pool enforces the limit.
         logging.getLogger("math_verify").setLevel(logging.ERROR)
     if kind == "reasoning_gym":
         try:
@@ -72,7 +72,7 @@ def build_function(spec: dict[str, Any]) -> RewardFunction | UserFunction:
 
 
 def check_score(value: Any) -> float:
-    """Convert the returned value to a finite float, or raise ValueError."""
+    """Convert a returned value to a finite float, or raise ValueError."""
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         raise ValueError(f"returned {_short(value)} ({type(value).__name__}); a reward returns a number")
     score = float(value)
@@ -84,12 +84,12 @@ def check_score(value: Any) -> float:
 
 
 def exact(prompt: str, completion: str, answer: str, metadata: dict[str, Any]) -> float:
-    """1 if the completion, stripped, equals the answer."""
+    """Return 1 if the stripped completion equals the answer."""
     return float(completion.strip() == _required(answer))
 
 
 def number(prompt: str, completion: str, answer: str, metadata: dict[str, Any]) -> float:
-    """1 if the last number of the completion equals the answer's: ``"... so 1,200.0 in all"`` and ``"1200"``."""
+    """Return 1 if the completion's last number equals the answer's: ``"... so 1,200.0 in all"`` and ``"1200"``."""
     wanted = last_number(_required(answer))
     if wanted is None:
         raise ValueError(f"the answer {_short(answer)} has no number in it; check data.answer_key")
@@ -106,7 +106,7 @@ def _countdown(format_score: float) -> RewardFunction:
         missing = [key for key in ("numbers", "target") if metadata.get(key) is None]
         if missing:
             raise ValueError(f"the row has no {' and no '.join(missing)}; `rollcall data countdown` makes such rows")
-        numbers, target = metadata["numbers"], Fraction(metadata["target"])  # files of others may hold them as text
+        numbers, target = metadata["numbers"], Fraction(metadata["target"])  # may be strings in third-party files
         numbers = sorted(map(Fraction, json.loads(numbers) if isinstance(numbers, str) else numbers))
         expression = extract_expression(completion)
         if expression is None:
@@ -119,9 +119,9 @@ def _countdown(format_score: float) -> RewardFunction:
 
 
 def extract_expression(completion: str) -> str | None:
-    """The arithmetic a countdown completion proposes, or None.
+    """Return the arithmetic expression that a countdown completion proposes, or None.
 
-    It is in the last ``<answer>`` tag, else in the last line. Of an equation it is the side with the most operators:
+    Look in the last ``<answer>`` tag, or else in the last line. From an equation, take the side with the most operators:
     ``24 = (3+5)*3`` and ``(3+5)*3 = 24`` both give ``(3+5)*3``.
     """
     tagged = last_tagged(completion)
@@ -145,7 +145,7 @@ def _is_expression(text: str) -> bool:
 
 
 def evaluate(expression: str) -> tuple[Fraction | None, list[int]]:
-    """The exact value (None for a division by zero) and the numbers used before that, of whole numbers under + - * / and brackets.
+    """Return the exact value (None for a division by zero) and the numbers used so far. Supports integers, + - * / and parentheses.
 
     >>> evaluate("(3+5)*3")
     (Fraction(24, 1), [3, 5, 3])
@@ -169,7 +169,7 @@ def evaluate(expression: str) -> tuple[Fraction | None, list[int]]:
 
 
 def reasoning_gym_score(prompt: str, completion: str, answer: str, metadata: dict[str, Any]) -> float:
-    """The task's own score of the last ``<answer>`` tag (else of the whole text), cut to [0, 1]."""
+    """Return the task's own score for the last ``<answer>`` tag (or the full text), clipped to [0, 1]."""
     made = metadata.get("reasoning_gym")
     if not isinstance(made, dict) or "task" not in made or "entry" not in made:
         raise ValueError("the row has no column reasoning_gym; `rollcall data reasoning-gym:TASK` makes such rows")
@@ -177,22 +177,22 @@ def reasoning_gym_score(prompt: str, completion: str, answer: str, metadata: dic
     score = _reasoning_gym_scorer(made["task"])
     tagged = last_tagged(completion)
     given = (completion if tagged is None else tagged).strip()
-    # Some scorers evaluate texts of the row too.
+    # Some scorers also evaluate text from the row.
     known = entry.get("metadata")
     texts = (entry.get("answer"), *(known.values() if isinstance(known, dict) else ()))
     try:
         with guarded(trusted=frozenset(text for text in texts if isinstance(text, str))):
             value = float(score(answer=given, entry=entry))
     except Exception:  # noqa: BLE001
-        # Some scorers raise on text that they cannot read: that is a wrong answer. A scorer that also fails on its own
-        # reference has a broken row: this raises its error.
+        # Some scorers raise on text that they cannot parse, which is a wrong answer. If the scorer also fails on its own
+        # reference answer, the row is broken, and this line raises the error.
         score(answer=entry["answer"], entry=entry)
         return 0.0
     return min(max(value, 0.0), 1.0)
 
 
 def encode_entry(entry: dict[str, Any]) -> str:
-    """A reasoning-gym entry as JSON. Tuples are marked, because some scorers compare with tuples (arc_agi, rearc)."""
+    """Encode a reasoning-gym entry as JSON. Mark tuples, because some scorers compare with tuples (arc_agi, rearc)."""
 
     def mark(value: Any) -> Any:
         if isinstance(value, tuple):

@@ -1,8 +1,8 @@
-"""Reward functions that Python code gives as objects.
+"""Reward functions that Python code passes as objects.
 
-One that a worker process can import is named by its path, as in a run file. Any other (a lambda, a function of a notebook cell,
-of a script or of another function) is pickled by value with what it uses, and goes to the same confined processes; the run file
-calls it ``<python>:name``. It lives as long as this process: to continue the run, give it again.
+A function that a worker process can import is named by its path, as in a run file. Any other function (a lambda, or one defined in a
+notebook cell, a script or another function) is pickled by value with what it uses, and sent to the same confined processes. The run file
+calls it ``<python>:name``. It exists only as long as this process. To continue the run, pass it again.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from rollcall.base.errors import ConfigError
 
 PREFIX = "<python>:"
 _pickled: dict[str, bytes] = {}
-_of_runs: dict[tuple[Path, str], bytes] = {}  # by run directory too: each run may have its own lambda
+_of_runs: dict[tuple[Path, str], bytes] = {}  # also keyed by run directory, because each run may have its own lambda
 
 
 def name_functions(rewards: Any) -> Any:
-    """Write rewards as a run file does: each function, or ``path`` that is one, by its path."""
+    """Convert rewards to the form used in run files, with each function replaced by its path."""
     if callable(rewards) or isinstance(rewards, Mapping):
         rewards = [rewards]
     if not isinstance(rewards, Sequence) or isinstance(rewards, str):
-        return rewards  # the run file's rules say what is wrong with it
+        return rewards  # validation of the run file reports what is wrong with it
     taken: set[str] = set()
     return [_named(reward, taken) for reward in rewards]
 
 
 def settle_functions(run_dir: Path, rewards: Sequence[Any], *, are_given: bool) -> None:
-    """Settle which functions the names of a run stand for: those of this call, else those that the run was given before."""
+    """Decide which functions a run's names refer to: the functions from this call, or else the ones passed to the run earlier."""
     for path in (reward.path for reward in rewards if reward.type == "function" and reward.path.startswith(PREFIX)):
         key = (run_dir.resolve(), path)
         if are_given and path in _pickled:
@@ -42,7 +42,7 @@ def settle_functions(run_dir: Path, rewards: Sequence[Any], *, are_given: bool) 
 
 
 def with_pickled(spec: dict[str, Any], *, index: int) -> dict[str, Any]:
-    """A reward's fields, with the function itself where the path only says that it was given."""
+    """Return a reward's fields. If the path stands for a function that was passed as an object, add the pickled function."""
     path = spec.get("path", "")
     if spec["type"] != "function" or not path.startswith(PREFIX):
         return spec
@@ -72,7 +72,7 @@ def _named(reward: Any, taken: set[str]) -> Any:
 
         try:
             _pickled[path] = cloudpickle.dumps(function)
-        except Exception as error:  # noqa: BLE001 - what cannot be pickled says so in many ways
+        except Exception as error:  # noqa: BLE001 - pickling can fail with many kinds of errors
             raise ConfigError(
                 f"the reward {name} cannot be sent to the processes that run rewards: {type(error).__name__}: {error}; make what it "
                 "holds inside the function, or put it in a module and give module:name"
@@ -81,7 +81,7 @@ def _named(reward: Any, taken: set[str]) -> Any:
 
 
 def _import_path(function: Any) -> str | None:
-    """``module:name`` if importing gives this very function; None if only this process has it."""
+    """Return ``module:name`` if importing it yields this same function, or None if only this process has it."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     if not module or module == "__main__" or "<" in name or not name:
         return None

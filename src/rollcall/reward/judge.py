@@ -1,8 +1,8 @@
-"""A language model as a judge: what it is asked, and the score in its answer.
+"""A language model as a judge: builds the question and parses the score from the answer.
 
-The completion is data. In the question it is between two lines with a random code that it does not contain, so it cannot end its own
-part, and the judge is told to take neither orders nor scores from it. Rubric, prompt, completion and answer are put
-together in one pass: a completion that says ``{answer}`` stays as it is.
+The completion is data. The question puts it between two lines with a random code that it does not contain, so it cannot close its own
+section. The judge is told to take neither instructions nor scores from it. The rubric's placeholders are filled
+in one pass, so a completion that contains ``{answer}`` stays as it is.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from rollcall.reward.worker import RewardResult
 
 _PLACEHOLDER = re.compile(r"\{(prompt|completion|answer)\}")
 _CHAT = "/chat/completions"
-_READ_CHARS = 100_000  # of an answer, the last
-_MOST_OBJECTS = 200  # that are tried as the JSON at its end
+_READ_CHARS = 100_000  # only the end of an answer is read
+_MOST_OBJECTS = 200  # how many objects are tried as the JSON at its end
 _FENCE = re.compile(r"\A```[a-z]*\s*|\s*```\Z")
 _OUT_OF = re.compile(r"([0-9])\s*(?:/|out of)\s*[0-9][0-9.,]*", re.IGNORECASE)
 
@@ -48,7 +48,7 @@ class Judge:
         self.url = chat_address(section.url)
 
     def questions(self, prompt: Prompt, completions: tuple[Completion, ...]) -> list[Question]:
-        """In the order of the completions."""
+        """Return one question per completion, in order."""
         return [
             Question(count=1, body=self._body(prompt, transcript(completion)), read=self._read)
             for completion in completions
@@ -72,7 +72,7 @@ class Judge:
 
 
 def chat_address(url: str) -> str:
-    """The address of chat completions.
+    """Return the address for chat completions.
 
     >>> chat_address("http://node7:8000"), chat_address("https://api.example.com/v1/")
     ('http://node7:8000/v1/chat/completions', 'https://api.example.com/v1/chat/completions')
@@ -87,7 +87,7 @@ def chat_address(url: str) -> str:
 
 
 def asked_text(prompt: Prompt) -> str:
-    """The prompt for a reader: its messages, without the marks of the policy's chat template."""
+    """Return the prompt for a reader: its messages without the policy's chat template."""
     messages = prompt.metadata.get(MESSAGES) or ()
     if len(messages) == 1:
         return str(messages[0]["content"])
@@ -95,7 +95,7 @@ def asked_text(prompt: Prompt) -> str:
 
 
 def ask(section: JudgeReward, *, prompt: str, completion: str, answer: str) -> str:
-    """The whole question."""
+    """Build the full question."""
     code = secrets.token_hex(12)
     shown = f"\n[the completion begins, {code}]\n{completion}\n[the completion ends, {code}]\n"
     values = {"prompt": prompt, "completion": shown, "answer": answer}
@@ -104,7 +104,7 @@ def ask(section: JudgeReward, *, prompt: str, completion: str, answer: str) -> s
 
 
 def read_score(text: str, *, low: float, high: float) -> float:
-    """The number ``score`` of the JSON object that the text is, ends with or begins with, else the last number of the text.
+    """Return ``score`` from the JSON object that the text consists of, ends with or begins with, or else the text's last number.
 
     >>> read_score('Well. {"reason": "it claims 1", "score": 0}', low=0, high=1), read_score("I give it 7/10.", low=0, high=10)
     (0.0, 7.0)
@@ -132,7 +132,7 @@ def read_score(text: str, *, low: float, high: float) -> float:
 
 
 def _object_at_end(text: str) -> dict[str, Any] | None:
-    """The largest JSON object that the text ends with."""
+    """Return the largest JSON object at the end of the text."""
     start = -1
     for _ in range(_MOST_OBJECTS if text.endswith("}") else 0):
         start = text.find("{", start + 1)
@@ -145,7 +145,7 @@ def _object_at_end(text: str) -> dict[str, Any] | None:
 
 
 def _object_at(text: str, start: int) -> tuple[dict[str, Any] | None, int]:
-    """The JSON object that begins here, and where it ends."""
+    """Return the JSON object that begins at ``start`` and the position where it ends."""
     try:
         found, end = json.JSONDecoder().raw_decode(text, start)
     except (ValueError, RecursionError):
@@ -154,7 +154,7 @@ def _object_at(text: str, start: int) -> tuple[dict[str, Any] | None, int]:
 
 
 def _text_of(answer: Any) -> str:
-    """The text of a chat completion."""
+    """Return a chat completion's text."""
     try:
         choice = answer["choices"][0]
         content = choice["message"]["content"]

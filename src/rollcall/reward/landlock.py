@@ -1,8 +1,8 @@
-"""Which files this process may open (landlock, Linux 5.13 and later). No code in the process can undo it.
+"""Restricts which files this process may open (landlock, Linux 5.13 and later). No code in the process can undo it.
 
-It needs no privilege and no library. ``restrict`` applies to the calling thread and to what that starts later, so it is
-called before there are threads. Files that are open already stay open. The numbers are the kernel's, the same on every
-machine type.
+It needs no privileges and no library. ``restrict`` applies to the calling thread and to threads and processes that it starts later,
+so call it before any thread starts. Files that are already open stay open. The numbers come from the kernel and are the same on
+every architecture.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from rollcall.reward.seccomp import no_new_privileges
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _ASK_VERSION, _PATH_BENEATH = 1, 1
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
-_FIRST_VERSION = (1 << 13) - 1  # the rights of version 1: those above, and making and removing of every kind
-_LATER = {2: 1 << 13, 3: 1 << 14, 5: 1 << 15}  # version -> right: linking across folders, truncating, device controls
+_FIRST_VERSION = (1 << 13) - 1  # the rights in version 1: the ones above, and creating and removing files of every kind
+_LATER = {2: 1 << 13, 3: 1 << 14, 5: 1 << 15}  # version -> right: linking across folders, truncating, device ioctls
 _FOR_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _LATER[3] | _LATER[5]
 
 
 def version() -> int:
-    """The kernel's landlock version; 0: it has none, or it is off."""
+    """Return the kernel's landlock version, or 0 if landlock is missing or disabled."""
     if sys.platform != "linux":
         return 0
     return max(0, _call(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(_ASK_VERSION)))
 
 
 def restrict(*, readable: Iterable[str], writable: Iterable[str]) -> str:
-    """Let this process open only these files and folders. Returns why this failed, or ""."""
+    """Let this process open only these files and folders. Return why it failed, or ""."""
     known = version()
     if not known:
         return "the kernel has no landlock" if sys.platform == "linux" else f"{sys.platform} has no landlock"
@@ -52,7 +52,7 @@ def restrict(*, readable: Iterable[str], writable: Iterable[str]) -> str:
 
 
 def _allow(ruleset: int, path: str, rights: int) -> None:
-    """A path that does not exist is left out: there is nothing to open."""
+    """Allow access to a path. Skip a path that does not exist."""
     try:
         opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:

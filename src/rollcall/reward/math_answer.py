@@ -1,15 +1,15 @@
-r"""The ``math`` reward: is the final answer of a completion, as math-verify understands it, the row's answer?
+r"""The ``math`` reward: uses math-verify to check whether a completion's final answer equals the row's answer.
 
-Both texts are read by the same rule. The final answer is the content of the last mark: ``\boxed{...}``, after ``####``, or
-in ``<answer>...</answer>``. Where there is no mark it follows the last "answer is" or "answer:", else it is the last line;
-of a sentence, what follows its last word. math-verify reads only LaTeX inside ``\boxed{}`` as a whole, so the answer is
-boxed before it is parsed; a sentence that ends in a word ("72 apples") is left to math-verify's own search for numbers.
+The same rule applies to both texts. The final answer is the content of the last mark: ``\boxed{...}``, after ``####``, or
+in ``<answer>...</answer>``. Without a mark, it follows the last "answer is" or "answer:", or else it is the last line.
+In a sentence, it is the part after the last word. math-verify parses only LaTeX inside ``\boxed{}`` in full, so the answer is
+boxed before parsing. For a sentence that ends in a word ("72 apples"), math-verify searches for numbers itself.
 
-math-verify reads a word as a product of its letters, in any order. So an answer of nothing but letters is compared as text. Only a row's answer
-of the unknowns w, x, y and z (``xy``), or one between dollar signs (``$ab$``), is a product.
+math-verify parses a word as a product of its letters, in any order. So an answer that contains only letters is compared as text. A row's
+answer is a product only if it consists of the unknowns w, x, y and z (``xy``) or is between dollar signs (``$ab$``).
 
-math-verify drops what it takes for a unit (``ab``, ``h`` and ``o`` too). So the unit at the end of an answer is split off (``10\text{ cm}``,
-``5 m/s``, ``\$5``, ``90^\circ``), and math-verify gets the number without it: ``10 m`` and ``10 cm`` differ.
+math-verify drops anything it considers a unit (even ``ab``, ``h`` and ``o``). So we split off the unit at the end of an answer
+(``10\text{ cm}``, ``5 m/s``, ``\$5``, ``90^\circ``) and pass only the number to math-verify: ``10 m`` and ``10 cm`` differ.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any
 
 from rollcall.reward.eval_guard import guarded
 
-_MAX_ANSWER_CHARS = 1000  # a longer text is not an answer, and takes minutes to parse
-_MAX_SEARCH_CHARS = 2000  # of the end of a text without a mark
+_MAX_ANSWER_CHARS = 1000  # longer text is not an answer and takes minutes to parse
+_MAX_SEARCH_CHARS = 2000  # how much of the end of a text without a mark is searched
 _TAG_OPEN, _TAG_CLOSE = "<answer>", "</answer>"
 _BOX = "\\boxed{"
 _ANNOUNCED = re.compile(r"(?i)\banswer\s*(?:is|=|:)[\s:*]*")
@@ -47,7 +47,7 @@ _BARE_NAME = re.compile(
 )
 _BARE_ROOT = re.compile(r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)")
 _LETTERS = re.compile(r"[^\W\d_]+(?:[ '-][^\W\d_]+)*")
-_LONGEST_NAME = 3  # letters; a shorter text may name a number (e, pi) or be a product (ab) of what a formula says
+_LONGEST_NAME = 3  # letters; shorter text may name a number (e, pi) or be a product (ab) in a formula
 _LISTED = re.compile(r",(?!\d{3}\b)|;|\b(?:and|or)\b")
 _NAMED = re.compile(r"\b[A-Za-z]\s*=")
 _MIXED = re.compile(r"(?<![\d./])(\d+)\s+(\d+/\d+)(?![\d./])")  # 1 1/2
@@ -55,7 +55,7 @@ _UNKNOWNS = re.compile(r"[w-z]{2,3}")
 
 
 def math_equal(prompt: str, completion: str, answer: str, metadata: dict[str, Any]) -> float:
-    """1 if the completion's final answer is the row's: as text, or as math-verify reads it with the unit compared."""
+    """Return 1 if the completion's final answer equals the row's, either as text or as parsed by math-verify with the same unit."""
     wanted, given = final_answer(answer), final_answer(completion)
     if wanted is None:
         raise ValueError(f"the row's answer {answer[:80]!r} is empty or too long; check data.answer_key")
@@ -71,7 +71,7 @@ def math_equal(prompt: str, completion: str, answer: str, metadata: dict[str, An
             return 1.0
         if len(words) > _LONGEST_NAME or is_word(given):
             return 0.0
-    if "\\begin{cases}" in wanted:  # math-verify reads each as 0
+    if "\\begin{cases}" in wanted:  # math-verify parses every one as 0
         return float("".join(wanted.split()) == "".join(given.split()))
     with guarded():
         if not _parse(_readable(wanted)):
@@ -80,7 +80,7 @@ def math_equal(prompt: str, completion: str, answer: str, metadata: dict[str, An
 
 
 def _same(wanted: str, given: str) -> bool:
-    """Two units must be the same. An answer without one is compared with the other's number, or with all of it (``10m``)."""
+    """Compare two answers. Units must match. An answer without a unit is compared with the other's number or full text (``10m``)."""
     gold, found = _quantity(wanted), _quantity(given)
     if gold and found and (gold.is_sure or found.is_sure):
         return gold.unit == found.unit and _verified(gold.number, found.number)
@@ -90,8 +90,8 @@ def _same(wanted: str, given: str) -> bool:
 
 
 def _quantity(answer: str) -> Quantity | None:
-    """A number with a unit, or a list of them, at the end of a sentence too; None if there is no unit, or if there are letters before it
-    (``2m + 3h``)."""
+    """Parse a number with a unit, or a list of such numbers, even at the end of a sentence. Return None without a unit, or with letters
+    before it (``2m + 3h``)."""
     found = split_unit(answer)
     if found is None:
         return None
@@ -110,12 +110,12 @@ def _verified(wanted: str, given: str) -> bool:
     from math_verify import verify
 
     gold, found = _parse(_readable(wanted)), _parse(_readable(given))
-    # Its own limits use signals, and the worker's parent already keeps the time: they are off.
+    # Its own limits use signals. They are off, because the worker's parent already enforces the time limit.
     return bool(gold) and bool(found) and bool(verify(list(gold), list(found), timeout_seconds=None))
 
 
 def final_answer(text: str) -> str | None:
-    r"""The part of a text that is its answer; None if there is none, or none of a reasonable length.
+    r"""Return the part of a text that is its answer, or None if there is no answer of a reasonable length.
 
     >>> [final_answer(text) for text in (r"so \boxed{2\sqrt{3}} cm", "#### 72 apples", "it is\nx^2+1.", "<answer>5</answer>")]
     ['2\\sqrt{3}', '72 apples', 'x^2+1', '5']
@@ -125,16 +125,16 @@ def final_answer(text: str) -> str | None:
 
 
 def _final(text: str) -> str:
-    """The final answer with its surroundings."""
+    """Return the final answer with its surrounding text."""
     marked = last_marked(text)
-    # A box or a #### may stand inside a tag, a box after a ####.
+    # A tag may contain a box or a ####, and a box may follow a ####.
     while marked is not None and (inner := last_marked(marked)) is not None:
         marked = inner
     return _unmarked(text) if marked is None else marked
 
 
 def last_marked(text: str) -> str | None:
-    """The content of the last mark of a text; None if it has none."""
+    """Return the content of a text's last mark, or None if it has no mark."""
     box, hashes, tag = _last_box(text), text.rfind("####"), last_tagged(text)
     found = []
     if box is not None:
@@ -142,25 +142,25 @@ def last_marked(text: str) -> str | None:
     if hashes >= 0:
         found.append((hashes, text[hashes + 4 :].strip().partition("\n")[0]))
     if tag is not None:
-        found.append((text.rfind(_TAG_CLOSE), tag))  # its place is its end: what is inside is part of it
+        found.append((text.rfind(_TAG_CLOSE), tag))  # use the end as its position, because marks inside belong to it
     return max(found)[1] if found else None
 
 
 def last_tagged(text: str) -> str | None:
-    """The content of the last ``<answer>...</answer>``; None if there is none."""
+    """Return the content of the last ``<answer>...</answer>``, or None."""
     close = text.rfind(_TAG_CLOSE)
     start = text.rfind(_TAG_OPEN, 0, close) if close >= 0 else -1
     return text[start + len(_TAG_OPEN) : close] if start >= 0 else None
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last complete ``\boxed{...}``, inner braces included; None if there is none."""
+    r"""Return the content of the last complete ``\boxed{...}``, including inner braces, or None."""
     box = _last_box(text)
     return text[box[0] : box[1]].strip() if box else None
 
 
 def _last_box(text: str) -> tuple[int, int] | None:
-    """Where the content of the last complete box begins and ends; found in one pass, however many are left open."""
+    """Find the start and end of the last complete box's content, in one pass even if many boxes are left open."""
     open_braces: list[int | None] = []  # where a box's content begins; None for an ordinary brace
     last: tuple[int, int] | None = None
     for match in re.finditer(r"\\boxed\{|\\.|[{}]", text, re.DOTALL):
@@ -174,13 +174,13 @@ def _last_box(text: str) -> tuple[int, int] | None:
 
 
 def is_word(answer: str) -> bool:
-    """Whether an answer is one word or several ("even", "no solution"), and not a formula of letters."""
+    """Return whether an answer consists of words ("even", "no solution") rather than a formula of letters."""
     words = plain_words(answer)
     return _LETTERS.fullmatch(words) is not None and not words.startswith("sqrt")
 
 
 def plain_words(answer: str) -> str:
-    r"""The words of an answer, for comparison: ``\text{No  Solution}`` is ``no solution``."""
+    r"""Normalise an answer's words for comparison: ``\text{No  Solution}`` becomes ``no solution``."""
     return " ".join(_SHAPE.sub("", _TEXT_COMMAND.sub(r"\1", answer)).casefold().split())
 
 
@@ -191,11 +191,11 @@ def _unmarked(text: str) -> str:
         return said.partition("\n")[0].rstrip(" *.!")
     lines = [line for line in end.splitlines() if line.strip()]
     last = lines[-1] if lines else ""
-    return last.rstrip(" *.!") if _WORD.search(last) else last  # "it is 5!" is a sentence, just "5!" is 120
+    return last.rstrip(" *.!") if _WORD.search(last) else last  # "it is 5!" is a sentence, but "5!" alone is 120
 
 
 def _bare(text: str) -> str:
-    """Strip an answer of its surroundings: spaces, Markdown's stars, a full stop, dollar signs."""
+    """Strip what surrounds an answer: spaces, Markdown asterisks, a full stop, dollar signs."""
     text = text.strip().strip("*").strip().rstrip(".,;").strip().strip("*")
     if wrapped := _WRAPPED.fullmatch(text):
         return next(part for part in wrapped.groups() if part is not None).strip().rstrip(".,;")
@@ -204,7 +204,7 @@ def _bare(text: str) -> str:
 
 
 def _readable(answer: str) -> str:
-    """An answer as math-verify takes it."""
+    """Convert an answer to the form that math-verify needs."""
     if _MATH_WITHIN.search(answer):
         return answer
     expression = answer if " " not in answer else _after_words(answer)
@@ -215,7 +215,7 @@ def _readable(answer: str) -> str:
 
 
 def _after_words(sentence: str) -> str:
-    """The part behind the last word; all of it where there is none."""
+    """Return the part after the last word, or the full sentence if it has no word."""
     hidden = _TEXT_COMMAND.sub(lambda match: " " * len(match[0]), sentence)
     hidden = _NOT_SENTENCE.sub(lambda match: " " * len(match[0]), hidden)
     words = [match for match in _WORD.finditer(hidden) if match[0] not in _NOT_WORDS]
@@ -226,10 +226,10 @@ def _after_words(sentence: str) -> str:
 
 @lru_cache(maxsize=256)
 def _parse(text: str) -> tuple[Any, ...]:
-    """Parse with math-verify. Results are kept, because all completions of a group are compared with one answer."""
+    """Parse with math-verify. Cache the results, because all completions in a group are compared with one answer."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
-    # In a formula of ours what it takes for units are factors: 2ab. Of a sentence that it reads by itself it may drop them.
+    # In our boxed formulas, apparent units are factors (2ab). In sentences that math-verify searches itself, it may drop units.
     normal = replace(LatexExtractionConfig().normalization_config, units=not text.startswith(_BOX))
     kinds = (LatexExtractionConfig(normalization_config=normal), ExprExtractionConfig())
     return tuple(parse(text, extraction_config=kinds, parsing_timeout=None))  # pyright: ignore[reportArgumentType]
@@ -237,7 +237,7 @@ def _parse(text: str) -> tuple[Any, ...]:
 
 # Units
 
-# The spellings of one unit on a line; an s at the end may follow each.
+# Units are separated by | or a newline, each with its spellings. Every spelling may have a plural s.
 _SPELLINGS = """
 mm millimeter millimetre | cm centimeter centimetre | dm decimeter decimetre | m meter metre | km kilometer kilometre
 in inch inche | ft foot feet | yd yard | mi mile | mg milligram | g gm gram | kg kilogram | t ton tonne | lb pound | oz ounce
@@ -272,11 +272,11 @@ _CURRENCIES = {"$": "dollars", "€": "euros", "£": "pounds"}
 class Quantity:
     number: str  # the text before the unit
     unit: str
-    is_sure: bool  # a single letter directly behind a number, as in 3m, may be a factor
+    is_sure: bool  # a single letter directly after a number, as in 3m, may be a factor
 
 
 def split_unit(answer: str) -> Quantity | None:
-    r"""An answer that ends in a number and a unit; None if it does not.
+    r"""Split an answer that ends in a number and a unit. Return None if it does not.
 
     >>> split_unit(r"10\text{ cm}^2"), split_unit("2ab")
     (Quantity(number='10', unit='cm^2', is_sure=True), None)
@@ -294,7 +294,7 @@ def split_unit(answer: str) -> Quantity | None:
 
 
 def mark_units(number: str) -> str:
-    """The text before a unit, with the units in it marked: ``3 hours 20`` as ``3<h> 20``. A range is an interval."""
+    """Mark the units in the text before a unit: ``3 hours 20`` becomes ``3<h> 20``. A range becomes an interval."""
 
     def marked(match: re.Match[str]) -> str:
         unit = _canonical(match["unit"]) if match["gap"] or len(match["unit"]) > 1 else None
@@ -304,7 +304,7 @@ def mark_units(number: str) -> str:
 
 
 def with_inner_units(found: Quantity) -> Quantity:
-    """Take the marked units out: one unit for all numbers (``3<cm>, 4``), else a tuple of each (``5<ft> 6``)."""
+    """Remove the marked units: use one unit for all numbers (``3<cm>, 4``), or else a tuple of units (``5<ft> 6``)."""
     inner = _MARKED.findall(found.number)
     if set(inner) <= {found.unit}:
         return replace(found, number=_MARKED.sub("", found.number))
@@ -313,12 +313,12 @@ def with_inner_units(found: Quantity) -> Quantity:
 
 
 def spell_out_money(answer: str) -> str:
-    r"""``\$5`` as ``5 dollars``."""
+    r"""Write ``\$5`` as ``5 dollars``."""
     return _MONEY.sub(lambda match: f"{match['sign']}{match['amount']} {_CURRENCIES[match['currency']]}", answer)
 
 
 def _canonical(unit: str) -> str | None:
-    """``square meters per hour`` as ``m^2/h``; None if a word is not a unit."""
+    """Write ``square meters per hour`` as ``m^2/h``. Return None if a word is not a unit."""
     power = {"squ": "^2", "sq ": "^2", "sq.": "^2", "cub": "^3"}.get(unit[:3].casefold(), "")
     words = re.sub(r"^(?:square|sq\.?|cubic)\s+", "", unit, flags=re.IGNORECASE) if power else unit
     parts = []

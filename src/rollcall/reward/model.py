@@ -1,11 +1,11 @@
-"""A reward model: a sequence classifier with one label, scoring what a completion says after its prompt.
+"""A reward model: a sequence classifier with one label that scores a completion after its prompt.
 
-It has its own tokenizer, so it reads text, never the policy's token ids. A prompt that was rendered from chat
-messages carries them as ``metadata["prompt_messages"]``, and they go through the reward model's own chat template.
+It has its own tokenizer, so it reads text instead of the policy's token IDs. A prompt that was rendered from chat
+messages stores them in ``metadata["prompt_messages"]``, and the reward model renders them with its own chat template.
 
-A decoder scores a text at its last token, which `transformers` finds as the last one that differs from the padding token.
-If end-of-text is also the padding token, a text that ends with it would be scored one token early. So rows are padded with
-a token that none of them has.
+A decoder scores a text at its last token. `transformers` finds it as the last token that differs from the padding token.
+If end-of-text is also the padding token, a text that ends with it would be scored one token too early. So rows are padded with
+a token that does not occur in any of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ROWS_PER_FORWARD = 16
 
 
 class RewardModel:
-    """Callable as a ``model`` reward of the Scorer; texts are cut to ``max_tokens`` from the left."""
+    """A ``model`` reward that the Scorer can call. Long texts keep their last ``max_tokens`` tokens."""
 
     def __init__(
         self, path: str, *, device: str | torch.device, max_tokens: int, trust_remote_code: bool = False
@@ -51,19 +51,19 @@ class RewardModel:
             raise ValueError(
                 f"reward model {path!r} holds no trained score.weight; give a sequence classifier, not a language model"
             )
-        # A language model's head may be left in the file: a classifier has none.
+        # The file may still contain a language model head, which a classifier does not have.
         refuse_loaded(f"reward.path={path}", info, leave_out=lambda name: name.startswith("lm_head."))
         refuse_cast(f"reward.path={path}", path, model)
         self._model: Any = model.to(self._device).eval()
         self._max_tokens = max_tokens
         self._text_config: Any = model.config.get_text_config()
-        self._reads_last_token = hasattr(model, "score")  # the head of every decoder; encoders read their first token
+        self._reads_last_token = hasattr(model, "score")  # every decoder has it; encoders read their first token
         if not self._reads_last_token and self._text_config.pad_token_id is None:
             raise ValueError(f"reward model {path!r} has no padding token; set pad_token_id in its config.json")
 
     def __call__(self, prompt: Prompt, completions: tuple[Completion, ...]) -> list[float]:
         rows = [self._encode(prompt, completion) for completion in completions]
-        # Rows of similar length share a forward pass, so that there is little padding.
+        # Rows of similar length share a forward pass to reduce padding.
         order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
         scores = [0.0] * len(rows)
         for start in range(0, len(order), _ROWS_PER_FORWARD):
@@ -99,7 +99,7 @@ class RewardModel:
 
 
 def _unused_id(rows: list[list[int]], *, vocab_size: int) -> int | None:
-    """A token that is in none of the rows; None if they have all.
+    """Return a token ID that no row contains, or None if the rows contain all of them.
 
     >>> _unused_id([[0, 2], [1]], vocab_size=4), _unused_id([[0, 1]], vocab_size=2)
     (3, None)
@@ -111,7 +111,7 @@ def _unused_id(rows: list[list[int]], *, vocab_size: int) -> int | None:
 def load_reward_models(
     rewards: Sequence[Reward], *, device: torch.device, trust_remote_code: bool
 ) -> dict[int, RewardModel]:
-    """Those that the run file names, by their place in it."""
+    """Load the run file's reward models, keyed by their index in its list."""
     return {
         index: RewardModel(
             reward.path, device=device, max_tokens=reward.max_tokens, trust_remote_code=trust_remote_code

@@ -1,16 +1,16 @@
-"""Reward functions in worker processes, so that code which hangs, raises or crashes costs one score and nothing more.
+"""Reward functions in worker processes, so code that hangs, raises or crashes costs only one score.
 
-Rewards with the same limits (confine.py) share worker processes, a crew; each crew has its queue. While the queue has items, each worker
-is served by a task of the caller's event loop:
+Rewards with the same limits (confine.py) share a crew of worker processes. Each crew has its own queue. While the queue has items, a
+task in the caller's event loop serves each worker:
 
     queue --chunk--> worker: item, item, item --results, in order--> the caller of score
                         |
                         +-- no result within the item's limit, or the process is gone:
-                            that item is an error, the items behind it go back to the front of the queue,
+                            that item fails, the items after it go back to the front of the queue,
                             and the process is replaced
 
-The limit of an item runs from the worker's last sign of progress (process/worker.py), and never includes a worker's start, which has its
-own limit. It does not run while somebody debugs the worker (process/debug/here.py).
+An item's time limit starts at the worker's last sign of progress (process/worker.py). It never includes a worker's start, which has its
+own limit. The limit is paused while somebody is debugging the worker (process/debug/here.py).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from rollcall.reward.functions import check_score
 from rollcall.reward.worker import MAX_ANSWER_BYTES, About, FailureKind, Item, Ready, RewardResult, Setup
 
 START_TIMEOUT_S = 120.0
-_MAX_STARTS_LOST = 3  # in a row; then something is wrong with the machine, not with an item
+_MAX_STARTS_LOST = 3  # in a row; after that, the machine is the problem and not an item
 _MAX_CHUNK = 32
 _READ_RESULTS = reader(list[RewardResult] | None)
 
@@ -60,7 +60,7 @@ class _Task:
 
     def finish(self, results: list[RewardResult]) -> None:
         for place, result in enumerate(results):
-            if result.elapsed_s > self.timeout_s:  # this process was too busy to stop it in time; the rule is the same
+            if result.elapsed_s > self.timeout_s:  # we were too busy to stop it in time, but the limit still applies
                 why = f"took {result.elapsed_s:.1f} s; its limit is timeout_s={self.timeout_s:g}"
                 results[place] = RewardResult(0.0, "hung", why)
         if not self.done.done():
@@ -69,28 +69,28 @@ class _Task:
 
 @dataclass(slots=True, kw_only=True)
 class _Crew:
-    """Processes with the same limits, and the items that wait for them."""
+    """Processes with the same limits, and the items waiting for them."""
 
     specs: dict[int, dict[str, Any]]
     confinement: Confinement
-    ready: Ready | None = None  # of the last worker that started
+    ready: Ready | None = None  # from the last worker that started
     queue: deque[_Task] = field(default_factory=deque)
     seats: list[_Seat] = field(default_factory=list)
     num_starts_lost: int = 0
 
     def take(self) -> deque[_Task]:
-        """A chunk for one worker: large when the queue is long, single items near its end, so that a slow item holds up few others. All
-        items of a chunk have the same limit."""
+        """Take a chunk for one worker. Chunks are large for a long queue and single items near its end, so a slow item delays few others.
+        All items in a chunk have the same limit."""
         share = min(_MAX_CHUNK, -(-len(self.queue) // (2 * len(self.seats))))
         chunk: deque[_Task] = deque()
         while self.queue and len(chunk) < share and (not chunk or self.queue[0].timeout_s == chunk[0].timeout_s):
             task = self.queue.popleft()
-            if not task.done.done():  # else its group has been given up
+            if not task.done.done():  # otherwise its group was abandoned
                 chunk.append(task)
         return chunk
 
     def fail(self, error: BaseException) -> None:
-        """Raise the error in all that wait."""
+        """Raise the error in all waiting callers."""
         waiting = [*self.queue, *(task for seat in self.seats for task in seat.chunk)]
         self.queue.clear()
         for task in waiting:
@@ -99,9 +99,9 @@ class _Crew:
 
 
 class RewardPool(AbstractContextManager["RewardPool"]):
-    """Worker processes for the rewards in ``specs`` (place in the run file's list -> fields).
+    """Worker processes for the rewards in ``specs`` (index in the run file's list -> fields).
 
-    Making it waits for a worker of each crew, so a reward that cannot be loaded is refused here. One event loop at a time uses it.
+    The constructor waits for one worker per crew, so it refuses a reward that cannot be loaded. Only one event loop may use it at a time.
     """
 
     def __init__(self, specs: dict[int, dict[str, Any]], *, num_workers: int) -> None:
@@ -129,16 +129,16 @@ class RewardPool(AbstractContextManager["RewardPool"]):
 
     @property
     def in_force(self) -> dict[int, dict[str, str]]:
-        """The confinement of each reward's processes on this machine, by place in the run file's list."""
+        """The confinement of each reward's processes on this machine, by index in the run file's list."""
         return {index: crew.ready.in_force for index, crew in self._crew_of.items() if crew.ready}
 
     @property
     def functions(self) -> dict[int, About]:
-        """How the user's functions are called, by place in the run file's list."""
+        """How the user's functions are called, by index in the run file's list."""
         return {index: about for crew in self._crews if crew.ready for index, about in crew.ready.functions.items()}
 
     def score(self, item: Item, *, timeout_s: float) -> asyncio.Future[list[RewardResult]]:
-        """Queue an item at once; awaiting it brings a result for each of its completions."""
+        """Queue an item immediately. The future resolves to one result per completion."""
         crew = self._crew_of[item.reward]
         task = _Task(item=item, timeout_s=timeout_s, done=asyncio.get_running_loop().create_future())
         crew.queue.append(task)
@@ -146,7 +146,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         return task.done
 
     def close(self) -> None:
-        """End all workers; what is pending is dropped."""
+        """Stop all workers and drop pending items."""
         for crew in self._crews:
             crew.queue.clear()
             for seat in crew.seats:
@@ -155,19 +155,19 @@ class RewardPool(AbstractContextManager["RewardPool"]):
 
 
 def _serve(crew: _Crew) -> None:
-    """Start a task for each worker that has none."""
+    """Start a task for each worker that does not have one."""
     for seat in crew.seats:
         if seat.task is None:
             seat.task = asyncio.get_running_loop().create_task(seat.serve())
 
 
 class _Seat:
-    """Holds one worker, and replaces it when it is lost."""
+    """Owns one worker and replaces it when it is lost."""
 
     def __init__(self, crew: _Crew, *, number: int, output_fd: int) -> None:
         self._crew, self._number, self._output_fd = crew, number, output_fd
         self.task: asyncio.Task[None] | None = None
-        self.chunk: deque[_Task] = deque()  # that the worker is at
+        self.chunk: deque[_Task] = deque()  # the items that the worker is processing
         self._is_closed = False
         self._start()
 
@@ -193,7 +193,7 @@ class _Seat:
                     longest=MAX_ANSWER_BYTES,
                 )
             undo.callback(self.worker.close)
-            # Built-in scorers have no business in the user's working directory.
+            # Built-in scorers do not need the user's working directory.
             here, path = os.getcwd(), [os.getcwd(), *sys.path]
             if confinement.own_files:
                 path = [entry for entry in sys.path if entry and os.path.abspath(entry) != here]
@@ -229,7 +229,7 @@ class _Seat:
                     if self.chunk:
                         await self._score_chunk()
         except asyncio.CancelledError:
-            if self.chunk:  # the event loop ends, and the worker is busy with what nobody wants
+            if self.chunk:  # the event loop is ending, and nobody needs the worker's current results
                 self.chunk.clear()
                 self._replace()
             raise
@@ -241,7 +241,7 @@ class _Seat:
             self.task = None
 
     async def _become_ready(self) -> bool:
-        """Wait for the process to start. False: it was lost, and another one starts."""
+        """Wait for the process to start. Return False if it was lost and a new one is starting."""
         if self._loading is None:
             return True
         try:
@@ -264,7 +264,7 @@ class _Seat:
             if results is None or not chunk or last is not None or len(results) != chunk[0].num_results:
                 raise ValueError("not a result for each completion of an item")
             if len(chunk) == 1:
-                last = results  # until the call has returned: its receiver may end the event loop
+                last = results  # keep it until the call has returned, because its receiver may stop the event loop
             else:
                 chunk.popleft().finish(results)
 
@@ -310,7 +310,7 @@ def _failure(error: Lost | Raised | None, task: _Task) -> RewardResult:
 
 
 def read_results(body: bytes) -> list[RewardResult] | None:
-    """Read the results of an item, or None at the end. ValueError: no worker of ours says this."""
+    """Parse an item's results, or None at the end. Raise ValueError if they are invalid."""
     said = _READ_RESULTS(body)
     return said and [
         replace(

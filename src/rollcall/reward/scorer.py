@@ -1,8 +1,8 @@
-"""The weighted sum of a run's rewards over the completions of a prompt. Every failure is counted and shown.
+"""Computes the weighted sum of a run's rewards for each completion of a prompt. Every failure is counted and shown.
 
-Reward functions run in worker processes (pool.py), and services (``judge``, ``http``) are asked from a thread (services.py). Rewards that
-need a model (``self_certainty``, ``model``) are called in this process while the workers are busy. A reward that fails adds 0, and the
-Score has the reason. A TRL function that declines adds 0; if all decline, the Score says so.
+Reward functions run in worker processes (pool.py), and a thread queries services such as ``judge`` and ``http`` (services.py). Rewards
+that need a model (``self_certainty``, ``model``) run in this process while the workers are busy. A reward that fails adds 0, and the
+Score contains the reason. A TRL function that declines to score adds 0. If all of them decline, the Score says so.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ ModelRewardFunction = Callable[[Prompt, tuple[Completion, ...]], list[float]]
 AskModel = Callable[..., Awaitable[Any]]
 """Calls a function with its arguments where it does not hold up the event loop."""
 
-ENVIRONMENT = "environment"  # the reward that comes with an episode
-MAX_NOTE = 4000  # characters that are kept of what a service said
+ENVIRONMENT = "environment"  # the reward from an episode's environment
+MAX_NOTE = 4000  # how many characters of a service's answer are kept
 _COLUMNS = {"countdown": ("numbers", "target"), "reasoning_gym": ("reasoning_gym",)}
-Results = list[RewardResult]  # of a reward, one for each completion of a group
+Results = list[RewardResult]  # one reward's results, one per completion in a group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,13 +47,13 @@ class Failure:
     kind: FailureKind
     prompt_id: str
     completion: str
-    why: str  # with the user's own traceback where there is one
+    why: str  # includes the user's own traceback if there is one
 
 
 class Scorer(AbstractContextManager["Scorer"]):
-    """Scores completions by ``rewards``, the run file's list.
+    """Scores completions with ``rewards``, the run file's list.
 
-    ``model_rewards`` holds, by place in that list, what to call for rewards that run in this process.
+    ``model_rewards`` maps an index in that list to the function to call for a reward that runs in this process.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class Scorer(AbstractContextManager["Scorer"]):
         for index, kind in by_type:
             if not any(index in given for given in (specs, asked, self._environment_rewards, self._model_rewards)):
                 raise ValueError(f"reward.{index} ({kind}) runs in this process; give model_rewards[{index}]")
-        self.failures: list[Failure] = []  # the first three of each reward and kind
-        self.num_failed: Counter[tuple[str, FailureKind]] = Counter()  # of each reward and kind
+        self.failures: list[Failure] = []  # the first three per reward and kind
+        self.num_failed: Counter[tuple[str, FailureKind]] = Counter()  # per reward and kind
         self._said_unused = False
         self._process_rewards, self._asked_rewards = list(specs), list(asked)
         self._asker = Asker(asked) if asked else None
@@ -93,18 +93,18 @@ class Scorer(AbstractContextManager["Scorer"]):
 
     @property
     def in_force(self) -> dict[str, dict[str, str]]:
-        """The confinement of each reward's processes on this machine; rewards that run in this process have none."""
+        """The confinement of each reward's processes on this machine. Rewards that run in this process are not included."""
         return {self.names[index]: limits for index, limits in (self._pool.in_force if self._pool else {}).items()}
 
     @property
     def environment_readers(self) -> list[str]:
-        """Rewards that read attributes of the environments."""
+        """The rewards that read environment attributes."""
         return [self.names[index] for index, about in self._functions.items() if "environments" in about.trl]
 
     async def score(
         self, prompt: Prompt, completions: tuple[Completion, ...], *, ask_model: AskModel | None = None
     ) -> tuple[Score, ...]:
-        """The scores of a group's completions. Models are called in the event loop, or by ``ask_model``."""
+        """Score a group's completions. Models are called in the event loop, or through ``ask_model``."""
         if not completions:
             return ()
         asked = {index: self._ask_pool(index, prompt, completions) for index in self._process_rewards}
@@ -115,7 +115,7 @@ class Scorer(AbstractContextManager["Scorer"]):
             for index in self._environment_rewards:
                 results[index] = list(map(environment_reward, completions))
             if waiting and self._model_rewards:
-                for _ in range(2):  # the items are queued, then the workers begin
+                for _ in range(2):  # first the items are queued, then the workers start
                     await asyncio.sleep(0)
             for index in self._model_rewards:
                 if ask_model is None:
@@ -131,12 +131,12 @@ class Scorer(AbstractContextManager["Scorer"]):
         return self._scores_of(prompt, completions, results)
 
     async def _ask_pool(self, index: int, prompt: Prompt, completions: tuple[Completion, ...]) -> Results:
-        """Queue an item for each completion, or one for all of them where the function takes groups."""
+        """Queue one item per completion, or one item for all of them if the function takes groups."""
         assert self._pool is not None
         about, limit_s = self._functions.get(index), self._rewards[index].timeout_s
         kind, is_trl = (about.kind, bool(about.trl)) if about else ("", False)
         limit_s += ASYNC_GRACE_S if kind == "async" else 0
-        # An environment that failed has left nothing for a function of TRL's to read, and its episode scores 0.
+        # A failed environment leaves nothing for a TRL function to read, and its episode scores 0.
         places = [place for place, one in enumerate(completions) if not (is_trl and _has_failed(one))]
         lists = lists_of(prompt, [completions[place] for place in places]) if is_trl and places else None
         groups = [[place] for place in places] if not kind else [places] if places else []
@@ -157,7 +157,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         try:
             while not (await asyncio.wait({asking}, timeout=0.5))[0]:
                 if self._asker.is_waiting:
-                    heeded().check()  # a step whose service is away does not end by itself
+                    heeded().check()  # a step does not end by itself while its service is down
         finally:
             asking.cancel()
         return asking.result()
@@ -168,8 +168,8 @@ class Scorer(AbstractContextManager["Scorer"]):
             if len(values) != len(completions):
                 raise ValueError(f"returned {len(values)} scores for {len(completions)} completions")
         except WorkerLostError:
-            raise  # says nothing of the completion, which another attempt scores
-        except Exception:  # noqa: BLE001 - a model may fail in any way; it is counted, and the run continues
+            raise  # not the completion's fault, so it is scored again later
+        except Exception:  # noqa: BLE001 - a model may fail in any way; the failure is counted, and the run continues
             return [RewardResult(0.0, "raised", traceback.format_exc())] * len(completions)
         return [checked(value) for value in values]
 
@@ -186,7 +186,7 @@ class Scorer(AbstractContextManager["Scorer"]):
                 kind, why = result.kind, redact(result.why) if result.why else ""
                 if result.value is not None:
                     parts[name], is_given = result.value, True
-                if result.note:  # it goes to the journal, and must not be long, hold a secret or control a terminal
+                if result.note:  # it goes to the journal, so it must not be long, contain secrets or control a terminal
                     note = redact(visible(result.note))
                     half = MAX_NOTE // 2
                     notes[name] = note if len(note) <= MAX_NOTE else f"{note[:half]}\n[...]\n{note[-half:]}"
@@ -197,7 +197,7 @@ class Scorer(AbstractContextManager["Scorer"]):
                 self._note_episode(prompt, completion)
             value = sum(reward.weight * parts[name] for name, reward in zip(self.names, self._rewards, strict=True))
             score = Score(value=value, parts=parts, errors=errors, notes=notes, is_given=is_given)
-            if _has_failed(completion):  # whatever the other rewards say of its text
+            if _has_failed(completion):  # whatever the other rewards return for its text
                 failed = environment_reward(completion)
                 told = {ENVIRONMENT: _short(failed.kind, failed.why)}
                 score = Score(value=0.0, parts=dict.fromkeys(self.names, 0.0), errors=told)
@@ -205,7 +205,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         return tuple(scores)
 
     def _note_episode(self, prompt: Prompt, completion: Completion) -> None:
-        """Note what the environment said, in a run whose rewards leave it out."""
+        """Record the environment's failure or unused reward in a run whose rewards do not include the environment."""
         if completion.episode is not None and completion.episode.reward is not None and not self._said_unused:
             self._said_unused = True
             warn(
@@ -223,12 +223,12 @@ class Scorer(AbstractContextManager["Scorer"]):
 
 
 def _has_failed(completion: Completion) -> bool:
-    """Whether its environment failed."""
+    """Return whether the completion's environment failed."""
     return completion.episode is not None and bool(completion.episode.error)
 
 
 def environment_reward(completion: Completion) -> RewardResult:
-    """The reward that an episode's environment gave, at its end and along the way."""
+    """Return the total reward from an episode's environment, for its turns and at its end."""
     episode = completion.episode
     if episode is None:
         return RewardResult(0.0, "nan", "this completion is not an episode, so no environment has scored it")
@@ -237,7 +237,7 @@ def environment_reward(completion: Completion) -> RewardResult:
     given = [turn.reward for turn in episode.turns if turn.reward is not None]
     if episode.reward is None and not given:
         if episode.ended in (EndReason.TURNS, EndReason.TOKENS):
-            return RewardResult(0.0)  # it was cut off before the environment had a reason to give one
+            return RewardResult(0.0)  # it was cut off before the environment could return a reward
         why = (
             "the environment gave no reward; let it give one, 0 too (get_reward, the reward of a step, or the last line of a program, "
             '{"reward": 1.0}), or name other rewards'
@@ -247,10 +247,10 @@ def environment_reward(completion: Completion) -> RewardResult:
 
 
 def why_unscored(groups: Sequence[Group], *, reward: str, scorer: Scorer) -> str:
-    """Explain how a reward failed on every completion of these groups, with the first failure in full."""
+    """Explain how a reward failed on every completion in these groups, with the first failure in full."""
     scores = [score for group in groups for score in group.scores]
     told = scores[0].errors[reward]
-    # An evaluation may have failed before, in another way.
+    # An evaluation may have failed earlier in a different way.
     first = next(
         (one.why for one in scorer.failures if one.reward == reward and _short(one.kind, one.why) == told), told
     )
@@ -264,7 +264,7 @@ def why_unscored(groups: Sequence[Group], *, reward: str, scorer: Scorer) -> str
 
 
 def columns_needed(rewards: Sequence[Any]) -> dict[str, str]:
-    """The columns that rows must have, each with the name of a reward that needs it. Functions are loaded, to see what they take."""
+    """Return the columns that rows must have, each with the name of a reward that needs it. Load functions to see their arguments."""
     specs = {index: _spec(reward, index=index) for index, reward in enumerate(rewards) if reward.type == "function"}
     needs: dict[int, list[str]] = {}
     if specs:
@@ -279,15 +279,15 @@ def columns_needed(rewards: Sequence[Any]) -> dict[str, str]:
 
 
 def _spec(reward: Any, *, index: int) -> dict[str, Any]:
-    """The fields of a reward for a worker process."""
+    """Return a reward's fields for a worker process."""
     spec = with_pickled(reward.model_dump(), index=index)
-    # They reach code that may raise them, and what it raises is shown.
+    # The function may raise an error that contains these values, and errors are shown.
     remember(os.environ.get(name, "") for name in spec.get("env", ()))
     return spec
 
 
 def reward_names(rewards: Sequence[Any]) -> list[str]:
-    """One name per reward: its type, or its function's name; repeats get #2, #3."""
+    """Return one name per reward: its type or its function's name. Repeated names get #2, #3."""
     seen: Counter[str] = Counter()
     names: list[str] = []
     for reward in rewards:

@@ -1,10 +1,10 @@
-"""A filter on this process's system calls (seccomp). No code in the process can remove it.
+"""A filter for this process's system calls (seccomp). No code in the process can remove it.
 
-The kernel runs the filter for every call. What it refuses fails with EPERM, an ordinary PermissionError in Python. It
-needs no privilege and no library; it is known here for x86_64 and aarch64 on Linux. ``refuse`` applies to the calling
-thread and to what that starts later, so it is called before there are threads.
+The kernel runs the filter on every call. Refused calls fail with EPERM, an ordinary PermissionError in Python. The filter
+needs no privileges and no library. It supports x86_64 and aarch64 on Linux. ``refuse`` applies to the calling
+thread and to threads and processes that it starts later, so call it before any thread starts.
 
-The numbers are the kernel's, for x86_64 and aarch64; those from 424 on are the same on both.
+The numbers are the kernel's for x86_64 and aarch64. From 424 on, they are the same on both.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import platform
 import struct
 import sys
 
-# (x86_64, aarch64); None where the machine type has no such call.
+# (x86_64, aarch64); None if the architecture does not have the call.
 _SENDING = {
     "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201), "sendto": (44, 206),
     "sendmsg": (46, 211), "sendmmsg": (307, 269),
 }  # fmt: skip
-# The kernel makes the calls of a ring by itself, past this filter.
+# The kernel makes io_uring calls itself, bypassing this filter.
 _RINGS = {"io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427)}
 _STARTING = {"fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281)}
 _CLONE, _CLONE3 = (56, 220), (435, 435)
-# Other processes of the same user: to stop them, to read them, to take their files.
+# Access to the same user's other processes: stopping them, reading them, taking their files.
 _REACHING = {
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "tkill": (200, 130),
     "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240), "pidfd_send_signal": (424, 424),
@@ -33,16 +33,16 @@ _REACHING = {
     "ioprio_set": (251, 30), "msgget": (68, 186), "msgctl": (71, 187), "semget": (64, 190), "semctl": (66, 191),
     "mq_open": (240, 180), "mq_unlink": (241, 181),
 }  # fmt: skip
-# Allowed for this process (a first argument of 0), refused for others.
+# Allowed for this process (first argument 0), refused for other processes.
 _OWN_ALONE = {
     "prlimit64": (302, 261), "sched_setparam": (142, 118), "sched_setscheduler": (144, 119),
     "sched_setaffinity": (203, 122), "sched_setattr": (314, 274),
 }  # fmt: skip
-# Uses of a file descriptor, by second argument, that have the kernel send a signal to any process of the user when there is
-# something to read (F_SETOWN, F_SETSIG, F_SETOWN_EX; FIOSETOWN, SIOCSPGRP), or that type on a terminal (TIOCSTI, TIOCLINUX).
+# Refused by second argument: operations that make the kernel signal any of the user's processes when there is data to
+# read (F_SETOWN, F_SETSIG, F_SETOWN_EX; FIOSETOWN, SIOCSPGRP), or that type on a terminal (TIOCSTI, TIOCLINUX).
 _NEVER_WITH = {"fcntl": ((72, 25), (8, 10, 15)), "ioctl": ((16, 29), (0x8901, 0x8902, 0x5412, 0x541C))}
 _SIGNALS = {"kill": (62, 129), "tgkill": (234, 131)}
-# What landlock does not watch: modes, owners, times, attributes; and the machine itself.
+# Changes that landlock does not cover: modes, owners, times, attributes, and the machine itself.
 _CHANGING = {
     "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None),
     "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "utimensat": (280, 88), "utime": (132, None),
@@ -57,13 +57,13 @@ _CHANGING = {
     "fsmount": (432, 432), "fspick": (433, 433), "kexec_file_load": (320, 294),
 }  # fmt: skip
 
-_ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, AUDIT_ARCH_*
-_X32 = 0x40000000  # calls of x86_64's other numbering
+_ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column in the tables above, AUDIT_ARCH_*
+_X32 = 0x40000000  # marks calls in the x32 numbering
 _AF_UNIX, _CLONE_THREAD = 1, 0x00010000
 _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _MODE_FILTER = 38, 22, 2
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
 _LOAD, _IF_EQUAL, _IF_AT_LEAST, _IF_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-# In struct seccomp_data; both machines are little-endian.
+# Offsets in struct seccomp_data; both architectures are little-endian.
 _NUMBER_AT, _ARCH_AT, _FIRST_ARGUMENT_AT, _SECOND_ARGUMENT_AT = 0, 4, 16, 24
 
 Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, value
@@ -74,7 +74,7 @@ class _Program(ctypes.Structure):
 
 
 def why_missing() -> str:
-    """Why this machine cannot filter system calls; "" if it can."""
+    """Return why this machine cannot filter system calls, or ""."""
     if sys.platform != "linux":
         return f"{sys.platform} has no seccomp"
     if platform.machine() not in _ARCHITECTURES:
@@ -85,8 +85,8 @@ def why_missing() -> str:
 
 
 def refuse(*, network: bool, processes: bool) -> str:
-    """Refuse ``network`` (every socket but those within this machine) and ``processes`` (starting them, reaching those of
-    others, sockets of any kind, changes to files that landlock does not watch); why it could not be done, or ""."""
+    """Refuse ``network`` (all sockets except Unix sockets) and ``processes`` (starting processes, accessing other processes,
+    all sockets, file changes that landlock does not cover). Return why it failed, or ""."""
     missing = why_missing()
     if missing:
         return missing
@@ -101,7 +101,7 @@ def refuse(*, network: bool, processes: bool) -> str:
 
 
 def no_new_privileges() -> int:
-    """Nothing that this process runs gains rights by being set-uid; seccomp and landlock ask for it. 0: done."""
+    """Prevent set-uid programs from gaining rights, as seccomp and landlock require. Return 0 on success."""
     return ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
 
 
@@ -135,7 +135,7 @@ def _program(*, network: bool, processes: bool) -> list[Instruction]:
         never(_REACHING)
         never(_CHANGING)
         only(_CLONE[column], test=_IF_ANY_BIT, value=_CLONE_THREAD)
-        # Its flags lie in memory, which a filter cannot read; with an error that says it does not exist, libc uses clone.
+        # Its flags are in memory, which a filter cannot read. If it fails with ENOSYS, libc uses clone instead.
         program.extend([(_IF_EQUAL, 0, 1, _CLONE3[column]), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)])
         for numbers in _SIGNALS.values():
             only(numbers[column], test=_IF_EQUAL, value=os.getpid())

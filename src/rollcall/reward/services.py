@@ -1,7 +1,7 @@
-"""Rewards that a service gives: a judge, or the user's own service (``http``), which gets completions and answers scores, both as JSON.
+"""Rewards from services: a judge, or the user's own service (``http``), which receives completions and returns scores as JSON.
 
-``Asker`` asks many questions at once, in a thread with its own event loop. So answers arrive while the run's event loop decodes. An error
-that ends all asking (a service that stays away) is raised in the caller.
+``Asker`` sends many requests concurrently from a thread with its own event loop, so answers arrive while the run's event loop decodes.
+An error that affects all requests (a service that stays down) is raised in the caller.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ASKED_TYPES = ("judge", "http")
 
 
 class Asker:
-    """Asks for the rewards in ``sections``, by their place in the run file's list."""
+    """Requests the rewards in ``sections``, which are keyed by index in the run file's list."""
 
     def __init__(self, sections: Mapping[int, JudgeReward | HttpReward]) -> None:
         self._services = {
@@ -49,16 +49,16 @@ class Asker:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether some service is away, and its questions wait for it."""
+        """Whether any service is down and its questions are waiting for it."""
         return any(endpoint.is_out for endpoint in self._endpoints.values())
 
     async def ask(self, place: int, prompt: Prompt, completions: tuple[Completion, ...]) -> list[RewardResult]:
-        """The results of the reward at this place on a group's completions."""
+        """Return the results for a group's completions from the reward at index ``place``."""
         asking = asyncio.run_coroutine_threadsafe(self._ask(place, prompt, completions), self._loop)
         return await asyncio.wrap_future(asking)
 
     def close(self) -> None:
-        """Stop asking; unanswered questions are dropped."""
+        """Stop and drop unanswered questions."""
         if self._thread.is_alive():
             asyncio.run_coroutine_threadsafe(self._end(), self._loop)
             self._thread.join(5.0)
@@ -84,7 +84,7 @@ class Asker:
             raise
         except Problem as problem:
             return [RewardResult(0.0, problem.kind, str(problem))] * question.count
-        except Exception:  # noqa: BLE001 - counted like any failure of a reward, and the run continues
+        except Exception:  # noqa: BLE001 - counted like any reward failure, and the run continues
             return [RewardResult(0.0, "raised", traceback.format_exc())] * question.count
 
 
@@ -96,7 +96,7 @@ class HttpService:
         self.url = section.url
 
     def questions(self, prompt: Prompt, completions: tuple[Completion, ...]) -> list[Question]:
-        """In the order of the completions."""
+        """Return the questions, in the order of the completions."""
         texts = [completion.text for completion in completions]
         if self._section.whole_group:
             return [_question(prompt, len(texts), completions=texts)]
@@ -109,7 +109,7 @@ def _question(prompt: Prompt, count: int, **completions: Any) -> Question:
 
 
 def read_scores(said: bytes, *, count: int) -> list[RewardResult]:
-    """Read one result for each completion."""
+    """Parse one result per completion."""
     try:
         scores, notes = _scores_in(read_json(said), count=count)
     except ValueError as error:
@@ -127,5 +127,5 @@ def _scores_in(answer: Any, *, count: int) -> tuple[list[Any], list[str]]:
         raise ValueError(f"it has {len(scores)} scores for {count} completions")
     notes = answer.get("notes", [answer["note"]] if "note" in answer else [""] * count)
     if not isinstance(notes, list) or len(notes) != count or not all(isinstance(note, str) for note in notes):
-        raise ValueError(f'its "notes" are not a list of {count} texts')
+        raise ValueError(f'its "notes" are not a list of {count} strings')
     return scores, notes

@@ -1,7 +1,7 @@
-"""Makes the arguments of reward functions that follow TRL's convention: lists, with one entry for each completion of a group.
+"""Builds the arguments for reward functions that follow TRL's convention: lists with one entry per completion in a group.
 
-Prompts and completions are texts where the row's prompt is text, and messages where it is messages or where an environment
-answered, as TRL has them.
+As in TRL, prompts and completions are strings if the row's prompt is a string. They are messages if the prompt is messages or if an
+environment answered.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 
 from rollcall.base.types import Completion, Episode, Prompt, Turn
 
-MESSAGES, TEXT = "prompt_messages", "prompt_text"  # of a prompt's metadata, where a chat template has rendered it
+MESSAGES, TEXT = "prompt_messages", "prompt_text"  # keys in a prompt's metadata if a chat template rendered it
 _CALL = re.compile(r"<tool_call>|<\|python_tag\|>|^\s*\{")
 
 
 def lists_of(prompt: Prompt, completions: Sequence[Completion]) -> dict[str, Any]:
-    """The arguments by name, including each column of the row."""
+    """Return the arguments by name, including the row's columns."""
     columns = {"id": prompt.id, "answer": prompt.answer} | prompt.metadata
     lists = {name: [value] * len(completions) for name, value in columns.items() if name not in (MESSAGES, TEXT)}
     is_text = TEXT in prompt.metadata or MESSAGES not in prompt.metadata

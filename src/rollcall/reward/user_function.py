@@ -1,8 +1,8 @@
-"""Finds a reward function of the user's, and calls it as its signature says.
+"""Finds a user's reward function and calls it according to its signature.
 
-It takes arguments by name: ``completion`` or, for a whole group, ``completions``; ``prompt``, ``answer``, ``metadata``. It may be
-``async``. One with other names gets the four of a plain reward in their order. One with ``**kwargs`` and TRL's names is called as
-TRL 1.16 calls it: with a list for everything (trl.py makes them). Standard library only, because the worker process has to start fast.
+It takes arguments by name: ``completion`` or, for a full group, ``completions``; ``prompt``, ``answer``, ``metadata``. It may be
+``async``. A function with other argument names gets the four arguments of a plain reward in order. A function with ``**kwargs`` and TRL's
+names is called as in TRL 1.16, with lists built by trl.py. Standard library only, because the worker process has to start fast.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ _EXPECTED = (
 @dataclass(frozen=True, slots=True)
 class UserFunction:
     call: Callable[..., Any]
-    names: tuple[str, ...]  # the arguments that it takes by name; empty: the four in their order
-    is_batched: bool  # called once for all completions of a group
+    names: tuple[str, ...]  # the arguments that it takes by name; if empty, it gets the four in order
+    is_batched: bool  # called once for all completions in a group
     is_async: bool
-    needs: frozenset[str] = frozenset()  # the row's columns that it cannot be called without
-    is_trl: bool = False  # called with lists, as TRL does
+    needs: frozenset[str] = frozenset()  # the row's columns that it requires
+    is_trl: bool = False  # called with lists, as in TRL
 
     @property
     def kind(self) -> str:
-        """Empty: it gets one completion. "batched" or "async": all completions of a group, an async one so that its calls
-        wait together."""
+        """Empty if it gets one completion at a time. "batched" or "async" if it gets all completions in a group; calls to an async
+        function then wait together."""
         return "async" if self.is_async else "batched" if self.is_batched else ""
 
     def call_with_lists(self, lists: dict[str, Any]) -> Any:
-        """As TRL calls it. What it logs is not kept."""
+        """Call the function as TRL does. Discard what it logs."""
         if missing := [name for name in self.needs if name not in lists]:
             there_are = ", ".join(name for name in lists if name not in _TRL_LISTS)
             raise ValueError(
@@ -79,14 +79,14 @@ class LeftEnvironment:
 
 
 def load_function(path: str, *, pickled: bytes | None = None) -> UserFunction:
-    """The user's function at ``module:function``, or the one that ``rollcall.train`` was given as an object (given.py). ValueError: it cannot
-    be loaded; the message names it and says what to do."""
+    """Load the user's function at ``module:function``, or a function passed to ``rollcall.train`` as an object (given.py). If that fails,
+    raise a ValueError that names the function and says what to do."""
     if pickled is None:
         target = load_named(path, key="path", what="function", example="my_rewards:score")
     else:
         try:
             target = pickle.loads(pickled)
-        except BaseException:  # noqa: BLE001 - it imports what the function uses, which may raise anything
+        except BaseException:  # noqa: BLE001 - unpickling imports the function's modules, which may raise anything
             raise ValueError(f"path={path!r}: it cannot be made again here\n{traceback.format_exc()}") from None
     if not callable(target):
         raise ValueError(f"path={path!r} is {type(target).__name__}, not a function; give {_EXPECTED}")
@@ -94,7 +94,7 @@ def load_function(path: str, *, pickled: bytes | None = None) -> UserFunction:
 
 
 def user_function(path: str, target: Any) -> UserFunction:
-    """Decide by its signature how a function is called. Refuses one that cannot be called as a reward, or cannot return a number."""
+    """Decide from a function's signature how to call it. Refuse a function that cannot be a reward or cannot return a number."""
     if inspect.isclass(target):
         raise ValueError(f"path={path!r} is a class; give {_EXPECTED}, or a method of one of its objects")
     called = target
@@ -106,7 +106,7 @@ def user_function(path: str, target: Any) -> UserFunction:
     is_async = inspect.iscoroutinefunction(called)
     try:
         signature = inspect.signature(target)
-    except (TypeError, ValueError):  # written in C, and says nothing of itself
+    except (TypeError, ValueError):  # written in C without a signature
         return UserFunction(target, (), is_batched=False, is_async=is_async)
     if _is_trl(path, signature):
         names, needs = tuple(signature.parameters), _needed_columns(signature)
@@ -132,7 +132,7 @@ def user_function(path: str, target: Any) -> UserFunction:
 
 
 def _is_trl(path: str, signature: inspect.Signature) -> bool:
-    """Whether it is called as TRL calls it. Refuses a signature that could be meant either way."""
+    """Return whether to call the function as TRL does. Refuse an ambiguous signature."""
     parameters = signature.parameters.values()
     takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
     required, names = _required(signature), set(signature.parameters)
@@ -168,12 +168,12 @@ def _required(signature: inspect.Signature) -> set[str]:
 
 
 def _needed_columns(signature: inspect.Signature) -> frozenset[str]:
-    """The columns that a row must have for a function that takes arguments by name."""
+    """Return the columns that a row must have for a function that takes arguments by name."""
     return frozenset(_required(signature) - {"prompt", "completion", "metadata", *_TRL_LISTS, *_TRL_OTHERS})
 
 
 def _named(signature: inspect.Signature) -> tuple[str, ...] | None:
-    """The arguments to give by name; None if some that must be given have other names, or no name decides."""
+    """Return the arguments to pass by name, or None if required arguments have other names or no argument has a known name."""
     known: list[str] = []
     for name, parameter in signature.parameters.items():
         if parameter.kind is parameter.VAR_POSITIONAL:
@@ -188,7 +188,7 @@ def _named(signature: inspect.Signature) -> tuple[str, ...] | None:
 
 
 def check_scores(values: Any, *, count: int) -> list[Any]:
-    """Check that a function that takes ``completions`` returned a value for each."""
+    """Check that a function that takes ``completions`` returned one value per completion."""
     if isinstance(values, str | bytes | dict) or not hasattr(values, "__iter__"):
         raise ValueError(
             f"returned {repr(values)[:80]} ({type(values).__name__}); a reward of completions returns a list of numbers"

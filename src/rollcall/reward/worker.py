@@ -1,10 +1,10 @@
-"""The process that runs reward functions: its parent calls a ``RewardWorker`` (process/child.py).
+"""The process that runs reward functions. Its parent calls a ``RewardWorker`` (process/child.py).
 
-``load`` comes once and confines this process (confine.py) before it loads anything. ``score`` gets lists of items with their
-limits, and yields the results of each item in their order. They go out as JSON, because the text that a worker scored may control what
-it says. LINE is a socket to the person who debugs this process (process/debug/stopped.py).
+``load`` is called once and confines this process (confine.py) before it loads anything. ``score`` gets a list of items with their time
+limits and yields each item's results in order. Results are sent as JSON, because the scored text may control the
+worker's output. LINE is a socket to the person who is debugging this process (process/debug/stopped.py).
 
-This module imports the standard library only: a worker is replaced whenever a reward hangs, so it starts fast.
+This module imports only the standard library, because a worker has to start fast: it is replaced whenever a reward hangs.
 """
 
 from __future__ import annotations
@@ -28,48 +28,48 @@ from rollcall.reward.functions import RewardFunction, build_function, check_scor
 from rollcall.reward.user_function import UserFunction, check_scores
 
 MAX_ANSWER_BYTES = 1 << 20
-ASYNC_GRACE_S = 1.0  # an async function's own limit ends its call; past this its process is ended
-_MIN_WHY = 100  # of each completion of a group
-# Frames that say nothing to the author of a reward.
+ASYNC_GRACE_S = 1.0  # an async call stops at its own limit; after this extra time, its process is killed
+_MIN_WHY = 100  # for each completion in a group
+# Frames that do not help the author of a reward.
 _OWN_FILES = (__file__, user_function.__file__)
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The first call to a worker."""
+    """The argument of a worker's first call."""
 
-    specs: dict[int, dict[str, Any]]  # place in the run file's list -> the reward's fields
-    sys_path: list[str]  # the parent's, so that what it can import the worker can too
+    specs: dict[int, dict[str, Any]]  # index in the run file's list -> the reward's fields
+    sys_path: list[str]  # the parent's sys.path, so the worker can import the same modules
     confinement: Confinement
     folder: str  # private to this worker
-    post_mortem: bool = False  # an exception of the user's function opens the debugger
+    post_mortem: bool = False  # an exception in the user's function opens the debugger
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One completion for one reward, or all completions of a group for one that takes groups."""
+    """One completion for one reward, or all completions in a group for a reward that takes groups."""
 
     reward: int
     prompt: str
     completion: str | list[str]
     answer: str
     metadata: dict[str, Any]
-    lists: dict[str, Any] | None = None  # what a function of TRL's convention gets by name
+    lists: dict[str, Any] | None = None  # the named arguments for a TRL-style function
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    in_force: dict[str, str]  # what confines this process, by thing
-    functions: dict[int, About]  # the user's, by place
+    in_force: dict[str, str]  # what confines this process, by kind of restriction
+    functions: dict[int, About]  # the user's functions, by index
 
 
 @dataclass(frozen=True, slots=True)
 class About:
     """How a user's function is called."""
 
-    kind: str  # "batched" or "async": it takes groups; empty: single completions
-    needs: list[str]  # columns
-    trl: list[str]  # if it is called as TRL does, the arguments that it names
+    kind: str  # "batched" or "async" if it takes groups, empty if it takes single completions
+    needs: list[str]  # required columns
+    trl: list[str]  # for a TRL-style function, the arguments that it names
 
 
 FailureKind = Literal["", "raised", "hung", "nan", "died"]
@@ -79,8 +79,8 @@ FailureKind = Literal["", "raised", "hung", "nan", "died"]
 class RewardResult:
     """The outcome for one completion."""
 
-    value: float | None  # None if the function declines to score it, as TRL's may
-    kind: FailureKind = ""  # "": scored; else `why` says what happened
+    value: float | None  # None if the function declines to score it, as TRL's functions may
+    kind: FailureKind = ""  # "" if scored; otherwise `why` says what happened
     why: str = ""
     elapsed_s: float = 0.0
     note: str = ""  # what a service said about it, for people to read
@@ -88,15 +88,15 @@ class RewardResult:
 
 class RewardWorker:
     def __init__(self, line_fd: int) -> None:
-        self._cpu_s = 0.0  # that the item at hand may use; 0: there is none yet
+        self._cpu_s = 0.0  # CPU limit for the current item; 0 if there is none yet
         self._line = ChildLine(line_fd, of="reward", around=self._without_cpu_limit)
         self._loaded: dict[int, RewardFunction | UserFunction] = {}
         self._setup: Setup
-        self._runner: Any = None  # of async functions, so that a client they keep open stays usable
+        self._runner: Any = None  # for async functions, so that clients they keep open stay usable
 
     def load(self, setup: Setup) -> dict[str, Any]:
-        """Load the rewards. Returns ``Ready``. ValueError: one of them cannot be loaded."""
-        # User code may print the variables that it was given, and its output does not pass through the parent's streams.
+        """Load the rewards. Return ``Ready``. Raise ValueError if a reward cannot be loaded."""
+        # User code may print its environment variables, and its output does not pass through the parent's streams.
         remember(os.environ.get(name, "") for name in setup.confinement.env)
         guard_streams()
         sys.path.extend(entry for entry in setup.sys_path if entry not in sys.path)
@@ -137,16 +137,16 @@ class RewardWorker:
         return [replace(one, why=cut(one.why, longest)) for one in results]
 
     def _batch(self, call: Callable[[], Any], count: int, *, is_trl: bool = False) -> list[RewardResult]:
-        """Make one call for all completions: it fails for all of them, or each has a score."""
+        """Make one call for all completions. Either the call fails for all of them, or each gets its own result."""
         started_s = running_s()
         try:
             returned = call()
-        except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit too
+        except BaseException as error:  # noqa: BLE001 - user code may raise anything, even SystemExit
             return [self._failed(error, since_s=started_s)] * count
         elapsed_s = running_s() - started_s
         try:
             values = check_scores(returned, count=count)
-        except Exception as error:  # noqa: BLE001 - an __iter__ of the user's may raise anything
+        except Exception as error:  # noqa: BLE001 - the user's __iter__ may raise anything
             return [_not_a_number(error, elapsed_s)] * count
         return [
             RewardResult(None, elapsed_s=elapsed_s) if is_trl and value is None else checked(value, elapsed_s=elapsed_s)
@@ -154,14 +154,14 @@ class RewardWorker:
         ]
 
     async def _together(self, function: UserFunction, item: Item, *, limit_s: float) -> list[RewardResult]:
-        """Call the function for each completion, all at once."""
+        """Call the function for all completions concurrently."""
         import asyncio
 
         async def one(completion: str) -> RewardResult:
             started_s = running_s()
             try:
                 returned = await _within(function, item, completion, limit_s)
-            except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit too
+            except BaseException as error:  # noqa: BLE001 - user code may raise anything, even SystemExit
                 return self._failed(error, since_s=started_s)
             return checked(returned, elapsed_s=running_s() - started_s)
 
@@ -183,7 +183,7 @@ class RewardWorker:
 
     @contextmanager
     def _without_cpu_limit(self) -> Iterator[None]:
-        """Suspend the CPU limit while a debugger's prompt is open."""
+        """Suspend the CPU limit while the debugger prompt is open."""
         unlimit_cpu()
         try:
             yield
@@ -221,10 +221,10 @@ async def _within(function: UserFunction, item: Item, completion: str | list[str
 
 
 def checked(returned: Any, *, elapsed_s: float = 0.0) -> RewardResult:
-    """Make a result of what a function returned for one completion."""
+    """Build a result from a function's return value for one completion."""
     try:
         return RewardResult(check_score(returned), elapsed_s=elapsed_s)
-    except Exception as error:  # noqa: BLE001 - a __float__ of the user's may raise anything
+    except Exception as error:  # noqa: BLE001 - the user's __float__ may raise anything
         return _not_a_number(error, elapsed_s)
 
 

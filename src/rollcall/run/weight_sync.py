@@ -72,7 +72,7 @@ class WeightSync:
             left_s = max(deadline - time.monotonic(), 0.1)
             if not self._team.group.wait_for_some([future], timeout_s=left_s):
                 raise WorkerTimeoutError(
-                    f"actor rank {actors.index(worker)} still sends weights, {timeout_s:g} s after a receiver was lost",
+                    f"actor rank {actors.index(worker)} is still sending weights {timeout_s:g} s after a receiver was lost",
                     role="actor",
                     ranks=[worker],
                     node_ranks=[],

@@ -198,7 +198,7 @@ def open_run(run_dir: Path) -> RunReader:
         problem = "is a file" if run_dir.exists() else "does not exist. A run makes it some seconds after its start"
         raise ConfigError(f"{run_dir} {problem}; give the run.dir of a run")
     if holder is None and not is_run(run_dir):
-        raise ConfigError(f"{run_dir} holds no file of a run; give the run.dir of a run")
+        raise ConfigError(f"{run_dir} is not a run directory; give the run.dir of a run")
     return run
 
 

@@ -169,8 +169,8 @@ class NativeEngine:
             )
         if request.adapter is not None and request.session is not None:
             raise Refused(
-                f"request {request.id!r} of session {request.session!r} names the adapter {request.adapter!r}, and sessions continue with the "
-                "engine's first one; leave adapter or session out"
+                f"request {request.id!r} of session {request.session!r} names the adapter {request.adapter!r}, but sessions always use the "
+                "engine's first adapter; leave out adapter or session"
             )
 
     def _wait(self, sequence: Sequence) -> None:

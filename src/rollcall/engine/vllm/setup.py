@@ -129,7 +129,7 @@ def _refuse(config: Any, section: VllmSection, *, device: torch.device) -> None:
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % size or (kv_heads % size and size % kv_heads):
         raise VllmUnavailable(
-            f"rollout.vllm.tensor_parallel_size={size} cannot divide {heads} attention heads and {kv_heads} KV heads; use a "
+            f"rollout.vllm.tensor_parallel_size={size} does not divide {heads} attention heads and {kv_heads} KV heads; use a "
             "divisor of both"
         )
     if device.type == "cuda" and size > torch.cuda.device_count():

@@ -40,6 +40,6 @@ class Invitation:
 def refuse_stale(came: int, *, due: int, newest: int | None) -> None:
     """``newest``: what the receiver has had."""
     if came != due:
-        raise RefusedUpdateError(f"version {came} came, and version {due} is due")
+        raise RefusedUpdateError(f"got version {came}, but version {due} is due")
     if newest is not None and due <= newest:
         raise RefusedUpdateError(f"version {due} is not newer than the {newest} that is here")

@@ -1,7 +1,7 @@
-"""Environments of other packages as classes of the step-by-step interface, one module for each package.
+"""Wraps environments from other packages in the step-by-step interface, with one module per package.
 
-A module imports its package when an environment is made, and only those modules of Rollcall that need nothing but the standard library: with
-``environment.python`` it runs in the Python that has the package.
+A module imports its package only when an environment is created. It imports only those Rollcall modules that need nothing beyond the
+standard library, because with ``environment.python`` it runs in the Python that has the package.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def package(name: str) -> Any:
-    """The package that an environment comes from."""
+    """Import the package that an environment comes from."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -24,7 +24,7 @@ def package(name: str) -> Any:
 
 
 class Echo:
-    """The environment of a rehearsal (`rollcall simulate`): any text is answered once, in a process where the run's own would be."""
+    """The environment for a rehearsal (`rollcall simulate`). It answers any text once, in a process like the run's real environment."""
 
     def reset(self, row: dict[str, Any]) -> None:
         self.num_turns = 0

@@ -1,4 +1,4 @@
-"""Environments of Gymnasium 1.x whose states and actions can be written: text, or numbers that stand for words."""
+"""Gymnasium 1.x environments whose states and actions can be written as text, or as numbers that stand for words."""
 
 import re
 from typing import Any
@@ -6,21 +6,21 @@ from typing import Any
 from rollcall.environments.packages import package
 from rollcall.environments.stepwise import Observation, StepResult
 
-# The package's own text environments, by how their names begin: the words for actions 0, 1, 2..., and the task for the model.
+# The package's own text environments by name prefix: the words for actions 0, 1, 2..., and the task for the model.
 KNOWN = {
     "FrozenLake": ("left down right up", "Go from S to the goal G over frozen F, not into a hole H. You are at []."),
     "CliffWalking": ("up right down left", "Go to T, not over the cliff C. You are at x."),
     "Taxi": ("south north east west pickup dropoff", "You drive the taxi []. Bring the passenger at <> to ()."),
     "Blackjack": ("stick hit", "Get closer to 21 than the dealer. You see (your sum, the dealer's card, usable aces)."),
 }
-# Terminals show a place by its colour, and text by signs around it.
+# Terminals mark a place by colour. Text marks it with signs around it.
 COLOUR = re.compile(r"\x1b\[([\d;]+)m(.+?)\x1b\[0m")
 SIGNS = {"34;1": "<{}>", "35": "({})"}
 
 
 class Text:
-    """``make``: arguments of ``gymnasium.make``, such as ``id``. ``actions``: the words for actions 0, 1, 2...; the last one in a turn
-    counts. ``task``: the first text that the model reads. ``module``: imported first, for packages that register environments."""
+    """``make``: arguments for ``gymnasium.make``, such as ``id``. ``actions``: the words for actions 0, 1, 2...; the last word in a turn
+    counts. ``task``: the first text that the model reads. ``module``: imported first, because some packages register environments."""
 
     def __init__(self, *, actions: Any = None, task: str = "", module: str = "gymnasium", **make: Any) -> None:
         gymnasium = package("gymnasium")
@@ -37,7 +37,7 @@ class Text:
         named = (actions or words.split() or list(map(str, range(start, start + count)))) if count else []
         if len(named) != count:
             raise ValueError(f"{make['id']} has {count} actions, and actions names {len(named)}; name each")
-        self._numbers = {word.lower(): start + place for place, word in enumerate(named)}  # empty: actions are text
+        self._numbers = {word.lower(): start + place for place, word in enumerate(named)}  # empty if actions are text
         self._task, self._choices = task or known, f"Choose one: {', '.join(named)}." if named else ""
 
     def reset(self, row: dict[str, Any]) -> Observation:

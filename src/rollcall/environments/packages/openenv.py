@@ -1,4 +1,4 @@
-"""An environment behind an OpenEnv server (openenv 0.10). Each episode has a session there: a WebSocket with JSON messages."""
+"""An environment on an OpenEnv server (openenv 0.10). Each episode has its own session, a WebSocket with JSON messages."""
 
 import json
 from typing import Any
@@ -6,13 +6,13 @@ from typing import Any
 from rollcall.environments.packages import package
 from rollcall.environments.stepwise import Observation, StepResult
 
-# The usual names of an observation's text, in the environments that OpenEnv publishes.
+# Common names for an observation's text field in OpenEnv's published environments.
 TEXTS = ("text", "message", "content", "output", "echoed_message", "prompt", "stdout")
 
 
 class Server:
-    """``action``: the field of the action that takes the model's text; without it, the model writes the action as JSON.
-    ``observation``: the field that the model reads; without it, a usual one, or all fields as JSON."""
+    """``action``: the action's field for the model's text; without it, the model writes the action as JSON.
+    ``observation``: the field that the model reads; defaults to a common text field, or to all fields as JSON."""
 
     def __init__(self, url: str, *, action: str = "", observation: str = "") -> None:
         if not url.startswith(("http://", "https://", "ws://", "wss://")):
@@ -23,7 +23,7 @@ class Server:
 
     async def reset(self, row: dict[str, Any]) -> Observation:
         if self._socket is None or self._socket.closed:
-            aiohttp = package("aiohttp")  # it comes with Ray; a Python of the server's may lack it
+            aiohttp = package("aiohttp")  # installed with Ray, but may be missing in the server's Python
             self._client = self._client or aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(connect=20))
             try:
                 self._socket = await self._client.ws_connect(self._url, max_msg_size=32 << 20)
@@ -39,7 +39,7 @@ class Server:
         except (TypeError, ValueError):
             return StepResult("Write the action as a JSON object.", metrics={"bad_action": 1.0})
         answer = await self._ask("step", data=action)
-        if "code" in answer:  # the action is wrong, which the model can do something about
+        if "code" in answer:  # the action is invalid, so let the model correct it
             return StepResult(json.dumps(answer)[:2000], metrics={"bad_action": 1.0})
         state = await self._ask("state") if answer["done"] else {}
         metrics = {name: float(value) for name, value in state.items() if isinstance(value, int | float)}

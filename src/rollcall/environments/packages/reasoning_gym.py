@@ -1,4 +1,4 @@
-"""Tasks of reasoning-gym 0.1 with several tries: after a wrong answer the model reads its score and may answer again.
+"""reasoning-gym 0.1 tasks with several tries: after a wrong answer, the model reads its score and may try again.
 
     data:        {train: "builtin:environment"}
     environment:
@@ -6,7 +6,7 @@
       path: "rollcall.environments.packages.reasoning_gym:Task"
       kwargs: {task: chain_sum, tries: 3, config: {max_terms: 3}}
 
-The reward is the package's own score of the last answer. For a single answer, rows are simpler: ``rollcall data reasoning-gym:TASK`` and
+The reward is the package's own score for the last answer. For a single try, rows are simpler: ``rollcall data reasoning-gym:TASK`` and
 ``reward: [{type: reasoning_gym}]``.
 """
 
@@ -20,11 +20,11 @@ from rollcall.environments.stepwise import Observation, StepResult
 
 _ADVICE = "Give the answer as <answer>...</answer>."
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-_SIZE = 1_000_000_000  # entries are made when they are asked for, each from its number
+_SIZE = 1_000_000_000  # entries are created on demand from their index
 
 
 class Task:
-    """``task``: a name of reasoning-gym's. ``tries``: answers in an episode. ``config``: the task's own settings."""
+    """``task``: a reasoning-gym task name. ``tries``: answers per episode. ``config``: the task's own settings."""
 
     def __init__(
         self, task: str, *, tries: int = 1, seed: int = 0, config: dict[str, Any] | None = None, advice: str = _ADVICE
@@ -52,5 +52,5 @@ class Task:
             return float(
                 self._dataset.score_answer(answer=found[-1].strip() if found else text.strip(), entry=self._entry)
             )
-        except Exception:  # noqa: BLE001 - some scorers raise on text that they cannot read, which is a wrong answer
+        except Exception:  # noqa: BLE001 - some scorers raise on text that they cannot parse, which is a wrong answer
             return 0.0

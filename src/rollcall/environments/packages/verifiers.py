@@ -1,9 +1,9 @@
-"""verifiers 0.4: an environment server for a v1 taskset.
+"""An environment server for verifiers 0.4 v1 tasksets.
 
     taskset.py ──play, stop──▶ this process, in the Python that has verifiers ──▶ verifiers' Env: harnesses, tools, scoring
-                                      verifiers' harness ──OpenAI API──▶ the endpoint of the episode
+                                      verifiers' harness ──OpenAI API──▶ the episode's endpoint
 
-verifiers plays an episode as it does in its own evaluations; only the model's address is ours.
+verifiers plays an episode as in its own evaluations. Only the model's address is ours.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 from rollcall.environments.answering import answer_calls
 from rollcall.process.child import dump_stacks_to
 
-SETUP = "ROLLCALL_TASKSET_SETUP"  # the variable that says what to serve, as JSON
+SETUP = "ROLLCALL_TASKSET_SETUP"  # environment variable that describes what to serve, as JSON
 _END_S = 10.0
 
 
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def _end_after_parent(lifeline_fd: int) -> None:
-    """Give this process ``_END_S`` to end its episodes when the parent has died, even if something holds its loop."""
+    """Give this process ``_END_S`` to end its episodes after the parent dies, even if its event loop is blocked."""
     os.read(lifeline_fd, 1)
     time.sleep(_END_S)
     os._exit(1)
@@ -52,7 +52,7 @@ async def _serve(connection: socket.socket, setup: dict[str, Any]) -> None:
         try:
             server = _Server(setup)
             await serving.enter_async_context(server.env.serving())
-        except Exception as error:  # noqa: BLE001 - a taskset is a program and may raise anything
+        except Exception as error:  # noqa: BLE001 - a taskset is user code and may raise anything
             server = error
 
         async def do(method: str, arguments: list[Any]) -> Any:
@@ -73,7 +73,7 @@ class _Server:
         taskset = self.env.taskset
         self._tasks = iter(taskset)
         self._read = [] if not taskset.bounded else list(self._tasks)
-        self._num_tasks = len(self._read) or None  # None: there is no end of them
+        self._num_tasks = len(self._read) or None  # None if there are infinitely many
         if taskset.bounded and not self._read:
             raise ValueError("the taskset has no tasks")
         self._playing: dict[int, asyncio.Task[dict[str, Any]]] = {}
@@ -83,7 +83,7 @@ class _Server:
             playing.cancel()
 
     async def play(self, number: int, given: dict[str, Any]) -> dict[str, Any]:
-        """The value of one episode; a cancelled one has none."""
+        """Return an episode's value, which is empty if the episode was cancelled."""
         playing = self._playing[number] = asyncio.ensure_future(self._play(given))
         try:
             await asyncio.wait({playing})
@@ -95,7 +95,7 @@ class _Server:
 
     async def _play(self, given: dict[str, Any]) -> dict[str, Any]:
         vf = _part()
-        name = f"ROLLCALL_API_KEY_{id(given)}"  # verifiers takes keys from variables, and gives no harness those with API_KEY in their names
+        name = f"ROLLCALL_API_KEY_{id(given)}"  # verifiers hides variables named *API_KEY* from harnesses
         os.environ[name] = given["key"]
         try:
             client = vf.EvalClientConfig(base_url=given["base_url"], api_key_var=name)
@@ -105,7 +105,7 @@ class _Server:
             del os.environ[name]
 
     def _task(self, row: dict[str, Any]) -> Any:
-        """The row's number decides. A taskset without an end is read as far as that."""
+        """Return the task with the row's index. Read an infinite taskset only up to that index."""
         number = int(row.get("index", 0))
         if self._num_tasks is not None:
             return self._read[number % self._num_tasks]
@@ -114,12 +114,12 @@ class _Server:
 
 
 def _part(name: str = "") -> Any:
-    """A module of verifiers v1, which only the Python that serves has."""
+    """Import a verifiers v1 module, which only the server's Python has."""
     return importlib.import_module(f"verifiers.v1.{name}".rstrip("."))
 
 
 def _env_config(setup: dict[str, Any]) -> Any:
-    """The user's `[env]` block of verifiers. A role that does not say otherwise is played on this machine, in a plain chat."""
+    """Resolve the user's verifiers `[env]` block. By default, a role is played on this machine as a plain chat."""
     config = dict(setup["config"])
     usual = {
         "harness": {"id": "null"},
@@ -134,7 +134,7 @@ def _env_config(setup: dict[str, Any]) -> Any:
 
 
 def _worth(episode: Any) -> dict[str, Any]:
-    """The mean reward of the episode's traces: one, or one for each role."""
+    """Return the mean reward over the episode's traces. There is one trace per role."""
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not episode.ok and errors:
         raise RuntimeError(f"{errors[-1].type}: {errors[-1].message}")

@@ -152,7 +152,7 @@ class Probe:
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - began)
         if not bool((data == float(world_size)).all()):
-            raise RuntimeError("the sum is wrong")
+            raise RuntimeError("the checksum is wrong")
         dist.barrier()
         dist.destroy_process_group()
         # A ring sends 2 (n - 1) / n of the data over each link.

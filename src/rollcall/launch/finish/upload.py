@@ -61,7 +61,7 @@ def upload(model_dir: Path, repo: str, *, private: bool = False, revision: str |
     _patiently(f"making {repo}", lambda: api.create_repo(repo, private=private or None, exist_ok=True))
     if private and not _patiently(f"asking for {repo}", lambda: api.model_info(repo)).private:
         raise UploadError(
-            f"{repo} exists and everyone can read it, and --private was given; make it private on its settings page, or choose "
+            f"{repo} exists and is public, but --private was given; make it private on its settings page, or choose "
             "another name"
         )
     if branch != "main":

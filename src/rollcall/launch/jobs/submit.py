@@ -157,7 +157,7 @@ class Jobs:
         while (job := self.job(job_id)).status == "PENDING":
             if not wait.again(f"waiting for the head node to start the driver: {job.message}", after_s=0.3):
                 raise ClusterError(
-                    f"job {job_id} has not started within {START_S:.0f} s. Ray says: {job.message}\nIt waits for the head "
+                    f"job {job_id} has not started within {START_S:.0f} s. Ray says: {job.message}\nIt is waiting for the head "
                     "node to unpack the code and to start its driver; it stays queued: see `rollcall status`, or `rollcall "
                     f"job stop {job_id}`"
                 )

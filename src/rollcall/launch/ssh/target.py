@@ -303,7 +303,7 @@ def _check(site: Site, rendered: Rendered, record: LaunchRecord, *, is_running: 
         tell=lambda host, line: None if line.startswith("{") else tell(host, line),  # without the answer in JSON
     )
     if outcome.answer is None:
-        raise LaunchError(f"not all nodes have joined, or something would break the run:\n  {outcome.problem}")
+        raise LaunchError(f"the cluster is not ready:\n  {outcome.problem}")
     found = json.loads(outcome.answer)
     say(f"all {counted(found['num_slots'], 'slot')} have joined, on {counted(len(site.hosts), 'host')}")
     if found["dashboard_url"] is None:

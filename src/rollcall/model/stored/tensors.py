@@ -151,7 +151,7 @@ def refuse_gaps(tensor: StoredTensor, *, origin: str) -> None:
             a < 0 or n < 0 or a + n > whole for a, n, whole in zip(piece.start, piece.shape, tensor.shape, strict=True)
         ):
             raise StoredError(
-                f"{piece.file}: its block of {tensor.name} is {list(piece.shape)} at {list(piece.start)}, which does not lie in "
+                f"{piece.file}: its block of {tensor.name} is {list(piece.shape)} at {list(piece.start)}, which is outside "
                 f"the tensor's {list(tensor.shape)}: the file belongs to another set"
             )
     if twice := _overlapping(tensor.pieces):

@@ -220,7 +220,7 @@ def _record(data: mmap.mmap, info: zipfile.ZipInfo) -> CheckedRange:
     signature, name_size, extra_size = struct.unpack_from("<4s22xHH", data, info.header_offset)
     begin = info.header_offset + 30 + name_size + extra_size
     if signature != b"PK\x03\x04" or begin + info.file_size > len(data):
-        raise ValueError(f"its record {info.filename} does not lie in the file")
+        raise ValueError(f"its record {info.filename} extends past the end of the file")
     return CheckedRange(offset=begin, size=info.file_size, crc32=info.CRC)
 
 

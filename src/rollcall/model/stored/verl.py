@@ -93,7 +93,7 @@ def open_verl(folder: Path) -> Stored:
             there = {one.rank for one in locals_}
             lacking = next(file for rank, file in enumerate(files) if rank not in there)
             raise StoredError(
-                f"{lacking.path} does not hold {name}, and {locals_[0].tensor.file} does: the files do not belong to one checkpoint"
+                f"{locals_[0].tensor.file} contains {name}, but {lacking.path} does not: they are not files of one checkpoint"
             )
     config = next((one for one in (folder / "huggingface", folder) if (one / "config.json").is_file()), None)
     step = next(

@@ -106,7 +106,7 @@ def whom(specs: Sequence[WorkerSpec]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """The class of a worker and its arguments."""
+    """A worker's class and its arguments."""
 
     target: str | type  # "module.Class", or the class
     args: tuple[Any, ...]

@@ -41,7 +41,9 @@ def routes(
     sharding.check_axes(replicate_on_axes, argument="replicate_on_axes")
     both = [axis for axis in in_sharded_axes if axis in replicate_on_axes]
     if both:
-        raise ValueError(f"axis {both[0]!r} is in in_sharded_axes and in replicate_on_axes; name it in one of them")
+        raise ValueError(
+            f"axis {both[0]!r} is in in_sharded_axes and in replicate_on_axes; name it in only one of them"
+        )
     free = [axis for axis in sharding.names if axis not in in_sharded_axes and axis not in replicate_on_axes]
     silent = [name for name in output_is_replicated if name in sharding.names]
     result_fields = tuple(name for name in output_is_replicated if name not in sharding.names)

@@ -134,7 +134,7 @@ def call_method(
 
 
 class Host:
-    """Runs in the worker's process. Ray puts its ``repr`` before every line that the worker prints."""
+    """Runs in the worker's process. Ray prints its ``repr`` before every line of the worker's output."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -113,7 +113,7 @@ class Pulse:
             self._write("", 0.0)
 
     def _write(self, method: str, since_s: float) -> None:
-        # CLOCK_MONOTONIC is the same for all processes of a host.
+        # CLOCK_MONOTONIC is the same for all processes on a host.
         BEAT.pack_into(self._memory, 0, method.encode()[:METHOD_BYTES], since_s, self._num_done, int(since_s * 1e6))
 
     def _note(self, method: str, took_s: float) -> None:

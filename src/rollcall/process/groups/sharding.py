@@ -52,7 +52,7 @@ class NamedSharding:
 
     @property
     def ranks(self) -> list[int]:
-        """Every rank, smallest first."""
+        """All ranks in ascending order."""
         return list(self._ranks)
 
     def get_axis_size(self, name: str) -> int:

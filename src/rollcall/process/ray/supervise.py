@@ -46,7 +46,7 @@ class NodeLook:
 
 
 class Eyes:
-    """Looks at the workers of one node, in a process there."""
+    """Looks at the workers on one node, in a process on that node."""
 
     def __init__(self, mark: str) -> None:
         self._mark = mark

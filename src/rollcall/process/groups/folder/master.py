@@ -135,7 +135,7 @@ class FolderBackend:
         return Reservation(nodes=nodes, carrier=lambda recipe: Mail(self))  # the workers stay for the next group
 
     def await_workers(self, ranks: Sequence[int], *, timeout_s: float) -> list[NodeWorker]:
-        """Wait for a living worker of each rank."""
+        """Wait until each rank has a living worker."""
         if 0 in ranks and (self._child is None or self._child.poll() is not None):
             # It exits when its standard input closes, and so with this process.
             module = "rollcall.process.groups.folder.worker"
@@ -174,7 +174,7 @@ class FolderBackend:
             return True
 
     def facts_of(self, worker: NodeWorker) -> Mapping[str, Any]:
-        """Returns what this worker last wrote about itself."""
+        """Return what this worker last wrote about itself."""
         peer = self._peers[worker.rank]
         return peer.facts if peer.incarnation == worker.incarnation else {}
 
