@@ -1,6 +1,6 @@
-"""Addresses of this node that others can reach, how addresses are written, and which ports are free.
+"""This node's reachable addresses, address parsing, and free ports.
 
-Nothing is sent: a UDP socket that is connected asks the kernel for the route and learns the address it would use.
+No packet is sent: connecting a UDP socket makes the kernel choose a route and a source address.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from itertools import chain, islice
 from rollcall.base.errors import ClusterError
 from rollcall.nodes.interfaces import interface_addresses
 
-# Documentation addresses (RFC 5737, RFC 3849): no one has them, so only a default route leads there.
+# Documentation addresses (RFC 5737, RFC 3849): no host uses them, so only a default route leads there.
 FAR_AWAY = ("198.51.100.1", "2001:db8::1")
 FIRST_PORT = 10_000
-LAST_PORT = 32_000  # below what kernels hand to outgoing connections, which could take a port between choice and use
+LAST_PORT = 32_000  # below the kernel's range for outgoing connections, which could take a port between choice and use
 
 
 def split_address(text: str) -> tuple[str, int]:
-    """``host:port`` or ``[v6]:port``."""
+    """Parse ``host:port`` or ``[v6]:port``."""
     host, colon, port = text.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     if not colon or not host or not port.isascii() or not port.isdigit() or (":" in host and not bracketed):
@@ -36,7 +36,7 @@ def join_address(host: str, port: int) -> str:
 
 
 def resolve(host: str) -> str:
-    """Look up a host name; an address stays as it is."""
+    """Look up a host name; return an IP address unchanged."""
     try:
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except socket.gaierror as error:
@@ -52,7 +52,7 @@ def is_wildcard(host: str) -> bool:
 
 
 def is_own(address: str) -> bool:
-    """Whether this node has that address."""
+    """Whether the address belongs to this node."""
     with socket.socket(_family(address), socket.SOCK_STREAM) as probe:
         try:
             probe.bind((address, 0))
@@ -62,10 +62,10 @@ def is_own(address: str) -> bool:
 
 
 def own_address(*, toward: str | None, node_ip: str | None, interface: str | None) -> str:
-    """The address of this node that the others can reach.
+    """Return an address of this node that the other nodes can reach.
 
-    ``node_ip`` and ``interface`` are what the user asked for. Without them: the one that packets to ``toward`` leave
-    from; without that either, the one of the default route, else of the first interface that has one, else loopback.
+    ``node_ip`` and ``interface`` are what the user asked for. Without them, use the source address of packets to ``toward``;
+    without ``toward``, the default route's address, else the first address of any interface, else loopback.
     """
     if node_ip is not None:
         try:
@@ -88,7 +88,7 @@ def own_address(*, toward: str | None, node_ip: str | None, interface: str | Non
 
 
 def free_ports(count: int) -> list[int]:
-    """Distinct ports that nobody listens on, on any address."""
+    """Return distinct ports that are free on every address."""
     first = random.SystemRandom().randrange(FIRST_PORT, LAST_PORT)
     free = filter(is_free, chain(range(first, LAST_PORT), range(FIRST_PORT, first)))
     taken = list(islice(free, count))
@@ -103,7 +103,7 @@ def is_free(port: int) -> bool:
             with socket.socket(family, socket.SOCK_STREAM) as probe:
                 if family == socket.AF_INET6:
                     probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                # As the servers do: a connection that closed a moment ago does not keep its port.
+                # As servers do: a recently closed connection does not block its port.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind((anywhere, port))
         except OSError as error:
@@ -114,12 +114,12 @@ def is_free(port: int) -> bool:
 
 
 def leaves_loopback(host: str) -> bool:
-    """Whether Ray's own processes look for this host elsewhere: they replace loopback by the address of the way outside."""
+    """Whether Ray's own processes look for this host elsewhere: they replace loopback with the default route's address."""
     return is_loopback(host) and not is_loopback(_by_route("8.8.8.8") or host)
 
 
 def listens(address: str, *, timeout_s: float) -> bool:
-    """Whether anyone accepts connections there."""
+    """Whether the address accepts connections."""
     try:
         with socket.create_connection(split_address(address), timeout=timeout_s):
             return True
@@ -146,7 +146,7 @@ def _of_interface(name: str, *, toward: str | None) -> str:
     if name not in known:
         raise ClusterError(f"--interface {name} does not exist on this node; it has {', '.join(known)}")
     addresses = interface_addresses(name)
-    if toward is not None:  # on a node with both kinds, the kind of the head
+    if toward is not None:  # on a node with both address families, use the head's
         family = _family(resolve(toward))
         addresses = [address for address in addresses if _family(address) == family]
     if not addresses:

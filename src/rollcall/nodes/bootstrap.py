@@ -1,6 +1,6 @@
-"""A node's life in a cluster: find or found it, start Ray, remember what was started, stop exactly that.
+"""A node's lifecycle in a cluster: find or start the cluster, start Ray, record what was started, stop exactly that.
 
-Rank 0 starts the head, then publishes it. Every other rank waits for the published head, asks it who it is, and joins.
+Rank 0 starts the head, then publishes it. Every other rank waits for the published head, asks for its identity, and joins.
 `ray start` runs in its own session and returns; Ray's processes keep running, and `processes.py` finds them again.
 """
 
@@ -54,8 +54,8 @@ from rollcall.nodes.state import (
 from rollcall.nodes.tls import write_certificates
 
 START_S = 180.0  # for Ray itself, once its head is known
-SETTLE_S = 1.0  # of two heads that publish themselves at one moment, the second is seen by then
-TAKEN_S = 15.0  # a head notices a killed node in 5 s; only then is its rank free again
+SETTLE_S = 1.0  # long enough to see a second head that published itself at the same moment
+TAKEN_S = 15.0  # a head notices a killed node within 5 s; the node's rank is free only after that
 
 
 def require_meeting(request: NodeRequest) -> None:
@@ -66,7 +66,7 @@ def require_meeting(request: NodeRequest) -> None:
 
 
 def start_node(request: NodeRequest) -> tuple[NodeRecord, bool]:
-    """Make this node part of the cluster. Returns its record, and whether it already was part of it."""
+    """Add this node to the cluster. Returns its record, and whether it was already part of the cluster."""
     require_meeting(request)
     slots, accelerator = find_slots(request.slots)
     known = partial(
@@ -92,7 +92,7 @@ def start_node(request: NodeRequest) -> tuple[NodeRecord, bool]:
         Rendezvous(request.rendezvous, request.cluster).prepare()
     found = None if request.rank == 0 else _find(request, token=given)
     with sole_owner(request.cluster):
-        if running := _running(request):  # another command was faster, or its head answers again
+        if running := _running(request):  # another command was faster, or the head answers again
             return running, True
         _stop(request.cluster)
         if found is None:
@@ -105,7 +105,7 @@ def start_node(request: NodeRequest) -> tuple[NodeRecord, bool]:
 
 
 def stop_node(cluster: str, *, keep_logs: bool = False) -> int:
-    """Stop what this cluster runs on this node and remove what it wrote. Returns the number of processes stopped.
+    """Stop this cluster's processes on this node and remove its files. Returns the number of processes stopped.
 
     ``keep_logs`` leaves Ray's folder until the next start or stop.
     """
@@ -114,7 +114,7 @@ def stop_node(cluster: str, *, keep_logs: bool = False) -> int:
         count = _stop(cluster)
         if keep_logs:
             return count
-        if record is not None:  # a folder that the user chose may hold more than this session
+        if record is not None:  # a folder that the user chose may contain more than this session
             shutil.rmtree(Path(record.temp_dir, "session_latest").resolve(), ignore_errors=True)
         shutil.rmtree(own_temp_dir(cluster), ignore_errors=True)
         (state_dir(cluster) / "start.log").unlink(missing_ok=True)
@@ -122,13 +122,13 @@ def stop_node(cluster: str, *, keep_logs: bool = False) -> int:
 
 
 def is_running(record: NodeRecord) -> bool:
-    """Whether the raylet is alive here, and on rank 0 the head too."""
+    """Whether the raylet is running on this node, and on rank 0 also the head."""
     needed = {RAYLET, GCS} if record.rank == 0 else {RAYLET}
     return needed <= command_names(record.processes)
 
 
 def _find(request: NodeRequest, *, token: str | None) -> Found:
-    """Wait for the head to join, and refuse options that contradict what the head knows."""
+    """Wait for the head that this node should join, and refuse options that contradict what the head knows."""
     if request.head_address is not None:
         assert token is not None
         found = wait_at(request.head_address, token=token, tls=request.tls, timeout_s=request.timeout_s)
@@ -156,8 +156,8 @@ def _find(request: NodeRequest, *, token: str | None) -> Found:
 
 
 def _wait_for_rank(request: NodeRequest, found: Found) -> Found:
-    """Refuse a rank that another node holds. A node that died stays listed for some seconds, so wait until it is gone, unless it
-    accepts connections."""
+    """Refuse a rank that belongs to a different node. A dead node stays listed for some seconds, so wait until it is gone, unless it
+    still accepts connections."""
     give_up = time.monotonic() + TAKEN_S
     answer = found.answer
     while holder := next((node for node in answer.alive if node.rank == request.rank), None):
@@ -179,7 +179,7 @@ def _taken(holder: NodeInfo) -> str:
 
 
 def _running(request: NodeRequest) -> NodeRecord | None:
-    """Returns this node's record if it is part of the cluster now; a record left by an earlier start does not count."""
+    """Return this node's record if it is part of the cluster now. A record from an earlier start does not count."""
     record = read_record(request.cluster)
     if record is None or not is_running(record):
         return None
@@ -193,7 +193,7 @@ def _running(request: NodeRequest) -> NodeRecord | None:
         if any((node.rank, node.address) == (record.rank, record.node_ip) for node in answer.alive):
             if answer.cluster_id == record.cluster_id:
                 return record
-        # For example after a network cut: Ray here ends as soon as it learns of it.
+        # This happens after a network cut, for example: Ray on this node exits as soon as it notices.
         why = f"the head at {record.head_address} takes it for dead, or is another one now"
     except (HeadUnreachable, HeadRefuses) as error:
         why = str(error)
@@ -206,19 +206,19 @@ def _launch(request: NodeRequest, start: Start) -> NodeRecord:
     deadline = time.monotonic() + START_S
     folder, temp_dir = state_dir(request.cluster), Path(start.record.temp_dir)
     if request.temp_dir is None:
-        shutil.rmtree(temp_dir, ignore_errors=True)  # sessions of earlier bring-ups
+        shutil.rmtree(temp_dir, ignore_errors=True)  # sessions of earlier starts
     temp_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     write_token(request.cluster, start.token)
     if start.tls:
         write_certificates(tls_dir(request.cluster), token=start.token, addresses=[start.record.node_ip])
     try:
         ray_start(request, start, log=folder / "start.log", deadline=deadline)
-        # Ray opens its folders to everyone, and sockets of raylet and object store are in this one.
+        # Ray opens its folders to everyone, and this one contains the sockets of the raylet and the object store.
         (temp_dir / "session_latest").resolve().chmod(0o700)
         record = _joined(start, deadline=deadline)
         write_record(record)
         if request.rank == 0 and request.rendezvous is not None:
-            _refuse_second_head(request, token=start.token)  # one that came up meanwhile
+            _refuse_second_head(request, token=start.token)  # a second head may have started meanwhile
             _publish(request, start, record, deadline=deadline)
     except BaseException:
         _stop(request.cluster)
@@ -227,7 +227,7 @@ def _launch(request: NodeRequest, start: Start) -> NodeRecord:
 
 
 def _joined(start: Start, *, deadline: float) -> NodeRecord:
-    """Wait until the head lists this node under its rank, and refuse if another host took the rank at the same moment."""
+    """Wait until the head lists this node under its rank; refuse if a different host took the rank meanwhile."""
     record = start.record
     while True:
         answer = ask_head(record.head_address, token=start.token, tls=start.tls, claim=(record.rank, start.mark))
@@ -281,7 +281,7 @@ def _publish(request: NodeRequest, start: Start, record: NodeRecord, *, deadline
 
 
 def _refuse_second_head(request: NodeRequest, *, token: str | None) -> None:
-    """Refuse if the published head is alive, that is if it answers with its own id."""
+    """Refuse if the published head is alive, i.e. if it answers with its own id."""
     if request.rendezvous is None:
         return
     rendezvous = Rendezvous(request.rendezvous, request.cluster)

@@ -22,12 +22,12 @@ class Roster:
 
     cluster: str
     title: str
-    cluster_id: str | None  # `None` if `rollcall node` did not start it
+    cluster_id: str | None  # `None` if `rollcall node` did not start the cluster
     has_token: bool
     head_address: str
     dashboard_url: str | None
     num_nodes: int
-    nodes: tuple[NodeInfo, ...]  # one per rank that ever joined: the living one, else the one that died last
+    nodes: tuple[NodeInfo, ...]  # one per rank that ever joined: the living node, else the one that died last
 
     @property
     def alive(self) -> list[NodeInfo]:
@@ -39,7 +39,7 @@ class Roster:
 
     @property
     def missing(self) -> list[int]:
-        """Ranks without a living node."""
+        """The ranks without a living node."""
         return sorted(set(range(self.num_nodes)) - {node.rank for node in self.alive if node.rank is not None})
 
 
@@ -63,7 +63,7 @@ def list_nodes(cluster: Cluster) -> Roster:
 
 
 def wait_for_slots(cluster: Cluster, *, num_slots: int, timeout_s: float) -> Roster:
-    """Return once exactly ``num_slots`` have joined. More is an error at once, fewer is one after ``timeout_s``."""
+    """Return once exactly ``num_slots`` have joined. Raise at once if there are more, or after ``timeout_s`` if there are fewer."""
     wait = Wait(timeout_s, first_s=0, every_s=4)
     cluster.wait_until_known(wait)
     while True:
@@ -92,7 +92,7 @@ def describe(found: Roster, *, num_slots: int) -> str:
 
 
 def missing_ranks(ranks: Sequence[int], lost: Mapping[int | None, NodeInfo]) -> str:
-    """Name lost ranks by address and time, and group ranks that never joined into ranges, so that a hundred fit on a line."""
+    """Name lost ranks by address and time, and group ranks that never joined into ranges, so that a hundred ranks fit on a line."""
     parts = [
         f"{rank} ({lost[rank].address}, lost at {time.strftime('%H:%M:%S', time.localtime(lost[rank].ended_ms / 1000))})"
         for rank in ranks

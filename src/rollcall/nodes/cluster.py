@@ -1,16 +1,16 @@
-"""Which cluster a command talks to: one of ours, or a Ray that someone else has started.
+"""Which cluster a command talks to: a Rollcall cluster, or a Ray cluster that someone else started.
 
-Everything that differs between the two is in ``OurCluster`` and ``PlainRay``; no other file asks which kind it has. ``find_cluster``
-takes the most explicit wish:
+Everything that differs between the two is in ``OurCluster`` and ``PlainRay``; no other file needs to know the kind. ``find_cluster``
+uses the first of these that is set:
 
 1. ``--cluster NAME``
-2. inside a Ray job, the Ray that runs the job
+2. inside a Ray job, the Ray cluster that runs the job
 3. ``cluster.ray_address`` of the run file
 4. ``ROLLCALL_CLUSTER``
 5. ``RAY_ADDRESS``
-6. the cluster that this node is part of
+6. the cluster that this node belongs to
 
-Where there is more than one, a line says which was taken and why.
+If several are set, it prints which one it uses and why.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ from rollcall.nodes.state import (
 )
 
 RAY_ADDRESS = "RAY_ADDRESS"
-IN_A_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray sets it for the drivers of submitted jobs, together with RAY_ADDRESS
+IN_A_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray sets this for the drivers of submitted jobs, together with RAY_ADDRESS
 MODE = "RAY_AUTH_MODE"
 _said: set[str] = set()
 
 
 @dataclass(frozen=True, slots=True)
 class OurCluster:
-    """A cluster that `rollcall node` has made this node part of, known by the record, token and certificates that it left here.
+    """A cluster that this node joined with `rollcall node`, identified by the record, token and certificates stored on this node.
 
-    The record is read each time, since `rollcall node` may write a new one meanwhile.
+    The record is read each time because `rollcall node` may write a new one meanwhile.
     """
 
     name: str
@@ -105,10 +105,10 @@ class OurCluster:
         return answer
 
     def wait_until_known(self, wait: Wait) -> None:
-        """Wait for this node's record: a `rollcall node` in the background writes it."""
+        """Wait for this node's record, which a `rollcall node` in the background writes."""
         while read_record(self.name) is None:
             if not wait.again(f"waiting for `rollcall node` to make this node part of {self.title}", after_s=0.2):
-                require_record(self.name)  # refuses, unless it has come just now
+                require_record(self.name)  # refuses, unless the record has just appeared
                 return
 
     def num_nodes(self, answer: HeadAnswer) -> int:
@@ -128,12 +128,12 @@ class OurCluster:
         return self.record.dashboard_url
 
     def job_server(self) -> tuple[str | None, str | None, int | None]:
-        """The URL of its dashboard as this machine reaches it, the token to give there, and the number of nodes, if this is one."""
+        """Return the dashboard URL as this machine reaches it, the token for it, and the number of nodes."""
         record = self.record
         return record.dashboard_url, self.token, record.num_nodes
 
     def environment(self, answer: HeadAnswer) -> dict[str, str | None]:
-        return {"RAY_AUTH_TOKEN": None, **auth_env(self.name)}  # the token itself would win over its file
+        return {"RAY_AUTH_TOKEN": None, **auth_env(self.name)}  # Ray would prefer this variable to the token's file
 
     def note_driver(self) -> None:
         note_driver(self.name)
@@ -151,10 +151,10 @@ class OurCluster:
 
 @dataclass(frozen=True, slots=True)
 class PlainRay:
-    """A Ray that is known only by its address: started by hand, by KubeRay, by a company; or the one that runs this job.
+    """A Ray cluster known only by its address: started by hand, by KubeRay or by a company, or the one that runs this job.
 
-    Rollcall starts and stops nothing there. Token and certificates are those that Ray's own variables name; a cluster that wants no
-    token is used without one. Nodes that carry no rank get one by address.
+    Rollcall starts and stops nothing there. Ray's own variables name the token and the certificates; a cluster that requires no
+    token is used without one. Nodes without a rank get one by address.
     """
 
     head_address: str
@@ -195,7 +195,7 @@ class PlainRay:
         return
 
     def num_nodes(self, answer: HeadAnswer) -> int:
-        """Counts the nodes with slots, or all nodes if none has any. The head is often a node without slots."""
+        """Return the number of nodes with slots, or of all nodes if none has slots. The head often has no slots."""
         return sum(node.slots > 0 for node in answer.alive) or len(answer.alive)
 
     def own_node(self, answer: HeadAnswer) -> NodeInfo:
@@ -209,7 +209,7 @@ class PlainRay:
         )
 
     def _refuse_other_versions(self, answer: HeadAnswer) -> None:
-        """Refuse in one line what Ray would refuse in many."""
+        """Report in one line a mismatch that Ray would report in many."""
         mine = {"Ray": installed("ray"), "Python": platform.python_version()}
         for what, theirs in answer.versions.items():
             is_same = theirs == mine[what] if what == "Ray" else compared(theirs) == compared(mine[what])
@@ -233,7 +233,7 @@ class PlainRay:
         return {MODE: "disabled" if answer.is_open else _mode()}
 
     def note_driver(self) -> None:
-        """Do nothing: the person who started this Ray does not ask for its drivers."""
+        """Do nothing: whoever started this Ray cluster does not look for drivers."""
 
     def join_command(self, rank: int | str) -> str:
         return f"ray start --address={self.head_address}"
@@ -246,26 +246,26 @@ Cluster = OurCluster | PlainRay
 
 
 def compared(version: str) -> str:
-    """The part of a Python version that Ray compares, which the user may shorten."""
+    """Return the part of a Python version that Ray compares. The user can choose a shorter part."""
     level = os.environ.get("RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL")
     return ".".join(version.split(".")[: 2 if level == "minor" else 3])
 
 
 def _mode() -> str:
-    """The authentication mode for a Ray that wants a token: `token`, unless the user names another."""
+    """Return the authentication mode for a Ray cluster that requires a token: `token`, unless the user sets a different one."""
     wished = os.environ.get(MODE)
     return wished if wished and wished != "disabled" else "token"
 
 
 def _own(answer: HeadAnswer) -> NodeInfo | None:
-    """Find this machine among the nodes, by its raylet if possible: others may reach it by an address that it does not have itself."""
+    """Find this machine's node, by its raylet if possible: others may reach the machine at an address that it does not have itself."""
     here = raylets_here()
     found = [node for node in answer.alive if node.node_id in here]
     return next(iter([*found, *(node for node in answer.alive if is_own(node.address))]), None)
 
 
 def _ranked(nodes: tuple[NodeInfo, ...]) -> tuple[NodeInfo, ...]:
-    """All living nodes with ranks, then for each address without a living node the last one that died there."""
+    """Return all living nodes with ranks, then for each address without a living node the last one that died there."""
     living = [node for node in nodes if node.alive]
     ranks = rank_by_address({node.node_id: (node.rank, node.address, node.slots > 0) for node in living})
     lost = {node.address: node for node in sorted(nodes, key=lambda node: node.started_ms) if not node.alive}
@@ -278,7 +278,7 @@ def _ranked(nodes: tuple[NodeInfo, ...]) -> tuple[NodeInfo, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Wish:
-    """A Ray that is named somewhere."""
+    """A Ray address from the environment or the run file."""
 
     text: str
     where: str  # RAY_ADDRESS or cluster.ray_address
@@ -288,12 +288,12 @@ class _Wish:
 
 
 def find_cluster(name: str | None = None, *, ray_address: str | None = None) -> Cluster:
-    """``name`` is that of ``--cluster``, ``ray_address`` that of the run file. Without any, it is this node's default cluster."""
+    """Find the cluster to use. ``name`` comes from ``--cluster``, ``ray_address`` from the run file. Default: this node's cluster."""
     return wished_cluster(name, ray_address=ray_address) or OurCluster(DEFAULT_CLUSTER)
 
 
 def wished_cluster(name: str | None = None, *, ray_address: str | None = None) -> Cluster | None:
-    """Returns `None` if nothing names a cluster and this node is part of no default cluster."""
+    """Like ``find_cluster``, but return `None` if nothing names a cluster and this node is not part of the default cluster."""
     wish = _wish(ray_address)
     if name is not None:
         return _ours(name, why="--cluster names it", instead_of=wish)
@@ -309,7 +309,7 @@ def wished_cluster(name: str | None = None, *, ray_address: str | None = None) -
         return OurCluster(own.cluster)
     plain = _plain(wish)
     if own is not None and is_same_address(plain.head_address, own.head_address):
-        return OurCluster(own.cluster)  # the same, and its token is known here
+        return OurCluster(own.cluster)  # the same cluster, and its token is known here
     if own is not None:
         say_once(
             f"note: {plain.title} is used, because {wish.where} names it; cluster {own.cluster!r} of this node is not used "
@@ -319,7 +319,7 @@ def wished_cluster(name: str | None = None, *, ray_address: str | None = None) -
 
 
 def wished_dashboard(name: str | None = None, *, ray_address: str | None = None) -> str | None:
-    """The address in ``RAY_ADDRESS`` or the run file, if it is that of a dashboard, which is enough for jobs."""
+    """Return the address in ``RAY_ADDRESS`` or the run file if it is a dashboard's, which is enough for jobs."""
     wish = _wish(ray_address)
     taken = name is not None or (os.environ.get(CLUSTER) and wish is not None and wish.where == RAY_ADDRESS)
     return wish.text if wish is not None and not taken and wish.text.startswith(("http://", "https://")) else None
@@ -330,7 +330,7 @@ def is_in_a_job() -> bool:
 
 
 def is_same_address(one: str, other: str) -> bool:
-    """Whether two addresses are the same place: a host has several, and Ray replaces loopback by another of them."""
+    """Whether two addresses name the same endpoint. A host has several, and Ray replaces loopback with another of them."""
     if one == other:
         return True
     (host, port), (other_host, other_port) = split_address(one), split_address(other)
@@ -341,12 +341,12 @@ def _wish(ray_address: str | None) -> _Wish | None:
     if ray_address:
         return _Wish(text=ray_address.strip(), where="cluster.ray_address")
     text = os.environ.get(RAY_ADDRESS, "").strip()
-    # `local` asks Ray for one of its own: that names no cluster.
+    # `local` makes Ray start its own cluster, so it does not name one.
     return _Wish(text=text, where=RAY_ADDRESS) if text and text != "local" else None
 
 
 def _names(wish: _Wish, own: NodeRecord) -> bool:
-    """Whether it names this cluster, by its head or (as for Ray's own job commands) by its dashboard."""
+    """Whether the wish names this cluster, by its head or (as in Ray's own job commands) by its dashboard."""
     return wish.text in (own.head_address, own.dashboard_url)
 
 
@@ -390,7 +390,7 @@ def _plain(wish: _Wish) -> PlainRay:
 
 
 def say_once(text: str) -> None:
-    """Print a note once, though every attempt of a run looks for its cluster."""
+    """Print a note only once, although every attempt of a run looks for its cluster."""
     if text not in _said:
         _said.add(text)
         say(text)

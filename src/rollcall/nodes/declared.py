@@ -1,12 +1,12 @@
-"""The environment variables that a run file gives to workers.
+"""Environment variables that a run file sets for workers.
 
 A run file declares them: ``cluster.env`` (values), ``cluster.env_pass`` (names copied from the submitter) and
-``cluster.node_env`` (one node's own). Where a name has several values, the node's wins, then the run file's, then the
-submitter's. Nothing else travels: all other variables of a worker are its node's own (node_shell.py), Rollcall's or Ray's.
+``cluster.node_env`` (per node). If a name has several values, the node's wins, then the run file's, then the
+submitter's. Nothing else is forwarded: a worker's other variables come from its node (node_shell.py), Rollcall or Ray.
 
 Ray writes the variables of jobs and workers to its logs and shows them to anyone who asks its API (2.60: ``runtime_env_agent.log``,
-``ray job list``). So secrets travel in one sealed variable: a salt, new each time, and a Fernet message whose key is PBKDF2 of the
-cluster's token and the salt. It is opened where it is needed: by launch/jobs/driver.py for a job's controller, in Ray's workers by
+``ray job list``). So secrets travel in one sealed variable: a new salt each time, and a Fernet message whose key is PBKDF2 of the
+cluster's token and the salt. It is opened where it is needed: by launch/jobs/driver.py for a job's controller, and in Ray workers by
 ``SETUP_HOOK``.
 """
 
@@ -30,26 +30,26 @@ from rollcall.base.errors import ClusterError
 from rollcall.base.redact import REDACTED, guard_streams, hides, redact_env, remember
 from rollcall.nodes.node_shell import TOKEN, origins
 
-if TYPE_CHECKING:  # every worker process imports this module, and most need none of the run file's models
+if TYPE_CHECKING:  # every worker process imports this module, and most do not need the run file's models
     from rollcall.config import ClusterSection
 
 NODE_OWN = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
-# Set for every worker by its group.
+# Set by each worker's group.
 GROUP_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 _OURS = frozenset({
     *GROUP_VARIABLES, "RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", TOKEN, "ROLLCALL_SEALED", "ROLLCALL_SUBMITTED",
     "RAY_USE_TLS", "RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT",
 })  # fmt: skip
-SEALED = "ROLLCALL_SEALED"  # the secrets, for those who have the token
+SEALED = "ROLLCALL_SEALED"  # the secrets, which only the cluster's token opens
 SUBMITTED = "ROLLCALL_SUBMITTED"  # names of the variables that came with the job
 # runtime_env["worker_process_setup_hook"], for ray.init or a job
 SETUP_HOOK = "rollcall.nodes.declared.open_sealed"
-_ROUNDS = 20_000  # a token that Rollcall made needs none, one that a person chose does
+_ROUNDS = 20_000  # a token from Rollcall needs no extra rounds, but one that a person chose does
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variable:
-    """A declared variable of one node's workers."""
+    """A variable declared for the workers of one node."""
 
     value: str
     source: str  # such as "cluster.env" or "cluster.env_pass NCCL_*"
@@ -73,13 +73,13 @@ def check_environment(section: ClusterSection) -> None:
 
 
 def declared(section: ClusterSection | None, *, submitted: Mapping[str, str], node_rank: int) -> dict[str, Variable]:
-    """The variables of a node's workers, by name. ``submitted`` comes from ``submitted_env`` or from a job."""
+    """Return the variables of a node's workers by name. ``submitted`` comes from ``submitted_env`` or from a job."""
     if section is None:
         return {}
     check_environment(section)
     found: dict[str, Variable] = {}
     for name, value in submitted.items():
-        if name not in section.env:  # a secret of cluster.env travels with the passed ones
+        if name not in section.env:  # a secret in cluster.env travels with the passed variables
             by = next((one for one in section.env_pass if _is_pattern(one) and fnmatch.fnmatchcase(name, one)), "")
             found[name] = Variable(value=value, source=f"cluster.env_pass {by}".rstrip())
     for name, value in section.env.items():
@@ -96,20 +96,20 @@ def declared(section: ClusterSection | None, *, submitted: Mapping[str, str], no
 
 
 def worker_env(section: ClusterSection | None, *, submitted: Mapping[str, str], node_rank: int) -> dict[str, str]:
-    """The declared variables of a worker on this node, secrets among them: give it to Ray through ``for_ray``."""
+    """Return the declared variables of a worker on this node, including secrets. Pass them to Ray through ``for_ray``."""
     variables = declared(section, submitted=submitted, node_rank=node_rank)
     return {name: variable.value for name, variable in variables.items()}
 
 
 def submitted_env(section: ClusterSection | None) -> dict[str, str]:
-    """The variables that the submitter gives. In a job they came with it; otherwise this process is the submitter."""
+    """Return the submitter's variables. In a job they came with the job; otherwise this process is the submitter."""
     if SUBMITTED in os.environ:
         return {name: os.environ[name] for name in os.environ[SUBMITTED].split(",") if name in os.environ}
     return passed(section, environ=os.environ)
 
 
 def passed(section: ClusterSection | None, *, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that ``cluster.env_pass`` takes from ``environ``."""
+    """Return the variables that ``cluster.env_pass`` copies from ``environ``."""
     found: dict[str, str] = {}
     for pattern in section.env_pass if section is not None else ():
         names = sorted(fnmatch.filter(environ, pattern)) if _is_pattern(pattern) else [pattern]
@@ -126,8 +126,8 @@ def job_env(
     token: str | None,
     named: Mapping[str, Sequence[str]] | None = None,
 ) -> dict[str, str]:
-    """The variables of a job, as Ray may show them: all that is declared for every node, and those that rewards and the
-    environment get by name from the job's driver. ``named`` has these by the key of the run file."""
+    """Return a job's variables in a form that Ray may show: those declared for every node, and those that rewards and the
+    environment get by name from the job's driver (``named``, by run file key)."""
     asked = _asked_by_name(named or {}, section, environ=environ)
     if section is None:
         return for_ray(asked, token=token)
@@ -135,9 +135,9 @@ def job_env(
     submitted = passed(section, environ=environ)
     everywhere = section.model_copy(update={"node_env": {}})
     values = worker_env(everywhere, submitted=submitted, node_rank=0)
-    # What the driver cannot read in its run file: the submitter's values, and the secrets, which are redacted there.
+    # The driver cannot read these from its run file: the submitter's values, and the secrets, which are redacted there.
     names = [name for name, value in values.items() if name in submitted or hides(name, value)]
-    # Set even if it is empty: the head's own variables are not the submitter's.
+    # Set even when empty: the head's own variables are not the submitter's.
     return {**for_ray({**asked, **values}, token=token), SUBMITTED: ",".join(names)}
 
 
@@ -147,7 +147,7 @@ def _asked_by_name(
     found: dict[str, str] = {}
     for where, name in ((where, name) for where, names in named.items() for name in names):
         if section is not None and name in section.env:
-            continue  # the run file has its value
+            continue  # the run file contains its value
         _check_name(name, where)
         found[name] = _value(name, environ, where=where)
     return found
@@ -160,9 +160,9 @@ def _value(name: str, environ: Mapping[str, str], *, where: str) -> str:
 
 
 def for_ray(values: Mapping[str, str], *, token: str | None = None) -> dict[str, str]:
-    """The same variables as Ray may log them, for ``runtime_env["env_vars"]``: secrets in one sealed variable.
+    """Return the variables in a form that Ray may log, for ``runtime_env["env_vars"]``, with the secrets in one sealed variable.
 
-    ``token`` is the cluster's; by default the one that this process uses.
+    ``token`` is the cluster's; the default is the token of this process.
     """
     secrets = {name: value for name, value in values.items() if hides(name, value)}
     if not secrets:
@@ -180,7 +180,7 @@ def for_ray(values: Mapping[str, str], *, token: str | None = None) -> dict[str,
 
 
 def open_sealed() -> None:
-    """Turn this process's sealed variable, if it has one, into the variables themselves; what it prints is redacted."""
+    """Unpack this process's sealed variable, if there is one, into its environment, and redact what the process prints."""
     values = sealed_values(os.environ, token=process_token())
     remember(values.values())
     os.environ.update(values)
@@ -188,7 +188,7 @@ def open_sealed() -> None:
 
 
 def sealed_values(environ: Mapping[str, str], *, token: str | None) -> dict[str, str]:
-    """The secrets in these variables."""
+    """Decrypt the secrets in these variables."""
     envelope = environ.get(SEALED)
     if envelope is None:
         return {}
@@ -200,7 +200,7 @@ def sealed_values(environ: Mapping[str, str], *, token: str | None) -> dict[str,
 
 
 def process_token(environ: Mapping[str, str] | None = None) -> str | None:
-    """The token that Ray uses in this process, from where Ray takes it."""
+    """Return the token that Ray uses in this process, looked up as Ray does."""
     environ = os.environ if environ is None else environ
     mode = environ.get("RAY_AUTH_MODE")
     if mode == "disabled":
@@ -214,7 +214,7 @@ def process_token(environ: Mapping[str, str] | None = None) -> str | None:
 
 @contextmanager
 def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set these variables of this process, and restore the old values at the end."""
+    """Set these environment variables, and restore the old values at the end."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -228,8 +228,8 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def seen_here() -> dict[str, tuple[str, str]]:
-    """All variables of a worker on this node, each with its origin if no run file declares it. Runs in that worker. The
-    value of a secret does not leave the node."""
+    """Return all variables of a worker on this node, each with its origin if no run file declares it. Runs in that worker.
+    Secret values do not leave the node."""
     open_sealed()
     found = origins(os.environ)
     return {name: (value, found[name]) for name, value in redact_env(os.environ).items()}

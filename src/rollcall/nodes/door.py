@@ -4,9 +4,9 @@ listener -> caller     a challenge, 32 random bytes
 caller   -> listener   its own challenge, and the proof that it knows the secret: HMAC-SHA256 over both challenges
 listener -> caller     its own proof
 
-The secret itself never travels, and a proof is good for one connection. Before the proof a caller gets 32 random bytes, has
-64 bytes to say and ``PROOF_S`` to say them; nothing of it is parsed. Many callers are heard at once, so a silent
-one delays nobody. What follows on the connection is plain TCP: the door keeps strangers out, but someone who can read or
+The secret itself is never sent, and a proof is valid for one connection. Before the proof a caller receives 32 random bytes and has
+``PROOF_S`` to send 64 bytes, which are not parsed. Many callers are served at once, so a silent
+one delays nobody. After the proof the connection is plain TCP: the door keeps strangers out, but someone who can read or
 change other people's packets can still do so.
 """
 
@@ -25,12 +25,12 @@ from functools import partial
 
 from rollcall.nodes.framing import read_exactly
 
-CHALLENGE = 32  # bytes, of a proof too
+CHALLENGE = 32  # bytes; a proof is as long
 PROOF_S = 5.0  # from connecting to the proof
-MOST_WAITING = 128  # callers without a proof; one more, and one of the host with the most of them is dropped
+MOST_WAITING = 128  # callers without a proof; beyond that, a caller of the host with the most of them is dropped
 BACKLOG = 1024
-PROBE_S = 2  # between two questions to an idle peer's kernel
-SILENT_S = 8  # after this long without an answer the peer is gone
+PROBE_S = 2  # between two keepalive probes of an idle peer
+SILENT_S = 8  # a peer that has not answered for this long is gone
 
 
 def new_secret() -> str:
@@ -38,24 +38,24 @@ def new_secret() -> str:
 
 
 def answer(challenge: bytes, *, secret: str) -> tuple[bytes, bytes]:
-    """A caller's reply to a challenge, and the proof that it must get in return."""
+    """Return a caller's reply to a challenge, and the proof that the caller must receive in return."""
     both = challenge + secrets.token_bytes(CHALLENGE)
     return both[CHALLENGE:] + _proof(secret, b"caller", both), _proof(secret, b"listener", both)
 
 
 def prove(read: Callable[[int], bytes], write: Callable[[bytes], object], *, secret: str) -> bool:
-    """Do a caller's part of the exchange. Returns whether the listener knows the secret too."""
+    """Do the caller's part of the exchange. Returns whether the listener knows the secret too."""
     reply, proof = answer(read(CHALLENGE), secret=secret)
     write(reply)
     return hmac.compare_digest(read(CHALLENGE), proof)
 
 
 class StrangerError(ConnectionError):
-    """What listens there does not know the secret."""
+    """The listener at this address does not know the secret."""
 
 
 def enter(address: str, port: int, *, secret: str, timeout_s: float) -> socket.socket:
-    """Connect to the listener of a door. OSError: nobody listens there."""
+    """Connect through a door. Raises OSError if nobody listens there."""
     connection = socket.create_connection((address, port), timeout=timeout_s)
     try:
         connection.settimeout(PROOF_S)
@@ -70,7 +70,7 @@ def enter(address: str, port: int, *, secret: str, timeout_s: float) -> socket.s
 
 
 def listen_at(host: str) -> socket.socket:
-    """Listen on that address of this host, and on no other."""
+    """Listen on this address of the host only."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, protocol)
     try:
@@ -83,12 +83,12 @@ def listen_at(host: str) -> socket.socket:
 
 
 def watch_peer(connection: socket.socket) -> None:
-    """Send small messages at once, and have the kernel notice when the peer's host is gone."""
+    """Send small messages at once, and make the kernel detect when the peer's host is gone."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     times = {"TCP_KEEPIDLE": PROBE_S, "TCP_KEEPINTVL": PROBE_S, "TCP_USER_TIMEOUT": SILENT_S * 1000}
     for name, value in {**times, "TCP_KEEPCNT": SILENT_S // PROBE_S}.items():
-        if (option := getattr(socket, name, None)) is not None:  # not every system has them all
+        if (option := getattr(socket, name, None)) is not None:  # not every system has all of them
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
@@ -101,22 +101,22 @@ class _Caller:
 
 
 class Door:
-    """For one thread. ``accept`` must be called for callers to be heard."""
+    """For use by one thread. Callers are served only while ``accept`` runs."""
 
     def __init__(self, listener: socket.socket, *, secret: str) -> None:
         self._listener = listener
         self._secret = secret
-        self._callers: dict[socket.socket, _Caller] = {}  # without a proof so far, the oldest first
+        self._callers: dict[socket.socket, _Caller] = {}  # callers without a proof so far, oldest first
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
 
     def fileno(self) -> int:
-        """Readable when ``accept`` has something to do."""
+        """Return a descriptor that is readable when ``accept`` has something to do."""
         return self._selector.fileno()
 
     def accept(self, timeout_s: float) -> socket.socket | None:
-        """Returns the next caller that knows the secret, or `None` if there is none in time."""
+        """Return the next caller that knows the secret, or `None` on timeout."""
         ends = time.monotonic() + timeout_s
         while True:
             until = min([ends, *(caller.until for caller in self._callers.values())])
@@ -126,7 +126,7 @@ class Door:
                 elif isinstance(key.fileobj, socket.socket) and self._hear(key.fileobj):
                     return key.fileobj
             now = time.monotonic()
-            # After reading, since this process itself may have been frozen.
+            # After reading, since this process itself may have been suspended.
             for late in [one for one, caller in self._callers.items() if caller.until <= now]:
                 self._dismiss(late)
             if now >= ends:
@@ -143,29 +143,29 @@ class Door:
             connection, peer = self._listener.accept()
         except BlockingIOError:
             return
-        except OSError:  # no descriptor is left, or the caller is gone already
+        except OSError:  # no descriptor is left, or the caller has already gone
             if self._callers:
                 self._dismiss(self._least_missed())
             return
         if len(self._callers) >= MOST_WAITING:
             self._dismiss(self._least_missed())
         connection.setblocking(False)
-        host = peer[0] if isinstance(peer, tuple) else ""  # a Unix socket has none
+        host = peer[0] if isinstance(peer, tuple) else ""  # a Unix socket has no host
         caller = _Caller(host=host, challenge=secrets.token_bytes(CHALLENGE), until=time.monotonic() + PROOF_S)
         self._callers[connection] = caller
         self._selector.register(connection, selectors.EVENT_READ)
         self._send(connection, caller.challenge)
 
     def _least_missed(self) -> socket.socket:
-        """The longest waiting caller of the host with the most of them, so that a stranger pushes out its own callers first."""
+        """Return the longest-waiting caller of the host with the most callers, so that a stranger pushes out its own callers first."""
         counts = Counter(caller.host for caller in self._callers.values())
         host = max(counts, key=lambda one: counts[one])
         return next(one for one, caller in self._callers.items() if caller.host == host)
 
     def _hear(self, connection: socket.socket) -> bool:
-        """Read from a caller. Returns whether it has proved that it knows the secret; one that failed is dismissed."""
+        """Read from a caller. Returns whether it has proved that it knows the secret; dismisses a caller that failed."""
         caller = self._callers.get(connection)
-        if caller is None:  # it has just made way for another one
+        if caller is None:  # it was just dropped to make room for a new caller
             return False
         try:
             data = connection.recv(2 * CHALLENGE - len(caller.reply))
@@ -189,10 +189,10 @@ class Door:
         return True
 
     def _send(self, connection: socket.socket, data: bytes) -> bool:
-        """32 bytes always fit a new connection's buffer."""
+        """Send without waiting: 32 bytes always fit into a new connection's buffer."""
         try:
             return connection.send(data) == len(data)
-        except OSError:  # gone; reading from it says so too
+        except OSError:  # disconnected; the next read reports that
             return False
 
     def _dismiss(self, connection: socket.socket) -> None:

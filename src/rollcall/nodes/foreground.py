@@ -1,9 +1,9 @@
-"""`rollcall node --block`: stay while Ray runs on this node, and stop Ray on a signal.
+"""`rollcall node --block`: stay in the foreground while Ray runs on this node, and stop Ray on a signal.
 
-A supervisor that ends a job (Slurm, Kubernetes) often signals only this command. It passes the signal on to the drivers of the
-runs here and keeps Ray up until no run is left on this node, for at most ``save_s`` seconds, since a run saves through Ray's
-processes. A second signal stops Ray at once. SIGUSR1, which Slurm's `--signal` sends ahead,
-goes to the drivers, and Ray stays.
+A supervisor that stops a job (Slurm, Kubernetes) often signals only this command. The command passes the signal on to the drivers of
+the runs on this node and keeps Ray up until no run is left, for at most ``save_s`` seconds, because a run saves through Ray's
+processes. A second signal stops Ray at once. SIGUSR1, which Slurm's `--signal` sends in advance, is passed on to the
+drivers, and Ray stays up.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from rollcall.nodes.processes import find_processes, signal_processes
 from rollcall.nodes.state import NodeRecord, noted_drivers, read_record, state_dir
 
 LOOK_EVERY_S = 1.0
-SAVE_S = 25.0  # Slurm (KillWait) and Kubernetes kill after 30 s; stopping Ray takes some of them
+SAVE_S = 25.0  # Slurm (KillWait) and Kubernetes kill after 30 s; stopping Ray takes part of that
 DRIVER = "rollcall.launch.jobs.driver"
-# Titles of Ray's processes that serve no run: an idle worker, and the two helpers that each raylet has (2.60).
+# Titles of Ray processes that serve no run: an idle worker, and the two helpers of each raylet (2.60).
 FOR_NOBODY = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
 
 
 class Signals:
-    """Remembers which signals have come."""
+    """Remembers which signals have arrived."""
 
     def __init__(self) -> None:
         self.end = threading.Event()
@@ -58,8 +58,8 @@ def hold(
 ) -> int | None:
     """Return when a signal or `rollcall down` has stopped the node; raise if Ray died by itself.
 
-    ``until`` is asked every second for the exit status of the run. When it gives one, the node is stopped and the status returned.
-    ``too_early`` is the status to return when SIGUSR1 comes before there is a run.
+    ``until`` is called every second for the run's exit status. Once it returns one, the node is stopped and the status returned.
+    ``too_early`` is the status to return if SIGUSR1 arrives before there is a run.
     """
     signals = Signals()
     before = {number: signal.signal(number, signals.hear) for number in (*heeded_signals(), signal.SIGINT)}
@@ -101,14 +101,14 @@ def hold(
 
 
 def drivers(record: NodeRecord) -> list[Process]:
-    """Drivers on this node of runs on this cluster: submitted ones, and those that a person started."""
+    """Return the drivers of this cluster's runs on this node: submitted ones, and those that a person started."""
     found = find_processes(state_dir(record.cluster), recorded=record.processes)
     submitted = [process for process in found if DRIVER in command_of(process.pid)]
     return [*submitted, *noted_drivers(record.cluster)]
 
 
 def has_run(record: NodeRecord) -> bool:
-    """Whether any Ray process here works for a run."""
+    """Whether any Ray process on this node works for a run."""
     found = find_processes(state_dir(record.cluster), recorded=record.processes)
     titles = (command_of(process.pid) for process in found)
     return any(title.startswith("ray::") and not title.startswith(FOR_NOBODY) for title in titles)
@@ -117,7 +117,7 @@ def has_run(record: NodeRecord) -> bool:
 def _let_save(
     record: NodeRecord, signals: Signals, *, save_s: float, until: Callable[[], int | None] | None
 ) -> int | None:
-    """Give the run time to save. Returns its exit status if ``until`` gives one in time; its last lines are printed by then."""
+    """Give the run time to save. Returns its exit status if ``until`` returns one in time; its last lines are printed by then."""
     signal_processes(drivers(record), signal.SIGTERM)
     wait, status = Wait(save_s), None
     if not has_run(record):
@@ -131,7 +131,7 @@ def _let_save(
 
 
 def _reap() -> None:
-    """In a container this process may be the first one, and every orphan's parent."""
+    """Reap orphans: in a container this process may be PID 1, and so every orphan's parent."""
     while True:
         try:
             pid, _ = os.waitpid(-1, os.WNOHANG)

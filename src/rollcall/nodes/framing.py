@@ -1,9 +1,9 @@
-"""How processes write to each other: a message is its length and its bytes, in both directions.
+"""Message framing between processes: each message is its length followed by its bytes, in both directions.
 
-A call and its answers begin with a head: the number of the call and the kind of message. The rest of a call is a pickle or JSON. A
-process that may run what a model wrote answers in JSON, which is validated and never unpickled.
+A call and its answers begin with a header: the call number and the kind of message. The rest of a call is a pickle or JSON. A
+process that may run model-written code answers in JSON, which is validated and never unpickled.
 
-Standard library only: confined processes import it and have to start fast.
+Standard library only: confined processes import this module and must start fast.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from dataclasses import dataclass
 from typing import Any
 
 LENGTH = struct.Struct("<Q")
-HEAD = struct.Struct("<IB")  # number of the call, kind of message
+HEAD = struct.Struct("<IB")  # call number, kind of message
 CALL, PART, DONE, RAISED = range(4)  # PART: a value that a call yields before it is done
-LONGEST = 1 << 40  # bytes of a message between our own processes
-LONGEST_JSON = 256 << 20  # of one that comes over the network
+LONGEST = 1 << 40  # bytes in a message between our own processes
+LONGEST_JSON = 256 << 20  # bytes in a message from the network
 
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """How the values of messages are written and read."""
+    """How message values are encoded and decoded."""
 
     dumps: Callable[[Any], bytes]
     loads: Callable[[bytes], Any]
 
 
 def _as_json(value: Any) -> bytes:
-    # Half of a surrogate pair, which Python's text may hold, is no text for anybody else.
+    # Python strings may contain a lone surrogate, which is not valid UTF-8.
     return json.dumps(value, ensure_ascii=False, allow_nan=False, default=plain).encode("utf-8", "replace")
 
 
 def plain(value: Any) -> Any:
-    """A value that JSON does not have: an array as a list, a date as text."""
+    """Convert a value that JSON does not support: an array to a list, a date to a string."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
@@ -54,14 +54,14 @@ def json_frame(message: Any) -> bytes:
 
 
 class Frames:
-    """Messages out of bytes as they arrive. The other side may be slow, or lie."""
+    """Splits incoming bytes into messages. The other side may be slow, or send anything."""
 
     def __init__(self, longest: int = LONGEST) -> None:
         self._longest = longest
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The messages that are whole now. ConnectionError: one is longer than allowed."""
+        """Return the messages that are complete now. Raises ConnectionError if one is longer than allowed."""
         self._bytes += data
         found: list[bytes] = []
         begin = 0
@@ -79,7 +79,7 @@ class Frames:
 
 
 def read_frame(read: Callable[[int], bytes], *, longest: int = LONGEST) -> bytes:
-    """The next message. ``read`` returns exactly this many bytes."""
+    """Read the next message. ``read`` returns exactly as many bytes as asked."""
     (length,) = LENGTH.unpack(read(LENGTH.size))
     if length > longest:
         raise ConnectionError(f"a message of {length} bytes, and the longest has {longest}")
@@ -91,7 +91,7 @@ def read_json_frame(read: Callable[[int], bytes]) -> Any:
 
 
 def read_exactly(read_some: Callable[[int], bytes], count: int) -> bytes:
-    """``read_some`` returns at most this many bytes, and none when the connection was closed."""
+    """Read ``count`` bytes. ``read_some`` returns at most as many bytes as asked, and none once the connection is closed."""
     parts: list[bytes] = []
     while count:
         data = read_some(min(count, 1 << 20))
@@ -103,7 +103,7 @@ def read_exactly(read_some: Callable[[int], bytes], count: int) -> bytes:
 
 
 def is_own_users(peer: Any) -> bool:
-    """Whether the other end of a Unix socket is a process of this user, or root's."""
+    """Whether the other end of a Unix socket is a process of this user or of root."""
     import socket  # children have to start fast
 
     _, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))

@@ -1,4 +1,4 @@
-"""Asks a head who it is and which nodes it has. Every answer comes from the head itself, never from a file."""
+"""Asks a head for its identity and its nodes. Every answer comes from the head itself, never from a file."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from rollcall.nodes.address import is_loopback, is_wildcard, join_address, liste
 from rollcall.nodes.state import read_token, tls_dir, tls_env
 from rollcall.nodes.tls import write_certificates
 
-LABEL = "rollcall."  # of every label below
+LABEL = "rollcall."  # prefix of every label below
 CONNECT_S = 3.0
-ASK_S = 15.0  # for a head that accepts connections; importing Ray is most of it
+ASK_S = 15.0  # for a head that accepts connections; most of it is importing Ray
 
-LAST_CHARACTERS = 10_000  # of what a failed question printed
+LAST_CHARACTERS = 10_000  # kept from the output of a failed query
 
 
 class HeadUnreachable(ClusterError):
-    """Nobody answers at the head's address, or not in time."""
+    """Nobody answered at the head's address in time."""
 
 
 class HeadRefuses(ClusterError):
-    """A head answers and does not accept the token."""
+    """A head answered but did not accept the token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,18 +43,18 @@ class NodeInfo:
     address: str
     slots: int
     accelerator: str
-    memory_gib: float  # what Ray may use of it: heap and object store
+    memory_gib: float  # what Ray may use: heap and object store
     alive: bool
     is_head: bool
     cluster: str | None
     cluster_id: str | None
     num_nodes: int | None
-    node_id: str  # Ray's
+    node_id: str  # Ray's id
     started_ms: int
     temp_dir: str
     ports: dict[str, int]
-    mark: str | None = None  # its own, new with every start
-    ended_ms: int = 0  # when its head took it for dead
+    mark: str | None = None  # the node's own mark, new at every start
+    ended_ms: int = 0  # when its head declared it dead
 
     @classmethod
     def of(cls, row: dict[str, Any]) -> NodeInfo:
@@ -83,13 +83,13 @@ class NodeInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadAnswer:
-    """A head's answer."""
+    """What a head reports about its cluster."""
 
-    nodes: tuple[NodeInfo, ...]  # alive ones and those that died, by rank
+    nodes: tuple[NodeInfo, ...]  # living and dead nodes, by rank
     dashboard: str | None  # HOST:PORT, as the head binds it
-    is_open: bool = False  # it answers those who have no token
-    versions: Mapping[str, str] = field(default_factory=dict)  # of Ray and Python, at the head
-    holder: str | None = None  # mark of the node that has the claimed rank; `None` if the claimer is not listed
+    is_open: bool = False  # whether it answers callers without a token
+    versions: Mapping[str, str] = field(default_factory=dict)  # the head's Ray and Python
+    holder: str | None = None  # mark of the node with the claimed rank; `None` if the claimer is not listed
 
     @property
     def head(self) -> NodeInfo | None:
@@ -112,14 +112,14 @@ def ask_head(
     timeout_s: float = ASK_S,
     claim: tuple[int, str] | None = None,
 ) -> HeadAnswer:
-    """``claim`` is a rank and the mark of the node that wants it.
+    """Ask a head for its nodes. ``claim`` is a rank and the mark of the node that wants it.
 
-    Without a ``token`` the head is asked without one, and if it refuses, with the one that Ray's own variables name.
+    Without a ``token`` the head is asked without one and, if it refuses, with the token that Ray's own variables name.
     """
     if not listens(address, timeout_s=min(CONNECT_S, timeout_s)):
         raise HeadUnreachable(f"nobody answers at the head's address {address}")
     script = Path(__file__).parents[1] / "process" / "ray" / "gcs.py"
-    # -P: nothing is imported from the script's own folder.
+    # -P: do not import anything from the script's own folder.
     command = [sys.executable, "-P", str(script), address, *(map(str, claim) if claim else ())]
     kept = () if token else ("RAY_AUTH_", "RAY_USE_TLS", "RAY_TLS_")
     env = {
@@ -153,7 +153,7 @@ def ask_head(
         nodes = sorted(
             map(NodeInfo.of, found["nodes"]), key=lambda node: (node.rank is None, node.rank, node.started_ms)
         )
-    except ValueError as error:  # a label of ours that has another's value
+    except ValueError as error:  # one of our labels has someone else's value
         raise HeadUnreachable(
             f"the nodes of the Ray at {address} have labels that are not Rollcall's: {error}"
         ) from None
@@ -178,7 +178,7 @@ def _refusal(address: str, *, ours: bool, tried: str) -> str:
 
 
 def dashboard_url(bound: str | None, *, node_ip: str | None, head_address: str) -> str | None:
-    """The URL by which a node with that address reaches the dashboard; `None` if it cannot."""
+    """Return the dashboard URL for a node with this address, or `None` if the node cannot reach it."""
     if not bound:
         return None
     host, port = split_address(bound)
@@ -189,7 +189,7 @@ def dashboard_url(bound: str | None, *, node_ip: str | None, head_address: str) 
 
 
 def ask_own_head(cluster: str, *, head_address: str, timeout_s: float = ASK_S) -> HeadAnswer:
-    """Ask the head with the token that this node keeps for the cluster."""
+    """Ask the head with the token that this node stores for the cluster."""
     try:
         tls = tls_dir(cluster).is_dir()
         return ask_head(head_address, token=read_token(cluster), tls=tls, timeout_s=timeout_s)

@@ -1,7 +1,7 @@
-"""HTTP servers that no client can block: uvicorn, with a limit on everything that a connection may wait for.
+"""HTTP servers that no client can block: uvicorn, with limits on everything that a connection may wait for.
 
-uvicorn waits without end for the head of a request and for a client that does not read its answer. Until the head has come nobody
-knows whether a client has a key, so a stranger could hold all connections.
+uvicorn waits forever for a request's head and for a client that does not read its answer. Before the head arrives nobody
+knows whether a client has a key, so a stranger could occupy all connections.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     import uvicorn
 
 MAX_CONNECTIONS = 8192
-KEEP_ALIVE_S = 120.0  # between two requests: a program may think for long
+KEEP_ALIVE_S = 120.0  # between two requests: a program may think for a long time
 HEAD_S = 30.0  # from connecting, or from the first byte of a request, to the end of its head
-READ_S = 60.0  # for a client to read more of its answer
-LOOK_S = 1.0  # between two looks whether a client that sends no more is still there
+READ_S = 60.0  # for a client to read the next part of its answer
+LOOK_S = 1.0  # between two checks whether a client that stopped sending is still there
 
 
 def listen(host: str, port: int) -> socket.socket:
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    # So that the same port can be had again right after a server on it has ended.
+    # Lets a new server bind the port right after the old one has stopped.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-        listener.listen(2048)  # thousands of programs may begin at once
+        listener.listen(2048)  # thousands of programs may start at once
     except OSError as error:
         listener.close()
         raise OSError(
@@ -38,27 +38,27 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def http_server(app: Any) -> uvicorn.Server:
-    """A server to run on a socket from ``listen``."""
+    """Return a server to run on a socket from ``listen``."""
     import uvicorn
 
     most = min(MAX_CONNECTIONS, allow_files(MAX_CONNECTIONS))
-    # Of a bad request uvicorn writes a warning, so strangers could fill a log with them.
+    # uvicorn logs a warning for each bad request, so strangers could fill a log.
     return uvicorn.Server(
         uvicorn.Config(
             app, lifespan="off", ws="none", log_level="error", access_log=False, server_header=False, date_header=False,
             proxy_headers=False, timeout_keep_alive=int(KEEP_ALIVE_S), timeout_graceful_shutdown=1, limit_concurrency=most,
-            # This many are accepted at once, before the oldest can make way for them.
+            # This many connections are accepted at once, before the oldest ones can make way for them.
             backlog=min(2048, most // 16 + 16), http=_protocol(most_silent=most // 2),
         )
     )  # fmt: skip
 
 
 def _protocol(*, most_silent: int) -> type[asyncio.Protocol]:
-    """A client that says too little, or does not read, is dropped in time; where many are silent the oldest make way."""
+    """Return a protocol that drops clients that send too little or do not read in time; if many are silent, the oldest make way."""
     import h11
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
-    silent: dict[Any, asyncio.TimerHandle] = {}  # the oldest first
+    silent: dict[Any, asyncio.TimerHandle] = {}  # oldest first
 
     class Impatient(H11Protocol):
         _unread: asyncio.TimerHandle | None = None
@@ -81,7 +81,7 @@ def _protocol(*, most_silent: int) -> type[asyncio.Protocol]:
             self.resume_writing()
 
         def eof_received(self) -> bool:
-            """Whether the connection stays open: a client may send no more and still read its answer."""
+            """Return whether the connection stays open: a client may stop sending and still read its answer."""
             if self.cycle is None or self.cycle.response_complete or self.cycle.more_body:
                 return False
             self.cycle.keep_alive = False
@@ -104,8 +104,8 @@ def _protocol(*, most_silent: int) -> type[asyncio.Protocol]:
                 self._unread = self.loop.call_later(READ_S, self._drop_unless_read, left)
 
         def _ask_whether_there(self) -> None:
-            """A client that has hung up looks like one that only sends no more, until it is written to: then its host refuses. The
-            interim answer is one that every client of HTTP/1.1 passes over."""
+            """Write to a client that stopped sending: if it has hung up, its host refuses the message. Every HTTP/1.1 client skips
+            this interim answer."""
             if (
                 not self.transport.is_closing()
                 and not self.cycle.response_started

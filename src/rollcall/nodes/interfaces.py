@@ -1,6 +1,6 @@
-"""The network interfaces of this machine and their addresses.
+"""This machine's network interfaces and their addresses.
 
-The doctor sends this file to the nodes as code, so it uses only the standard library and psutil, which Ray brings along.
+The doctor sends this file to the nodes as code, so it uses only the standard library and psutil, which comes with Ray.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import psutil
 
 
 def interface_addresses(name: str) -> list[str]:
-    """IPv4 first; link-local IPv6 is left out, since it means nothing without the interface's name."""
+    """Return the interface's addresses, IPv4 first. Link-local IPv6 is left out because it is useless without the interface name."""
     held = psutil.net_if_addrs().get(name, [])
     found = [one.address for one in held if one.family == socket.AF_INET]
     return found + [one.address for one in held if one.family == socket.AF_INET6 and "%" not in one.address]
 
 
 def interface_of(address: str) -> str | None:
-    """Which interface has the address; every address of 127.0.0.0/8 is on the loopback one."""
+    """Return the interface that has the address; every address in 127.0.0.0/8 belongs to loopback."""
     is_local = ipaddress.ip_address(address).is_loopback
     for _, name in socket.if_nameindex():
         held = interface_addresses(name)

@@ -1,4 +1,4 @@
-"""Used by launchers on a machine: describe it before a node starts there, and tie commands to the launcher's connection."""
+"""For launchers: describes a machine before a node starts there, and ties commands to the launcher's connection."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from rollcall.nodes.state import read_record, sole_owner
 class Here:
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
 
-    version: str  # of Rollcall
-    host: str  # as it calls itself
-    address: str  # HOST:PORT where a head could listen, or where it listens if rank 0 runs here already
+    version: str  # Rollcall's
+    host: str  # its own host name
+    address: str  # HOST:PORT where a head could listen, or where it listens if rank 0 is already running here
     is_alone: bool  # other machines cannot reach that address
-    rank: int | None  # `None` if it is not a node of the cluster
-    versions: dict[str, str] = field(default_factory=dict)  # these must be the same on all nodes
+    rank: int | None  # `None` if the machine is not a node of the cluster
+    versions: dict[str, str] = field(default_factory=dict)  # must be the same on all nodes
 
     @classmethod
     def of(cls, text: str) -> Here | None:
-        """Parse the last line that holds one; a login shell may print before it."""
+        """Parse the last line that contains a description; a login shell may print before it."""
         for line in reversed(text.splitlines()):
             if line.startswith("{"):
                 try:
@@ -54,7 +54,7 @@ class Here:
 
 def look_here(cluster: str, *, interface: str | None) -> Here:
     ip = own_address(toward=None, node_ip=None, interface=interface)
-    with sole_owner(cluster):  # leaves nothing on a machine that is not a node
+    with sole_owner(cluster):  # leaves nothing behind on a machine that is not a node
         record = read_record(cluster)
     running = record if record is not None and is_running(record) else None
     is_head = running is not None and running.rank == 0
@@ -74,11 +74,11 @@ def look_here(cluster: str, *, interface: str | None) -> Here:
 
 @contextmanager
 def tied_to_stdin() -> Iterator[None]:
-    """Interrupt this command and what it runs, as a terminal does on Ctrl-C, when its stdin ends: the launcher is gone then, or has
-    changed its mind, and the command removes what it began."""
+    """Interrupt this command and its children, as Ctrl-C in a terminal does, when its stdin ends: the launcher has exited or
+    changed its mind, and the command cleans up."""
     try:
         os.fstat(0)
-    except OSError:  # another file could get its number
+    except OSError:  # a different file could get descriptor 0
         raise ClusterError("--tied ends the command with its stdin, and stdin is closed; give it one") from None
     done = threading.Event()
 
@@ -88,7 +88,7 @@ def tied_to_stdin() -> Iterator[None]:
         if not done.is_set():
             os.killpg(0, signal.SIGINT)
 
-    # A shell starts a command in the background with SIGINT ignored.
+    # A shell starts background commands with SIGINT ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=watch, name="stdin", daemon=True).start()
     try:

@@ -1,11 +1,11 @@
-"""Where the processes of a torch group meet: a store of keys for those who know the group's secret.
+"""Where the processes of a torch group meet: a key-value store for processes that know the group's secret.
 
-torch's own store listens on every interface and serves everyone who connects. Its keys say where a peer listens, and hold the
-number by which NCCL knows its members. This one listens on one address, behind a door (``nodes/door.py``), in a thread of the first process.
+torch's own store listens on every interface and serves everyone who connects. Its keys say where a peer listens, and contain the
+number by which NCCL knows its members. This store listens on one address, behind a door (``nodes/door.py``); a thread of the first process serves it.
 
 gloo's own connections are plain TCP, and a stranger that connects first takes a member's place. So ``greet`` makes the members
-of a group prove themselves to each other over those connections before anything else is sent. NCCL rejects a caller that
-does not know the number from the store.
+of a group authenticate each other over those connections before anything else is sent. NCCL rejects a caller that
+does not know the number in the store.
 
 Who waits for whom: a ``get`` waits for the ``set`` of its key, at most for the store's timeout.
 """
@@ -32,14 +32,14 @@ import torch.distributed as dist
 from rollcall.nodes.door import CHALLENGE, Door, enter, watch_peer
 from rollcall.nodes.framing import json_frame, read_exactly, read_json_frame
 
-GREET_S = 60.0  # members that greet have all met: one that is silent this long is not a member
-SLICE_S = 1.0  # the longest piece of a wait; between two, other threads of the process get their turn
+GREET_S = 60.0  # members that greet are all connected: a peer that is silent this long is not a member
+SLICE_S = 1.0  # the longest single wait; other threads of the process run in between
 ACCEPT_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """The address at which a group meets, and the secret of its members."""
+    """The address where a group meets, and its members' secret."""
 
     address: str
     port: int
@@ -112,9 +112,9 @@ class MeetingServer:
 
 
 class MeetingStore(dist.Store):
-    """A member's view of the keys. torch calls it from its own threads too.
+    """A member's client for the keys. torch calls it from its own threads too.
 
-    torch keeps no Python reference to it: the code that makes a group of it must keep it while the group lives.
+    torch keeps no Python reference to it: code that creates a group with it must keep it as long as the group lives.
     """
 
     def __init__(self, place: Place, *, timeout_s: float) -> None:
@@ -191,16 +191,16 @@ class MeetingStore(dist.Store):
 
 
 def greet(group: Any, store: MeetingStore, *, name: str, rank: int, members: Sequence[int], secret: str) -> None:
-    """The members of a gloo group prove to each other, over its own connections, that they know the secret.
+    """Make the members of a gloo group prove to each other, over the group's own connections, that they know the secret.
 
-    ``members`` are their ranks in the meeting, in the group's order; ``name`` is new with each group that meets there.
+    ``members`` are their ranks in the meeting, in the group's order; ``name`` is new for each group that meets there.
     """
     if len(members) < 2:
         return
     challenge = secrets.token_bytes(CHALLENGE)
     store.set(f"greet/{name}/{rank}", challenge)
     greetings: dict[int, torch.Tensor] = {}
-    works: list[tuple[int, Any, torch.Tensor]] = []  # a tensor must live until it has left
+    works: list[tuple[int, Any, torch.Tensor]] = []  # a tensor must live until it is sent
     for place, other in enumerate(members):
         if other == rank:
             continue
@@ -211,7 +211,7 @@ def greet(group: Any, store: MeetingStore, *, name: str, rank: int, members: Seq
         works.append((other, group.recv([greetings[other]], place, 0), greetings[other]))
     silent: dict[int, str] = {}
     ends = time.monotonic() + GREET_S
-    for other, work, _ in works:  # all of them: giving up at the first stranger would leave members without a greeting
+    for other, work, _ in works:  # check all: giving up at the first stranger would leave members without a greeting
         try:
             work.wait(timedelta(seconds=max(ends - time.monotonic(), 0.001)))
         except RuntimeError as error:
@@ -250,7 +250,7 @@ def _enter(place: Place, *, timeout_s: float) -> socket.socket:
 
 
 def _hang_up(connection: socket.socket) -> None:
-    """Shut down first: closing does not wake a thread that reads from the socket."""
-    with suppress(OSError):  # the other side was first
+    """Shut down before closing, which does not wake a thread that is reading from the socket."""
+    with suppress(OSError):  # the other side closed it first
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()

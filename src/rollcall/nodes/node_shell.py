@@ -1,8 +1,8 @@
-"""The variables of the shell that started `rollcall node` which its workers keep.
+"""Which variables workers keep from the shell that started `rollcall node`.
 
-Where programs, libraries and folders are, and how the machine's devices, threads and network are used: that is the node's
-own, and may differ from node to node. Nothing else of that shell reaches a worker, and no secret; what a run needs beyond it,
-its run file declares (declared.py). Raylets are started with these variables, so a worker cannot see more.
+Paths of programs, libraries and folders, and settings for the machine's devices, threads and network belong to the node
+and may differ between nodes. Nothing else from that shell reaches a worker, and no secret does; if a run needs more,
+its run file declares it (declared.py). Raylets are started with these variables, so a worker cannot see more.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ PATTERNS = (
     "OMP_*", "MKL_*", "KMP_*", "GOMP_*", "OPENBLAS_*", "DNNL_*", "ONEDNN_*", "ATEN_*",
     "NCCL_*", "RCCL_*", "GLOO_*", "UCX_*", "FI_*", "IBV_*", "RDMAV_*", "MLX4_*", "MLX5_*",
 )  # fmt: skip
-# Variables that a user is likely to miss: places of models, accounts, proxies.
+# Variables that a user is likely to miss: model locations, accounts, proxies.
 MATTERS = (
     "HF_*", "HUGGING_FACE_*", "TRANSFORMERS_*", "TOKENIZERS_*", "VLLM_*", "WANDB_*", "MLFLOW_*", "COMET_*", "TENSORBOARD_*",
     "OPENAI_*", "ANTHROPIC_*", "AZURE_*", "AWS_*", "GOOGLE_*", "*_API_KEY", "*_TOKEN", "*_proxy", "*_PROXY",
 )  # fmt: skip
-UNDECLARED = "not declared"  # set by `ray start` itself, or where Ray was started without `rollcall node`
+UNDECLARED = "not declared"  # set by `ray start` itself, or Ray was started without `rollcall node`
 OF_ROLLCALL = ("ROLLCALL_*", "RAY_AUTH_*", "RAY_TLS_*", "RAY_USE_TLS")
 
 
@@ -44,12 +44,12 @@ def is_nodes_own(name: str) -> bool:
 
 
 def nodes_own(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that workers of a node started here would see."""
+    """Return the variables that workers would see on a node started from this shell."""
     return {name: value for name, value in environ.items() if is_nodes_own(name) and not hides(name, value)}
 
 
 def missed(environ: Mapping[str, str], *, given: Collection[str] = ()) -> list[str]:
-    """Variables set here that workers do not see and a run may need; ``given`` are those that they do see."""
+    """Return variables set here that workers do not see but a run may need; ``given`` lists those that they do see."""
     ours = ("RAY_*", "ROLLCALL_*")
     return sorted(
         name
@@ -59,7 +59,7 @@ def missed(environ: Mapping[str, str], *, given: Collection[str] = ()) -> list[s
 
 
 def hint(names: Collection[str]) -> str:
-    """Names only: a value may be a secret."""
+    """Hint at variables by name only, since a value may be a secret."""
     return (
         f"set here, and not seen by workers: {', '.join(names)}; if a run needs one of these, name it in cluster.env_pass of "
         "its run file"
@@ -67,7 +67,7 @@ def hint(names: Collection[str]) -> str:
 
 
 def origins(environ: Mapping[str, str]) -> dict[str, str]:
-    """Where each variable of this worker comes from, if no run file declares it."""
+    """Return where each variable of this worker comes from if no run file declares it."""
     inherited = environment_of(int(environ.get("RAY_RAYLET_PID", 0)))
     found = {}
     for name in environ:

@@ -1,7 +1,7 @@
-"""Finds the processes of a cluster on this node, and stops exactly those.
+"""Finds and stops exactly the processes of a cluster on this node.
 
-A cluster's processes carry its folder in their environment (``MARK``). Ray's workers overwrite theirs when they set
-their title, so everything in the session of a marked or recorded process counts too, and every descendant of those.
+A cluster's processes have its folder in their environment (``MARK``). Ray's workers overwrite their environment when they set
+their title, so every process in the session of a marked or recorded process counts too, and so does every descendant.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from rollcall.base.errors import ClusterError
 from rollcall.base.process_table import Process, command_of, environment_of, living, session_of
 
 MARK = "ROLLCALL_NODE_DIR"
-RAYLET, GCS = "raylet", "gcs_server"  # process names; without the first a node is down, without the second a head
-GRACE_S = 5.0  # for a raylet to leave its cluster and take its workers along; one without a head would never
+RAYLET, GCS = "raylet", "gcs_server"  # process names; a node without the first is down, a head without the second is
+GRACE_S = 5.0  # for a raylet to leave its cluster and stop its workers; a raylet without a head would never do so
 KILL_S = 10.0
 
 
 def find_processes(folder: Path, *, recorded: Iterable[Process] = ()) -> list[Process]:
-    """All living processes of the cluster with that folder, except this one."""
+    """Find all living processes of the cluster with this folder, except this one."""
     table = {process.pid: process for process in living() if process.info["uids"].real == os.getuid()}
     ours = {process.pid for process in recorded if process.is_alive()} & table.keys()
     ours |= {pid for pid in table if (environment_of(pid) or {}).get(MARK) == str(folder)}
@@ -38,9 +38,9 @@ def find_processes(folder: Path, *, recorded: Iterable[Process] = ()) -> list[Pr
 
 
 def stop_processes(folder: Path, *, recorded: Iterable[Process] = ()) -> int:
-    """Stop them all and return their number. The raylet goes first, so that its head learns of it at once."""
+    """Stop the cluster's processes and return their number. The raylet goes first, so that its head learns of it at once."""
     recorded = tuple(recorded)
-    known: dict[int, Process] = {}  # an orphan loses the parent that shows where it belongs, so keep all that were seen
+    known: dict[int, Process] = {}  # an orphan loses the parent that shows where it belongs, so keep every process seen
 
     def remaining() -> list[Process]:
         known.update({process.pid: process for process in find_processes(folder, recorded=known.values() or recorded)})
@@ -62,17 +62,17 @@ def stop_processes(folder: Path, *, recorded: Iterable[Process] = ()) -> int:
 
 
 def command_names(processes: Iterable[Process]) -> set[str]:
-    """Names of the processes that are alive."""
+    """Return the names of the processes that are alive."""
     names: set[str] = set()
     for process in processes:
-        with suppress(psutil.NoSuchProcess):  # ended meanwhile
+        with suppress(psutil.NoSuchProcess):  # exited meanwhile
             if process.is_alive():
                 names.add(psutil.Process(process.pid).name())
     return names
 
 
 def raylets_here() -> dict[str, str]:
-    """All Ray nodes on this machine, even those that other people started: node id to its head (HOST:PORT)."""
+    """Map the id of every Ray node on this machine, even other people's, to its head (HOST:PORT)."""
     found: dict[str, str] = {}
     for process in psutil.process_iter(["cmdline"]):
         name, *words = process.info["cmdline"] or [""]
@@ -83,9 +83,9 @@ def raylets_here() -> dict[str, str]:
 
 
 def signal_processes(processes: Iterable[Process], number: int) -> None:
-    """Send the signal to those that are alive."""
+    """Send the signal to the processes that are alive."""
     for process in processes:
-        with suppress(ProcessLookupError, PermissionError):  # it has just ended, or became another user
+        with suppress(ProcessLookupError, PermissionError):  # it has just exited, or changed its user
             if process.is_alive():
                 os.kill(process.pid, number)
 

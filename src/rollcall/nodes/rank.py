@@ -1,4 +1,4 @@
-"""The rank of a node: from the options, else from the launcher's environment variables, else by address."""
+"""Finds a node's rank: from the options, else from the launcher's environment variables, else by address."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import count
 
 from rollcall.base.errors import ClusterError
 
-# The variable with the node's rank, and those with the number of nodes that go with it, in the order in which they are read.
+# The rank variable and its matching variables for the number of nodes, in the order in which they are read.
 LAUNCHERS = (
     ("RANK", ("WORLD_SIZE",)),
     ("NODE_RANK", ("NNODES", "NUM_NODES")),
@@ -17,7 +17,7 @@ LAUNCHERS = (
     ("SKYPILOT_NODE_RANK", ("SKYPILOT_NUM_NODES",)),
     ("DSTACK_NODE_RANK", ("DSTACK_NODES_NUM",)),
 )
-# Where the rank comes from an option, WORLD_SIZE may count processes rather than nodes.
+# If the rank comes from an option, WORLD_SIZE may count processes rather than nodes.
 COUNTS = ("NNODES", "NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", "SKYPILOT_NUM_NODES", "DSTACK_NODES_NUM")
 
 
@@ -30,7 +30,7 @@ def find_identity(
     environ: Mapping[str, str],
     of_run: int | None = None,
 ) -> tuple[int, int | None]:
-    """Returns the node's rank and the number of nodes, which is `None` if only the head knows it.
+    """Return the node's rank and the number of nodes, which is `None` if only the head knows it.
 
     Options come first, then the launchers' variables (an empty one counts as absent), then the run file's number, ``of_run``.
     """
@@ -81,10 +81,10 @@ def _integer(name: str, environ: Mapping[str, str]) -> int | None:
 def rank_by_address(
     nodes: Mapping[str, tuple[int | None, str, bool]], *, known: Mapping[str, int] | None = None
 ) -> dict[str, int]:
-    """Give each node a rank. ``nodes`` maps a name to the rank that the node carries (if any), its address, and whether it has slots.
+    """Assign each node a rank. ``nodes`` maps a name to the node's own rank (if any), its address, and whether it has slots.
 
-    Nodes that carry no rank follow those that do, ordered by address as a number, those with slots first. A node in ``known`` keeps its
-    earlier rank; a new one takes the lowest that is free.
+    Nodes without a rank come after those with one: nodes with slots first, then by numeric address. A node in ``known`` keeps its
+    earlier rank; a new node gets the lowest free one.
 
     >>> rank_by_address({"a": (None, "10.0.0.10", True), "b": (None, "10.0.0.9", True)})
     {'b': 0, 'a': 1}
@@ -103,6 +103,6 @@ def rank_by_address(
 def _by_number(address: str) -> tuple[int, int, str]:
     try:
         number = ipaddress.ip_address(address)
-    except ValueError:  # a name
+    except ValueError:  # a host name
         return 9, 0, address
     return number.version, int(number), address

@@ -39,17 +39,17 @@ from rollcall.nodes.processes import MARK, RAYLET, command_names, find_processes
 from rollcall.nodes.rendezvous import Found
 from rollcall.nodes.state import Accelerator, NodeRecord, auth_env, state_dir, tls_env
 
-COUNT_S = 120.0  # for the GPUs to be counted; importing Ray on a busy node is most of it
-LEAST_BYTES = 64_000_000  # of free space
-# For the path of Ray's folder: a Unix socket's path has at most 107 bytes, and Ray puts this behind the folder, where Linux has no longer
-# process number.
+COUNT_S = 120.0  # for counting the GPUs; most of it is importing Ray on a busy node
+LEAST_BYTES = 64_000_000  # of free disk space
+# Limits the path of Ray's folder: a Unix socket path has at most 107 bytes, and Ray appends this to the folder. Linux process
+# numbers are no longer than this.
 SOCKET_ROOM = 107 - len("/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.1")
-# Lines of Ray's logs that say why a node did not start.
+# Lines in Ray's logs that say why a node did not start.
 ERROR = re.compile(r"^\[[-0-9:, ]+ [CEF] \d|Check failed|Timed out waiting for file|GCS cannot find the node")
 TUNED = {
-    # The dashboard's own metrics would listen on every interface; with no such port they do not (2.60 logs that).
+    # The dashboard's own metrics would listen on every interface; without a valid port they do not (2.60 logs that).
     "DASHBOARD_METRIC_PORT": "-1",
-    # A dead node is noticed in 3 to 5 s rather than in 12 (killed) or 63 (power loss); a cut of 1.5 s is not noticed.
+    # A dead node is noticed within 3 to 5 s instead of 12 (killed) or 63 (power loss); a network cut of 1.5 s goes unnoticed.
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "1000",
@@ -57,13 +57,13 @@ TUNED = {
     "RAY_raylet_start_wait_time_s": "120",
     "RAY_worker_register_timeout_seconds": "300",  # importing torch from a busy shared folder may take longer than Ray's 60 s
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_enable_metrics_collection": "false",  # they would be served to anyone, on every interface of every node
+    "RAY_enable_metrics_collection": "false",  # metrics would be served to anyone, on every interface of every node
 }
 CHOSEN_PORTS = (
     *("node-manager", "object-manager", "runtime-env-agent", "metrics-export"),
     *("dashboard-agent-listen", "dashboard-agent-grpc", "min-worker", "max-worker"),
 )
-# What would lead Ray to another cluster, or carry the token where only its file's name belongs.
+# These would lead Ray to a different cluster, or contain the token where only its file name belongs.
 UNWANTED = (
     *("RAY_ADDRESS", "RAY_REDIS_ADDRESS", "RAY_GCS_SERVER_PORT", "RAY_AUTH_TOKEN", "RAY_TMPDIR"),
     *(TOKEN, *tls_env(Path())),
@@ -76,22 +76,22 @@ class NodeRequest:
 
     cluster: str
     rank: int
-    num_nodes: int | None  # default: as the head says
+    num_nodes: int | None  # default: the head's
     rendezvous: Path | None = None
     head_address: str | None = None  # HOST:PORT
     node_ip: str | None = None
     interface: str | None = None
-    slots: int | None = None  # default: the GPUs that are found
+    slots: int | None = None  # default: the number of GPUs found
     temp_dir: Path | None = None  # default: in the cluster's folder
     dashboard_host: str = "127.0.0.1"
     object_store_gib: float | None = None  # default: Ray's choice, a third of the memory
-    tls: bool = False  # encrypt Ray's traffic; default: as the published head does
+    tls: bool = False  # encrypt Ray's traffic; default: like the published head
     timeout_s: float = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """One `ray start`: this node's record as far as it is known before Ray runs, and its secrets."""
+    """What one `ray start` needs: this node's record as far as it is known before Ray runs, and its secrets."""
 
     record: NodeRecord
     token: str
@@ -101,7 +101,7 @@ class Start:
 
 
 def find_slots(asked: int | None) -> tuple[int, Accelerator]:
-    """Returns how many slots this node offers and what they are."""
+    """Return how many slots this node offers, and their kind."""
     num_gpus = _count_gpus()
     if asked is None:
         if num_gpus == 0:
@@ -116,7 +116,7 @@ def find_slots(asked: int | None) -> tuple[int, Accelerator]:
 
 
 def own_temp_dir(cluster: str) -> Path:
-    """Ray's folder: in the cluster's folder, or next to it if that path is too long for sockets. No cluster's name begins with a dot."""
+    """Return Ray's folder: inside the cluster's, or next to it if that path is too long for sockets. No cluster name starts with a dot."""
     folder = state_dir(cluster)
     short = folder.parent / f".ray-{hashlib.sha256(cluster.encode()).hexdigest()[:8]}"
     return folder / "ray" if len(os.fsencode(folder / "ray")) <= SOCKET_ROOM else short
@@ -131,7 +131,7 @@ def choose_temp_dir(request: NodeRequest) -> Path:
         )
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if (free := shutil.disk_usage(there).free) < LEAST_BYTES:
-        # Ray would end without a message, because there is no room for one.
+        # Ray would exit without a message because there is no space for one.
         raise ClusterError(
             f"the disk of {folder} has {size(free)} of free space, and Ray needs at least {size(LEAST_BYTES)} there for its logs "
             "and sockets; free some, or give a --temp-dir on another disk"
@@ -140,7 +140,7 @@ def choose_temp_dir(request: NodeRequest) -> Path:
 
 
 def plan_head(request: NodeRequest, *, known: partial[NodeRecord], token: str | None) -> Start:
-    """``known`` is this node's record, without the fields that depend on its place in the cluster."""
+    """Plan the start of the head. ``known`` is this node's record without the fields that depend on its place in the cluster."""
     assert request.num_nodes is not None
     host, port = split_address(request.head_address) if request.head_address else (None, None)
     node_ip = _head_ip(host, request)
@@ -207,13 +207,13 @@ def ray_start(request: NodeRequest, start: Start, *, log: Path, deadline: float)
         *(sys.executable, "-m", launcher, "start", *place),
         f"--node-ip-address={record.node_ip}",
         f"--num-gpus={record.slots}",
-        # There may be more logical slots than cores, and each worker on one takes a CPU in Ray's accounting.
+        # There may be more logical slots than cores, and each worker on a logical slot takes a CPU in Ray's accounting.
         f"--num-cpus={max(cores, record.slots) if record.accelerator == 'cpu' else cores}",
         f"--temp-dir={record.temp_dir}",
         "--labels=" + ",".join(f"{LABEL}{name}={value}" for name, value in labels.items()),
-        # A resource to which a process of the user's can be pinned.
+        # A resource that can pin a user's process to this node.
         f"--resources={json.dumps({f'rollcall_node_{record.rank}': 1000})}",
-        # 0: the kernel chooses when the port is bound, so nobody else can take it first; _joined() reads what it chose.
+        # 0: the kernel chooses the port when binding, so nobody else can take it first; _joined() reads the choice.
         *(f"--{name}-port=0" for name in CHOSEN_PORTS),
     ]
     if request.object_store_gib is not None:
@@ -221,7 +221,7 @@ def ray_start(request: NodeRequest, start: Start, *, log: Path, deadline: float)
     kept = {name: value for name, value in nodes_own(os.environ).items() if name not in UNWANTED}
     if names := missed(os.environ):
         say(hint(names))
-    # The interpreter is for the drivers of jobs: a shell on this node may find another one first.
+    # Drivers of jobs use this interpreter: a shell on this node may find a different one first.
     ours = {**auth_env(record.cluster), MARK: str(state_dir(record.cluster)), "ROLLCALL_PYTHON": sys.executable}
     if record.accelerator == "cpu":
         kept |= _logical_ids(record.slots)
@@ -232,7 +232,7 @@ def ray_start(request: NodeRequest, start: Start, *, log: Path, deadline: float)
             command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
     while child.poll() is None:
-        # `ray start` itself would wait for a raylet that has ended until its time is over.
+        # `ray start` itself would keep waiting for a dead raylet until it times out.
         had_raylet, has_raylet = has_raylet, RAYLET in command_names(find_processes(state_dir(record.cluster)))
         if had_raylet and not has_raylet and child.poll() is None:
             raise ClusterError(f"Ray's raylet on {record.node_ip} ended while Ray was starting; {_logs(record, log)}")
@@ -243,7 +243,7 @@ def ray_start(request: NodeRequest, start: Start, *, log: Path, deadline: float)
 
 
 def _head_ip(host: str | None, request: NodeRequest) -> str:
-    """The address on which the head listens: the host of --head-address, if that is this node."""
+    """Return the address where the head listens: the host in --head-address, if that is this node."""
     chosen = own_address(toward=None, node_ip=request.node_ip, interface=request.interface)
     if host is None or request.node_ip is not None or request.interface is not None or is_wildcard(host):
         return chosen
@@ -253,19 +253,19 @@ def _head_ip(host: str | None, request: NodeRequest) -> str:
             f"--head-address {request.head_address} is {address}, which is not an address of this node, and rank 0 must be "
             "there; if other nodes reach this one by it, give --node-ip"
         )
-    # Many systems give their own host name a loopback address, where no other node gets through.
+    # Many systems map their own host name to a loopback address, which no other node can reach.
     return chosen if is_loopback(address) and host != address else address
 
 
 def _logical_ids(count: int) -> dict[str, str]:
-    """Ray counts the ids in this variable. Where the user hides GPUs with it, ids that no GPU has keep them hidden."""
+    """Return ids for Ray to count. If the user hides GPUs with this variable, ids without a GPU keep them hidden."""
     if "CUDA_VISIBLE_DEVICES" not in os.environ:
         return {}
     return {"CUDA_VISIBLE_DEVICES": ",".join(str(1000 + index) for index in range(count))}
 
 
 def _count_gpus() -> int:
-    """Count GPUs as Ray does, in a child process: importing Ray here would leave its threads in a process that stays."""
+    """Count GPUs as Ray does, in a child process: importing Ray here would leave its threads in a long-lived process."""
     command = [sys.executable, "-m", "rollcall.process.ray.count_gpus"]
     try:
         found = subprocess.run(
@@ -283,7 +283,7 @@ def _count_gpus() -> int:
 
 
 def _logs(record: NodeRecord, log: Path) -> str:
-    """Says where Ray's output and logs are, and quotes their errors and the end of the output."""
+    """Say where Ray's output and logs are, and quote their errors and the end of the output."""
     folder = Path(record.temp_dir, "session_latest").resolve() / "logs"
     errors: list[str] = []
     for file in (log, folder / "raylet.out", folder / "raylet.err", folder / "gcs_server.out"):
@@ -294,7 +294,7 @@ def _logs(record: NodeRecord, log: Path) -> str:
 
 
 def _lines(file: Path) -> list[str]:
-    """The end of a log, without colours."""
+    """Return the last lines of a log, without colours."""
     with file.open("rb") as opened:
         opened.seek(max(file.stat().st_size - 100_000, 0))
         text = opened.read().decode(errors="replace")

@@ -1,7 +1,7 @@
 """The shared folder through which nodes find their head: ``DIR/CLUSTER/head.json``, and next to it the token.
 
-Rank 0 publishes once its head answers. The others read the file, ask that head who it is, and join only if it is the one that wrote
-the file. A file whose head is gone, or is another one now, is ignored until rank 0 replaces it.
+Rank 0 publishes once its head answers. The other nodes read the file, ask that head for its identity, and join only if that head wrote
+the file. A file whose head is gone or was replaced is ignored until rank 0 overwrites it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """A head that is alive and is the one that was published."""
+    """A published head that is alive and has the published identity."""
 
     address: str
     token: str
@@ -49,7 +49,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """One cluster's folder among those that share ``root``."""
+    """One cluster's folder under the shared ``root``."""
 
     root: Path
     cluster: str
@@ -68,12 +68,12 @@ class Rendezvous:
 
     @property
     def reached_file(self) -> Path:
-        """How far a run had come when it was stopped (``launch/whole_run.py``)."""
+        """The file that says how far a run had come when it was stopped (``launch/whole_run.py``)."""
         return self.folder / "reached"
 
     def publish(self, head: Head, *, token: str | None) -> None:
-        """Write the token first, so that a node that sees the new address also sees its token. Without a token, every node has it from its
-        environment."""
+        """Publish the head. The token is written first, so that a node that sees the new address also sees its token. Without ``token``,
+        every node reads it from its environment."""
         self.prepare()
         if token is None:
             self.token_file.unlink(missing_ok=True)
@@ -88,9 +88,9 @@ class Rendezvous:
         write_atomic(self.head_file, json.dumps(asdict(head), indent=1), private=True)
 
     def read(self) -> Head | None:
-        """Returns `None` if nothing readable is published. A file of another user is an error."""
+        """Return the published head, or `None` if nothing readable is published. A different user's file is an error."""
         try:
-            os.listdir(self.folder)  # an NFS client that remembers the file as absent looks again
+            os.listdir(self.folder)  # makes an NFS client look again if it has cached the file as absent
             owner = self.head_file.stat().st_uid
             text = self.head_file.read_text()
         except FileNotFoundError:
@@ -101,7 +101,7 @@ class Rendezvous:
             )
         try:
             return Head(**json.loads(text))
-        except (TypeError, ValueError):  # torn, or of another version; rank 0 replaces it
+        except (TypeError, ValueError):  # half-written, or from a different version; rank 0 replaces it
             return None
 
     def read_token(self) -> str | None:
@@ -111,7 +111,7 @@ class Rendezvous:
             return None
 
     def withdraw(self, cluster_id: str) -> bool:
-        """Remove the head of that bring-up; one that another bring-up published stays."""
+        """Remove the head of this bring-up; keep a head that a different bring-up published."""
         head = self.read()
         if head is None or head.cluster_id != cluster_id:
             return False
@@ -120,7 +120,7 @@ class Rendezvous:
         return True
 
     def prepare(self) -> None:
-        """Make the folder, readable only by its owner."""
+        """Create the folder, readable only by its owner."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             owner = self.folder.stat().st_uid
@@ -134,7 +134,7 @@ class Rendezvous:
 
 
 def look(rendezvous: Rendezvous, *, token: str | None) -> Found | str:
-    """Returns the published head if it is alive, or else a sentence that says what to wait for."""
+    """Return the published head if it is alive, or else a sentence that says what to wait for."""
     head = rendezvous.read()
     if head is None:
         exists = "" if rendezvous.root.is_dir() else f" ({rendezvous.root} does not exist on this node)"
@@ -156,7 +156,7 @@ def look(rendezvous: Rendezvous, *, token: str | None) -> Found | str:
 
 
 def wait_at(address: str, *, token: str, tls: bool, timeout_s: float) -> Found:
-    """Wait for the head at an address that the user gave."""
+    """Wait for the head at an address that the user set."""
 
     def ask() -> Found | str:
         try:
@@ -175,7 +175,7 @@ def wait_at(address: str, *, token: str, tls: bool, timeout_s: float) -> Found:
 
 
 def poll(look: Callable[[], Found | str], *, timeout_s: float) -> Found:
-    """Look until the head is found."""
+    """Call ``look`` until it finds the head."""
     wait = Wait(timeout_s, first_s=0, every_s=5)
     while True:
         found = look()

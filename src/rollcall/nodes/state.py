@@ -1,7 +1,7 @@
-"""A node's records of the clusters that it is part of: for each a record and a token that only their owner can read.
+"""A node's records of its clusters: for each cluster a record and a token that only their owner can read.
 
-The folder is local to the node (``/tmp/rollcall-UID/CLUSTER``, or ``$ROLLCALL_STATE_DIR/CLUSTER``): a home folder is often
-shared by all nodes. ``rollcall node`` writes the record; every other verb reads it to find head, token and processes.
+The folder is local to the node (``/tmp/rollcall-UID/CLUSTER``, or ``$ROLLCALL_STATE_DIR/CLUSTER``), because nodes often share
+a home folder. ``rollcall node`` writes the record; every other command reads it to find the head, the token and the processes.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from rollcall.nodes.node_shell import TOKEN
 Accelerator = Literal["gpu", "cpu"]
 DEFAULT_CLUSTER = "default"
 STATE_DIR = "ROLLCALL_STATE_DIR"
-CLUSTER = "ROLLCALL_CLUSTER"  # which cluster a verb means when no --cluster is given
-TOKEN_LENGTH, TOKEN_LETTERS = 32, 8  # at least, of a token that the user sets: characters, and different ones
+CLUSTER = "ROLLCALL_CLUSTER"  # the cluster that a command uses without --cluster
+TOKEN_LENGTH, TOKEN_LETTERS = 32, 8  # minimum for a token that the user sets: characters, and different characters
 OWNER_S = 240.0  # longer than Ray takes to start
-NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_-]{0,30}[A-Za-z0-9])?")  # a folder's name, and a label's value in Ray
+NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_-]{0,30}[A-Za-z0-9])?")  # valid as a folder name and as a Ray label's value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRecord:
-    """This node's part in one cluster."""
+    """This node's membership in one cluster."""
 
     cluster: str  # its name
-    cluster_id: str  # made by rank 0, new with every bring-up
+    cluster_id: str  # created by rank 0, new at every bring-up
     rank: int
     num_nodes: int
     node_ip: str
@@ -50,22 +50,22 @@ class NodeRecord:
     temp_dir: str  # Ray's session folder
     rendezvous: str | None
     processes: tuple[Process, ...] = ()  # what `rollcall node` started here
-    ports: dict[str, int] = field(default_factory=dict)  # what Ray listens on here, by component
+    ports: dict[str, int] = field(default_factory=dict)  # ports that Ray listens on here, by component
 
 
 def state_dir(cluster: str) -> Path:
-    """The cluster's folder on this node, made if needed, and checked that only its owner can read it."""
+    """Return the cluster's folder on this node; create it if needed, and check that only its owner can read it."""
     if not NAME.fullmatch(cluster):
         raise ClusterError(
             f"{cluster!r} cannot be a cluster's name; use at most 32 letters, digits, '-' and '_', "
             "beginning and ending with a letter or digit"
         )
-    # Not TMPDIR: a launcher sets another one for each job, and `down` must find what `node` left.
+    # Not TMPDIR: a launcher sets a different one for each job, and `down` must find what `node` left.
     root = Path(os.environ.get(STATE_DIR) or f"/tmp/rollcall-{os.getuid()}").absolute()
     folder = root / cluster
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except FileExistsError:  # `down` removed it between pathlib's two looks at it
+    except FileExistsError:  # `down` removed it between pathlib's two checks
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     for path in (root, folder):
         found = path.stat()
@@ -94,7 +94,7 @@ def read_token(cluster: str) -> str:
 
 
 def check_token(token: str) -> None:
-    """Someone with the token can run code on every node, and anyone who reaches a port can guess: it must be long and random."""
+    """Refuse a weak token: whoever has the token can run code on every node, and anyone who reaches a port can guess."""
     if len(token) < TOKEN_LENGTH or len(set(token)) < TOKEN_LETTERS:
         raise ClusterError(
             f"{TOKEN} has {len(token)} characters, {len(set(token))} of them different; it needs at least {TOKEN_LENGTH}, "
@@ -104,19 +104,19 @@ def check_token(token: str) -> None:
 
 
 def auth_env(cluster: str) -> dict[str, str]:
-    """Environment variables with which Ray reaches this cluster. They name the token's file and never hold the token."""
+    """Return the environment variables that let Ray reach this cluster. They name the token's file and never contain the token."""
     folder = tls_dir(cluster)
     certificates = tls_env(folder) if folder.is_dir() else {}
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_path(cluster)), **certificates}
 
 
 def tls_dir(cluster: str) -> Path:
-    """This node's certificates; it exists where the cluster speaks TLS."""
+    """Return the folder of this node's certificates, which exists if the cluster uses TLS."""
     return state_dir(cluster) / "tls"
 
 
 def tls_env(folder: Path) -> dict[str, str]:
-    """Environment variables that make Ray use the certificates in ``folder`` (``tls.py``)."""
+    """Return environment variables that make Ray use the certificates in ``folder`` (``tls.py``)."""
     files = {"SERVER_CERT": "node.pem", "SERVER_KEY": "node.key", "CA_CERT": "authority.pem"}
     return {"RAY_USE_TLS": "1", **{f"RAY_TLS_{name}": str(folder / file) for name, file in files.items()}}
 
@@ -126,7 +126,7 @@ def write_record(record: NodeRecord) -> None:
 
 
 def read_record(cluster: str) -> NodeRecord | None:
-    """Returns `None` if this node is not part of a cluster of that name."""
+    """Return this node's record, or `None` if it is not part of a cluster with this name."""
     try:
         fields = json.loads((state_dir(cluster) / "node.json").read_text())
     except FileNotFoundError:
@@ -136,7 +136,7 @@ def read_record(cluster: str) -> NodeRecord | None:
 
 
 def current_cluster(cluster: str | None) -> str:
-    """The one asked for, else the environment's, else the default."""
+    """Return the requested cluster, else the environment's, else the default."""
     return cluster or os.environ.get(CLUSTER) or DEFAULT_CLUSTER
 
 
@@ -161,7 +161,7 @@ def not_here(cluster: str) -> str:
 
 @contextmanager
 def sole_owner(cluster: str) -> Iterator[None]:
-    """One command at a time starts or stops this cluster on this node; a second one waits for it."""
+    """Let one command at a time start or stop this cluster on this node; a second one waits."""
     wait = Wait(OWNER_S)
     while (file := _lock(cluster)) is None:
         if wait.is_over:
@@ -178,25 +178,25 @@ def sole_owner(cluster: str) -> Iterator[None]:
 
 
 def _lock(cluster: str) -> IO[bytes] | None:
-    """Returns the locked file, or `None` if another command has it or has just removed the folder."""
+    """Return the locked file, or `None` if another command has locked it or has just removed the folder."""
     with suppress(FileNotFoundError):
         return take_lock(state_dir(cluster) / "lock")
     return None
 
 
 def _leave_nothing(cluster: str) -> None:
-    """If this node is not part of the cluster, remove the lock, which this process holds, and empty folders."""
+    """Remove empty folders and the lock, which this process holds, unless this node is part of the cluster."""
     folder = state_dir(cluster)
     if (folder / "node.json").exists():
         return
     (folder / "lock").unlink(missing_ok=True)
     for path in (folder, folder.parent):
-        with suppress(OSError):  # there is something else in it, or another command has just put it there
+        with suppress(OSError):  # it is not empty, or another command has just written to it
             path.rmdir()
 
 
 def forget(cluster: str) -> None:
-    """Remove record, token, certificates and the notes of drivers."""
+    """Remove the record, the token, the certificates and the notes about drivers."""
     for name in ("node.json", "token"):
         (state_dir(cluster) / name).unlink(missing_ok=True)
     for folder in (tls_dir(cluster), state_dir(cluster) / "drivers"):
@@ -213,7 +213,7 @@ def note_driver(cluster: str) -> None:
 
 
 def noted_drivers(cluster: str) -> list[Process]:
-    """Returns the noted processes that are alive."""
+    """Return the noted drivers that are alive."""
     noted: list[Process] = []
     for note in sorted((state_dir(cluster) / "drivers").glob("[0-9]*")):
         with suppress(FileNotFoundError):  # `rollcall down` has just removed it

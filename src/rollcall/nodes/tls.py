@@ -1,10 +1,10 @@
-"""TLS between the nodes of a cluster: every node that has the token can make its certificates.
+"""TLS between the nodes of a cluster: every node that has the token can create its certificates.
 
-The token yields the private key of a certificate authority, the same on every node; it is computed when needed and never
-written. Each node signs its certificate with it, and trusts what that authority has signed. Ray then speaks gRPC
-only over TLS, and both sides show a certificate: someone without the token cannot send a first request.
+The token determines the private key of a certificate authority, so the key is the same on every node. It is computed when needed and
+never written. Each node signs its certificate with this key, and trusts what the authority has signed. Ray then uses gRPC
+only over TLS, and both sides show a certificate: someone without the token cannot even send a first request.
 
-The key is PBKDF2 of the token: a stranger can try tokens against a certificate, so each try must take time.
+The key is PBKDF2 of the token: a stranger can test guesses of the token against a certificate, so each guess must take time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ AUTHORITY = "rollcall cluster"
 
 
 def write_certificates(folder: Path, *, token: str, addresses: Sequence[str]) -> None:
-    """This node's certificate and key, and the authority's certificate: what Ray reads by the names of ``tls_env``."""
+    """Write this node's certificate and key, and the authority's certificate, under the file names in ``tls_env``."""
 
     def name(text: str) -> x509.Name:
         return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
@@ -61,7 +61,7 @@ def write_certificates(folder: Path, *, token: str, addresses: Sequence[str]) ->
 
 @functools.cache
 def _number(token: str) -> int:
-    """A private key of the curve, computed from the token."""
+    """Compute a private key of the curve from the token."""
     order = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # of SECP256R1
     digest = hashlib.pbkdf2_hmac("sha256", token.encode(), b"rollcall certificate authority", ROUNDS, dklen=48)
     return int.from_bytes(digest, "big") % (order - 1) + 1

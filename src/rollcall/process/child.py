@@ -1,11 +1,11 @@
 """The child's side: ``python -m rollcall.process.child MODULE:CLASS SOCKET LIFELINE CRASH FD...``.
 
-Makes an object of the class, with the descriptors that follow, and calls its methods as the parent asks, one after the other. A
-method that yields sends each value at once, and what it returns at the end. The class may say how it is spoken to: it ``hears`` pickles
-and ``says`` JSON unless it names another body.
+Creates an object of the class with the descriptors that follow, and calls its methods as the parent asks, one at a time. A
+method that yields sends each value at once, and its return value at the end. The class may choose how messages are encoded: it
+``hears`` pickles and ``says`` JSON unless it names a different body.
 
-SOCKET brings the calls and takes the answers, so whatever user code prints cannot get between them. LIFELINE is the read end of a
-pipe that only closes when the parent dies. CRASH is a file for stack dumps. Standard library only.
+SOCKET carries the calls and the answers, so nothing that user code prints can get between them. LIFELINE is the read end of a
+pipe that closes only when the parent dies. CRASH is a file for stack dumps. Standard library only.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ def main(arguments: list[str]) -> None:
     socket_fd, lifeline_fd, crash_fd, *others = map(int, fds)
     end_with(lifeline_fd)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # buffered output is lost when a process is ended
+        sys.stdout.reconfigure(line_buffering=True)  # buffered output is lost when a process is killed
     dump_stacks_to(crash_fd)
-    # When every process of a run gets a signal to stop, only the controller acts on it: it still needs the answers. A handler,
-    # since what user code starts would inherit an ignored signal.
+    # When every process of a run gets a stop signal, only the controller acts on it: it still needs the answers. We set a handler
+    # because processes started by user code would inherit an ignored signal.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     for fd in (socket_fd, lifeline_fd, crash_fd, *others):
-        os.set_inheritable(fd, False)  # what user code starts must not hold them open
+        os.set_inheritable(fd, False)  # processes started by user code must not keep them open
     module, _, name = target.partition(":")
     made = getattr(importlib.import_module(module), name)(*others)
     serve(socket_fd, made)
 
 
 def own_fds() -> tuple[int, int, int]:
-    """The socket, the lifeline and the file for stack dumps of this process."""
+    """Return this process's socket, lifeline and file for stack dumps."""
     socket_fd, lifeline_fd, crash_fd = map(int, sys.argv[2:5])
     return socket_fd, lifeline_fd, crash_fd
 
 
 def serve(fd: int, target: Any) -> None:
-    """Answer calls to the methods of ``target`` until the parent hangs up. Uses only read and write: a confined process may do nothing
-    else with a socket."""
+    """Answer calls to the methods of ``target`` until the parent hangs up. Uses only read and write because a confined process may not
+    do anything else with a socket."""
     hears: Body = getattr(target, "hears", PICKLE)
     says: Body = getattr(target, "says", JSON)
     own_pid = os.getpid()
@@ -63,7 +63,7 @@ def serve(fd: int, target: Any) -> None:
 
     def say(number: int, kind: int, body: bytes) -> None:
         if os.getpid() != own_pid:
-            os._exit(1)  # user code forked and the copy came back here: its answer would be taken for another call's
+            os._exit(1)  # user code forked and the copy returned here: its answer would be taken for a different call's
         data = memoryview(frame(HEAD.pack(number, kind) + body))
         try:
             while data:
@@ -94,13 +94,13 @@ def serve(fd: int, target: Any) -> None:
 
 
 def raised_body(error: BaseException) -> bytes:
-    """The class, message and traceback of an error."""
+    """Encode the class, message and traceback of an error."""
     shown = "".join(traceback.format_exception(error)).rstrip()
     return JSON.dumps([type(error).__name__, cut(str(error)), cut(shown)])
 
 
 def cut(text: str, longest: int = MAX_WHY) -> str:
-    """Keep both ends of a long text: a traceback begins with where and ends with what."""
+    """Cut the middle out of a long string: a traceback begins with the place and ends with the error."""
     return text if len(text) <= longest else f"{text[: longest // 2]}\n...\n{text[-longest // 2 :]}"
 
 
@@ -111,11 +111,11 @@ def dump_stacks_to(fd: int) -> None:
 
 
 def end_with(lifeline_fd: int) -> None:
-    """Have the kernel kill this process, and its group if it leads one, when the lifeline closes: the read end of a pipe whose other
-    end only the parent holds.
+    """Make the kernel kill this process, and its group if it leads one, when the lifeline closes: the read end of a pipe whose other
+    end only the parent has.
 
     User code that hangs inside C (a runaway regular expression) runs no Python thread or handler, and a parent death signal would
-    follow the parent's thread instead of its process. Where the kernel lacks this (macOS), a process ends at its next read.
+    follow the parent's thread instead of its process. Without kernel support (macOS), a process exits at its next read.
     """
     set_signal = getattr(fcntl, "F_SETSIG", None)
     if set_signal is None:
@@ -124,10 +124,10 @@ def end_with(lifeline_fd: int) -> None:
     fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, -pid if os.getpgrp() == pid else pid)
     fcntl.fcntl(lifeline_fd, set_signal, signal.SIGKILL)
     fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, fcntl.fcntl(lifeline_fd, fcntl.F_GETFL) | os.O_ASYNC)
-    if select.select([lifeline_fd], [], [], 0)[0]:  # it closed before the signal was asked for
+    if select.select([lifeline_fd], [], [], 0)[0]:  # it closed before we asked for the signal
         os._exit(1)
 
 
 if __name__ == "__main__":
-    # Run as a module this file is `__main__`; what it defines is known under the importable name.
+    # When run as a module, this file is `__main__`, but its definitions must be known under the importable name.
     importlib.import_module("rollcall.process.child").main(sys.argv[1:])

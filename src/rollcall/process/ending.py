@@ -1,4 +1,4 @@
-"""How a process ended, in words: its exit status, and the stack that it dumped."""
+"""Describes how a process ended: its exit status, and the stack that it dumped."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OWN_FRAMES = (
 
 
 def plain_stack(dump: str) -> str:
-    """Turns faulthandler's dump into a Python traceback: newest call last, without our own frames and threads."""
+    """Turn faulthandler's dump into a Python traceback: newest call last, without our own frames and threads."""
     said: list[str] = []
     threads: list[tuple[bool, list[str]]] = []
     for line in dump.splitlines():
@@ -32,7 +32,7 @@ def plain_stack(dump: str) -> str:
         elif line.startswith("Fatal Python error"):
             said.append(line)
     threads = [thread for thread in threads if thread[1]]
-    for is_current, frames in sorted(threads, key=lambda thread: thread[0]):  # the one that was asked comes last
+    for is_current, frames in sorted(threads, key=lambda thread: thread[0]):  # the current thread comes last
         which = "in the main thread:" if is_current else "in another thread:"
         said += frames if len(threads) == 1 else [which, *frames]
     return visible("\n".join(said))

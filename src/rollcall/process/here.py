@@ -1,7 +1,7 @@
 """Starts processes as children of this one.
 
-After its command, each gets a socket, a lifeline whose other end only this process holds, a file for stack dumps, and the other
-descriptors it is given. Each leads its own process group: Ctrl-C reaches only this process, and what they start ends with them.
+After its command, each child gets a socket, a lifeline whose other end only this process has, a file for stack dumps, and the other
+descriptors passed to it. Each leads its own process group: Ctrl-C reaches only this process, and a child's own children are killed with it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rollcall.process.worker import Ending, Reader, Worker
 if TYPE_CHECKING:
     from rollcall.process.debug.here import DebugLine
 
-KILL_S = 10.0  # a process that is stuck in the kernel (a dead network disk) ends when the kernel lets go
+KILL_S = 10.0  # a process that is stuck in the kernel (a dead network disk) exits when the kernel lets go
 _LOG_BYTES = 1 << 16
 
 
@@ -43,14 +43,14 @@ def spawn(
     line: DebugLine | None = None,
     longest: int = LONGEST,
 ) -> Worker:
-    """Start a process that makes ``module:Class`` with ``fds``. The first call waits until it is up."""
+    """Start a process that creates ``module:Class`` with ``fds``. The first call waits until the process is up."""
     command = [sys.executable, "-m", "rollcall.process.child", target]
     link = LinkHere(command, env=env, cwd=cwd, fds=fds, output=output)
     return Worker(link, name=name, answers=answers, longest=longest, line=line)
 
 
 class SocketLink:
-    """Sending and receiving over a connection: a socket pair, or one through a door (nodes/door.py)."""
+    """Sends and receives over a connection: a socket pair, or a socket through a door (nodes/door.py)."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -67,7 +67,7 @@ class SocketLink:
 
 
 class LinkHere(SocketLink):
-    """A child of this process. ``output``: a file descriptor for what it prints; without one there is a log."""
+    """A child of this process. ``output``: a file descriptor for what it prints; without one, output goes to a log."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class LinkHere(SocketLink):
         fds: Sequence[int] = (),
         output: int | None = None,
     ) -> None:
-        # Without names, so that a kill leaves nothing behind.
+        # Without names, so that nothing is left behind when this process is killed.
         self._crash = tempfile.TemporaryFile()  # noqa: SIM115
         self._log = tempfile.TemporaryFile() if output is None else None  # noqa: SIM115
         prints = output if self._log is None else self._log.fileno()
@@ -116,14 +116,14 @@ class LinkHere(SocketLink):
     def end(self, *, grace_s: float, ask_stack: bool = False) -> Ending:
         if ask_stack:
             self._ask_for_stack()
-        started = descendants(self.pid)  # once it has ended, nobody knows what it started
-        with suppress(OSError):  # a child that answers calls ends now
+        started = descendants(self.pid)  # once it has exited, nobody knows what it started
+        with suppress(OSError):  # a child that answers calls exits now
             self.connection.shutdown(socket.SHUT_RDWR)
         until_s = time.monotonic() + grace_s
         while Process.of(self.pid) is not None and time.monotonic() < until_s:
             time.sleep(0.005)
-        # Its status has not been taken, so its number and its group's are still its own; and a status does not change.
-        with suppress(ProcessLookupError, PermissionError):  # macOS says so of a group whose only member has died
+        # Its exit status was not collected, so its process id and its group's are still its own, and the status does not change.
+        with suppress(ProcessLookupError, PermissionError):  # macOS raises this for a group whose only member has died
             os.killpg(self.pid, signal.SIGKILL)
         signal_processes(started, signal.SIGKILL)
         status: int | None
@@ -137,7 +137,7 @@ class LinkHere(SocketLink):
         return Ending(how=how, status=status, stack=plain_stack(stack))
 
     def _ask_for_stack(self) -> None:
-        """Makes it dump its stack, which works inside C code too."""
+        """Make the child dump its stack, which works inside C code too."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, STACK_SIGNAL)
         until_s, size = time.monotonic() + 0.5, 0
@@ -148,7 +148,7 @@ class LinkHere(SocketLink):
                 return
 
     def _close(self) -> None:
-        """Closes everything but the log, which tells why it ended."""
+        """Close everything except the log, which says why the child exited."""
         self.connection.close()
         os.close(self._lifeline_fd)
         self._crash.close()

@@ -1,6 +1,6 @@
-"""The time that this process has spent in a debugger's prompt. No limit of a run counts it.
+"""The time that this process has spent at a debugger's prompt. No time limit of a run counts it.
 
-Standard library only: every process of a reward and of an environment imports it.
+Standard library only: every reward and environment process imports it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 _lock = threading.Lock()
 _total_s = 0.0
-_since: list[float] = []  # of the prompts that are open
+_since: list[float] = []  # when each open prompt was opened
 
 
 def is_paused() -> bool:
@@ -21,7 +21,7 @@ def is_paused() -> bool:
 
 
 def running_s() -> float:
-    """A clock that does not run while a prompt is open."""
+    """Read a clock that stops while a prompt is open."""
     with _lock:
         now = time.monotonic()
         return now - _total_s - sum(now - since for since in _since)
@@ -29,7 +29,7 @@ def running_s() -> float:
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Stops the clock while the block runs: a prompt is open."""
+    """Stop the clock during the block because a prompt is open."""
     global _total_s
     began = time.monotonic()
     with _lock:
@@ -43,8 +43,8 @@ def paused() -> Iterator[None]:
 
 
 def patient_loop() -> Any:
-    """An event loop whose clock does not run while a prompt is open, so that nothing in it is late afterwards."""
-    import asyncio  # few processes need it, and they have to start fast
+    """Create an event loop whose clock stops while a prompt is open, so that nothing in it is late afterwards."""
+    import asyncio  # few processes need it, and they must start fast
 
     loop = asyncio.new_event_loop()
     loop.time = running_s  # type: ignore[method-assign]

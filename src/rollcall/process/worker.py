@@ -1,18 +1,18 @@
-"""A process as its parent uses it: ``await worker.call(method, ...)`` returns, or raises Raised (its own error) or Lost (who, where, why).
+"""A process as its parent uses it: ``await worker.call(method, ...)`` returns, or raises Raised (its error) or Lost (who, where, why).
 
     Worker --numbered calls, as frames--> Link --bytes--> the process: serve (child.py), or its own server
        ^                                    |
        +---- parts, answers, errors --------+
 
-A worker has no thread and belongs to no event loop. Calls wait where they are made: ``call`` in the event loop that runs, ``ask`` and
-``wait`` in a thread. Any number of calls may be under way; whether they are answered out of order is the child's affair. Those
-under way at the same time share one event loop.
+A worker has no thread and belongs to no event loop. Calls wait where they are made: ``call`` in the running event loop, ``ask`` and
+``wait`` in a thread. Any number of calls may be in progress; whether they are answered out of order is up to the child. Calls
+in progress at the same time share one event loop.
 
-The deadline of a call is the longest silence: a part of its answer, and a byte of the call that the process takes, begin it again. Time
-in a debugger's prompt does not count (pause.py). A process that is late, has ended or says what it should not is killed with all it
-started, and every call raises Lost, those that come later too.
+A call's deadline is the longest silence: it restarts with each part of the answer, and with each byte of the call that the process
+accepts. Time at a debugger's prompt does not count (pause.py). A process that is late, has exited or sends something invalid is killed
+with all that it started, and every call raises Lost, including later ones.
 
-How a process is reached is its Link's affair: a child of this process (here.py), one that a zygote has forked, or one on another node.
+The Link determines how a process is reached: as a child of this process (here.py), forked by a zygote, or on another node.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 Reader = Callable[[bytes], Any]
 """Reads a value that a process sent; raises ValueError if it should not have sent it."""
 _DIED = "died"
-EXIT_S = 1.0  # from the end of its connection to its own end
-_MOST_READS = 64  # at once: a process that writes without end must not keep this one here
+EXIT_S = 1.0  # from the end of its connection to its own exit
+_MOST_READS = 64  # at once: a process that writes endlessly must not keep this one here
 _LONGEST_LOOK_S, _HELD_LOOK_S = 60.0, 1.0
 
 
 class Raised(RuntimeError):  # noqa: N818 - an outcome
-    """A call raised in the process."""
+    """The process raised an error during a call."""
 
     def __init__(self, who: str, kind: str, message: str, trace: str) -> None:
         super().__init__(f"{who} raised {kind}: {message}\n{trace}")
@@ -50,7 +50,7 @@ class Raised(RuntimeError):  # noqa: N818 - an outcome
 
 
 class Lost(RuntimeError):  # noqa: N818
-    """A process is gone. ``status`` is None where nobody knows how it ended; ``stack`` is where it was, if it could say so."""
+    """A process is gone. ``status`` is None if nobody knows how it ended; ``stack`` is where it was, if it could say so."""
 
     def __init__(self, who: str, where: str, why: str, *, is_late: bool, status: int | None, stack: str) -> None:
         super().__init__(f"{who} ({where}) {why}" + (f"\nit was at\n{stack}" if stack else ""))
@@ -60,38 +60,38 @@ class Lost(RuntimeError):  # noqa: N818
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How a process ended, in words, and as the status of ``subprocess`` where there is one."""
+    """How a process ended, in words, and as a ``subprocess`` status if there is one."""
 
     how: str
     status: int | None
-    stack: str = ""  # that it dumped
+    stack: str = ""  # dumped by the process
 
 
 class Link(Protocol):
-    """A way to a process: ordered bytes in both directions, why it ended, and what ends it. It does not block, but for ``end``."""
+    """A connection to a process: ordered bytes in both directions, why it ended, and how to stop it. Only ``end`` blocks."""
 
     pid: int
     where: str  # in words
 
     def fileno(self) -> int:
-        """Readable when there is something to receive. A carrier without a socket wakes its reader by one."""
+        """Return a descriptor that is readable when there is data. A carrier without a socket uses one to wake its reader."""
         ...
 
     def send(self, data: memoryview) -> int:
-        """Returns how many bytes it took. BlockingIOError: it takes none now."""
+        """Return how many bytes were accepted. Raises BlockingIOError if none can be accepted now."""
         ...
 
     def receive(self, most: int) -> bytes:
-        """Returns bytes; none if nothing more will come. BlockingIOError: there is nothing now."""
+        """Return bytes, or none if nothing more will come. Raises BlockingIOError if there is nothing now."""
         ...
 
     def end(self, *, grace_s: float, ask_stack: bool = False) -> Ending:
-        """Hang up, wait ``grace_s`` for it to end, and kill it with all it started. ``ask_stack``: first have it say where it is."""
+        """Hang up, wait ``grace_s`` for the process to exit, and kill it with all it started. ``ask_stack``: first ask where it is."""
         ...
 
 
 class Call:
-    """A call that is under way."""
+    """A call in progress."""
 
     def __init__(self, number: int, method: str, deadline_s: float, each: Callable[[Any], None] | None) -> None:
         self.number, self.method = number, method
@@ -129,7 +129,7 @@ class Call:
 
 
 class Worker:
-    """``answers``: how the answer of each method, and each part of it, is read. A process may lie, so nothing that it says is unpickled."""
+    """``answers``: how to read each method's answer and its parts. A process may lie, so nothing that it sends is unpickled."""
 
     def __init__(
         self,
@@ -150,9 +150,9 @@ class Worker:
         self._calls: dict[int, Call] = {}
         self._dropped: set[int] = set()  # calls that nobody waits for any more
         self._num_calls = self._num_waiting = 0
-        self._gone = ""  # why nothing that it says counts any more
-        self._interrupted: BaseException | None = None  # at a prompt that it opened
-        self._loop: asyncio.AbstractEventLoop | None = None  # that watches it
+        self._gone = ""  # why its messages no longer count
+        self._interrupted: BaseException | None = None  # an exception at a prompt that the process opened
+        self._loop: asyncio.AbstractEventLoop | None = None  # the loop that watches it
         self._is_line_watched = line is not None
         self._ending = threading.Lock()
         self._ended: Ending | None = None
@@ -167,8 +167,8 @@ class Worker:
         return bool(self._gone)
 
     async def call(self, method: str, *args: Any, deadline_s: float, each: Callable[[Any], None] | None = None) -> Any:
-        """Call a method and await its result. ``each`` gets every part of the answer, and raises ValueError if it cannot be one. The
-        process keeps working on a call that is cancelled."""
+        """Call a method and await its result. ``each`` gets every part of the answer, and raises ValueError if the part is invalid. The
+        process keeps working on a cancelled call."""
         call = self._begin(method, args, deadline_s, each)
         try:
             return await self.result_of(call)
@@ -176,7 +176,7 @@ class Worker:
             self._forget(call)
 
     async def result_of(self, call: Call) -> Any:
-        """Await the result of a call that has begun. It may be awaited again after a cancellation."""
+        """Await the result of a call that has begun. It can be awaited again after a cancellation."""
         loop = asyncio.get_running_loop()
         assert self._loop in (None, loop), f"{self.name} is called from two event loops at once"
         self._num_waiting += 1
@@ -207,13 +207,13 @@ class Worker:
         return self.wait(self.begin(method, *args, deadline_s=deadline_s, each=each))
 
     def begin(self, method: str, *args: Any, deadline_s: float, each: Callable[[Any], None] | None = None) -> Call:
-        """Begins a call, which the process has taken when this returns, or never will; ``wait`` returns its result."""
+        """Begin a call. When this returns, the process has received it, or never will; ``wait`` returns the result."""
         call = self._begin(method, args, deadline_s, each)
         self._block(call, lambda: not self._outbox, None, deadline_s)
         return call
 
     def wait(self, call: Call, *, meanwhile: Callable[[float], None] | None = None, every_s: float = 10.0) -> Any:
-        """Wait in this thread for the result. ``meanwhile`` is called from time to time with the seconds waited."""
+        """Wait in this thread for the result. ``meanwhile`` is called every ``every_s`` seconds with the seconds waited."""
         try:
             self._block(call, lambda: False, meanwhile, every_s)
             if not call.is_done:
@@ -223,7 +223,7 @@ class Worker:
             self._forget(call)
 
     async def end(self, *, grace_s: float = 0.0) -> Ending:
-        """End it with all it started, after ``grace_s`` to end by itself."""
+        """Stop the process with all it started, after ``grace_s`` to exit by itself."""
         self._leave()
         return await asyncio.to_thread(self._end, grace_s=grace_s)
 
@@ -277,7 +277,7 @@ class Worker:
         return min(max(call.left_s, 0.0) + 0.001, _HELD_LOOK_S if is_held else _LONGEST_LOOK_S)
 
     def _pump(self) -> None:
-        """Write and read as much as is possible without waiting."""
+        """Write and read as much as possible without waiting."""
         if self._interrupted is not None:
             error, self._interrupted = self._interrupted, None
             raise error
@@ -292,7 +292,7 @@ class Worker:
         except BlockingIOError:
             pass
         except OSError:
-            self._outbox.clear()  # it is gone; reading finds that too, after what it sent before
+            self._outbox.clear()  # the process is gone; reading notices that too, after what it sent before
         if len(self._outbox) < before:
             self._restart_all()
         try:
@@ -345,7 +345,7 @@ class Worker:
                 raise ValueError("no such kind of message")
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Have the loop wake the calls when the process can be written to or read from."""
+        """Make the loop wake the calls when the process can be written to or read from."""
         if self._loop is None:
             self._loop = loop
             loop.add_reader(self.link.fileno(), self._on_ready)
@@ -371,7 +371,7 @@ class Worker:
             self._loop.remove_writer(self.link.fileno())
 
     def _on_stop(self) -> None:
-        """Handle a stop in the debugger. A terminal of this process talks to it at once, and everything else waits."""
+        """Handle a stop in the debugger. A terminal of this process talks to it at once while everything else waits."""
         assert self.line is not None and self._loop is not None
         self._loop.remove_reader(self.line.fd)
         try:
@@ -380,7 +380,7 @@ class Worker:
             self._interrupted = error
             self._wake_all()
         else:
-            self._restart_all()  # a porter says in a moment that it is held
+            self._restart_all()  # a porter will report in a moment that the process is held
             if self._is_line_watched and self._loop is not None:
                 self._loop.add_reader(self.line.fd, self._on_stop)
 
@@ -404,7 +404,7 @@ class Worker:
 
 
 def reader(kind: Any) -> Reader:
-    """Reads JSON as this union of types; ValueError if it is something else."""
+    """Return a reader that validates JSON as this union of types and raises ValueError for anything else."""
     adapter: TypeAdapter[Any] = TypeAdapter(kind, config=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
     return adapter.validate_json
 

@@ -8,7 +8,7 @@
                                         |
                                  board.Board: who waits where, as the controller knows it
 
-A line is a pair of sockets that carries JSON messages (nodes/framing.py). The thread that stopped only reads its line; the porter
-listens on the network, behind a door, while something is stopped. A caller that is lost leaves the thread waiting. While
-anything waits, the run's deadlines do not run (``Board.is_held``).
+A line is a pair of sockets that carries JSON messages (nodes/framing.py). The stopped thread only reads its line; the porter
+listens on the network, behind a door, while something is stopped. If a caller is lost, the thread keeps waiting. While
+anything waits, the run's deadlines are paused (``Board.is_held``).
 """

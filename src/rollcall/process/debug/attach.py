@@ -1,13 +1,12 @@
-"""The way between something that has stopped and a terminal.
+"""Connects a stopped process with a terminal.
 
-A Porter is on the side of the process that stopped: a thread that reads its line. At the first prompt it opens a door (nodes/door.py)
-with a new secret and passes its address to ``on_stop``. One terminal at a time gets through; a second one learns that it is second.
-A terminal that is lost, or leaves, changes nothing for the thread that stopped. If nobody is attached for ``UNATTENDED_S``, the
-porter says `continue` in their place, and at once to all that stop in this process afterwards: a forgotten breakpoint, or one that
-a model has put into code that a reward or an environment runs, must not hold a cluster for ever.
-
-``reach`` and ``converse`` are the terminal's side: `rollcall debug`, or the parent of a process of a reward or an environment.
-Either side may be slow, or lie, so messages (nodes/framing.py) are read without waiting for the rest of one.
+A Porter is on the stopped process's side: a thread that reads its line. At the first prompt it opens a door (nodes/door.py)
+with a new secret and passes its address to ``on_stop``. It admits one terminal at a time and tells a second one that it is second.
+A terminal that is lost, or leaves, changes nothing for the stopped thread. If nobody is attached for ``UNATTENDED_S``, the
+porter sends `continue` instead, and does so at once for all later stops in this process: a forgotten breakpoint, or one that
+a model has put into code that a reward or an environment runs, must not block a cluster forever.
+``reach`` and ``converse`` are the terminal's side: `rollcall debug`, or the parent of a reward's or an environment's process.
+Either side may be slow, or send anything, so a message (nodes/framing.py) is read without waiting for the rest of it.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ from rollcall.process.debug.board import Waiting
 
 CONNECT_S = 10.0
 UNATTENDED_S = 3600.0
-LOOK_S = 0.1  # between two looks at the door
-SEND_S = 5.0  # a terminal that takes nothing for this long is lost
-LONGEST = 4 << 20  # bytes of a message; longer ones are not ours
+LOOK_S = 0.1  # between two checks of the door
+SEND_S = 5.0  # a terminal that accepts nothing for this long is lost
+LONGEST = 4 << 20  # bytes in a message; longer ones are not ours
 
-_alone_since: float | None = None  # something was stopped, and nobody has been attached since; by the monotonic clock
+_alone_since: float | None = None  # since when something is stopped and nobody has been attached; monotonic clock
 _has_given_up = False
 
 OnStop = Callable[[Mapping[str, Any] | None], None]
@@ -48,7 +47,7 @@ class _HasFd(Protocol):
 
 
 def readable(sources: Sequence[_HasFd], *, timeout_s: float | None) -> set[int]:
-    """Returns the descriptors that have something to read. Any number of files may be open in this process."""
+    """Return the descriptors that have something to read. Any number of files may be open in this process."""
     poll = select.poll()  # `select.select` refuses descriptors from 1024 on
     for source in sources:
         if (fd := source.fileno()) < 0:
@@ -69,7 +68,7 @@ class Connection:
         self._socket.sendall(json_frame(message))
 
     def take(self) -> list[dict[str, Any]]:
-        """Returns the messages that have arrived whole; call it when there is something to read. ConnectionError: no more will come."""
+        """Return the messages that have arrived completely; call it when there is something to read. ConnectionError: no more will come."""
         try:
             data = self._socket.recv(1 << 16)
         except (BlockingIOError, TimeoutError):
@@ -89,7 +88,7 @@ class Connection:
 
 
 class Porter:
-    """``on_stop`` gets the place where something is stopped and how to reach it, and None when that continues."""
+    """Serves a stopped process to terminals. ``on_stop`` gets the place of a stop and how to reach it, and None when it continues."""
 
     def __init__(self, line: socket.socket, *, host: str, on_stop: OnStop) -> None:
         self._line = Connection(line)
@@ -97,7 +96,7 @@ class Porter:
         self._on_stop = on_stop
         self._door: Door | None = None
         self._caller: Connection | None = None
-        self._is_heard = False  # whether the caller gets what is printed, which begins after it has come
+        self._is_heard = False  # whether the caller gets what is printed, which starts after it has attached
         threading.Thread(target=self._run, name="debugger's porter", daemon=True).start()
 
     def _run(self) -> None:
@@ -105,10 +104,10 @@ class Porter:
             while True:
                 self._turn()
         except OSError:
-            pass  # the line is closed: the process has ended, or its owner has ended it; or what came is not ours
+            pass  # the line is closed: the process has exited, or its owner has stopped it; or the data is not ours
         finally:
             self._goes()
-            self._line.close()  # without a porter, what is stopped continues
+            self._line.close()  # without a porter, the stopped thread continues
 
     def _turn(self) -> None:
         sources = [one for one in (self._line, self._caller, self._door) if one is not None]
@@ -148,7 +147,7 @@ class Porter:
             self._goes()
 
     def _stopped(self, place: Any) -> None:
-        """Opens the door for a prompt. While somebody steps from line to line, it stays as it is."""
+        """Open the door for a prompt. While somebody steps from line to line, the door stays as it is."""
         if _has_given_up and self._caller is None:
             self._give_up()
             return
@@ -167,7 +166,7 @@ class Porter:
         self._on_stop({**_checked(place), **self._reach, "until": time.time() + left_s})
 
     def _give_up(self) -> None:
-        """Continues in place of a terminal that did not come. The run's limits count again from here on."""
+        """Continue in place of a terminal that did not come. The run's limits count again from here on."""
         global _has_given_up
         if not _has_given_up:
             warn(
@@ -196,12 +195,12 @@ class Porter:
             self._caller, self._is_heard, _alone_since = caller, False, None
             self._line.send({"attach": True})
             return
-        with suppress(OSError):  # it has left
+        with suppress(OSError):  # the caller has left
             caller.send({"busy": True})
         caller.close()
 
     def _drop(self) -> None:
-        """Hangs up on the terminal."""
+        """Hang up on the terminal."""
         global _alone_since
         if self._caller is not None:
             self._caller.close()
@@ -209,14 +208,14 @@ class Porter:
 
 
 def _left_s() -> float:
-    """Seconds until what is stopped continues by itself. The next stop does not restart them, unless somebody has come."""
+    """Return the seconds until a stopped thread continues by itself. The next stop does not restart them unless somebody has attached."""
     global _alone_since
     _alone_since = _alone_since or time.monotonic()
     return _alone_since + UNATTENDED_S - time.monotonic()
 
 
 def _checked(place: Any) -> dict[str, Any]:
-    """Reads the place where it stopped. A reward's or an environment's process may send anything."""
+    """Validate the place of a stop: a reward's or an environment's process may send anything."""
     place = place if isinstance(place, dict) else {}
     texts = {name: place.get(name) for name in ("file", "function", "why")}
     line = place.get("line")
@@ -237,7 +236,7 @@ class End(Enum):
 
 
 def reach(waits: Waiting) -> socket.socket:
-    """Connect to something that has stopped, through its door."""
+    """Connect to a stopped process through its door."""
     try:
         return enter(waits.address, waits.port, secret=waits.secret, timeout_s=CONNECT_S)
     except StrangerError as error:
@@ -250,13 +249,13 @@ def reach(waits: Waiting) -> socket.socket:
 
 
 def is_there(waits: Waiting) -> bool:
-    """Whether something still listens there. A run that was killed leaves its list behind."""
+    """Whether something still listens there. A killed run leaves its list behind."""
     try:
         socket.create_connection((waits.address, waits.port), timeout=CONNECT_S).close()
     except ConnectionRefusedError:
         return False
     except OSError:
-        return True  # out of reach from here, which is something else
+        return True  # unreachable from here, which is something else
     return True
 
 
@@ -268,10 +267,10 @@ def converse(
     again: bool = False,
     opens_within_s: float | None = None,
 ) -> End:
-    """Show what the other side prints and give it what is typed, until it continues or this side leaves.
+    """Show what the other side prints and send it what is typed, until it continues or this side leaves.
 
-    ``typed``: lines that are given first. ``again``: Ctrl-C at the prompt is a new prompt, as in plain pdb; else it leaves.
-    ``opens_within_s``: if no prompt comes within this time, the other side is not a debugger of Rollcall.
+    ``typed``: lines to send first. ``again``: Ctrl-C at the prompt shows a new prompt, as in plain pdb; otherwise it leaves.
+    ``opens_within_s``: if no prompt comes within this time, the other side is not a Rollcall debugger.
     """
     other, left = Connection(line), list(typed)
     ends = None if opens_within_s is None else time.monotonic() + opens_within_s
@@ -295,15 +294,15 @@ def converse(
                     if name in message:
                         return end if ends is None else End.LOST
     except Stopped:
-        raise  # a signal that ends this command, not a Ctrl-C for the prompt
+        raise  # a signal that stops this command, not a Ctrl-C for the prompt
     except KeyboardInterrupt:
         return End.LEFT
-    except (OSError, RecursionError):  # what the other side says may be nested deeper than it can be shown
+    except (OSError, RecursionError):  # the other side's message may be nested too deeply to show
         return End.LOST
 
 
 def _ask(prompt: str, ask: Callable[[str], str], *, again: bool) -> str | None:
-    """Ask for a line; None if the person leaves."""
+    """Ask for a line; return None if the user leaves."""
     while True:
         try:
             return ask(visible(prompt))

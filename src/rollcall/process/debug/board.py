@@ -1,8 +1,8 @@
-"""Who waits in a debugger, as the controller of a run knows it, and how `rollcall debug` learns of it.
+"""Which processes wait in a debugger, as a run's controller knows it, and how `rollcall debug` finds them.
 
-The controller has one board. Its watch over the workers, its rewards, its environments and its own prompt post here. It tells the
-user what to run, and writes ``RUN_DIR/debugger.json``, which only its owner reads: it holds the secrets that open the doors. On
-Ray a copy is in the head's store (process/ray/waiting.py), for nodes that do not see the run directory.
+The controller has one board. Its watch over the workers, its rewards, its environments and its own prompt post to it. The board tells
+the user what to run, and writes ``RUN_DIR/debugger.json``, which only its owner can read because it contains the secrets that open the
+doors. On Ray, the head's store has a copy (process/ray/waiting.py) for nodes that do not see the run directory.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class DebugSeat:
 
     role: str  # "actor", "reward", "environment", "controller", ...
     rank: int
-    node: int  # its rank
-    title: str = ""  # its name in messages; empty: its role and rank
+    node: int  # the node's rank
+    title: str = ""  # its name in messages; empty: use role and rank
 
     def __str__(self) -> str:
         return self.title or f"{self.role} rank {self.rank} on node {self.node}"
@@ -40,10 +40,10 @@ class DebugSeat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
-    """A process that has stopped."""
+    """A process that has stopped in the debugger."""
 
-    number: int  # for `rollcall debug NUMBER`; stays the same as long as it waits
-    run: str  # its directory
+    number: int  # for `rollcall debug NUMBER`; does not change while the process waits
+    run: str  # the run directory
     role: str
     rank: int
     node: int
@@ -63,7 +63,7 @@ class Waiting:
         return f"{self.file}:{self.line}"
 
     def as_json(self) -> dict[str, Any]:
-        """Returns what `rollcall debug --json` shows: everything but what opens its door."""
+        """Return what `rollcall debug --json` shows: everything except what opens the door."""
         return {name: value for name, value in asdict(self).items() if name not in ("address", "port", "secret")}
 
 
@@ -71,7 +71,7 @@ Show = Callable[[Path | None, Sequence[Waiting]], None]
 
 
 class Board:
-    """Knows which processes of a run have stopped. Any thread may call it."""
+    """Tracks which processes of a run have stopped. Any thread may call it."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, Waiting] = {}
@@ -82,7 +82,7 @@ class Board:
 
     @property
     def is_held(self) -> bool:
-        """Whether somebody debugs a process of this run; nobody is late then."""
+        """Whether somebody is debugging a process of this run, so that nothing counts as late."""
         return bool(self._waiting) or is_paused()
 
     @property
@@ -92,7 +92,7 @@ class Board:
 
     @contextmanager
     def of_run(self, run_dir: Path) -> Iterator[None]:
-        """Names the run whose processes post here while the block runs."""
+        """Set the run whose processes post here during the block."""
         was_there = run_dir.is_dir()
         with self._lock:
             self._run_dir, self._num_posted = run_dir, 0
@@ -105,11 +105,11 @@ class Board:
                 self._show()
                 self._run_dir = None
             if not was_there:
-                with suppress(OSError):  # it is a run's, or was never made
+                with suppress(OSError):  # it belongs to a run, or was never created
                     run_dir.rmdir()
 
     def post(self, key: str, seat: DebugSeat, place: Mapping[str, Any] | None) -> None:
-        """Note where a process is stopped, or with None that it continues. ``key`` identifies the process."""
+        """Record where a process has stopped, or with None that it continues. ``key`` identifies the process."""
         with self._lock:
             before = self._waiting.get(key)
             if place is None:
@@ -153,7 +153,7 @@ BOARD = Board()
 
 
 def read_board(run_dir: Path) -> list[Waiting]:
-    """Reads who waits in a run from the file that its controller wrote."""
+    """Read a run's waiting processes from the file that its controller wrote."""
     try:
         return parse_board((run_dir / FILE).read_text())
     except FileNotFoundError:
@@ -172,7 +172,7 @@ def _write(run_dir: Path, waiting: Sequence[Waiting]) -> None:
     path = run_dir / FILE
     try:
         if waiting:
-            run_dir.mkdir(exist_ok=True)  # a run that still reads its data, model and rewards has none
+            run_dir.mkdir(exist_ok=True)  # a run that is still loading its data, model and rewards has no directory yet
             write_atomic(path, dump_board(waiting), durable=False, private=True)
         else:
             path.unlink(missing_ok=True)

@@ -1,6 +1,6 @@
-"""The child's end of a line: ``breakpoint()`` and exceptions of user code stop here, and the parent brings a terminal (process/debug/here.py).
+"""The child's end of a line: ``breakpoint()`` and exceptions in user code stop here, and the parent provides a terminal (debug/here.py).
 
-Imports only the standard library, and the debugger itself when something stops: processes of rewards and environments start fast.
+Imports only the standard library, and the debugger itself when something stops: reward and environment processes must start fast.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ _NUM_ENTRIES = 512
 
 
 class Examined:
-    """Where exceptions have opened the debugger. Processes that are forked from the one that made it share it, so that an error of
-    all of them opens it once."""
+    """Places where exceptions have opened the debugger. Processes forked from its creator share it, so that an error in all of them
+    opens the debugger once."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, _ENTRY * _NUM_ENTRIES)
 
     def is_new(self, frames: TracebackType, kind: type) -> bool:
-        """Whether this kind of error is new at the line that raised it, which then is noted."""
+        """Whether this kind of error is new at the line that raised it. Records it if it is."""
         while frames.tb_next is not None:
             frames = frames.tb_next
         place = (frames.tb_frame.f_code.co_filename, frames.tb_lineno, kind.__qualname__)
-        entry = (hash(place) or 1).to_bytes(_ENTRY, "little", signed=True)  # forked processes hash alike
+        entry = (hash(place) or 1).to_bytes(_ENTRY, "little", signed=True)  # forked processes compute the same hash
         for at in range(0, len(self._memory), _ENTRY):
             found = self._memory[at : at + _ENTRY]
             if found == entry:
@@ -42,7 +42,7 @@ class Examined:
 
 
 class ChildLine:
-    """``around`` is entered while a prompt is open. ``of``: whose process this is, in words."""
+    """Stops user code in a child process. ``around`` is entered while a prompt is open. ``of``: whose process this is, in words."""
 
     def __init__(
         self,
@@ -57,18 +57,18 @@ class ChildLine:
         self._examined = examined or Examined()
         self._around = around
         self._pid = os.getpid()
-        self._own = threading.local()  # the debugger of a thread, which keeps the frames where that one stopped
+        self._own = threading.local()  # the thread's debugger, which keeps the frames where the thread stopped
 
     def stop(self, *args: Any, **kwargs: Any) -> None:
-        """``breakpoint()``. Text that is run as code stops nothing: it is the model's, and nobody asked to look at it."""
+        """Handle ``breakpoint()``. Code that is run from a string does not stop: it is the model's, and nobody asked to look at it."""
         caller = sys._getframe().f_back
         if os.getpid() != self._pid or caller is None or not os.path.exists(caller.f_code.co_filename):
             print(f"a breakpoint() that is not in a file of this {self._of} is ignored", file=sys.stderr)
             return
-        self._open().stop(caller)  # the last thing here: what runs after it is traced
+        self._open().stop(caller)  # must be the last statement here: whatever runs after it is traced
 
     def examine(self, error: BaseException) -> None:
-        """Open the debugger where this was raised; once for a line and a kind of error."""
+        """Open the debugger where this exception was raised, once per line and kind of error."""
         frames = error.__traceback__
         if frames is None or not isinstance(error, Exception) or os.getpid() != self._pid:
             return

@@ -1,8 +1,8 @@
-"""The debugger of this process: ``serve`` makes ``breakpoint()`` stop here, ``post_mortem`` opens it where an exception came from.
+"""The debugger of this process: ``serve`` makes ``breakpoint()`` stop here, ``post_mortem`` opens it where an exception was raised.
 A DebugLine does the same for a child process that runs user code.
 
-Where somebody else has a debugger in place it stays: an IDE, a notebook or pytest (their own ``sys.breakpointhook``), a
-``PYTHONBREAKPOINT`` of the user's, and Ray's own debugger where ``RAY_DEBUG`` is set (docs/debugging.md).
+A different debugger that is already in place stays: an IDE, a notebook or pytest (their own ``sys.breakpointhook``), the user's
+``PYTHONBREAKPOINT``, and Ray's own debugger if ``RAY_DEBUG`` is set (docs/debugging.md).
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from rollcall.process.debug.child import Examined
 from rollcall.process.debug.stopped import LinePdb, TerminalPdb, borrowed_terminal, has_terminal
 from rollcall.process.pause import paused
 
-POST_MORTEM = "ROLLCALL_POST_MORTEM"  # in the environment of a run's processes: exceptions open the debugger
+POST_MORTEM = "ROLLCALL_POST_MORTEM"  # set for a run's processes: exceptions open the debugger
 RAY_DEBUG = "RAY_DEBUG"
 LOOPBACK = "127.0.0.1"
-PROMPT_S = 10.0  # from the first byte of a process that has stopped to its prompt
+PROMPT_S = 10.0  # from the first byte of a stopped process to its prompt
 
 
 @dataclass(slots=True, kw_only=True)
 class _Served:
-    """How this process is reached when it stops without a terminal."""
+    """How to reach this process when it stops without a terminal."""
 
     host: str
-    node: int  # its rank
+    node: int  # the node's rank
     on_stop: OnStop
     is_on: bool = False
     line: socket.socket | None = None  # to the porter
-    pid: int = 0  # of the process that made the line; a child of it has no porter
+    pid: int = 0  # the process that created the line; its children have no porter
 
 
 def _tell_board(place: Mapping[str, Any] | None) -> None:
@@ -50,26 +50,26 @@ def _tell_board(place: Mapping[str, Any] | None) -> None:
 
 
 _served = _Served(host=LOOPBACK, node=0, on_stop=_tell_board)
-_stops: dict[str, Mapping[str, Any]] = {}  # of this process and its children: who, and where
+_stops: dict[str, Mapping[str, Any]] = {}  # stops in this process and its children: who, and where
 _telling = threading.Lock()
 _making = threading.Lock()
-_own = threading.local()  # the debuggers of a thread: each keeps the frames where that one stopped
-_serials = count()  # of the lines of this process
+_own = threading.local()  # the thread's debuggers; each keeps the frames where it stopped
+_serials = count()  # numbers the lines of this process
 
 
 @cache
 def _examined() -> Examined:
-    """Where exceptions have opened the debugger. Made by the first of them, since a zygote's children do not share it."""
+    """Places where exceptions have opened the debugger. Created at the first exception, since a zygote's children do not share it."""
     return Examined()
 
 
 def serve(*, host: str | None = None, node: int | None = None, on_stop: OnStop | None = None) -> bool:
-    """Stop at breakpoints from now on; False: somebody else's debugger does. ``host`` and ``node``: this machine, as
-    terminals of other nodes reach it; ``on_stop`` is called at each stop, by default that of this process's board."""
+    """Stop at breakpoints from now on. Returns False if a different debugger does that. ``host`` and ``node``: this machine, as
+    terminals on other nodes reach it; ``on_stop`` is called at each stop, by default that of this process's board."""
     before = (_served.host, _served.on_stop)
     _served.host, _served.on_stop = host or _served.host, on_stop or _served.on_stop
     if before != (_served.host, _served.on_stop):
-        _served.line = None  # the next stop has a porter that knows them
+        _served.line = None  # the next stop gets a porter with the new values
     _served.node = _served.node if node is None else node
     _served.is_on = True
     if is_others():
@@ -85,18 +85,18 @@ def is_rays() -> bool:
 
 def is_others() -> bool:
     named = os.environ.get("PYTHONBREAKPOINT", "")
-    # Ray names its hook in each of its processes (2.60); without RAY_DEBUG nobody has asked for it.
+    # Ray sets its hook in each of its processes (2.60); without RAY_DEBUG nobody asked for it.
     is_named = named not in ("", "0") and not named.startswith("ray.util.")
     return is_rays() or is_named or sys.breakpointhook not in (sys.__breakpointhook__, _hook)
 
 
 def is_watched() -> bool:
-    """Whether this is a worker of a run, whose stops do not go to the board of this process."""
+    """Whether this process is a worker of a run, whose stops do not go to this process's board."""
     return _served.is_on and _served.on_stop is not _tell_board
 
 
 def tell(who: str, place: Mapping[str, Any] | None) -> None:
-    """Notes that ``who`` has stopped there, or continues. A worker can show one stop at a time, so the others wait for their turn."""
+    """Report that ``who`` has stopped there, or continues. A worker can show one stop at a time, so the others wait for their turn."""
     with _telling:
         if place is None:
             _stops.pop(who, None)
@@ -106,7 +106,7 @@ def tell(who: str, place: Mapping[str, Any] | None) -> None:
 
 
 def debugger() -> TerminalPdb | LinePdb:
-    """That of this thread: at the terminal of this process if it has one; else over a line, with a porter that waits for
+    """Return this thread's debugger: at this process's terminal if it has one, else over a line, with a porter that waits for
     terminals."""
     if has_terminal():
         if not hasattr(_own, "terminal"):
@@ -124,16 +124,16 @@ def debugger() -> TerminalPdb | LinePdb:
 
 
 def _hook(*args: Any, **kwargs: Any) -> None:
-    """``breakpoint()`` in this process."""
+    """Handle ``breakpoint()`` in this process."""
     if os.environ.get("PYTHONBREAKPOINT") == "0":
         return
     found, caller = debugger(), sys._getframe().f_back
-    found.stop(caller)  # the last thing here: what runs after it is traced
+    found.stop(caller)  # must be the last statement here: whatever runs after it is traced
 
 
 def wants_post_mortem(error: BaseException) -> bool:
-    """Whether this exception opens the debugger: `--post-mortem` was given, and it comes from code, not from a refusal of ours,
-    which says what to do. One line opens it once for a kind of error."""
+    """Whether this exception opens the debugger: the user asked for `--post-mortem`, and it comes from code, not from one of our
+    refusals, which say what to do. Each line opens it once per kind of error."""
     is_asked = _served.is_on and os.environ.get(POST_MORTEM) and not is_rays()
     if not is_asked or type(error).__module__.startswith("rollcall.") or error.__traceback__ is None:
         return False
@@ -149,11 +149,11 @@ def post_mortem(error: BaseException) -> None:
 
 
 class DebugLine:
-    """The parent's end of the line of a child that runs user code: a reward's, an environment's (child.py has the other end).
+    """The parent's end of the line to a child that runs user code: a reward's or an environment's process (child.py has the other end).
 
-    The child has no terminal and perhaps no network, so the parent brings one: its own, or those that come to a porter. The text
-    that travels is only shown. While somebody debugs the child, its time limits are paused (``is_held``, ``Board.is_held``).
-    ``theirs`` is for the child. ``role`` and ``number`` say which one that is.
+    The child has no terminal and perhaps no network, so the parent provides one: its own, or those that connect to a porter. Text from
+    the child is only displayed. While somebody debugs the child, its time limits are paused (``is_held``, ``Board.is_held``).
+    ``theirs`` is for the child. ``role`` and ``number`` identify the child.
     """
 
     def __init__(self, *, role: str, number: int) -> None:
@@ -169,14 +169,14 @@ class DebugLine:
         return self._ours.fileno()
 
     def answer(self) -> bool:
-        """The process has stopped: talk to it at this terminal until it continues, and return True. Without a terminal, a porter reads
-        the line from now on. The line is closed, and what is stopped there continues, if what came is not from a debugger, or if the
-        command has no run directory, so that nobody could find the porter."""
+        """Handle a stop: talk to the process at this terminal until it continues, and return True. Without a terminal, a porter reads
+        the line from now on. Close the line, so that the process continues, if the data is not from a debugger, or if the command has
+        no run directory, because then nobody could find the porter."""
         try:
             if self._ours.recv(1, socket.MSG_PEEK) == b"":
-                return False  # it has ended, which others notice
+                return False  # it has exited, which others notice
         except OSError:
-            return False  # the same, with something of ours unread
+            return False  # it has exited without reading all of our data
         if not (has_terminal() or BOARD.is_public or is_watched()):
             warn_passed_over(self._role)
             self.close()
@@ -187,7 +187,7 @@ class DebugLine:
         with paused(), borrowed_terminal():
             end = converse(self._ours, again=True, opens_within_s=PROMPT_S)
         if end is End.LEFT:
-            heeded().check()  # a terminal that was closed: SIGHUP, and the end of what is typed
+            heeded().check()  # the terminal was closed: SIGHUP, and the end of the input
             raise KeyboardInterrupt
         if end is End.LOST:
             self.close()
@@ -195,7 +195,7 @@ class DebugLine:
 
     def _note(self, place: Mapping[str, Any] | None) -> None:
         if self._is_closed:
-            place = None  # a process that is being ended holds nothing
+            place = None  # a process that is being stopped holds nothing up
         self.is_held = place is not None
         if not BOARD.is_public and is_watched():
             tell(self._key, place)
@@ -206,13 +206,13 @@ class DebugLine:
 
     def close(self) -> None:
         self._is_closed = True
-        with suppress(OSError):  # the process has ended, and its end with it
-            self._ours.shutdown(socket.SHUT_RDWR)  # wakes the porter, whose thread then ends
+        with suppress(OSError):  # the process has exited, which closed its end
+            self._ours.shutdown(socket.SHUT_RDWR)  # wakes the porter, whose thread then exits
         self._ours.close()
 
 
 @cache
 def warn_passed_over(role: str) -> None:
-    """Warns once, since hundreds of processes may come to the same line."""
+    """Warn once, since hundreds of processes may reach the same line."""
     article = "an" if role[0] in "aeiou" else "a"
     warn(f"a breakpoint() in {article} {role} is passed over: this command has neither a terminal nor a run directory")

@@ -1,7 +1,7 @@
 """The debugger inside the process that stops: plain pdb at its own terminal, or pdb over a line to a porter.
 
-``breakpoint()`` calls the process's hook (``here.py``), an exception the same debugger's ``post_mortem``. The thread that
-stopped waits in the prompt; the others run. The messages on a line:
+``breakpoint()`` calls the process's hook (``here.py``), an exception calls the same debugger's ``post_mortem``. The stopped
+thread waits at the prompt while the others run. The messages on a line:
 
     {"stopped": {file, line, function, why}}   a prompt opens           {"attach": true}   a terminal has come: say where we are
     {"here": true}                             to "attach": what follows is for that terminal
@@ -31,12 +31,12 @@ from rollcall.process.pause import paused
 
 PIECE = 1 << 16  # characters of text in one message
 LEFT = "The worker keeps waiting. `rollcall debug` attaches again; `continue` there lets it run."
-_one = threading.RLock()  # one prompt at a time in a process
+_one = threading.RLock()  # only one prompt at a time in a process
 _lenders: list[Callable[[], AbstractContextManager[None]]] = []
 
 
 def has_terminal() -> bool:
-    """Whether somebody sits in front of this process: a terminal on both sides, and the process in its foreground."""
+    """Whether somebody sits in front of this process: stdin and stdout are terminals, and the process is in the foreground."""
     try:
         return os.isatty(0) and os.isatty(1) and os.tcgetpgrp(0) == os.getpgrp()
     except OSError:
@@ -44,7 +44,7 @@ def has_terminal() -> bool:
 
 
 def lend_terminal(lender: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:
-    """Enters ``lender`` while a prompt is on the screen. Returns a function that ends this."""
+    """Enter ``lender`` while a prompt is on the screen. Returns a function that undoes this."""
     _lenders.append(lender)
     return partial(_lenders.remove, lender)
 
@@ -62,27 +62,27 @@ def borrowed_terminal() -> Iterator[None]:
 
 
 class _Debugger(pdb.Pdb):
-    """pdb as both kinds need it. A signal that ends the run ends the prompt too, and is raised where the thread stopped."""
+    """What both kinds of pdb need. A signal that stops the run ends the prompt too, and is raised where the thread stopped."""
 
     def __init__(self, **streams: Any) -> None:
-        # Ctrl-C after `continue` stops the run, as always; pdb's own handler would stop it in the debugger again.
+        # Ctrl-C after `continue` stops the run, as always; pdb's own handler would open the debugger again.
         super().__init__(nosigint=True, skip=["rollcall.process.debug.*"], **streams)
         self._heard: BaseException | None = None
         self._ends_prompt: type[BaseException] = Stopped
-        self._error: BaseException | None = None  # that post_mortem looks at
+        self._error: BaseException | None = None  # the exception that post_mortem looks at
         self._is_open = False
         self._only: FrameType | None = None  # the frame that called breakpoint(), until the prompt opens
 
     def stop(self, caller: FrameType | None) -> None:
-        """Stops where ``breakpoint()`` was called. What a prompt evaluates does not stop again: the frames of the prompt would be lost."""
+        """Stop where ``breakpoint()`` was called. Code evaluated at a prompt does not stop again: the prompt's frames would be lost."""
         if self._is_open:
             self.message("a breakpoint() in what is evaluated at the prompt is ignored; `debug f()` steps into a call")
             return
         self._only = caller
-        self.set_trace(caller)  # the last thing here: what runs after it is traced
+        self.set_trace(caller)  # must be the last statement here: whatever runs after it is traced
 
     def stop_here(self, frame: FrameType) -> bool:
-        """Whether to stop in ``frame``. The garbage collector may call somebody's function before the caller's next line."""
+        """Whether to stop in ``frame``. The garbage collector may call an unrelated function before the caller's next line."""
         return (self._only is None or frame is self._only) and super().stop_here(frame)
 
     @contextmanager
@@ -101,7 +101,7 @@ class _Debugger(pdb.Pdb):
             self._heard = heard
 
     def post_mortem(self, error: BaseException) -> None:
-        """Opens a prompt at the frame that raised, and returns when it is left."""
+        """Open a prompt at the frame that raised the error, and return when the user leaves it."""
         self._error = error
         self.reset()
         try:
@@ -119,11 +119,11 @@ class _Debugger(pdb.Pdb):
             return
         self.set_continue()
         if isinstance(heard, Stopped) and heeded().is_shielded:
-            return  # a checkpoint is half done: it is finished, and the run stops after it
+            return  # a checkpoint is being written: it is completed, and the run stops after it
         raise heard
 
     def _refuse(self, arg: str) -> None:
-        """Refuses to start again: the run does that by itself, if it has to."""
+        """Refuse to restart: the run does that by itself if it has to."""
         self.error("a process of a run cannot be started again from its debugger")
 
     do_run = do_restart = _refuse
@@ -134,7 +134,7 @@ class TerminalPdb(_Debugger):
 
     def interaction(self, frame: FrameType | None, traceback: TracebackType | None = None, *rest: Any) -> None:
         with _one, paused(), borrowed_terminal(), self._open():
-            self.stdout = sys.stdout  # without the panel it is another one
+            self.stdout = sys.stdout  # a different stream when there is no panel
             self._tell_error()
             super().interaction(frame, traceback, *rest)
         self._raise_heard()
@@ -144,7 +144,7 @@ class TerminalPdb(_Debugger):
         Stop the run, as Ctrl-C does. The same command continues it.
         """
         if self._error is None:
-            asked = heeded().asked  # a terminal that was closed: SIGHUP, and the end of what is typed
+            asked = heeded().asked  # the terminal was closed: SIGHUP, and the end of the input
             self._heard = KeyboardInterrupt() if asked is None else Stopped(asked)
         return True
 
@@ -152,7 +152,7 @@ class TerminalPdb(_Debugger):
 
 
 class LinePdb(_Debugger):
-    """pdb over a line. ``read`` and ``write`` are those of a file descriptor; ``around`` is entered while a prompt is open."""
+    """pdb over a line. ``read`` and ``write`` act on a file descriptor; ``around`` is entered while a prompt is open."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class LinePdb(_Debugger):
     ) -> None:
         self._talk = _Talk(read, write, introduce=self._introduce)
         self._around = around
-        super().__init__(stdin=self._talk, stdout=self._talk, readrc=False)  # the folder of a worker is not the user's
+        super().__init__(stdin=self._talk, stdout=self._talk, readrc=False)  # a worker's folder is not the user's
         self._ends_prompt = KeyboardInterrupt
         self._goes_on = False
 
@@ -224,7 +224,7 @@ class LinePdb(_Debugger):
 
 
 class _Talk(io.TextIOBase):
-    """pdb's streams. What is printed after the last line's end is a prompt once pdb reads."""
+    """pdb's streams. Text after the last newline becomes the prompt once pdb reads."""
 
     encoding = "utf-8"
 
@@ -241,7 +241,7 @@ class _Talk(io.TextIOBase):
         try:
             while data:
                 data = data[self._write(data) or len(data) :]
-        except OSError:  # the porter is gone; reading says so too
+        except OSError:  # the porter is gone; the next read reports that
             return
 
     def write(self, text: str) -> int:
@@ -255,7 +255,7 @@ class _Talk(io.TextIOBase):
         return None
 
     def close(self) -> None:
-        """Keep the line open: `exit()` in an interpreter closes standard input."""
+        """Keep the line open, because `exit()` in an interpreter closes standard input."""
 
     def readline(self, size: int | None = -1) -> str:  # type: ignore[override]
         prompt, self._tail = self._tail[-PIECE:], ""

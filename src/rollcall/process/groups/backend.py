@@ -1,7 +1,7 @@
 """What a worker group needs from a backend: Ray (``process/ray``), this process (``inprocess``), or nodes that share only a folder
 (``folder``).
 
-A virtual cluster reserves slots through a Backend and gets a Reservation. Its Carrier takes the calls of a Gang to the workers.
+A virtual cluster reserves slots through a Backend and gets a Reservation. Its Carrier delivers a Gang's calls to the workers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STOP_DEADLINE_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """The slots that a virtual cluster asks for."""
+    """The slots that a virtual cluster requests."""
 
     name: str
     slots_per_node: tuple[int, ...]
@@ -35,22 +35,22 @@ class Ask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSeats:
-    """The slots of one node that a virtual cluster holds, in slot order."""
+    """A virtual cluster's slots on one node, in slot order."""
 
     node_rank: int
     node_id: str
-    address: str  # empty: it has none, and messages use its node_id
-    bundles: tuple[int, ...]  # the placement group's bundle of each slot
-    devices: tuple[str, ...] = ()  # the accelerator of each slot; empty: slots are CPUs
-    visible_variable: str | None = None  # what names a process's accelerators, such as CUDA_VISIBLE_DEVICES
+    address: str  # empty: the node has none, and messages use its node_id
+    bundles: tuple[int, ...]  # each slot's bundle in the placement group
+    devices: tuple[str, ...] = ()  # each slot's accelerator; empty: slots are CPUs
+    visible_variable: str | None = None  # selects a process's accelerators, such as CUDA_VISIBLE_DEVICES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """Where one process sits."""
+    """The node and the slots of one process."""
 
     node_rank: int
-    slots: tuple[int, ...]  # on its node, as the virtual cluster counts them
+    slots: tuple[int, ...]  # on its node, as the virtual cluster numbers them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +64,10 @@ class WorkerSpec:
     local_world_size: int
     node: NodeSeats
     slots: tuple[int, ...]
-    share: float  # of its slot; the rest is for other workers on it. 0: it only sits there, and has no accelerator
+    share: float  # its part of the slot; other workers use the rest. 0: it only sits there, and has no accelerator
     env: Mapping[str, str]  # the user's
-    title: str = ""  # its name in messages; empty: its role and rank
-    kind: str = ""  # its roles, or that of its group: a call of the same method takes others of its kind about as long
+    title: str = ""  # its name in messages; empty: use role and rank
+    kind: str = ""  # its roles, or its group's: a method takes about as long in all workers of a kind
 
     @property
     def where(self) -> str:
@@ -96,7 +96,7 @@ class WorkerSpec:
 
 
 def whom(specs: Sequence[WorkerSpec]) -> dict[str, Any]:
-    """The workers that a WorkerError names; it is about the first."""
+    """Return the workers that a WorkerError names; the error is about the first."""
     return dict(
         role=specs[0].role,
         ranks=list(dict.fromkeys(spec.rank for spec in specs)),
@@ -106,79 +106,79 @@ def whom(specs: Sequence[WorkerSpec]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """The class of a worker and its arguments."""
+    """A worker's class and its arguments."""
 
     target: str | type  # "module.Class", or the class
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    purposes: Mapping[str, str]  # what a call of a method is waited for, in words; {0} is its first argument
+    purposes: Mapping[str, str]  # what a caller of each method waits for, in words; {0} is the first argument
 
 
 @dataclass(eq=False, slots=True)
 class Member:
-    """The process in one seat of a gang. The process that replaces it is another member."""
+    """The process in one seat of a gang. A process that replaces it is a different member."""
 
     spec: WorkerSpec
     link: Any = None  # how its carrier reaches it
     pid: int = 0
-    death: str = ""  # why it is lost; empty: it is not
+    death: str = ""  # why it was lost; empty: it was not
 
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """A call to a member, and its outcome once the carrier has taken that."""
+    """A call to a member, and its outcome once the carrier has received it."""
 
     member: Member
     purpose: str = ""  # what the caller waits for, in words
     link: Any = None  # how its carrier finds the answer
     is_done: bool = False
     value: Any = None
-    error: Exception | None = None  # RemoteFailureError: what the worker raised; others: why there is no answer
+    error: Exception | None = None  # RemoteFailureError: the worker's exception; others: why there is no answer
 
     def finish(self, value: Any = None, *, error: Exception | None = None) -> None:
         self.value, self.error, self.is_done = value, error, True
 
 
 class Overseer(Protocol):
-    """The gang, as its carrier knows it."""
+    """The gang as its carrier sees it."""
 
     lookout: Lookout
 
     def lose(self, losses: Mapping[Member, str]) -> None:
-        """Note that members are lost, and why. Any thread may call it; a second loss of a member does nothing."""
+        """Record that members are lost, and why. Any thread may call it; a member's second loss does nothing."""
         ...
 
 
 class Carrier:
-    """Starts the processes of a gang and takes calls to them. A call names a method of ``host.Host``."""
+    """Starts a gang's processes and delivers calls to them. A call names a method of ``host.Host``."""
 
-    peer_s = 0.0  # when a worker complains about a peer, the peer's death is known within this; 0: there are no peers
-    changed: threading.Condition  # a call has its outcome; for a carrier whose calls are finished by another thread
+    peer_s = 0.0  # after a worker complains about a peer, the peer's death is known within this; 0: no peers
+    changed: threading.Condition  # notified when a call finishes; for carriers that finish calls in a different thread
     gang: Overseer
 
     def open(self, gang: Overseer) -> None:
         self.gang = gang
 
     def launch(self, spec: WorkerSpec, *, lost: Member | None, wait: Wait) -> Member:
-        """Start a process in this seat, in place of the lost one. It may still be starting."""
+        """Start a process in this seat, in place of the lost member. It may still be starting on return."""
         raise NotImplementedError
 
     def watch(self, member: Member) -> None:
-        """Tell the gang from now on when it is lost. Corrects its spec if it runs on another node than before."""
+        """Tell the gang from now on when the member is lost. Corrects its spec if it runs on a different node than before."""
 
     def start_env(self, spec: WorkerSpec) -> Mapping[str, str]:
-        """Returns the worker's variables, without those of the group."""
+        """Return the worker's variables without the group's."""
         return spec.env
 
     def share(self, value: Any) -> Any:
-        """Returns the value in a form that is cheap to give to several workers."""
+        """Return the value in a form that is cheap to send to several workers."""
         return value
 
     def send(self, call: Call, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         raise NotImplementedError
 
     def settle(self, calls: Sequence[Call], *, timeout_s: float, through_failures: bool = False) -> None:
-        """Take the answers; returns when all are there, when one of them is a failure, or when the time is over."""
+        """Collect answers; return when all have arrived, when one of them is a failure, or on timeout."""
 
         def is_enough() -> bool:
             has_failed = any(call.error is not None or call.member.death for call in calls)
@@ -188,7 +188,7 @@ class Carrier:
             self.changed.wait_for(is_enough, timeout=timeout_s)
 
     def answered(self, calls: Sequence[Call], *, timeout_s: float) -> Collection[Call]:
-        """Wait for the first answer or failure; returns all calls that have one."""
+        """Wait for the first answer or failure; return all calls that have one."""
         with self.changed:
             self.changed.wait_for(lambda: any(call.is_done for call in calls), timeout=timeout_s)
             return [call for call in calls if call.is_done]
@@ -197,21 +197,21 @@ class Carrier:
         raise NotImplementedError
 
     def look(self, members: Sequence[Member], *, last: bool) -> Collection[int]:
-        """Tell the lookout what the members do; returns the ranks on nodes that do not answer. It asks nobody, unless this is
+        """Tell the lookout what the members are doing; return the ranks on nodes that do not answer. It asks nobody, unless this is
         the ``last`` time: then it waits a moment for what they did until now."""
         return ()
 
     def stop(self, members: Sequence[Member], *, timeout_s: float) -> None:
-        """End every process of the gang, and every process that those have started."""
+        """Stop every process of the gang, and every process that they started."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reservation:
-    """Slots that are held."""
+    """Reserved slots."""
 
     nodes: Sequence[NodeSeats]  # by node rank; nodes without slots are left out
-    carrier: Callable[[Recipe], Carrier]  # for the gang of one worker group
+    carrier: Callable[[Recipe], Carrier]  # creates the carrier for one worker group's gang
     release: Callable[[], None] = lambda: None
 
 

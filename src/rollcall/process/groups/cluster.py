@@ -1,7 +1,7 @@
 """VirtualCluster: slots on nodes, reserved for worker groups.
 
-Slots are in (node rank, slot) order. A node's rank is that of ``rollcall node --rank``; on a Ray that was started in another
-way, nodes are ranked by address.
+Slots are in (node rank, slot) order. A node's rank comes from ``rollcall node --rank``; on a Ray cluster that was started
+differently, nodes are ranked by address.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _default: Backend | None = None
 
 
 def use_by_default(backend: Backend) -> None:
-    """Makes this the backend of virtual clusters that are given none."""
+    """Make this the backend of virtual clusters that are created without one."""
     global _default
     _default = backend
 
 
 class VirtualCluster:
-    """Slots for worker groups, held until ``shutdown``.
+    """Slots for worker groups, reserved until ``shutdown``.
 
-    ``bundle_ct_per_node_list`` has an entry per node: how many slots to take there; 0 leaves a node out. Entries take
-    nodes in rank order, each the next with room; ``node_ranks`` names them instead. ``backend`` is where the workers run, by
-    default what ``init_ray`` has chosen.
+    ``bundle_ct_per_node_list`` has one entry per node: how many slots to reserve there; 0 leaves a node out. Entries use
+    nodes in rank order, each the next node with room; ``node_ranks`` names the nodes instead. ``backend`` is where the workers run,
+    by default what ``init_ray`` has chosen.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class VirtualCluster:
 
     @property
     def nodes(self) -> list[NodeSeats]:
-        """The nodes that have slots here, by rank."""
+        """Return the nodes with slots in this cluster, by rank."""
         return list(self._nodes.values())
 
     def world_size(self) -> int:
@@ -101,7 +101,7 @@ class VirtualCluster:
         return self._nodes[node_rank]
 
     def check_room(self, seats: Sequence[Seat]) -> None:
-        """Refuse seats that do not exist or are taken: Ray would wait for them forever."""
+        """Refuse seats that do not exist or are taken, because Ray would wait for them forever."""
         holders = {
             (spec.node.node_rank, slot): group.name_prefix
             for group in self._groups
@@ -127,7 +127,7 @@ class VirtualCluster:
         gang = Gang(specs, recipe, self._reservation.carrier(recipe))
         try:
             gang.start(timeout_s=timeout_s)
-        except BaseException:  # an interrupt too: nothing may be left behind
+        except BaseException:  # interrupts too: nothing may be left behind
             gang.stop(timeout_s=STOP_DEADLINE_S)
             raise
         self._groups.append(group)
@@ -138,7 +138,7 @@ class VirtualCluster:
             self._groups.remove(group)
 
     def shutdown(self) -> None:
-        """End the groups that live here, the last one first, and give the slots back, even if one of them cannot be ended."""
+        """Shut down the groups in this cluster, the last one first, and release the slots even if a group cannot be stopped."""
         reservation, self._reservation = self._reservation, None
         with ExitStack() as ends:
             if reservation is not None:

@@ -1,7 +1,7 @@
-"""Which worker gets which rows, and which result comes back. Pure: numpy only; tensors are split without torch.
+"""Which worker gets which rows, and which result is returned. Pure: numpy only; tensors are split without torch.
 
-Rows are split as evenly as possible, in order: 10 rows over 4 workers are 3, 3, 2, 2. With fewer rows than workers the last
-workers get an empty part. They are still called: every worker has to take part in a collective.
+Rows are split as evenly as possible, in order: 10 rows over 4 workers are 3, 3, 2, 2. With fewer rows than workers, the last
+workers get an empty part. They are still called because every worker has to take part in a collective.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rollcall.process.groups.sharding import NamedSharding
 
 SETUP = "setup"  # in run_rank_0_only_axes: only rank 0
 
-# The part of its answer that a worker leaves out: nothing, some fields, or (None) everything.
+# What a worker leaves out of its answer: nothing, some fields, or (None) everything.
 Drop = tuple[str, ...] | None
 
 
@@ -28,7 +28,7 @@ class Route:
     drop: Drop
 
 
-@functools.lru_cache(maxsize=256)  # a group makes the same few calls again and again
+@functools.lru_cache(maxsize=256)  # a group repeats the same few calls
 def routes(
     sharding: NamedSharding,
     *,
@@ -36,7 +36,7 @@ def routes(
     replicate_on_axes: tuple[str, ...],
     output_is_replicated: tuple[str, ...],
 ) -> tuple[Route, ...]:
-    """The workers to call, by rank. An axis that is neither sharded nor replicated on is free: only its first is called."""
+    """Return the workers to call, by rank. On an axis that is neither sharded nor replicated on, only the first worker is called."""
     sharding.check_axes(in_sharded_axes, argument="in_sharded_axes")
     sharding.check_axes(replicate_on_axes, argument="replicate_on_axes")
     both = [axis for axis in in_sharded_axes if axis in replicate_on_axes]
@@ -59,7 +59,7 @@ def routes(
 
 
 def leaders(sharding: NamedSharding, rank_0_only_axes: Sequence[str]) -> list[int]:
-    """The ranks to call when only the first along these axes is called."""
+    """Return the ranks to call when only the first along these axes is called."""
     sharding.check_axes(rank_0_only_axes, argument="run_rank_0_only_axes", also=[SETUP])
     if SETUP in rank_0_only_axes and SETUP not in sharding.names:
         return sharding.ranks[:1]
@@ -69,7 +69,7 @@ def leaders(sharding: NamedSharding, rank_0_only_axes: Sequence[str]) -> list[in
 
 
 def trim(result: Any, drop: Drop) -> Any:
-    """A worker's answer, without the fields that the caller does not want."""
+    """Return a worker's answer without the fields that the caller does not want."""
     if drop is None:
         return None
     if not drop or not isinstance(result, Mapping):
@@ -91,7 +91,7 @@ def check_fields(first: Any, names: Sequence[str], *, axes: Sequence[str]) -> No
 def split_arguments(
     args: Sequence[Any], kwargs: Mapping[str, Any], *, num_parts: int
 ) -> list[tuple[list[Any], dict[str, Any]]]:
-    """Each argument in ``num_parts`` parts. All need the same number of rows, or rows would not stay together."""
+    """Split each argument into ``num_parts`` parts. All need the same number of rows, or rows would not stay together."""
     named = {f"argument {number}": value for number, value in enumerate(args)} | dict(kwargs)
     rows = {name: num_rows(value, name=name) for name, value in named.items()}
     if len(set(rows.values())) > 1:
@@ -107,7 +107,7 @@ def split_arguments(
 
 
 def num_rows(value: Any, *, name: str) -> int:
-    """Rows along the first dimension."""
+    """Count the rows along the first dimension."""
     if isinstance(value, Mapping):
         rows = {key: num_rows(item, name=f"{name}[{key!r}]") for key, item in value.items()}
         if len(set(rows.values())) > 1:
@@ -123,7 +123,7 @@ def num_rows(value: Any, *, name: str) -> int:
 
 
 def split_rows(value: Any, *, num_parts: int) -> list[Any]:
-    """Consecutive parts whose sizes differ by at most one.
+    """Split into consecutive parts whose sizes differ by at most one.
 
     >>> split_rows([1, 2, 3, 4, 5], num_parts=3)
     [[1, 2], [3, 4], [5]]
@@ -144,5 +144,5 @@ def _rows(value: Any, start: int, end: int) -> Any:
         part = value[start:end]
     except TypeError:  # a sequence without slices, such as a deque
         return [value[index] for index in range(start, end)]
-    # Pickling a tensor that is a view writes all that it is a view of.
+    # Pickling a view of a tensor writes the full tensor behind it.
     return part.clone() if hasattr(part, "untyped_storage") else part

@@ -1,8 +1,8 @@
-"""The running workers of one group: called, waited for, lost, replaced, ended. A Carrier (backend.py) takes the calls to their processes.
+"""The running workers of one group: calls, waits, losses, replacements, shutdown. A Carrier (backend.py) delivers the calls.
 
-Who waits for whom: ``gather`` waits for answers in short turns, so that a loss that the carrier has seen ends the wait at once. The
+Who waits for whom: ``gather`` waits for answers in short turns, so that a loss seen by the carrier ends the wait at once. The
 loss of a worker ends the waits for that worker; ``replace`` puts a new process in its seat. A group that needs some of its workers
-says which others it tolerates to lose; the loss of a needed worker ends every wait.
+declares which other workers it may lose; the loss of a needed worker ends every wait.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from rollcall.process.groups.dispatch import Drop
 from rollcall.process.groups.host import RemoteFailureError, is_about_a_peer
 from rollcall.process.groups.sightings import Lookout, Sightings
 
-STUMBLE_S = 0.5  # when one worker dies in a collective, the others raise within moments, or before its death is known
-TURN_S = 0.5  # between two looks at what the carrier has seen
+STUMBLE_S = 0.5  # when a worker dies in a collective, the others raise within moments, or before its death is known
+TURN_S = 0.5  # between two checks of what the carrier has seen
 LOOK_S = 0.25
 
 
@@ -29,18 +29,18 @@ class Gang:
     def __init__(self, specs: Sequence[WorkerSpec], recipe: Recipe, carrier: Carrier) -> None:
         self.members: list[Member] = []  # by rank
         self.lookout = Lookout()
-        self.share = carrier.share  # makes a value cheap to give to several workers
+        self.share = carrier.share  # makes a value cheap to send to several workers
         self._specs = specs
         self._recipe = recipe
         self._carrier = carrier
-        self._shared: tuple[list[Any], dict[str, Any]] = [], {}  # what each worker is made of
+        self._shared: tuple[list[Any], dict[str, Any]] = [], {}  # what each worker is created from
         self._master_port = 0
         self._tolerated: frozenset[int] = frozenset(range(len(specs)))
         self._end: WorkerDiedError | None = None  # what every wait raises
-        self._waited_for: dict[int, Sequence[Call]] = {}  # by thread that waits
+        self._waited_for: dict[int, Sequence[Call]] = {}  # by waiting thread
 
     def start(self, *, timeout_s: float) -> None:
-        """Make every worker."""
+        """Create every worker."""
         wait, recipe = Wait(timeout_s), self._recipe
         self._carrier.open(self)
         for spec in self._specs:
@@ -55,7 +55,7 @@ class Gang:
         greetings = [self._send(member, "greet", [member.spec.rank == 0], {}) for member in members]
         for member, (pid, port) in zip(members, self.gather(greetings, wait=wait), strict=True):
             member.pid, self._master_port = pid, port or self._master_port
-            self._carrier.watch(member)  # before it starts, which may be what it gets stuck in
+            self._carrier.watch(member)  # before it starts, since the start may get stuck
             self.lookout.regain(member.spec.rank, f"process {pid} on node {member.spec.node.node_rank}")
         master = {"master_address": self.members[0].spec.node.address, "master_port": self._master_port}
         args, kwargs = self._shared
@@ -77,7 +77,7 @@ class Gang:
         return call
 
     def gather(self, calls: Sequence[Call], *, wait: Wait) -> list[Any]:
-        """Wait for the results, in order; raises as soon as one call fails, a needed worker is lost, or the wait is over."""
+        """Wait for the results, in order. Raises as soon as one call fails, a needed worker is lost, or the wait is over."""
         waited_for = self._waited_for[threading.get_ident()] = list(dict.fromkeys(calls))
         try:
             while missing := [call for call in waited_for if not call.is_done]:
@@ -98,7 +98,7 @@ class Gang:
             del self._waited_for[threading.get_ident()]
 
     def _tell(self, missing: Sequence[Call], *, wait: Wait, total: int) -> None:
-        answered = self._carrier.answered(missing, timeout_s=0)  # a carrier may take all answers or none
+        answered = self._carrier.answered(missing, timeout_s=0)  # a carrier may collect all answers or none
         specs = [call.member.spec for call in missing if call not in answered]
         if not specs:
             return
@@ -108,7 +108,7 @@ class Gang:
         wait.tell(f"waiting for {listed(specs)}")
 
     def ready(self, calls: Sequence[Call], *, timeout_s: float) -> list[Call]:
-        """Wait for the first answer or failure, at most ``timeout_s``; returns all calls that have one."""
+        """Wait at most ``timeout_s`` for the first answer or failure; return all calls that have one."""
         if self._end is not None:
             raise self._end
         settled = {call for call in calls if call.is_done or call.member.death}
@@ -122,7 +122,7 @@ class Gang:
         if self._end is not None:
             raise self._end
         if owed := [call for call in missing if call.member.death]:
-            self._carrier.settle(owed, timeout_s=0, through_failures=True)  # it may have answered before its end
+            self._carrier.settle(owed, timeout_s=0, through_failures=True)  # it may have answered before it died
             if lost := list(dict.fromkeys(call.member for call in owed if not call.is_done)):
                 raise self._died(lost)
 
@@ -131,9 +131,9 @@ class Gang:
         return not member.death and self._carrier.is_alive(member)
 
     def tolerate(self, ranks: Collection[int]) -> None:
-        """The group can continue without these workers. The loss of any other ends every wait, also waits for workers that live.
+        """Let the group continue without these workers. The loss of any other worker ends every wait, even waits for living workers.
 
-        A gang tolerates the loss of all its workers until this is called: a loss then ends the waits for the lost worker.
+        Until this is called, a gang tolerates the loss of all its workers: a loss ends only the waits for the lost worker.
         """
         self._tolerated = frozenset(ranks)
 
@@ -141,7 +141,7 @@ class Gang:
         new = [member for member in losses if not member.death]
         for member in new:
             member.death = losses[member]
-        # One that has been replaced meanwhile is not missing.
+        # A member that has been replaced meanwhile is not missing.
         current = [member for member in new if member in self.members]
         for member in current:
             self.lookout.lose(member.spec.rank, member.death)
@@ -150,7 +150,7 @@ class Gang:
             self._end = self._died(fatal)
 
     def replace(self, rank: int, *, timeout_s: float) -> WorkerSpec:
-        """Put a new process into the seat of a lost worker; returns where it is now."""
+        """Put a new process into the seat of a lost worker; return its new spec."""
         if self._end is not None:
             raise self._end
         wait, lost = Wait(timeout_s, first_s=30, every_s=300), self.members[rank]
@@ -159,12 +159,12 @@ class Gang:
         return member.spec
 
     def sightings(self, *, last: bool = False) -> Sightings:
-        """Returns what the workers are doing, and what they have done since the last time."""
+        """Return what the workers are doing, and what they have done since the last time."""
         silent = self._carrier.look(self.members, last=last)
         return self.lookout.take([member.pid for member in self.members], silent=silent)
 
     def stop(self, *, timeout_s: float) -> None:
-        """End every process of the gang, and every process that those have started."""
+        """Stop every process of the gang, and every process that they started."""
         shut_down = WorkerDiedError(f"{self._specs[0].role} has been shut down", **whom(self._specs))
         self._end = self._end or shut_down
         self._carrier.stop(self.members, timeout_s=timeout_s)
@@ -175,7 +175,7 @@ class Gang:
         return died(specs, f"{members[0].death}{self._waits()}{others}")
 
     def _waits(self) -> str:
-        """Ends a sentence with what any thread waits for."""
+        """Return the end of a sentence that says what the threads are waiting for."""
         waiting = [call for calls in list(self._waited_for.values()) for call in calls if not call.is_done]
         answered = self._carrier.answered(waiting, timeout_s=0) if waiting else ()
         found: dict[str, list[WorkerSpec]] = {}
@@ -186,7 +186,7 @@ class Gang:
         return f"; {words}" if words else ""
 
     def _explain(self, calls: Sequence[Call]) -> NoReturn:
-        """Raise what the failed call means: a dead worker comes before those that failed because of its death."""
+        """Raise what the failed call means: a dead worker comes before workers that failed because of its death."""
         self._carrier.settle(calls, timeout_s=STUMBLE_S, through_failures=True)
         failed = [call for call in calls if call.error is not None]
         self._look_for_dead(failed)
@@ -205,7 +205,7 @@ class Gang:
         raise WorkerError(f"{spec.where} raised\n{error}{also}", **named) from error.original
 
     def _blame(self, calls: Sequence[Call], complaint: str) -> None:
-        """Raise for a dead worker among those that were called, once its death is known; return if none is dead."""
+        """Raise for a dead worker among the called workers once its death is known; return if none is dead."""
         deadline = time.monotonic() + self._carrier.peer_s
         while time.monotonic() < deadline:
             self._check([call for call in calls if not call.is_done])
@@ -226,7 +226,7 @@ def listed(specs: Sequence[WorkerSpec], *, most: int = 8) -> str:
 
 
 def waits_words(waits: Mapping[str, Sequence[WorkerSpec]]) -> str:
-    """Says which workers the run waited for, and for what."""
+    """Say which workers the run waited for, and for what."""
     parts = [f"{listed(specs, most=3)} {purpose}" for purpose, specs in waits.items()]
     return f"the run waited for {', and for '.join(parts)}" if parts else ""
 

@@ -1,7 +1,7 @@
 """Worker groups: one class in many processes, called together.
 
-A WorkerBuilder says what a worker is. A WorkerGroup makes one in each of its seats and calls them. A MultiWorkerFuture holds
-the answers to come. Run methods return at once; ``get_all_worker_results`` waits.
+A WorkerBuilder describes a worker. A WorkerGroup creates one in each of its seats and calls them. A MultiWorkerFuture contains
+the pending answers. Run methods return at once; ``get_all_worker_results`` waits.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ RESULT_DEADLINE_S = 3600.0
 
 
 class WorkerMetadata(TypedDict):
-    """Identifies a worker and says where it is."""
+    """Identifies and locates a worker."""
 
     name: str  # role and rank, such as policy-3
     global_rank: int
     local_rank: int  # among the group's workers on its node
-    node_idx: int  # its node's place among the cluster's nodes
+    node_idx: int  # its node's index among the cluster's nodes
     node_rank: int
     address: str
     bundle_indices: tuple[int, ...]  # its slots
@@ -42,7 +42,7 @@ class WorkerMetadata(TypedDict):
 
 
 class WorkerBuilder:
-    """A worker class, by name (``"module.Class"``, imported in the worker only) or itself, and its arguments."""
+    """A worker class and its arguments. The class is a name (``"module.Class"``, imported only in the worker) or the class itself."""
 
     def __init__(self, ray_actor_class_fqn: str | type, *args: Any, **kwargs: Any) -> None:
         if isinstance(ray_actor_class_fqn, str):
@@ -54,15 +54,15 @@ class WorkerBuilder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MultiWorkerFuture:
-    """The answers of several workers."""
+    """The pending answers of several workers."""
 
     futures: Sequence[Any]
     called_workers: Sequence[int] | None = None  # the rank behind each future
     return_from_workers: Sequence[int] | None = None  # the ranks whose answers count; None: all
-    replicated_fields: Sequence[str] = ()  # fields that only the first answer has
+    replicated_fields: Sequence[str] = ()  # fields that only the first answer contains
 
     def select(self, results: list[Any], *, axes: Sequence[str]) -> list[Any]:
-        """Picks the results that count from one result per future."""
+        """Select the results that count from one result per future."""
         if self.return_from_workers is not None and self.called_workers is not None:
             place = {rank: index for index, rank in enumerate(self.called_workers)}
             results = [results[place[rank]] for rank in self.return_from_workers]
@@ -88,13 +88,13 @@ class Worker:
 class WorkerGroup:
     """One worker per seat, with ranks in (node rank, slot) order.
 
-    ``workers_per_node`` (a number, or one for each node) takes that many of a node's slots, one worker each; a multiple of
-    the slots puts several workers on each. ``seats`` has a worker per entry, which sees the accelerators of all its slots.
-    Without either, each slot has a worker.
-    ``env_vars`` reach every worker, ``node_env_vars`` (by node rank) the workers of one node. ``titles`` are the workers'
-    names in messages, by rank, instead of the prefix and the rank; workers of one of the ``kinds`` are about as fast as each other;
-    ``purposes`` says what a call is waited for, by method.
-    Without ``takes_slots`` the seats only say on which nodes the workers are: other groups may have all of their slots.
+    ``workers_per_node`` (a number, or one for each node) uses that many of a node's slots, one worker each; a multiple of
+    the slots puts several workers on each. ``seats`` has one entry per worker, which sees the accelerators of all its slots.
+    Without either, each slot gets a worker.
+    ``env_vars`` are set for every worker, ``node_env_vars`` (by node rank) for the workers of one node. ``titles`` are the workers'
+    names in messages, by rank, instead of the prefix and the rank; workers of the same kind (``kinds``) are about equally fast;
+    ``purposes`` says, by method, what a caller waits for.
+    Without ``takes_slots`` the seats only determine the workers' nodes: other groups may use all of their slots.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class WorkerGroup:
         titles: Sequence[str],
         kinds: Sequence[str],
     ) -> list[WorkerSpec]:
-        """The processes in rank order."""
+        """Return the spec of each process, in rank order."""
         for name in (name for variables in (env, *node_env.values()) for name in variables):
             if name in GROUP_VARIABLES:
                 raise ValueError(
@@ -172,7 +172,7 @@ class WorkerGroup:
                 local_world_size=on_node.count(seat.node_rank),
                 node=self.cluster.node(seat.node_rank),
                 slots=seat.slots,
-                # Rounded down to what Ray counts in, or several shares would exceed the slot.
+                # Rounded down to Ray's resolution, or several shares would exceed the slot.
                 share=int(10_000 / num_sharing) / 10_000 if self.takes_slots else 0.0,
                 env={**env, **node_env.get(seat.node_rank, {})},
                 title=titles[rank],
@@ -191,7 +191,7 @@ class WorkerGroup:
 
     @property
     def dp_size(self) -> int:
-        """The number of parts that sharded data is split into."""
+        """The number of parts into which sharded data is split."""
         axis = self._data_axis()
         return self.world_size if axis is None else self.sharding.get_axis_size(axis)
 
@@ -206,7 +206,7 @@ class WorkerGroup:
     def run_all_workers_single_data(
         self, method_name: str, *args: Any, run_rank_0_only_axes: Sequence[str] | None = None, **kwargs: Any
     ) -> list[Any]:
-        """Call all workers with the same arguments; along ``run_rank_0_only_axes`` only the first."""
+        """Call all workers with the same arguments; along ``run_rank_0_only_axes`` call only the first worker."""
         ranks = leaders(self.sharding, run_rank_0_only_axes or ())
         return self.run_some_workers_single_data(method_name, ranks, *args, **kwargs)
 
@@ -216,7 +216,7 @@ class WorkerGroup:
         """Call these workers with the same arguments."""
         if len(workers) > 1:
             args, kwargs = self._shared(args, kwargs)
-        # Calls of two threads reach all workers in the same order: workers may have to meet in them.
+        # Calls from two threads reach all workers in the same order because workers may have to meet in them.
         with self._one_call:
             return [self._running.call(rank, method_name, (), args, kwargs) for rank in workers]
 
@@ -232,9 +232,9 @@ class WorkerGroup:
     ) -> MultiWorkerFuture:
         """Split each argument's rows over ``in_sharded_axes`` and call the workers with their parts.
 
-        Workers along ``replicate_on_axes`` get the same part. On an axis in neither, only the first worker is called.
-        ``output_is_replicated`` names axes where only the first worker answers, or fields of the result that are taken only
-        from the first worker. ``common_kwargs`` go whole to every worker.
+        Workers along ``replicate_on_axes`` get the same part. On any other axis, only the first worker is called.
+        ``output_is_replicated`` names axes where only the first worker answers, or result fields that are taken only
+        from the first worker. ``common_kwargs`` are passed unsplit to every worker.
         """
         gang, axes = self._running, tuple(in_sharded_axes or ())
         called = routes(
@@ -262,9 +262,9 @@ class WorkerGroup:
         )
 
     def get_all_worker_results(self, futures: Any, *, timeout_s: float = RESULT_DEADLINE_S) -> list[Any]:
-        """Wait for what a run method returned, or for a list of those; raises as soon as one worker fails or dies.
+        """Wait for the result of a run method, or of several in a list. Raises as soon as one worker fails or dies.
 
-        One future gives a list of one result. A list gives a result, or a list of results, for each element.
+        For a single future this returns a list of one result; for a list, a result or a list of results per element.
         """
         entries = list(futures) if isinstance(futures, list | tuple) else [futures]
         flat = [future for entry in entries for future in _futures(entry)]
@@ -273,31 +273,31 @@ class WorkerGroup:
         return found[0] if isinstance(futures, MultiWorkerFuture) else found
 
     def _arrange(self, entry: Any, results: list[Any]) -> Any:
-        """The entry with its futures replaced by their results."""
+        """Return the entry with its futures replaced by their results."""
         if isinstance(entry, MultiWorkerFuture):
             return entry.select(results, axes=self.sharding.names)
         return results if isinstance(entry, list | tuple) else results[0]
 
     def wait_for_some(self, futures: Sequence[Any], *, timeout_s: float) -> list[Any]:
-        """Wait for the first future that is done or has failed, at most ``timeout_s``; returns all of them."""
+        """Wait at most ``timeout_s`` for the first future that is done or has failed; return all such futures."""
         return self._running.ready(futures, timeout_s=timeout_s)
 
     def tolerate(self, ranks: Collection[int]) -> None:
-        """Continue without these workers. The loss of any other ends every wait, also waits for workers that live."""
+        """Continue without these workers. The loss of any other worker ends every wait, even waits for living workers."""
         self._running.tolerate(ranks)
 
     def replace(self, rank: int, *, timeout_s: float = START_DEADLINE_S) -> None:
-        """Put a new process into the seat of a lost worker; waits for its node if that is lost too."""
+        """Put a new process into the seat of a lost worker. Waits for the worker's node if that is lost too."""
         self.specs[rank] = self._running.replace(rank, timeout_s=timeout_s)
         self.workers[rank] = Worker(self._running, self._metadata(self.specs[rank]))
 
     def sightings(self, *, last: bool = False) -> Sightings:
-        """Returns what the workers are doing, and what they have done since the last time; nothing after a shutdown."""
+        """Return what the workers are doing and what they have done since the last time; empty after a shutdown."""
         gang = self._gang
         return Sightings() if gang is None else gang.sightings(last=last)
 
     def shutdown(self, *, timeout_s: float = STOP_DEADLINE_S) -> None:
-        """End every worker on every node, and all processes that they started. A second shutdown does nothing."""
+        """Stop every worker on every node, and all processes that they started. A second shutdown does nothing."""
         gang, self._gang = self._gang, None
         if gang is None:
             return
@@ -307,7 +307,7 @@ class WorkerGroup:
             self.cluster.forget(self)
 
     def _shared(self, args: Iterable[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments in a form that is cheap to give to several workers."""
+        """Return the arguments in a form that is cheap to send to several workers."""
         share = self._running.share
         return tuple(map(share, args)), {name: share(value) for name, value in kwargs.items()}
 
@@ -318,7 +318,7 @@ class WorkerGroup:
         return self._gang
 
     def _data_axis(self) -> str | None:
-        """The axis that ``dp_size`` counts, if the layout has one."""
+        """Return the axis that ``dp_size`` counts, if the layout has one."""
         return next((axis for axis in ("batch", "data_parallel") if axis in self.sharding.names), None)
 
     def _metadata(self, spec: WorkerSpec) -> WorkerMetadata:

@@ -1,10 +1,10 @@
-"""The process of a worker: it sets the environment, makes the worker, calls it, and reports what it raised.
+"""A worker's process: it sets the environment, creates the worker, calls it, and reports its exceptions.
 
 The class is imported after the environment is set, so that its module can read RANK and see its accelerators.
 
 A port is leased by binding it. The kernel gives a port to one bind at a time, and does not give a bound port to another
 process or to an outgoing connection. The lease does not listen and allows address reuse, so the group's rendezvous (torch's
-TCPStore, which allows it too) can listen on the port while it is held. The lease ends with the process.
+TCPStore, which allows it too) can listen on the port while it is leased. The lease ends with the process.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _FRAMES = (
     "rollcall.process.groups.host",
     "rollcall.process.groups.inprocess",
     "rollcall.process.groups.pulse",
-)  # above those of a worker's own code
-DEBUG_HOST = "ROLLCALL_DEBUG_HOST"  # the address of this node at which terminals reach a worker that has stopped
-GROUP_MARK = "ROLLCALL_GROUP"  # in the environment of a group's processes, and of all processes that they start
+)  # frames above those of a worker's own code
+DEBUG_HOST = "ROLLCALL_DEBUG_HOST"  # this node's address, at which terminals reach a stopped worker
+GROUP_MARK = "ROLLCALL_GROUP"  # in the environment of a group's processes and of all processes that they start
 
 
-# What gloo, NCCL, TCPStore and sockets say when the other side is gone or silent.
+# What gloo, NCCL, TCPStore and sockets report when the other side is gone or silent.
 _COMPLAINTS = (
     "Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe", "Socket closed",
     "gloo/transport", "NCCL", "ncclRemoteError", "failed to recv", "No route to host", "Timed out waiting",
@@ -61,7 +61,7 @@ def is_about_a_peer(error: BaseException | None, text: str) -> bool:
 
 
 class RemoteFailureError(Exception):
-    """A worker's exception on its way to the caller: the text always, the object where it can be pickled."""
+    """A worker's exception on its way to the caller: always as text, and as an object if it can be pickled."""
 
     def __init__(self, text: str, pickled: bytes | None) -> None:
         super().__init__(text, pickled)
@@ -73,19 +73,19 @@ class RemoteFailureError(Exception):
 
     @classmethod
     def of(cls, error: Exception) -> RemoteFailureError:
-        """Shows the exception as the worker's author knows it, without the frames that lead to the worker's code."""
+        """Show the exception as the worker's author knows it, without the frames that lead to the worker's code."""
         inner = error.__traceback__
         while inner is not None and inner.tb_frame.f_globals.get("__name__", "").startswith(_FRAMES):
             inner = inner.tb_next
-        # Where memory ended says nothing about why: the sum does.
+        # The place where memory ran out says nothing about the reason, but the error's message does.
         frames = None if isinstance(error, MemoryShortError) else traceback.format_exception(type(error), error, inner)
         text = str(error) if frames is None else "".join(frames)
         try:
             pickled = pickle.dumps(error)
-        except Exception:  # an exception may hold anything, and pickling runs its code
+        except Exception:  # an exception may contain anything, and pickling runs its code
             pickled = None
         failure = cls(text, pickled)
-        failure.__cause__ = error  # for a caller in this process; it does not travel
+        failure.__cause__ = error  # for a caller in this process; it is not pickled
         return failure
 
     @property
@@ -94,23 +94,23 @@ class RemoteFailureError(Exception):
             return self.__cause__
         try:
             return pickle.loads(self.pickled)
-        except Exception:  # its class may not exist here, or refuse its own arguments
+        except Exception:  # its class may not exist here, or may refuse its own arguments
             return None
 
 
 def lease_port() -> socket.socket:
-    """A bound socket that does not listen; its port is the lease."""
+    """Return a bound socket that does not listen; its port is the lease."""
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     lease = socket.socket(family, socket.SOCK_STREAM)
     lease.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if family == socket.AF_INET6:
-        lease.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # holds the port for both families
+        lease.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # reserves the port for both families
     lease.bind(("", 0))
     return lease
 
 
 def load_class(target: str | type) -> type:
-    """Imports the worker class, and takes Ray's decorator off it."""
+    """Import the worker class, and remove Ray's decorator from it."""
     if isinstance(target, str):
         module, _, name = target.rpartition(".")
         with uncollected():
@@ -128,13 +128,13 @@ def load_class(target: str | type) -> type:
 def call_method(
     worker: Any, method: str, args: Any, kwargs: Mapping[str, Any], *, loop: asyncio.AbstractEventLoop
 ) -> Any:
-    """Run one method; a coroutine is run to its end."""
+    """Run one method; run a coroutine to completion."""
     result = getattr(worker, method)(*args, **kwargs)
     return loop.run_until_complete(result) if inspect.iscoroutine(result) else result
 
 
 class Host:
-    """Runs in the worker's process. Ray puts its ``repr`` before every line that the worker prints."""
+    """Runs in the worker's process. Ray prints its ``repr`` before every line of the worker's output."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -147,13 +147,13 @@ class Host:
         return self._name
 
     def greet(self, leads: bool) -> tuple[int, int]:
-        """The id of this process and, where it leads its group, the port that it has leased for all."""
+        """Return the id of this process and, if it leads its group, the port that it has leased for the group."""
         if leads:
             self._lease = lease_port()
         return os.getpid(), self._lease.getsockname()[1] if self._lease is not None else 0
 
     def start(self, env: Mapping[str, str], target: str | type, /, *args: Any, **kwargs: Any) -> None:
-        """Make the worker."""
+        """Create the worker."""
         open_sealed()
         os.environ.update(env)
         be_reachable(About(title=self._name))
@@ -161,7 +161,7 @@ class Host:
         if DEBUG_HOST in env:
             serve(host=env[DEBUG_HOST], on_stop=self._pulse.note_stop)
             if is_rays():
-                self._pulse.note_stop({})  # it does not say when it holds this process: no call here is ever too long
+                self._pulse.note_stop({})  # Ray's debugger does not say when it holds us: no call is ever too long
         try:
             self._worker = load_class(target)(*args, **kwargs)
         except Exception as error:
@@ -177,8 +177,8 @@ class Host:
 
 
 def _examined(error: Exception) -> RemoteFailureError:
-    """Returns the failure for the caller, after a debugger has looked at it where that was asked for. A worker that only lost its peer
-    has nothing to show."""
+    """Return the failure for the caller, after a debugger has looked at it if the user asked for that. A worker that only lost its
+    peer has nothing to show."""
     failure = RemoteFailureError.of(error)
     if not is_about_a_peer(error, failure.text):
         post_mortem(error)
@@ -186,18 +186,18 @@ def _examined(error: Exception) -> RemoteFailureError:
 
 
 def end_group(mark: str, *, timeout_s: float) -> list[int]:
-    """Kill every process on this node that has the group's mark; returns those that are still there at the deadline."""
+    """Kill every process on this node that has the group's mark; return those that are still alive at the deadline."""
     deadline = time.monotonic() + timeout_s
     while marked := [pid for pid in marked_processes(mark) if pid != os.getpid()]:
         if time.monotonic() > deadline:
             return marked
         for pid in marked:
-            with suppress(ProcessLookupError):  # ended by itself meanwhile
+            with suppress(ProcessLookupError):  # exited by itself meanwhile
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
     return []
 
 
 def marked_processes(mark: str) -> list[int]:
-    """Processes of the group on this node, zombies left out (they have no environment)."""
+    """Return the group's processes on this node, without zombies (they have no environment)."""
     return [pid for pid in psutil.pids() if (environment_of(pid) or {}).get(GROUP_MARK) == mark]

@@ -1,10 +1,10 @@
-"""A worker's pulse: what it does, since when, what it did before, where a debugger holds it; and the look that its node takes at
-it, and at what it prints.
+"""A worker's pulse: what it is doing and since when, what it did before, and where a debugger holds it. Its node reads the pulse
+and the worker's output.
 
-The thread that does the work writes the pulse into a small file that only its own node reads. So a process whose
-interpreter hangs in a call looks busy with that call, and a stopped process looks stopped. The pulse holds the last calls; a
-reader keeps the file open, so what a killed worker did is not lost with it. ``Reader`` reads pulses, and asks psutil about the process. The file
-is in memory and in no folder: others open it through ``/proc``, and it ends with the process.
+The thread that runs the calls writes the pulse into a small file that only its own node reads. So a process whose
+interpreter hangs in a call looks busy with that call, and a suspended process looks stopped. The pulse contains the last calls; a
+reader keeps the file open, so a killed worker's calls are not lost. ``Reader`` reads pulses, and asks psutil about the process. The file
+is in memory and in no folder: others open it through ``/proc``, and it disappears with the process.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from rollcall.base.redact import redact
 from rollcall.process.pause import running_s
 
 PULSE = "rollcall-pulse"
-PAGE = 4096  # bytes of a pulse
+PAGE = 4096  # bytes
 METHOD_BYTES = 64
-BEAT = struct.Struct(f"<{METHOD_BYTES}sdqq")  # method, since when, calls done, since when again: the last to be written
-HEAD = struct.Struct("<qq")  # calls that the ring has got, bytes of accelerators
-CALL = struct.Struct("<48sddq")  # method, start, end, how often
-NUM_CALLS = 256  # that the ring holds
+BEAT = struct.Struct(f"<{METHOD_BYTES}sdqq")  # method, start, number of finished calls, start again: written last
+HEAD = struct.Struct("<qq")  # number of calls written to the ring, bytes of accelerator memory
+CALL = struct.Struct("<48sddq")  # method, start, end, count
+NUM_CALLS = 256  # capacity of the ring
 RING = PAGE + HEAD.size
-STOP = RING + NUM_CALLS * CALL.size  # where a debugger holds it, as JSON
+STOP = RING + NUM_CALLS * CALL.size  # where a debugger holds the process, as JSON
 STOP_BYTES = 4096
 SIZE = STOP + STOP_BYTES
-JOIN_S = 0.05  # calls of one method with a shorter pause between them are one entry
-LONGEST_JOIN_S = 30.0  # of one entry
-DEVICE_EVERY_S = 1.0  # between two looks at the memory of accelerators
-WORTH_S = 0.5  # a call is noted if it is this much longer than the longest before it
-LOG_BYTES = 16 << 10  # of one look at a log
-OF_RAY = (b":job_id:", b":actor_name:", b":task_name:")  # lines of a log that Ray writes for itself
+JOIN_S = 0.05  # calls of one method with a shorter pause between them become one entry
+LONGEST_JOIN_S = 30.0  # the longest such entry
+DEVICE_EVERY_S = 1.0  # between two checks of accelerator memory
+WORTH_S = 0.5  # a call is recorded if it is this much longer than the longest before it
+LOG_BYTES = 16 << 10  # limit for one read of a log
+OF_RAY = (b":job_id:", b":actor_name:", b":task_name:")  # log lines that Ray writes for itself
 
 
 def device_bytes() -> int:
-    """Bytes of accelerator memory that torch has reserved in this process. Neither imports torch nor starts CUDA."""
+    """Return the bytes of accelerator memory that torch has reserved in this process. Neither imports torch nor starts CUDA."""
     torch: Any = sys.modules.get("torch")
     cuda = getattr(torch, "cuda", None)
     if cuda is None or not cuda.is_initialized():
@@ -57,7 +57,7 @@ def device_bytes() -> int:
 
 
 class DoneCall(NamedTuple):
-    """A call that has ended, or several short ones of one method. A pulse has the host's monotonic time."""
+    """A finished call, or several short ones of one method. A pulse uses the host's monotonic time."""
 
     method: str
     start_s: float
@@ -70,25 +70,25 @@ class Seen:
     """A worker as its node sees it."""
 
     is_alive: bool
-    state: str = ""  # psutil's word: running, sleeping, disk-sleep, stopped, ...
-    doing: str = ""  # a method; empty: it waits to be called
-    busy_s: float = 0.0  # since it began with that
-    num_done: int = 0  # calls
-    longest_s: Mapping[str, float] | None = None  # by method, of those it has ended
+    state: str = ""  # psutil's status: running, sleeping, disk-sleep, stopped, ...
+    doing: str = ""  # a method; empty: it is waiting for a call
+    busy_s: float = 0.0  # since the method began
+    num_done: int = 0  # finished calls
+    longest_s: Mapping[str, float] | None = None  # the longest finished call of each method
     since_s: float | None = (
-        None  # monotonic: when it began with that, or with the first of several short calls; or ended the last
+        None  # monotonic: when the call began, or the first of several short ones; if idle, when the last call ended
     )
-    calls: tuple[DoneCall, ...] = ()  # that have ended since the last look
+    calls: tuple[DoneCall, ...] = ()  # finished since the last look
     memory_bytes: int = 0
-    device_bytes: int = 0  # that torch has taken
-    stop: Mapping[str, Any] | None = field(default=None, repr=False)  # where a debugger holds it, and how to reach that
+    device_bytes: int = 0  # reserved by torch
+    stop: Mapping[str, Any] | None = field(default=None, repr=False)  # where a debugger holds it, and how to reach it
 
 
 class Pulse:
-    """What a worker writes around each of its calls: a few bytes of shared memory, at no cost to the call."""
+    """What a worker writes before and after each of its calls: a few bytes of shared memory, at no cost to the call."""
 
     def __init__(self, rank: int) -> None:
-        self._file = os.fdopen(os.memfd_create(f"{PULSE}-{rank}"), "r+b", buffering=0)  # stays open: others find it so
+        self._file = os.fdopen(os.memfd_create(f"{PULSE}-{rank}"), "r+b", buffering=0)  # stays open for others to find
         self._file.truncate(SIZE)
         self._memory = mmap.mmap(self._file.fileno(), SIZE)
         self._num_done = 0
@@ -113,7 +113,7 @@ class Pulse:
             self._write("", 0.0)
 
     def _write(self, method: str, since_s: float) -> None:
-        # CLOCK_MONOTONIC is the same for all processes of a host.
+        # CLOCK_MONOTONIC is the same for all processes on a host.
         BEAT.pack_into(self._memory, 0, method.encode()[:METHOD_BYTES], since_s, self._num_done, int(since_s * 1e6))
 
     def _note(self, method: str, took_s: float) -> None:
@@ -124,14 +124,14 @@ class Pulse:
         self._memory[BEAT.size : PAGE] = text.ljust(PAGE - BEAT.size)[: PAGE - BEAT.size]
 
     def note_stop(self, place: Mapping[str, Any] | None) -> None:
-        """Note where a debugger holds this process, or with None that it runs again."""
+        """Record where a debugger holds this process, or with None that it runs again."""
         text = b"" if place is None else json.dumps(place).encode()
         if len(text) > STOP_BYTES:
             text = json.dumps({**place, "file": "...", "function": "", "why": "stopped"}).encode()  # type: ignore[dict-item]
         self._memory[STOP:] = text.ljust(STOP_BYTES, b"\0")
 
     def _keep(self, method: str, started: float, ended: float) -> None:
-        """Writes a call into the ring, or adds it to the last entry."""
+        """Write a call into the ring, or merge it into the last entry."""
         last = self._last
         if last is not None and _goes_on(last, method, started) and ended - last.start_s < LONGEST_JOIN_S:
             call = DoneCall(method, last.start_s, ended, last.count + 1)
@@ -160,7 +160,7 @@ class Reader:
         except psutil.NoSuchProcess:
             self._process = None
         self._file: BinaryIO | None = None
-        self._told = 0  # calls
+        self._told = 0  # calls reported so far
         self._last: DoneCall | None = None
 
     def close(self) -> None:
@@ -169,10 +169,10 @@ class Reader:
             self._file = None
 
     def look(self) -> Seen:
-        """Returns the state of the process and its pulse."""
+        """Return the state of the process and its pulse."""
         state, memory_bytes = "", 0
         with contextlib.suppress(psutil.Error):
-            if self._process is not None and self._process.is_running():  # not a later one with its number
+            if self._process is not None and self._process.is_running():  # not a later process with the same id
                 state, memory_bytes = self._process.status(), self._process.memory_info().rss
         is_alive = state != "" and state not in DEAD
         now = time.monotonic()
@@ -181,7 +181,7 @@ class Reader:
             method, since_s, num_done, again = BEAT.unpack_from(data)
             longest_s = json.loads(data[BEAT.size : PAGE].rstrip(b"\0") or b"{}")
             stop = json.loads(data[STOP:].rstrip(b"\0") or b"null")
-        except (ValueError, struct.error):  # not made yet, or being written
+        except (ValueError, struct.error):  # not created yet, or being written
             return Seen(is_alive=is_alive, state=state)
         if int(since_s * 1e6) != again:
             return Seen(is_alive=is_alive, state=state, stop=stop)
@@ -207,7 +207,7 @@ class Reader:
         )
 
     def _read(self) -> bytes:
-        """The bytes of the pulse; empty if there is none yet."""
+        """Return the bytes of the pulse, or none if there is no pulse yet."""
         try:
             if self._file is None:
                 path = memory_file(self._pid, PULSE)
@@ -215,11 +215,11 @@ class Reader:
                     return b""
                 self._file = path.open("rb", buffering=0)
             return os.pread(self._file.fileno(), SIZE, 0)
-        except (FileNotFoundError, ProcessLookupError, PermissionError):  # it has just ended
+        except (FileNotFoundError, ProcessLookupError, PermissionError):  # the process has just exited
             return b""
 
     def _calls(self, data: bytes, *, doing: str, since_s: float, now: float) -> tuple[DoneCall, ...]:
-        """Returns the calls that are new, without the last one if it may still grow."""
+        """Return the new calls, without the last one if it may still grow."""
         kept, _ = HEAD.unpack_from(data, PAGE)
         found: list[DoneCall] = []
         for number in range(max(self._told, kept - NUM_CALLS), kept):
@@ -235,7 +235,7 @@ class Reader:
 
 
 def look(pid: int) -> Seen:
-    """Looks once at a process and its pulse."""
+    """Look once at a process and its pulse."""
     reader = Reader(pid)
     try:
         return reader.look()
@@ -244,7 +244,7 @@ def look(pid: int) -> Seen:
 
 
 def memory_file(pid: int, name: str) -> Path | None:
-    """Find the process's memory file whose name begins so; returns its path in /proc, or None."""
+    """Find the process's memory file whose name starts with ``name``; return its path in /proc, or None."""
     try:
         entries = sorted(Path(f"/proc/{pid}/fd").iterdir())
     except (FileNotFoundError, ProcessLookupError, PermissionError):  # gone, or another user's
@@ -259,8 +259,8 @@ def memory_file(pid: int, name: str) -> Path | None:
 
 
 class LogTail:
-    """The files that standard output and standard error of a process go to, read as they grow: a bounded number of bytes at a time,
-    whole lines, without secrets."""
+    """Reads the files that a process's standard output and standard error go to, as they grow: a limited number of bytes at a time,
+    complete lines, without secrets."""
 
     def __init__(self, pid: int) -> None:
         self._ends: dict[str, int] = {}  # how far each file has been read
@@ -272,11 +272,11 @@ class LogTail:
 
     @property
     def path(self) -> str:
-        """The first of the files; empty if it prints to none."""
+        """Return the first of the files, or an empty string if the process prints to none."""
         return next(iter(self._ends), "")
 
     def read(self) -> bytes:
-        """Returns the new lines."""
+        """Return the new lines."""
         return b"".join(self._read(path) for path in self._ends)
 
     def _read(self, path: str) -> bytes:
@@ -286,11 +286,11 @@ class LogTail:
             with open(path, "rb") as file:
                 file.seek(begin)
                 data = file.read(size - begin)
-        except OSError:  # taken away
+        except OSError:  # the file was removed
             return b""
         whole = data.rfind(b"\n") + 1
         if not whole and len(data) >= LOG_BYTES:
-            whole = len(data)  # a line without an end
+            whole = len(data)  # a line that is not finished
         self._ends[path] = begin + whole
         lines = [line for line in data[:whole].splitlines(keepends=True) if not line.startswith(OF_RAY)]
         return redact(b"".join(lines).decode(errors="replace")).encode()

@@ -1,16 +1,16 @@
-"""A process of a run that other processes of its host can find, look into and profile, without its help and without a port.
+"""Lets other processes on the host find, inspect and profile a process of a run, without its help and without a port.
 
-It says who it is in a small file in its memory, which others find through ``/proc`` as they find a pulse. Its stacks are read by
-py-spy, which only the user that runs the process, and root, can do.
+The process describes itself in a small file in its memory, which others find through ``/proc`` like a pulse. py-spy reads its
+stacks, which only the process's own user and root may do.
 
-Where the kernel lets a process read only those that it started (``kernel.yama.ptrace_scope`` is 1, as on Ubuntu), a reachable
-process allows every process of its user to read it: the one that asks, a command in another shell or the process that watches a
-node, is not its parent. A permission given once for all time also serves where the process hangs or is stopped. It holds for
-this process only. What it starts, such as the processes of rewards and environments, does not inherit it.
+If the kernel lets a process read only its own children (``kernel.yama.ptrace_scope`` is 1, as on Ubuntu), a reachable
+process allows every process of its user to read it, because the reader (a command in another shell, or the process that watches a
+node) is not its parent. It grants this permission in advance, so it also works when the process hangs or is suspended. It applies to
+this process only. Its children, such as reward and environment processes, do not inherit it.
 
-To be profiled, a thread waits at a Unix socket without a file, whose name has the process id; it answers only the same user and
-root. It runs torch's profiler for as long as it is asked and sends the trace back. It works in its own thread, so a profiler that
-fails ends nothing. If the one who asked is gone, it stops the profiler at once and throws the trace away.
+For profiling, a thread waits at a Unix socket without a file, whose name contains the process id; it answers only the same user and
+root. It runs torch's profiler for the requested time and sends the trace back. It works in its own thread, so a profiler that
+fails stops nothing else. If the requester is gone, it stops the profiler at once and discards the trace.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from rollcall.process.groups.pulse import look, memory_file
 ABOUT = "rollcall-about"
 PAGE = 4096
 SPY_S = 60.0  # py-spy reads the symbols of large libraries for native frames
-START_S = 120.0  # for the profiler to start: the first time it loads libraries
-END_S = 300.0  # for a trace to be made and sent
+START_S = 120.0  # for the profiler to start: the first start loads libraries
+END_S = 300.0  # for creating and sending a trace
 _PR_SET_PTRACER, _ANY = 0x59616D61, ctypes.c_ulong(-1)
 _lock = threading.Lock()
-_descriptor = -1  # of the file in memory that says who this process is
+_descriptor = -1  # of the memory file that describes this process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class Frame:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thread:
     thread: str  # its number, name and state
-    frames: list[Frame]  # the innermost first
+    frames: list[Frame]  # innermost first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,27 +75,27 @@ class Stacks:
 
     title: str
     pid: int
-    state: str  # psutil's word, such as sleeping
-    doing: str  # the call of a worker; empty: none, or it is not a worker
+    state: str  # psutil's status, such as sleeping
+    doing: str  # a worker's current call; empty: none, or it is not a worker
     busy_s: float
     threads: list[Thread]
-    error: str  # why they cannot be read
+    error: str  # why the stacks cannot be read
 
 
 def be_reachable(about: About) -> None:
-    """Lets others find this process, read its stacks and profile it. A second call changes what it says."""
+    """Let others find this process, read its stacks and profile it. A second call changes the description."""
     global _descriptor
     with _lock:
         if _descriptor < 0:
-            _descriptor = os.memfd_create(ABOUT)  # stays open: others find it so
+            _descriptor = os.memfd_create(ABOUT)  # stays open so that others can find it
             serve_profiles()
-        if sys.platform == "linux":  # a kernel without this rule refuses, and lets others read anyway
+        if sys.platform == "linux":  # a kernel without this rule refuses, but lets others read anyway
             ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _ANY if about.title else 0, 0, 0, 0)
         os.pwrite(_descriptor, json.dumps(asdict(about)).encode().ljust(PAGE, b"\0")[:PAGE], 0)
 
 
 def _forget() -> None:
-    """Drops the file in a forked child, which it is not about."""
+    """Drop the file in a forked child, because it does not describe the child."""
     global _descriptor, _lock
     if _descriptor >= 0:
         os.close(_descriptor)
@@ -107,7 +107,7 @@ os.register_at_fork(after_in_child=_forget)
 
 @contextmanager
 def reachable(about: About) -> Iterator[None]:
-    """Makes this process reachable while the block runs; after it, the process belongs to no run."""
+    """Make this process reachable during the block; afterwards the process belongs to no run."""
     be_reachable(about)
     try:
         yield
@@ -116,7 +116,7 @@ def reachable(about: About) -> Iterator[None]:
 
 
 def about_process(pid: int) -> About | None:
-    """Reads what a process says about itself; None if it is not reachable, or is gone."""
+    """Read what a process says about itself; return None if it is not reachable or is gone."""
     path = memory_file(pid, ABOUT)
     try:
         found: dict[str, Any] = json.loads(path.read_bytes().rstrip(b"\0")) if path is not None else {}
@@ -126,13 +126,13 @@ def about_process(pid: int) -> About | None:
 
 
 def reachable_here(*, run: str | None = None) -> dict[int, About]:
-    """The processes of this host that are part of a run, of this one if it is named; by process id."""
+    """Return the processes on this host that are part of a run (of ``run``, if it is set), by process id."""
     found = {pid: about for pid in sorted(psutil.pids()) if (about := about_process(pid)) is not None and about.title}
     return {pid: about for pid, about in found.items() if run is None or about.run == run}
 
 
 def stacks_here(*, run: str | None = None, native: bool = False) -> list[Stacks]:
-    """The processes of runs on this host, and what they have started, such as those that run reward functions."""
+    """Return the stacks of the runs' processes on this host and of their children, such as those that run reward functions."""
     known = reachable_here(run=run)
     titles: dict[int, str] = {pid: about.title for pid, about in known.items()}
     for pid, about in known.items():
@@ -159,13 +159,13 @@ class UnreadableError(RuntimeError):
 
 
 def read_threads(pid: int, *, native: bool = False, timeout_s: float = SPY_S) -> list[Thread]:
-    """Reads all stacks of a Python process with py-spy, also of one that hangs in C or is stopped.
+    """Read all stacks of a Python process with py-spy, even if it hangs in C or is suspended.
 
-    Native frames hold the process for a moment, Python's do not. A process that works meanwhile may change what is being read;
-    then it is read again.
+    Native frames pause the process for a moment, Python frames do not. A running process may change what is being read;
+    it is then read again.
     """
     command, deadline, why = [py_spy(), "dump", "--pid", str(pid), "--json"], time.monotonic() + timeout_s, ""
-    # Native frames are not there on every architecture, nor of a stopped process.
+    # Native frames are not available on every architecture, nor for a suspended process.
     for options in ([["--native"]] if native else []) + 5 * [["--nonblocking"]]:
         left_s = max(deadline - time.monotonic(), 0.1)
         try:
@@ -192,7 +192,7 @@ def _thread(found: Mapping[str, Any]) -> Thread:
 
 
 def _complaint(stderr: str) -> str:
-    """py-spy's error and its cause, without its own stack.
+    """Return py-spy's error and its cause, without its own stack.
 
     >>> _complaint("Error: Failed to open\\n\\nCaused by:\\n    0: denied\\n    1: denied\\n\\nStack backtrace:\\n   0: main\\n")
     'py-spy: Failed to open: denied'
@@ -204,7 +204,7 @@ def _complaint(stderr: str) -> str:
 
 
 def as_text(threads: Sequence[Thread]) -> str:
-    """Each thread with its frames, the innermost first."""
+    """Format each thread with its frames, innermost first."""
     return "\n".join(
         "\n".join(
             [
@@ -217,7 +217,7 @@ def as_text(threads: Sequence[Thread]) -> str:
 
 
 def py_spy() -> str:
-    """The path of py-spy, which is installed with Rollcall."""
+    """Return the path of py-spy, which is installed with Rollcall."""
     path = Path(sysconfig.get_path("scripts"), "py-spy")
     return str(path) if path.exists() else path.name
 
@@ -231,7 +231,7 @@ def _name(process: Process) -> str:
 
 
 def serve_profiles() -> None:
-    """Answer requests for profiles in a thread. Where sockets are refused, this process runs and cannot be profiled."""
+    """Answer requests for profiles in a thread. If sockets are refused, this process runs but cannot be profiled."""
     own = Process.of(os.getpid())
     if own is None:
         return
@@ -264,17 +264,17 @@ def _answer(peer: socket.socket, seconds: float) -> None:
             if not _profile(path, peer, seconds=min(seconds, 600.0)):
                 return
             data, error = path.read_bytes(), ""
-        except Exception as found:  # noqa: BLE001 - whatever torch raises is reported, and ends nothing here
+        except Exception as found:  # noqa: BLE001 - whatever torch raises is reported, but stops nothing here
             data, error = b"", f"{type(found).__name__}: {found}"
         peer.settimeout(END_S)
         peer.sendall(json_frame({"error": error}) + frame(data))
 
 
 def _profile(path: Path, peer: socket.socket, *, seconds: float) -> bool:
-    """Write a trace; False: the caller has gone, and there is none."""
+    """Write a trace. Returns False, without a trace, if the caller has gone."""
     if "torch" not in sys.modules:
         raise ProfileError("it has not loaded torch")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it prints into the run's output
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it prints into the run's output
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -282,15 +282,15 @@ def _profile(path: Path, peer: socket.socket, *, seconds: float) -> bool:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         kinds.append(ProfilerActivity.CUDA)
     options: dict[str, Any] = {}
-    with suppress(ImportError, TypeError):  # what the other threads do; without it, only kernels of theirs
+    with suppress(ImportError, TypeError):  # shows what the other threads do; without it, only their kernels
         from torch._C._profiler import _ExperimentalConfig
 
         options["experimental_config"] = _ExperimentalConfig(profile_all_threads=True)
     profiler = profile(activities=kinds, **options)
     profiler.start()
-    peer.sendall(json_frame({}))  # it has started
+    peer.sendall(json_frame({}))  # says that it has started
     try:
-        is_gone = bool(select.select([peer], [], [], seconds)[0])  # nothing more is sent, so it can only be the end
+        is_gone = bool(select.select([peer], [], [], seconds)[0])  # the caller sends nothing more, so it has gone
     finally:
         profiler.stop()
     if not is_gone:
@@ -299,7 +299,7 @@ def _profile(path: Path, peer: socket.socket, *, seconds: float) -> bool:
 
 
 def profile_process(pid: int, *, seconds: float) -> bytes:
-    """Profiles a process on this host; returns the trace as gzipped JSON, or raises ``ProfileError``."""
+    """Profile a process on this host. Returns the trace as gzipped JSON, or raises ``ProfileError``."""
     process = Process.of(pid)
     if process is None:
         raise ProfileError("it has ended")

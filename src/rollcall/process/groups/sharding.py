@@ -33,13 +33,13 @@ class NamedSharding:
             )
         self._layout: NDArray[np.int64] = ranks.astype(np.int64)
         self._names = tuple(names)
-        # Asked for every rank of every call.
+        # Looked up for every rank of every call.
         self._coords = {int(rank): place for place, rank in np.ndenumerate(self._layout)}
         self._ranks = sorted(self._coords)
 
     @classmethod
     def default(cls, num_workers: int) -> NamedSharding:
-        """All workers on ``batch``, one on ``model``."""
+        """Put all workers on ``batch``, and one on ``model``."""
         return cls(np.arange(num_workers).reshape(num_workers, 1), names=["batch", "model"])
 
     @property
@@ -52,7 +52,7 @@ class NamedSharding:
 
     @property
     def ranks(self) -> list[int]:
-        """Every rank, smallest first."""
+        """All ranks in ascending order."""
         return list(self._ranks)
 
     def get_axis_size(self, name: str) -> int:
@@ -60,7 +60,7 @@ class NamedSharding:
         return self.shape[name]
 
     def get_worker_coords(self, worker_id: int) -> dict[str, int]:
-        """Where a rank sits on each axis."""
+        """Return a rank's position on each axis."""
         place = self._coords.get(worker_id)
         if place is None:
             raise ValueError(
@@ -69,7 +69,7 @@ class NamedSharding:
         return dict(zip(self._names, place, strict=True))
 
     def shard_index(self, rank: int, axes: Sequence[str]) -> int:
-        """Which shard a rank gets when data is split over ``axes``, the first of them outermost."""
+        """Return which shard a rank gets when data is split over ``axes``, the first of them outermost."""
         coords, shape = self.get_worker_coords(rank), self.shape
         index = 0
         for axis in axes:

@@ -1,16 +1,16 @@
-"""The workers of a group as they were last seen: which of them are lost (``Watch``), what they do and did (``Lookout``).
+"""The workers of a group as they were last seen: which are lost (``Watch``), what they are doing and have done (``Lookout``).
 
 ``Watch`` is pure: looks in, losses out. A node that does not answer for ``SILENT_S`` is lost, with all its workers. Silence is counted
 in looks, not by the clock, so that a pause of this process does not count against a node. A worker is lost when its process is gone,
-when it is stopped at two looks in a row, or when one of its calls takes longer than ``patience_s`` allows: ten times the longest call
+when it is suspended at two looks in a row, or when one of its calls takes longer than ``patience_s`` allows: ten times the longest call
 of that method by a worker of its kind so far, and at least a minute. While a debugger holds any process of the run, the time of every
-call is paused: the others may wait for the one that is held.
+call is paused because other processes may be waiting for the held one.
 
-In a ``Lookout`` one thread collects what workers do, and another takes it.
+In a ``Lookout``, one thread collects what the workers do and another takes it.
 
-Times of a worker are its host's monotonic clock. ``HostClock`` turns them into unix time of this host. It trusts no clock of another
-host: a node gives its monotonic time in every answer, and of the last answers the one with the shortest round trip shows how far
-the two clocks are apart. That is wrong by half a round trip at most.
+A worker's times come from its host's monotonic clock. ``HostClock`` converts them to this host's unix time. It trusts no other
+host's clock: a node sends its monotonic time in every answer, and of the last answers the one with the shortest round trip shows
+the offset between the two clocks. The error is half a round trip at most.
 """
 
 from __future__ import annotations
@@ -27,37 +27,37 @@ import psutil
 from rollcall.process.groups.pulse import DoneCall, Seen
 
 LOOK_EVERY_S = 1.0
-ANSWER_S = 1.0  # for a node, at each look
+ANSWER_S = 1.0  # for a node to answer a look
 SILENT_S = 8.0
-FIRST_ANSWER_S = 120.0  # for the process that looks to be started
+FIRST_ANSWER_S = 120.0  # for the looking process to start
 FIRST_CALL_S = 1800.0
 LEAST_S, FACTOR = 60.0, 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """A worker that is to be treated as dead."""
+    """A worker that must be treated as dead."""
 
     rank: int
     why: str
-    still_runs: bool  # its stacks can be read, and it has to be ended
+    still_runs: bool  # its stacks can be read, and it must be killed
 
 
 class Watch:
-    """``looks`` has what each node reports about its workers, by rank; None if it did not answer this time."""
+    """Decides which workers are lost. ``looks`` contains each node's report about its workers, by rank; None if it did not answer this time."""
 
     def __init__(self) -> None:
-        self._silent: dict[str, int] = {}  # looks in a row without an answer
+        self._silent: dict[str, int] = {}  # consecutive looks without an answer
         self._has_answered: set[str] = set()
-        self._stopped: dict[int, int] = {}  # looks in a row, by rank
+        self._stopped: dict[int, int] = {}  # consecutive looks, by rank
         self._longest_s: dict[tuple[str, str], float] = {}  # by kind of worker and method
         self._lost: set[int] = set()
         self._held: dict[
             int, tuple[int, float]
-        ] = {}  # by rank: a call, and how long it had taken when it was last held
+        ] = {}  # by rank: a call, and how long it had taken when a debugger last held it
 
     def forgive(self, rank: int) -> None:
-        """Watch this rank again, which a new process has."""
+        """Watch this rank again because it has a new process."""
         self._lost.discard(rank)
         self._stopped.pop(rank, None)
 
@@ -70,8 +70,8 @@ class Watch:
         kinds: Mapping[int, str],
         is_held: bool = False,
     ) -> list[Loss]:
-        """The losses since the last time. ``seats`` has the ranks on each node, ``gone`` the nodes that Ray knows are dead,
-        ``kinds`` the roles of each rank: an actor loads its model in seconds, and an engine may compile for minutes.
+        """Return the losses since the last time. ``seats`` contains the ranks on each node, ``gone`` the nodes that Ray has declared dead,
+        ``kinds`` the roles of each rank: an actor loads its model in seconds, but an engine may compile for minutes.
         ``is_held``: a debugger holds some process of the run."""
         found: list[Loss] = []
         for node, ranks in seats.items():
@@ -120,7 +120,7 @@ class Watch:
 
 
 class Turn(NamedTuple):
-    """A worker is lost or back."""
+    """A worker was lost or has come back."""
 
     at_s: float  # unix time
     rank: int
@@ -135,13 +135,13 @@ class Sighting:
     seen: Seen | None  # None: not seen yet
     since_s: float | None  # ``seen.since_s`` as unix time
     is_silent: bool = False  # its node does not answer
-    lost: str = ""  # why; empty: it is not
+    lost: str = ""  # why it was lost; empty: it was not
     log: str = ""  # the file that it prints to, on its node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sightings:
-    """``calls``, ``turns`` and ``logs`` are those since the last time; times are unix time."""
+    """What was seen of the workers. ``calls``, ``turns`` and ``logs`` are new since the last time; times are unix time."""
 
     workers: Sequence[Sighting] = ()
     calls: Mapping[int, Sequence[DoneCall]] = field(default_factory=dict)  # by rank
@@ -150,23 +150,23 @@ class Sightings:
 
 
 class HostClock:
-    """How far another host's monotonic clock is from this host's unix time."""
+    """The offset between another host's monotonic clock and this host's unix time."""
 
     def __init__(self) -> None:
-        self._answers: deque[tuple[float, float]] = deque(maxlen=64)  # round trip, apart
+        self._answers: deque[tuple[float, float]] = deque(maxlen=64)  # round trip, offset
 
     def note(self, there_s: float, *, asked_s: float, answered_s: float) -> None:
-        """Note that a host, asked and heard at these times of ours, says ``there_s``."""
+        """Record that a host's clock showed ``there_s``. We asked at ``asked_s`` and got the answer at ``answered_s``."""
         trip_s = max(answered_s - asked_s, 0.0)
         self._answers.append((trip_s, answered_s - trip_s / 2 - there_s))
 
     def here(self, there_s: float) -> float:
-        """Converts a time of that host to ours."""
+        """Convert a time on that host to ours."""
         return there_s + min(self._answers)[1] if self._answers else time.time()
 
 
 class Lookout:
-    """Collects what workers do, for one reader. Any thread may note or take."""
+    """Collects what workers do, for one reader. Any thread may call ``note`` and ``take``."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -181,7 +181,7 @@ class Lookout:
     def note(
         self, node: str, workers: Mapping[int, Seen], *, there_s: float, asked_s: float, answered_s: float
     ) -> None:
-        """Take what a node reports about its workers; ``there_s`` is its monotonic time at that moment."""
+        """Record a node's report about its workers; ``there_s`` is the node's monotonic time at that moment."""
         with self._lock:
             clock = self._clocks[node]
             clock.note(there_s, asked_s=asked_s, answered_s=answered_s)
@@ -200,7 +200,7 @@ class Lookout:
             self._logs[rank] = (self._logs.get(rank, b"") + added)[-(64 << 10) :]
 
     def add(self, rank: int, call: DoneCall) -> None:
-        """Add a call whose times are ours."""
+        """Add a call whose times are this host's."""
         with self._lock:
             self._calls[rank].append(call)
 
@@ -213,20 +213,20 @@ class Lookout:
             self._end_call(rank, turn.at_s)
 
     def _end_call(self, rank: int, at_s: float) -> None:
-        """End the call that a lost worker was last seen in. A reader takes a repetition for the same call."""
+        """End the call in which a lost worker was last seen. A reader takes a repetition for the same call."""
         seen, since_s = self._seen.get(rank, (None, None))
         if seen is not None and seen.doing and since_s is not None:
             self._calls[rank].append(DoneCall(seen.doing, since_s, max(at_s, since_s)))
 
     def regain(self, rank: int, note: str) -> None:
-        """Note that a new process has this rank."""
+        """Record that a new process has this rank."""
         with self._lock:
             if self._lost.pop(rank, None) is not None:
                 self._turns.append(Turn(time.time(), rank, False, note))
             self._seen.pop(rank, None)
 
     def take(self, pids: Sequence[int], *, silent: Collection[int] = ()) -> Sightings:
-        """``pids``: the processes by rank. ``silent``: ranks on nodes that do not answer."""
+        """Take what is new. ``pids``: the processes by rank. ``silent``: ranks on nodes that do not answer."""
         with self._lock:
             calls = {rank: list(own) for rank, own in self._calls.items()}
             turns, logs = self._turns, self._logs

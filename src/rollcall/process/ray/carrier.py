@@ -1,4 +1,4 @@
-"""Carries the calls of a gang over Ray: one actor a worker, in the bundle of its slot, and a watch over each node (supervise.py)."""
+"""Carries the calls of a gang over Ray: one actor per worker, in the bundle of its slot, and a watch over each node (supervise.py)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class OnRay(Carrier):
     peer_s = SILENT_S + 2
 
     def __init__(self, recipe: Recipe, *, group: PlacementGroup, may_fork: bool) -> None:
-        """``may_fork``: its nodes were started by `rollcall node`, so Rollcall is in the Python of their Ray."""
+        """``may_fork``: `rollcall node` started the nodes, so the Python of their Ray has Rollcall."""
         self._target = recipe.target
         self._may_fork = may_fork and isinstance(recipe.target, str) and recipe.target.startswith("rollcall.")
         self._group = group
@@ -74,7 +74,7 @@ class OnRay(Carrier):
         if self._may_fork:
             module = str(self._target).rpartition(".")[0]
             runtime_env = zygote.runtime_env(module, self._mark, runtime_env["env_vars"])
-        # Ray counts a process on several slots on its first; the virtual cluster keeps other workers off the rest.
+        # Ray counts a process with several slots on its first slot; the virtual cluster keeps other workers off the rest.
         return (
             ray.remote(Host)
             .options(
@@ -88,20 +88,20 @@ class OnRay(Carrier):
         )
 
     def watch(self, member: Member) -> None:
-        if member in self._may_have_moved:  # to another node, which has taken over the rank
+        if member in self._may_have_moved:  # to a different node, which has taken over the rank
             spec, node_id = member.spec, self._state_of(member)["Address"]["NodeID"]
             addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
             member.spec = replace(spec, node=replace(spec.node, node_id=node_id, address=addresses[node_id]))
         self._supervisor.add(member)
 
     def start_env(self, spec: WorkerSpec) -> Mapping[str, str]:
-        return {DEBUG_HOST: spec.node.address}  # its own came with its process
+        return {DEBUG_HOST: spec.node.address}  # the user's variables came with the process
 
     def share(self, value: Any) -> Any:
         return ray.put(value) if is_large(value) else value
 
     def send(self, call: Call, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        host, cached = call.member.link  # making a bound method takes longer than to call it
+        host, cached = call.member.link  # creating a bound method takes longer than calling it
         bound = cached if method == "call" else getattr(host, method)
         call.link = bound.remote(*args, **kwargs)
 
@@ -111,7 +111,7 @@ class OnRay(Carrier):
             try:
                 values = ray.get([call.link for call in missing], timeout=timeout_s)
             except RayError as error:
-                # Ray lets the error of a task also be an instance of what the worker raised.
+                # Ray's error for a failed task may also be an instance of the worker's exception.
                 if isinstance(error, GetTimeoutError) and not isinstance(error, RayTaskError):
                     return
                 timeout_s = 0
@@ -123,7 +123,7 @@ class OnRay(Carrier):
             try:
                 call.finish(ray.get(call.link, timeout=10))
             except RayTaskError as error:
-                cause = getattr(error, "cause", None)  # of what the worker's own code raised
+                cause = getattr(error, "cause", None)  # set if the worker's own code raised
                 call.finish(error=cause if isinstance(cause, RemoteFailureError) else error)
             except RayError as error:
                 if isinstance(error, RayActorError) or not self.is_alive(call.member):
@@ -155,7 +155,7 @@ class OnRay(Carrier):
         return self._supervisor.look(last=last)
 
     def stop(self, members: Sequence[Member], *, timeout_s: float) -> None:
-        """End them on all nodes at once, without waiting for nodes that are lost."""
+        """Stop the workers on all nodes at once, without waiting for lost nodes."""
         silent = self._supervisor.look(last=False)
         lost = {one.spec.node.node_id for one in members if one.death and one.spec.rank in silent}
         with self._changing:  # no worker is added from now on
@@ -168,7 +168,7 @@ class OnRay(Carrier):
         ends = {rank: _end.options(**pinned(node.node_id)).remote(self._mark, timeout_s) for rank, node in used.items()}
         left, problems = answers_of(ends, wait=Wait(timeout_s, first_s=timeout_s), to="end its processes")
         problems |= {rank: f"it still has processes {pids}" for rank, pids in left.items() if pids}
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}  # those that have left took theirs along
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}  # lost nodes took their processes along
         said = [
             f"node {rank} ({used[rank].address}): {why}"
             for rank, why in problems.items()
@@ -184,14 +184,14 @@ def _end(mark: str, timeout_s: float) -> list[int]:
 
 
 def _death(error: Exception) -> str:
-    """Returns Ray's reason, without its list of fields and its general advice."""
+    """Return Ray's reason, without its list of fields and its general advice."""
     lines = [line for line in str(error).splitlines() if line and not line.startswith("\t")]
     return lines[-1].partition(" Some common causes include")[0].removesuffix(".") if lines else type(error).__name__
 
 
 def is_large(value: Any) -> bool:
     """Whether one shared copy is cheaper than a copy in each worker's call."""
-    # Arrays and tensors need not be pickled for this; pickling a tensor copies it.
+    # Arrays and tensors need not be pickled to find out; pickling a tensor copies it.
     parts = value.values() if isinstance(value, Mapping) else (value,)
     if sum(part.nbytes for part in parts if isinstance(getattr(part, "nbytes", None), int)) > INLINE_BYTES:
         return True

@@ -1,6 +1,6 @@
-"""A driver's connection to the cluster that it means (``nodes/cluster.py``), through the raylet of its own node.
+"""A driver's connection to its cluster (``nodes/cluster.py``), through the raylet of its own node.
 
-``init_ray`` is for scripts: it can also start a Ray on this machine, or work without Ray.
+``init_ray`` is for scripts: it can also start Ray on this machine, or work without Ray.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _LEFT_OUT = re.compile(
 
 
 def init_ray(*, num_gpus: int | None = None, backend: Literal["ray", "local"] | None = None) -> None:
-    """Connect to the cluster that is meant, or start a Ray on this node; virtual clusters are then made there.
+    """Connect to the selected cluster, or start Ray on this node; virtual clusters are then created there.
 
-    Inside a job, Ray says which cluster; else ``ROLLCALL_CLUSTER`` or ``RAY_ADDRESS``, else the record of ``rollcall node``; a
-    connection that exists is kept. ``num_gpus`` is the number of (logical) slots of a Ray that is started here; None counts the
+    Inside a job, Ray names the cluster; otherwise ``ROLLCALL_CLUSTER`` or ``RAY_ADDRESS`` does, or the record of ``rollcall node``. An
+    existing connection is kept. ``num_gpus`` is the number of (logical) slots if Ray is started here; None counts the
     accelerators. ``backend="local"``, or ``ROLLCALL_BACKEND=local``, uses no Ray at all: the workers live in this process.
     """
     name = backend or os.environ.get(BACKEND) or "ray"
@@ -65,7 +65,7 @@ def init_ray(*, num_gpus: int | None = None, backend: Literal["ray", "local"] | 
     if cluster is not None:
         connect(cluster)
         return
-    # By name: without one, Ray joins whatever else runs on this machine.
+    # With an explicit address: without one, Ray joins whatever else runs on this machine.
     ray.init(address="local", num_gpus=num_gpus, include_dashboard=False, logging_level=logging.WARNING)
 
 
@@ -75,9 +75,9 @@ def connect(
     ray_address: str | None = None,
     log_to_driver: bool = True,
 ) -> Cluster:
-    """Make this process a driver of the cluster, by default of the one that is meant, with ``ray_address`` from the run file.
+    """Make this process a driver of the cluster, by default of the selected one, with ``ray_address`` from the run file.
 
-    A connection that exists is kept, where it is to that cluster or no cluster is named.
+    An existing connection is kept if it is to that cluster or if no cluster is named.
     """
     # Ray's handler prints a stack and aborts on SIGTERM; Python's and ours do not.
     os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")
@@ -90,14 +90,14 @@ def connect(
         _join(cluster, node_ip=None, temp_dir=None, log_to_driver=log_to_driver)
         _say_open(cluster, is_open=os.environ.get(MODE, "disabled") == "disabled")
         return cluster
-    # Asked first: Ray itself retries a dead head for minutes, then ends the process.
+    # Ask first: Ray itself retries a dead head for minutes, then kills the process.
     answer = cluster.ask(timeout_s=60.0)
     if answer.head is None:
         raise HeadUnreachable(f"the head of {cluster.title} is not up yet, or has just ended; try again")
     own = cluster.own_node(answer)
     _use_environment(cluster.environment(answer))
     _say_open(cluster, is_open=answer.is_open)
-    # Of several raylets on one host, this node's own.
+    # If the host has several raylets, use this node's own.
     _join(cluster, node_ip=own.address, temp_dir=own.temp_dir, log_to_driver=log_to_driver)
     if is_heeding():
         cluster.note_driver()
@@ -105,7 +105,7 @@ def connect(
 
 
 def disconnect() -> None:
-    """End this process's connection, and with it the actors that it started."""
+    """Close this process's connection, which also stops the actors that it started."""
     import ray
 
     forget_members()
@@ -136,7 +136,7 @@ def _join(cluster: Cluster, *, node_ip: str | None, temp_dir: str | None, log_to
 
 
 def _use_environment(variables: Mapping[str, str | None]) -> None:
-    """Ray reads mode and token once per process; one that spoke with another cluster must read them again."""
+    """Set the variables and make Ray read them again: it reads mode and token only once per process, perhaps for a different cluster."""
     raylet: Any = importlib.import_module("ray._raylet")
     for name, value in variables.items():
         if value is None:
@@ -170,9 +170,9 @@ def _same_cluster(cluster: Cluster | None) -> Cluster:
 
 
 def hide_stacks() -> None:
-    """Leave out what Ray prints of its raylets in this driver, where the run names the node and what it does about it.
+    """Hide what Ray prints about its raylets in this driver: the run itself names the node and says what it does about it.
 
-    A raylet that ends prints a C++ stack of 20 lines, and Ray (2.60) shows it to every driver, besides its own words for a lost node.
+    A raylet that exits prints a C++ stack of 20 lines, and Ray (2.60) shows it to every driver, besides its own message about a lost node.
     """
     from ray._private import worker
 

@@ -1,6 +1,6 @@
-"""How many GPUs Ray would find on this node, run as a script: a node is brought up without importing Ray itself.
+"""Counts the GPUs that Ray would find on this node. It runs as a script so that a node is started without importing Ray itself.
 
-One number on standard output.
+Prints one number to standard output.
 """
 
 from ray._private.accelerators import get_accelerator_manager_for_resource

@@ -1,8 +1,8 @@
 """Calls that are pinned to a node, each with a deadline.
 
-``run_on`` runs a function there, ``Pinned`` keeps an object there. Both start at once and return a pending call;
-``answer_of`` waits for one of them, ``answers_of`` for one of each node. Ray is imported in here: it reads variables while it
-is imported, which ``connect`` sets before.
+``run_on`` runs a function on a node, ``Pinned`` keeps an object there. Both start at once and return a pending call;
+``answer_of`` waits for one call, ``answers_of`` for one call on each node. Ray is imported inside the functions because it
+reads variables during the import, which ``connect`` sets first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Pending = Any  # Ray's reference to a result
 
 
 class NoAnswerError(ClusterError):
-    """The process on the node has failed, died, or not answered in time. The message is the bare reason."""
+    """The process on the node failed, died, or did not answer in time. The message is the bare reason."""
 
 
 def run_on(node_id: str, function: Callable[[], Any], *, env: Mapping[str, str]) -> Pending:
@@ -30,10 +30,10 @@ def run_on(node_id: str, function: Callable[[], Any], *, env: Mapping[str, str])
 
 
 class Pinned:
-    """An object of this class in a process on one node, until this process disconnects."""
+    """An object of this class in its own process on one node, until this process disconnects."""
 
     def __init__(self, node_id: str, target: type, *args: Any, by_value: Iterable[ModuleType] = ()) -> None:
-        """``by_value``: modules that travel with the class, where the node may have another version of them, or none."""
+        """``by_value``: modules that are sent with the class because the node may have a different version of them, or none."""
         import ray
         from ray import cloudpickle
 
@@ -46,14 +46,14 @@ class Pinned:
 
 
 def pinned(node_id: str) -> dict[str, Any]:
-    """Ray's options for something that runs on that node and takes none of its CPUs."""
+    """Return Ray's options for running something on this node without taking any of its CPUs."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}
 
 
 def answer_of(call: Pending, *, timeout_s: float) -> Any:
-    """Waits for the answer; raises ``NoAnswerError``."""
+    """Wait for the answer, or raise ``NoAnswerError``."""
     import ray
     from ray.exceptions import RayError
 
@@ -64,7 +64,7 @@ def answer_of(call: Pending, *, timeout_s: float) -> Any:
 
 
 def answers_of(calls: Mapping[int, Pending], *, wait: Wait, to: str) -> tuple[dict[int, Any], dict[int, str]]:
-    """The answers by rank, and why the others have none. ``to``: what the nodes are asked to do, for those who wait."""
+    """Return the answers by rank, and why the other nodes have none. ``to``: what the nodes are asked to do, for progress messages."""
     import ray
 
     waiting = {call: rank for rank, call in calls.items()}
@@ -76,7 +76,7 @@ def answers_of(calls: Mapping[int, Pending], *, wait: Wait, to: str) -> tuple[di
             rank = waiting.pop(call)
             try:
                 answers[rank] = ray.get(call)
-            except Exception as error:  # the code there may raise anything, and it arrives as itself
+            except Exception as error:  # the code there may raise anything, and it arrives unchanged
                 lines = [line.strip() for line in str(error).splitlines() if line.strip()]
                 failures[rank] = f"it failed: {[type(error).__name__, *lines][-1]}"
         if waiting:

@@ -1,7 +1,7 @@
-"""One question to a Ray head, in its own process: run as a script by `head.py`, which waits for it.
+"""One query to a Ray head, in its own process: run as a script by `head.py`, which waits for it.
 
-Token on standard input, address as the first argument; one JSON object on standard output. Without a token, the head is
-asked without; if it refuses, with what Ray's own variables and files give. With a rank and a node's own mark behind the
+The token comes on standard input, the address as the first argument; one JSON object is printed. Without a token, the head is
+asked without one and, if it refuses, with the token from Ray's own variables and files. If a rank and a node's own mark follow the
 address, the node claims the rank once the head lists it. Ray's client retries a dead address for minutes and then aborts its
 process, so it never runs inside a command.
 """
@@ -16,10 +16,10 @@ RANKS = b"rollcall-ranks"  # a namespace of the head's key-value store
 
 
 def claim(client: Any, rank: str, mark: str, *, alive: set[str]) -> str:
-    """The mark of the node that has the rank: this one, or a living one that came first.
+    """Return the mark of the node that has the rank: this node, or a living node that came first.
 
-    Claims are a chain: each is stored under the mark of the dead node before it, and stays. Of several that come at the same
-    moment, one finds the end of the chain free.
+    Claims form a chain: each is stored under the mark of the dead node before it, and stays. If several arrive at the same
+    moment, only one finds the end of the chain free.
     """
     before = ""
     while True:
@@ -34,7 +34,7 @@ def claim(client: Any, rank: str, mark: str, *, alive: set[str]) -> str:
 
 
 def ask(address: str, *, mode: str) -> tuple[Any, Any]:
-    """A client in that mode of authentication, and the nodes that the head lists; None if it refuses."""
+    """Return a client in this authentication mode and the nodes that the head lists, or None for both if it refuses."""
     raylet: Any = importlib.import_module("ray._raylet")
     from ray.exceptions import AuthenticationError
 
@@ -49,16 +49,16 @@ def ask(address: str, *, mode: str) -> tuple[Any, Any]:
 
 
 def token_source() -> str:
-    """Where Ray finds a token, in its own order; "none": nowhere."""
+    """Return where Ray finds a token, in Ray's own order, or "none"."""
     if os.environ.get("RAY_AUTH_TOKEN"):
         return "RAY_AUTH_TOKEN"
-    # Without such a file Ray aborts the process.
+    # Ray aborts the process if this file does not exist.
     path = os.environ.get("RAY_AUTH_TOKEN_PATH") or os.path.expanduser("~/.ray/auth_token")
     return path if os.path.exists(path) and open(path).read().strip() else "none"
 
 
 def node_rows(nodes: Any) -> list[dict[str, Any]]:
-    """The nodes that ``get_all_node_info`` lists, for ``NodeInfo.of``."""
+    """Convert the nodes from ``get_all_node_info`` for ``NodeInfo.of``."""
     gcs: Any = importlib.import_module("ray.core.generated.gcs_pb2")
     fields = ("node_manager_port", "object_manager_port", "metrics_export_port", "runtime_env_agent_port")
     agents = ("metrics_agent_port", "dashboard_agent_listen_port")

@@ -1,7 +1,7 @@
-"""Ray's own job client, with limits: over HTTP, or through Ray to a dashboard that only its own node reaches.
+"""Ray's own job client with time limits: over HTTP, or through Ray to a dashboard that only its own node reaches.
 
-The dashboard listens on the head's loopback unless asked otherwise. A node of the cluster still gets there: an actor on the head
-node holds the client, and lives as long as the command that needs it.
+The dashboard listens on the head's loopback unless configured otherwise. A node of the cluster can still reach it: an actor on the
+head node runs the client, and lives as long as the command that needs it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import aiohttp
 import requests
-from ray.dashboard.modules import dashboard_sdk  # where the client's base is, which the public module does not offer
+from ray.dashboard.modules import dashboard_sdk  # the client's base class is not in the public module
 from ray.exceptions import AuthenticationError
 from ray.job_submission import JobDetails as JobDetails
 from ray.job_submission import JobSubmissionClient
@@ -32,15 +32,15 @@ from rollcall.nodes.processes import raylets_here
 from rollcall.process.ray.connect import connect
 from rollcall.process.ray.each_node import NoAnswerError, Pinned, answer_of
 
-ANSWER_S = 20.0  # the head answers a question within this
-UPLOAD_S = 120.0  # and takes a package and a job
-RELAY_S = 60.0  # the head node starts a process to answer for it
+ANSWER_S = 20.0  # for the head to answer a question
+UPLOAD_S = 120.0  # for the head to accept a package and a job
+RELAY_S = 60.0  # for the head node to start a process that answers for it
 LOOK_EVERY_S = 1.0
-LAST_CHARACTERS = 10_000  # of an answer that is an error
+LAST_CHARACTERS = 10_000  # kept from an error response
 
 
 class Unreachable(ClusterError):
-    """The head does not answer."""
+    """The head did not answer."""
 
 
 class UnknownJob(ClusterError):
@@ -51,15 +51,15 @@ class HttpClient(JobSubmissionClient):
     def __init__(
         self, url: str, *, token: str | None, token_source: str, connect: Callable[[], str] = lambda: ""
     ) -> None:
-        """``connect`` comes before each question, and returns why the head cannot be reached, or ""."""
+        """``connect`` runs before each request, and returns why the head cannot be reached, or ""."""
         remember([token] if token else [])
         self.where = url
         self._token_source = token_source
         self._connect = connect
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        # Not the constructor of Ray's client (2.60): it lets RAY_ADDRESS override the address that it is given.
+        # Not the constructor of Ray's client (2.60): it lets RAY_ADDRESS override the address that was passed.
         dashboard_sdk.SubmissionClient.__init__(self, url, headers=headers)
-        for name in ("dashboard_sdk", "job.sdk"):  # which log each package, and a log's end
+        for name in ("dashboard_sdk", "job.sdk"):  # these log each package, and the end of a log
             logging.getLogger(f"ray.dashboard.modules.{name}").setLevel(logging.WARNING)
 
     def call(self, method: str, *args: Any, **options: Any) -> Any:
@@ -81,7 +81,7 @@ class HttpClient(JobSubmissionClient):
             raise ClusterError(
                 f"what listens at {self.where} does not answer as a cluster's dashboard does; is that its address?"
             ) from None
-        except RuntimeError as error:  # the client's word for each status that is an error
+        except RuntimeError as error:  # the client raises this for every error status
             text = redact_end(str(error).strip(), LAST_CHARACTERS)
             if text.startswith("Request failed with status code 404"):
                 raise UnknownJob(f"the cluster at {self.where} does not know it: {visible(text)}") from None
@@ -95,12 +95,12 @@ class HttpClient(JobSubmissionClient):
             return self.submit_job(runtime_env={**runtime_env, "working_dir": file.name}, **options)
 
     def read(self, job_id: str, skip: int) -> tuple[str, bool]:
-        """Returns the log past its first ``skip`` characters, and whether the job was over before it was read."""
+        """Return the log past its first ``skip`` characters, and whether the job was over before the log was read."""
         is_over = self.get_job_status(job_id).is_terminal()
         return self.get_job_logs(job_id)[skip:], is_over
 
     def tail(self, job_id: str, *, skip: int, take: Callable[[str], None]) -> str:
-        """Pass on a log as it grows, past its first ``skip`` characters; returns why that broke off, "" at the log's end."""
+        """Pass on a log as it grows, past its first ``skip`` characters. Returns why that broke off, or "" at the log's end."""
         return self._connect() or asyncio.run(self._tail(job_id, skip=skip, take=take))
 
     async def _tail(self, job_id: str, *, skip: int, take: Callable[[str], None]) -> str:
@@ -109,7 +109,7 @@ class HttpClient(JobSubmissionClient):
             while True:
                 waiting = asyncio.ensure_future(anext(pieces, None))
                 while not (await asyncio.wait({waiting}, timeout=ANSWER_S))[0]:
-                    # The job is quiet, or the head is gone. Ray's side (2.60) does not answer pings, so the head is asked.
+                    # The job is quiet, or the head is gone. Ray (2.60) does not answer pings, so ask the head.
                     if (await asyncio.to_thread(self.call, "get_job_status", job_id)).is_terminal():
                         return ""
                 piece = waiting.result()
@@ -122,15 +122,15 @@ class HttpClient(JobSubmissionClient):
             return redact(str(error) or type(error).__name__)
 
     def _do_request(self, method: str, endpoint: str, **options: Any) -> requests.Response:
-        """Adds a time limit, which Ray's client does not set."""
-        # A proxy is for other machines: one that the shell names would be asked for its own loopback, and get the token.
+        """Add a time limit, which Ray's client does not set."""
+        # Proxies are for other machines: the shell's proxy would be asked for its own loopback, and get the token.
         host = urllib.parse.urlsplit(self.where).hostname or ""
         is_here = host in ("localhost", "::1") or host.startswith("127.")
         return super()._do_request(
             method,
             endpoint,
             timeout=(ANSWER_S, ANSWER_S if method == "GET" else UPLOAD_S),
-            auth=lambda request: request,  # else requests puts a password from ~/.netrc over the header
+            auth=lambda request: request,  # otherwise requests replaces the header with a password from ~/.netrc
             proxies={"http": "", "https": ""} if is_here else None,
             **options,
         )
@@ -191,7 +191,7 @@ JobClient = HttpClient | RelayClient
 
 
 class AtHead:
-    """Runs on the head node. An error is returned: raised, it would arrive as one of Ray's."""
+    """Runs on the head node. It returns errors because a raised error would arrive as one of Ray's."""
 
     def __init__(self, url: str) -> None:
         self._client = HttpClient(url, token=process_token(), token_source="the head node")
@@ -204,7 +204,7 @@ class AtHead:
 
 
 def _reason(error: Exception) -> str:
-    """Returns the innermost reason of an error of requests, without the addresses that it repeats."""
+    """Return the innermost reason of a requests error, without the addresses that it repeats."""
     text = str(error)
     found = re.search(r"\[Errno -?\d+\] ([^'\")]+)|(timed out)", text)
     return (found[1] or found[2]).strip() if found else redact(text)[:200]

@@ -1,14 +1,14 @@
-"""Ray on the loopback address: as a script, `ray start` for a node that listens there and nowhere else.
+"""Ray on the loopback address. As a script, this is `ray start` for a node that listens on loopback only.
 
-Ray (2.60) treats a loopback address as a mistake: when a node starts or a driver connects, it replaces it by one that other
-hosts can reach. ``keep_loopback`` prevents that, so that Ray's servers listen on loopback only.
+Ray (2.60) treats a loopback address as a mistake: when a node starts or a driver connects, it replaces the address with one that
+other hosts can reach. ``keep_loopback`` prevents that, so Ray's servers listen on loopback only.
 """
 
 from __future__ import annotations
 
 
 def keep_loopback() -> None:
-    """Makes Ray in this process use a loopback address as given."""
+    """Make Ray in this process use a loopback address unchanged."""
     from ray._private import services
 
     assert callable(services.resolve_ip_for_localhost), "Ray has another name for it; see what replaces the address"

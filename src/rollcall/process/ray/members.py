@@ -1,6 +1,6 @@
-"""The live nodes of the Ray that this process is connected to, by rank.
+"""The live nodes of the Ray cluster that this process is connected to, by rank.
 
-Ray is imported in here: it reads variables while it is imported, which ``connect`` sets before.
+Ray is imported inside the functions because it reads variables during the import, which ``connect`` sets first.
 """
 
 from __future__ import annotations
@@ -19,42 +19,42 @@ from rollcall.process.ray.gcs import node_rows
 RANK_LABEL = "rollcall.rank"  # from `rollcall node`, or from a person's `ray start`
 MARK_LABEL = "rollcall.mark"  # from `rollcall node` only
 
-# Ranks of nodes that carry none, once a run has been placed on them: by the Ray and the node's place.
+# Ranks of nodes without a rank of their own, once a run was placed on them: by Ray cluster and the node's place.
 _settled: dict[str, dict[str, int]] = {}
-# Nodes that were silent in a run, each with a call that is waiting for its answer, and since when. Ray itself lists a dead node as
-# alive for a minute or more, unless it was started with other settings.
+# Nodes that were silent in a run, each with a pending call and the time when it was made. Ray itself lists a dead node as
+# alive for a minute or more, unless it was started with different settings.
 _suspects: dict[str, tuple[Any, float]] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayNode:
-    """A live node, its rank, and what it has."""
+    """A live node, its rank and its resources."""
 
     rank: int
     node_id: str
     address: str
-    place: str  # its address; where several nodes have it, more
+    place: str  # its address; longer if several nodes share the address
     is_labelled: bool
-    is_ours: bool  # `rollcall node` has started its Ray, so the Python of its workers has Rollcall
+    is_ours: bool  # `rollcall node` started its Ray, so the Python of its workers has Rollcall
     total: Mapping[str, float]
     free: Mapping[str, float]
 
     @property
     def selector(self) -> dict[str, str]:
-        """The labels that tie a bundle to the node, by rank if it has one: a node that replaces a dead one gets its slots."""
+        """Return the labels that tie a bundle to the node, by rank if it has one: a node that replaces a dead one gets its slots."""
         if self.is_labelled:
             return {RANK_LABEL: str(self.rank)}
         return {} if self.tie else {"ray.io/node-id": self.node_id}
 
     @property
     def tie(self) -> dict[str, float]:
-        """The resource that ties a bundle to a node without a label: what comes back at the same address gets the slots."""
-        name = f"node:{self.address}"  # every node of Ray offers it; so little leaves room for all others
+        """Return the resource that ties a bundle to a node without a label: a node that comes back at this address gets the slots."""
+        name = f"node:{self.address}"  # every Ray node offers it; so small an amount leaves room for all others
         return {name: 0.001} if not self.is_labelled and self.place == self.address and name in self.total else {}
 
 
 def ranked_nodes() -> list[RayNode]:
-    """The live nodes by rank. Those without a rank of their own follow by address; a silent one counts once it answers again."""
+    """Return the live nodes by rank. Nodes without a rank of their own follow by address; a silent node counts once it answers again."""
     import ray
     from ray._private import state as ray_state  # the pinned Ray has no public call for free resources
 
@@ -62,7 +62,7 @@ def ranked_nodes() -> list[RayNode]:
     alive = [node for node in ray.nodes() if node["Alive"] and _answers(node["NodeID"])]
     _refuse_twins(alive)
     addresses = [node["NodeManagerAddress"] for node in alive]
-    # Where several nodes have an address, also which of them it is.
+    # If several nodes share an address, the place also says which of them it is.
     places = {
         one if addresses.count(one) == 1 else f"{one} {node['NodeID']}": node
         for one, node in zip(addresses, alive, strict=True)
@@ -90,7 +90,7 @@ def ranked_nodes() -> list[RayNode]:
 
 
 def lost_nodes() -> dict[int | None, NodeInfo]:
-    """The nodes that are dead or silent, by the rank that they had; of several, the last."""
+    """Return the dead or silent nodes by the rank that they had; if several had a rank, the last one."""
     from ray._private import worker
 
     current: Any = worker.global_worker
@@ -107,14 +107,14 @@ def lost_nodes() -> dict[int | None, NodeInfo]:
 
 
 def settle_ranks(nodes: Sequence[RayNode]) -> None:
-    """Keeps the ranks of these nodes, on which a run is placed, and of nodes that come back in their places."""
+    """Keep the ranks of these nodes, where a run is placed, and of nodes that come back in their places."""
     now = {node.place: node.rank for node in nodes}
     before = _settled.get(_this_ray(), {})
     _settled[_this_ray()] = {place: rank for place, rank in before.items() if rank not in now.values()} | now
 
 
 def suspect(node_id: str) -> None:
-    """Leaves out this node, which does not answer, until it does."""
+    """Leave out this node, which does not answer, until it does."""
     import ray
 
     if node_id not in _suspects:
@@ -122,7 +122,7 @@ def suspect(node_id: str) -> None:
 
 
 def forget_members() -> None:
-    """Forgets everything when this process leaves its Ray."""
+    """Forget everything because this process is leaving its Ray cluster."""
     _settled.clear()
     _suspects.clear()
 
@@ -138,7 +138,7 @@ def _answers(node_id: str) -> bool:
         return False
     try:
         ray.get(call)
-    except RayError:  # Ray takes it for dead, or soon will
+    except RayError:  # Ray considers it dead, or soon will
         return False
     del _suspects[node_id]
     return True

@@ -1,11 +1,11 @@
 """Slots and workers on Ray.
 
 Slots are the bundles of one placement group, so a virtual cluster gets all of its slots or none. Each bundle is tied to its
-node. A task in each bundle says which accelerator Ray gave it, so slots are in (node rank, accelerator) order, in whatever
-order Ray chose them. A worker is a Ray actor in its slot's bundle.
+node. A task in each bundle reports which accelerator Ray assigned to it, so slots are in (node rank, accelerator) order, whatever
+order Ray chose. A worker is a Ray actor in its slot's bundle.
 
-Who waits for whom: ``reserve`` waits for nodes with room; ``Gang.start`` for all processes, of which rank 0's leases the group's port,
-and then for every worker to be made. Each wait has a deadline and says what is missing.
+Who waits for whom: ``reserve`` waits for nodes with room; ``Gang.start`` waits for all processes, where rank 0's leases the group's
+port, and then until every worker has been created. Each wait has a deadline and says what is missing.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from rollcall.process.groups.backend import Ask, NodeSeats, Reservation
 from rollcall.process.ray.carrier import OnRay
 from rollcall.process.ray.members import RayNode, lost_nodes, ranked_nodes, settle_ranks
 
-PLACE_TRY_S = 10.0  # with room, a placement group is placed in milliseconds; after this, another one has taken the room
+PLACE_TRY_S = 10.0  # with room, a placement group is placed in milliseconds; after this, the room has been taken
 POLL_S = 0.25
 NODES_DEADLINE_S = 180.0
 
 
 @dataclass(frozen=True, slots=True)
 class RayBackend:
-    cluster: Cluster | None = None  # None if a script has joined its Ray by itself
+    cluster: Cluster | None = None  # None if a script joined its Ray cluster by itself
 
     def reserve(self, ask: Ask, *, timeout_s: float) -> Reservation:
         if not ray.is_initialized():
@@ -64,7 +64,7 @@ class RayBackend:
 
 
 def wait_for_nodes(cluster: Cluster | None, num_nodes: int, *, fewest: int, wait_s: float) -> list[int]:
-    """The ranks of the nodes that have joined: all, or after ``wait_s`` at least ``fewest``."""
+    """Return the ranks of the nodes that have joined: all of them, or at least ``fewest`` after ``wait_s``."""
     wait = Wait()
     while True:
         here = [node.rank for node in ranked_nodes() if node.rank < num_nodes]
@@ -87,7 +87,7 @@ def wait_for_nodes(cluster: Cluster | None, num_nodes: int, *, fewest: int, wait
 
 
 def _missing(cluster: Cluster | None, ranks: Sequence[int]) -> str:
-    """Says which ranks are missing, since when, and the command to run there."""
+    """Say which ranks are missing, since when, and the command to run there."""
     start = (
         start_there(cluster, ranks) if cluster else "start them (`rollcall node`, or `ray start` on a Ray of your own)"
     )
@@ -95,7 +95,7 @@ def _missing(cluster: Cluster | None, ranks: Sequence[int]) -> str:
 
 
 def choose_nodes(ask: Ask, nodes: Sequence[RayNode]) -> list[RayNode] | None:
-    """A node for each entry: the named ones, or in rank order the first with room; None if there are too few."""
+    """Return a node for each entry: the named nodes, or the first with room in rank order; None if there are too few."""
     if ask.node_ranks is not None:
         by_rank = {node.rank: node for node in nodes}
         named = [by_rank.get(rank) for rank in ask.node_ranks]
@@ -111,7 +111,7 @@ def choose_nodes(ask: Ask, nodes: Sequence[RayNode]) -> list[RayNode] | None:
 
 
 def _may_fork(nodes: Sequence[RayNode]) -> bool:
-    """Whether Rollcall is in the Python of their workers, which nobody has chosen otherwise."""
+    """Whether the nodes' workers run a Python with Rollcall, because the user has not chosen a different one."""
     chosen_by_user = {"py_executable", "pip", "uv", "conda", "image_uri", "container", "nsight", "rocprof_sys"}
     return all(node.is_ours for node in nodes) and not chosen_by_user & {*ray.get_runtime_context().runtime_env}
 
@@ -121,7 +121,7 @@ def _place(ask: Ask, chosen: Sequence[RayNode], *, timeout_s: float) -> Placemen
     for count, node in zip(ask.slots_per_node, chosen, strict=True):
         bundles += [{ask.resource: 1, **node.tie} for _ in range(count)]
         selectors += [node.selector for _ in range(count)]
-    name = f"{ask.name}-{uuid.uuid4().hex[:8]}"  # Ray takes each name once
+    name = f"{ask.name}-{uuid.uuid4().hex[:8]}"  # Ray accepts each name once
     group = placement_group(bundles, strategy="PACK", name=name, bundle_label_selector=selectors)
     if group.wait(timeout_s):
         return group
@@ -130,7 +130,7 @@ def _place(ask: Ask, chosen: Sequence[RayNode], *, timeout_s: float) -> Placemen
 
 
 def _lack(ask: Ask, nodes: Sequence[RayNode]) -> str:
-    """Compares what was asked for with what the nodes have."""
+    """Compare the request with what the nodes have."""
     kind, counts = "slots" if ask.use_gpus else "CPUs", list(ask.slots_per_node)
     where = f" (nodes {', '.join(map(str, ask.node_ranks))})" if ask.node_ranks is not None else ""
     said = [f"{sum(counts)} {kind} were asked for, {counts} by node{where}"]
@@ -149,12 +149,12 @@ def _lack(ask: Ask, nodes: Sequence[RayNode]) -> str:
 
 @ray.remote(num_cpus=0, max_calls=0)  # the process stays for the next bundle of its node
 def _look() -> tuple[int, str, str | None]:
-    """Returns this bundle's accelerator: its place on the node, its name, and the variable that makes it visible."""
+    """Return this bundle's accelerator: its place on the node, its name, and the variable that makes it visible."""
     from ray._private.accelerators import get_accelerator_manager_for_resource
     from ray._private.worker import global_worker
 
     device = str(ray.get_gpu_ids()[0])
-    # On a node started with some accelerators visible, Ray counts those, in the order of the variable.
+    # On a node that was started with only some accelerators visible, Ray counts those, in the order of the variable.
     visible = global_worker.original_visible_accelerator_ids.get("GPU")
     place = visible.index(device) if visible else int(device)
     manager = get_accelerator_manager_for_resource("GPU")
@@ -192,7 +192,7 @@ def _seats(ask: Ask, chosen: Sequence[RayNode], group: PlacementGroup, *, wait: 
 def _look_around(
     bundles: Sequence[range], group: PlacementGroup, *, wait: Wait
 ) -> dict[int, tuple[int, str, str | None]]:
-    """Asks all nodes at once, but the bundles of a node one after the other, so that each node starts one process for it."""
+    """Ask all nodes at once, but a node's bundles one after the other, so that each node starts only one process for this."""
     found: dict[int, tuple[int, str, str | None]] = {}
     for turn in range(max(map(len, bundles))):
         asked = {

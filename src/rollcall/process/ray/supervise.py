@@ -1,10 +1,10 @@
-"""The watch over a gang on Ray: a small process on each node looks at the workers there, and a thread here asks it.
+"""Watches a gang on Ray: a small process on each node looks at the workers there, and a thread here asks it.
 
-The thread asks all nodes at once, every ``LOOK_EVERY_S``, and lets ``Watch`` judge. The stacks of a stopped or stuck worker
-go to stderr under its name. The thread tells the gang every loss with its reason; then it kills the stopped or stuck worker.
+The thread asks all nodes at once, every ``LOOK_EVERY_S``, and lets ``Watch`` judge. The stacks of a suspended or stuck worker
+go to stderr under its name. The thread reports every loss and its reason to the gang; then it kills the suspended or stuck worker.
 
-If the process on a node is asked nothing for ``ALONE_S``, the node is cut off or the controller is gone. The process then
-ends the workers there, because no one else can.
+If the process on a node is not asked for ``ALONE_S``, the node is cut off or the controller is gone. The process then
+kills the workers there, because nobody else can.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rollcall.process.ray.each_node import pinned
 from rollcall.process.ray.members import suspect
 
 ALONE_S = 60.0
-ENDED_S = 10.0  # for killed workers to be gone
+ENDED_S = 10.0  # for killed workers to exit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,16 +42,16 @@ class NodeLook:
 
     workers: Mapping[int, Seen]  # by rank
     now_s: float  # its monotonic time
-    logs: Mapping[int, tuple[str, bytes]]  # where each worker prints to, and what is new there
+    logs: Mapping[int, tuple[str, bytes]]  # each worker's output file, and its new content
 
 
 class Eyes:
-    """Looks at the workers of one node, in a process there."""
+    """Looks at the workers on one node, in a process on that node."""
 
     def __init__(self, mark: str) -> None:
         self._mark = mark
         self._asked_s: float | None = None
-        self._readers: dict[int, Reader] = {}  # by process; of one that has ended too, for its last calls
+        self._readers: dict[int, Reader] = {}  # by process id; kept after a process exits, for its last calls
         self._tails: dict[int, LogTail] = {}
 
     def look(self, pids: Mapping[int, int]) -> NodeLook:
@@ -73,14 +73,14 @@ class Eyes:
         os._exit(1)
 
     def stacks(self, pid: int) -> str:
-        """The stacks of all threads of a stuck worker, or why they cannot be read."""
+        """Return the stacks of all threads of a stuck worker, or why they cannot be read."""
         try:
             return as_text(read_threads(pid, timeout_s=ANSWER_S))
         except UnreadableError as error:
             return f"they cannot be read: {error}"
 
     def end(self, pid: int) -> None:
-        with suppress(ProcessLookupError):  # it has ended
+        with suppress(ProcessLookupError):  # already exited
             os.kill(pid, signal.SIGKILL)
 
 
@@ -90,7 +90,7 @@ class Supervisor:
         self._gang = gang
         self._watch = Watch()
         self._eyes: dict[str, Any] = {}  # by node
-        # The open question to each node, when it was asked, and the processes that it is about, by rank.
+        # The pending question to each node, when it was asked, and the processes that it covers, by rank.
         self._asked: dict[str, tuple[Any, float, Mapping[int, int]]] = {}
         self._seats: dict[int, Member] = {}  # by rank
         self._silent_nodes: set[str] = set()
@@ -116,14 +116,14 @@ class Supervisor:
                 )
 
     def add(self, member: Member) -> None:
-        """Watch this worker from now on, in place of the one that had its rank."""
+        """Watch this worker from now on instead of the previous worker with its rank."""
         self.open(member.spec.node.node_id)
         with self._lock:
             self._watch.forgive(member.spec.rank)
             self._seats[member.spec.rank] = member
 
     def remove(self, member: Member) -> None:
-        """Stops watching a worker that is lost, and asks its node once more what it did."""
+        """Stop watching a lost worker, and ask its node once more what it did."""
         with self._lock:
             known = self._seats.pop(member.spec.rank, None)
         if known is not None:
@@ -131,7 +131,7 @@ class Supervisor:
             self._post(member, stop=None)
 
     def look(self, *, last: bool) -> set[int]:
-        """Returns the ranks on nodes that do not answer."""
+        """Return the ranks on nodes that do not answer."""
         if last:
             self._look_last(list(self._seats.values()))
         with self._lock:
@@ -139,7 +139,7 @@ class Supervisor:
 
     def _look_last(self, members: Sequence[Member]) -> None:
         """Ask the nodes that answer what these workers did until now."""
-        time.sleep(2 * JOIN_S)  # a call that has just ended may be followed by one like it
+        time.sleep(2 * JOIN_S)  # a call that has just ended may be followed by another of the same method
         with self._lock:
             by_node = _pids_by_node(one for one in members if one.spec.node.node_id not in self._silent_nodes)
         asked_s = time.time()
@@ -147,7 +147,7 @@ class Supervisor:
         ready = ray.wait(list(calls.values()), num_returns=len(calls), timeout=ANSWER_S)[0] if calls else []
         for node_id, call in calls.items():
             if call in ready:
-                with suppress(RayError):  # the node may be gone with them
+                with suppress(RayError):  # the node may be gone too
                     self._keep(node_id, ray.get(call), asked_s=asked_s)
 
     def stop(self) -> None:
@@ -173,14 +173,14 @@ class Supervisor:
             with self._lock:
                 silent = self._silent_nodes & {seats[loss.rank].spec.node.node_id for loss in losses}
             for node_id in silent:
-                suspect(node_id)  # it is left out of the plan
-            with self._lock:  # one that is being replaced meanwhile is not lost
+                suspect(node_id)  # leaves it out of the plan
+            with self._lock:  # a worker that was replaced meanwhile is not lost
                 current = {
                     seats[loss.rank]: loss.why for loss in losses if self._seats.get(loss.rank) is seats[loss.rank]
                 }
                 if current and not self._ended.is_set():
                     self._gang.lose(current)
-            for loss in losses:  # not before its loss is known by its true reason
+            for loss in losses:  # not before the gang knows the true reason for the loss
                 if loss.still_runs:
                     member = seats[loss.rank]
                     self._eyes[member.spec.node.node_id].end.remote(member.pid)
@@ -208,20 +208,20 @@ class Supervisor:
         )
 
     def _post(self, member: Member, *, stop: Mapping[str, Any] | None) -> None:
-        """Tell the board where a debugger holds this worker. Ray's own debugger does not say where."""
+        """Tell the board where a debugger holds this worker. Ray's own debugger does not report where."""
         spec = member.spec
         (rank,) = re.findall(r"\w+ rank (\d+)", spec.title)[:1] or [spec.rank]
         seat = DebugSeat(role=spec.kind, rank=int(rank), node=spec.node.node_rank, title=spec.where)
         BOARD.post(f"{self._mark} {member.pid}", seat, stop or None)
 
     def _answers(self, nodes: list[str]) -> dict[str, NodeLook | None]:
-        """Returns the answers that come in time; the other questions stay open until the next look."""
+        """Return the answers that arrive in time; the other questions stay pending until the next look."""
         asked = [self._asked[node_id][0] for node_id in nodes]
         ready: list[Any] = []
         if asked:
             started = time.monotonic()
             ready, _ = ray.wait(asked, num_returns=len(asked), timeout=ANSWER_S)
-            # Early answers do not shorten the turn of those that are silent: silence is counted in turns.
+            # Early answers must not shorten the turn of silent nodes: silence is counted in turns.
             if len(ready) < len(asked):
                 self._ended.wait(max(ANSWER_S - (time.monotonic() - started), 0))
         found: dict[str, NodeLook | None] = {}
@@ -234,7 +234,7 @@ class Supervisor:
             except RayError:
                 found[node_id] = None
                 continue
-            with self._lock:  # a process that was removed or replaced meanwhile is not judged, and nor is its successor
+            with self._lock:  # do not judge a process that was removed or replaced meanwhile, nor its successor
                 current = {rank for rank, pid in pids.items() if rank in self._seats and self._seats[rank].pid == pid}
             workers = {rank: seen for rank, seen in answer.workers.items() if rank in current}
             logs = {rank: log for rank, log in answer.logs.items() if rank in current}
@@ -258,7 +258,7 @@ class Supervisor:
 
 
 def _pids_by_node(members: Iterable[Member]) -> dict[str, dict[int, int]]:
-    """Process ids by rank, for each node."""
+    """Return the process ids by rank, for each node."""
     found: dict[str, dict[int, int]] = {}
     for member in members:
         found.setdefault(member.spec.node.node_id, {})[member.spec.rank] = member.pid

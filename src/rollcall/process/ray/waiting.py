@@ -1,7 +1,7 @@
-"""Who waits in a debugger, in the head's store: for nodes of the cluster that do not see the run directory.
+"""Lists the processes that wait in a debugger in the head's store, for cluster nodes that do not see the run directory.
 
-One entry for each controller, with what its board has (process/debug/board.py). Those who may read the store may run code on every node
-anyway. Ray is imported in here: it reads variables while it is imported, which ``connect`` sets before.
+Each controller has one entry with the content of its board (process/debug/board.py). Anyone who can read the store can run code on
+every node anyway. Ray is imported inside the functions because it reads variables during the import, which ``connect`` sets first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NAMESPACE = "rollcall-debugger"
 
 
 def serve_driver() -> None:
-    """Lets terminals on all nodes of the cluster reach what stops in this process."""
+    """Let terminals on all nodes of the cluster reach a stop in this process."""
     import ray
 
     own = ray.get_runtime_context().get_node_id()
@@ -31,7 +31,7 @@ def serve_driver() -> None:
 
 
 def publish(run_dir: Path | None, waiting: Sequence[Waiting]) -> None:
-    """Writes the copy of this process's board; removes it while nobody waits."""
+    """Write the copy of this process's board, or remove it if nothing waits."""
     import ray
     from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_put
 
@@ -43,12 +43,12 @@ def publish(run_dir: Path | None, waiting: Sequence[Waiting]) -> None:
             _internal_kv_put(key, dump_board(waiting), overwrite=True, namespace=NAMESPACE)
         else:
             _internal_kv_del(key, namespace=NAMESPACE)
-    except Exception as error:  # noqa: BLE001 - Ray has many for a head that is away; the run directory has the list too
+    except Exception as error:  # noqa: BLE001 - Ray raises many kinds for an unreachable head; the run directory has the list too
         warn(f"`rollcall debug` cannot list this run by its cluster: {error}")
 
 
 def read_waiting() -> list[Waiting]:
-    """Reads who waits in any run of the cluster that this process is connected to."""
+    """Read which processes wait in any run of this process's cluster."""
     from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_list
 
     found: list[Waiting] = []

@@ -1,14 +1,14 @@
-"""A group's workers are forked from one process on each node, which has imported torch and our code once.
+"""Forks a group's workers from one process on each node, which has imported torch and our code once.
 
 A new interpreter spends seconds of CPU time on these imports, and minutes on a busy shared file system, for every worker of a
 node and again for every replacement. So Ray starts ``python -m rollcall.process.ray.zygote default_worker.py ...`` where it would
-start ``python default_worker.py ...`` (py_executable of the runtime environment). This small process, the *stub*, gives its
-arguments, variables, folder and standard streams to the zygote, whose child becomes the worker. The first stub on a node makes the
-zygote. Without an answer in time, the stub becomes the worker itself, as Ray meant it.
+start ``python default_worker.py ...`` (py_executable of the runtime environment). This small process, the *stub*, passes its
+arguments, variables, folder and standard streams to the zygote, whose child becomes the worker. The first stub on a node starts the
+zygote. If the zygote does not answer in time, the stub becomes the worker itself, as Ray intended.
 
-Who waits for whom: a stub waits for its worker to end, and ends with the same status. If a stub is killed, its worker is killed too.
-The zygote ends with the node's raylet, with its group, or when it has had no worker for ``IDLE_S``. It must never touch CUDA, which a
-forked process could not use any more.
+Who waits for whom: a stub waits for its worker to exit, and exits with the same status. If a stub is killed, its worker is killed too.
+The zygote exits with the node's raylet, with its group, or after ``IDLE_S`` without a worker. It must never touch CUDA, which a
+forked process could then no longer use.
 """
 
 from __future__ import annotations
@@ -33,24 +33,22 @@ from rollcall.base.importing import uncollected
 from rollcall.nodes.framing import is_own_users, json_frame, read_exactly, read_json_frame
 
 MODULES = "ROLLCALL_ZYGOTE_MODULES"  # the modules that the zygote imports
-GROUP = "ROLLCALL_ZYGOTE_GROUP"  # one zygote for each, on each node
-COMMAND = (
-    '"$ROLLCALL_PYTHON" -m rollcall.process.ray.zygote'  # in a line of bash, on a node that `rollcall node` has started
-)
-ANSWER_S = 240.0  # ray_start.TUNED: Ray gives up a worker that has not come forward after 300 s
+GROUP = "ROLLCALL_ZYGOTE_GROUP"  # each group has one zygote per node
+COMMAND = '"$ROLLCALL_PYTHON" -m rollcall.process.ray.zygote'  # a bash line, on a node that `rollcall node` started
+ANSWER_S = 240.0  # ray_start.TUNED: Ray gives up on a worker that has not registered after 300 s
 IDLE_S = 120.0
 LOOK_S = 1.0
 FORKED = b"f"  # the first byte of the zygote's answer; the second is the worker's exit status
 
 
 def runtime_env(module: str, group: str, env_vars: Mapping[str, str]) -> dict[str, Any]:
-    """Ray's runtime environment for workers that are forked from a zygote with this module."""
+    """Return Ray's runtime environment for workers that are forked from a zygote with this module."""
     variables = {**env_vars, MODULES: f"ray._private.worker {module}", GROUP: group}
     return {"py_executable": COMMAND, "env_vars": variables}
 
 
 def main(arguments: list[str]) -> int:
-    """The stub: returns the worker's exit status."""
+    """Run the stub; return the worker's exit status."""
     answer = None
     if (zygote := _connect()) is not None:
         zygote.settimeout(ANSWER_S)
@@ -60,7 +58,7 @@ def main(arguments: list[str]) -> int:
             zygote.sendall(json_frame(request))
             answer = zygote.recv(1)
             zygote.settimeout(None)
-        except OSError:  # it is too slow, or has ended
+        except OSError:  # it is too slow, or has exited
             answer = None
     if zygote is None or answer != FORKED:
         os.execv(sys.executable, [sys.executable, *arguments])
@@ -69,7 +67,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _connect() -> socket.socket | None:
-    """Connect to the group's zygote on this node, and start it if there is none; None if that fails."""
+    """Connect to the group's zygote on this node, and start it if there is none. Returns None if that fails."""
     key = json.dumps([os.environ[GROUP], sys.executable, os.getuid()])
     address = f"\0rollcall-zygote-{hashlib.sha256(key.encode()).hexdigest()[:32]}"  # in the abstract namespace, without a file
     for _ in range(2):
@@ -89,7 +87,7 @@ def _start(address: str) -> None:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.bind(address)
-    except OSError:  # another one holds the address, and listens in a moment
+    except OSError:  # another stub has the address, and will listen in a moment
         listener.close()
         time.sleep(0.1)
         return
@@ -104,27 +102,27 @@ def _start(address: str) -> None:
 
 
 def _serve(listener: socket.socket) -> NoReturn:
-    """The zygote. Stubs that come while it imports wait in the listener's queue."""
+    """Run the zygote. Stubs that arrive during its imports wait in the listener's queue."""
     with uncollected():
         for module in os.environ[MODULES].split():
             importlib.import_module(module)
     nothing = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):  # they are the first worker's; an import that fails is reported there
+    for stream in (0, 1, 2):  # they belong to the first worker; an import that fails is reported there
         os.dup2(nothing, stream)
     gc.collect()
-    gc.freeze()  # a collection in a worker would write to, and so copy, the pages that all share
+    gc.freeze()  # a collection in a worker would write to the shared pages, and so copy them
     wake, wake_end = os.pipe()
     os.set_blocking(wake, False)
     os.set_blocking(wake_end, False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)
     raylet, since_s = int(os.environ.get("RAY_RAYLET_PID", "0")), time.monotonic()
-    stubs: dict[int, socket.socket] = {}  # by process of their worker
+    stubs: dict[int, socket.socket] = {}  # by their worker's process id
     while True:
         ready, _, _ = select.select([listener, wake, *stubs.values()], [], [], LOOK_S)
         if wake in ready:
             os.read(wake, 1 << 16)
-        for pid in [pid for pid, stub in stubs.items() if stub in ready]:  # a stub says nothing: it has been killed
+        for pid in [pid for pid, stub in stubs.items() if stub in ready]:  # a stub sends nothing: it was killed
             os.kill(pid, signal.SIGKILL)
             stubs.pop(pid).close()
         if listener in ready:
@@ -134,7 +132,7 @@ def _serve(listener: socket.socket) -> NoReturn:
         while (ended := _ended()) is not None:
             pid, status = ended
             if pid in stubs:
-                with stubs.pop(pid) as stub, suppress(OSError):  # the stub has been killed
+                with stubs.pop(pid) as stub, suppress(OSError):  # the stub was killed
                     stub.sendall(bytes([status & 0xFF]))
         if stubs:
             since_s = time.monotonic()
@@ -143,7 +141,7 @@ def _serve(listener: socket.socket) -> NoReturn:
 
 
 def _ended() -> tuple[int, int] | None:
-    """Returns a child that has ended, and its exit status."""
+    """Return a child that has exited, and its exit status."""
     try:
         pid, status = os.waitpid(-1, os.WNOHANG)
     except ChildProcessError:
@@ -152,7 +150,7 @@ def _ended() -> tuple[int, int] | None:
 
 
 def _fork(stub: socket.socket, *, keep_out: list[socket.socket], pipe: tuple[int, int]) -> int | None:
-    """Forks the worker that this stub asks for; returns its process id, and does not return in the worker."""
+    """Fork the worker that this stub requests. Returns its process id; does not return in the worker."""
     if not is_own_users(stub):
         stub.close()
         return None
@@ -171,13 +169,13 @@ def _fork(stub: socket.socket, *, keep_out: list[socket.socket], pipe: tuple[int
         _become_worker(request, streams, pipe)
     for stream in streams:
         os.close(stream)
-    with suppress(OSError):  # the stub has been killed
+    with suppress(OSError):  # the stub was killed
         stub.sendall(FORKED)
     return pid
 
 
 def _become_worker(request: dict[str, Any], streams: list[int], pipe: tuple[int, int]) -> NoReturn:
-    os.setpgid(0, 0)  # the raylet ends a worker with its process group
+    os.setpgid(0, 0)  # the raylet kills a worker with its process group
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for stream, place in zip(streams, (0, 1, 2), strict=True):
@@ -191,7 +189,7 @@ def _become_worker(request: dict[str, Any], streams: list[int], pipe: tuple[int,
     sys.path[0] = os.path.dirname(sys.argv[0])
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
-        numpy.random.seed()  # Python's own generator is seeded again by itself
+        numpy.random.seed()  # Python's own generator reseeds itself
     status = 1
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,13 +1,13 @@
-"""Slots and workers on nodes that share a folder and nothing else, the master's side: which workers are there, calls out, answers in.
-The workers' side is ``worker``; ``messages`` says which file is where.
+"""Slots and workers on nodes that share only a folder, the master's side: it watches the workers, sends calls and receives answers.
+The workers' side is ``worker``; ``messages`` describes the files.
 
-A call is a file in its worker's inbox, its answer a file in ``answers``. The label of both is master, worker and epoch: a
-worker answers what is meant for it, by this master, for its current group. Node 0 runs its worker in a child process of
-the master, which is reached the same way.
+A call is a file in its worker's inbox, its answer a file in ``answers``. Both are labelled with master, worker and epoch: a
+worker answers only calls that are meant for it, from this master, for its current group. Node 0 runs its worker in a child process
+of the master, which is reached the same way.
 
-One thread, the postman, takes answers and watches the workers. A worker is dead when its counter no longer changes, when it has
-said goodbye, when another process has taken its place, or when a call takes longer than ``CALL_S``; the calls that it had then fail. Who
-waits for whom: ``reserve`` for a worker on every node, ``settle`` and ``answered`` for answers.
+One thread, the postman, receives answers and watches the workers. A worker is dead when its counter stops changing, when it has
+said goodbye, when a different process has taken its place, or when a call takes longer than ``CALL_S``; its open calls then fail. Who
+waits for whom: ``reserve`` waits for a worker on every node, ``settle`` and ``answered`` wait for answers.
 """
 
 from __future__ import annotations
@@ -50,27 +50,27 @@ from rollcall.process.groups.folder.messages import (
 from rollcall.process.groups.host import GROUP_MARK, RemoteFailureError, end_group
 from rollcall.process.groups.pulse import DoneCall, Seen
 
-APPEAR_S = 600.0  # until every worker is there; a person starts them
+APPEAR_S = 600.0  # until every worker has appeared; a person starts them
 CALL_S = 3600.0  # the deadline of a call
 
 
 class NodeWorker:
-    """The worker process of one node; a new process is a new one."""
+    """The worker process of one node; a replacement process gets a new object."""
 
     def __init__(self, rank: int, *, facts: Mapping[str, Any]) -> None:
         self.rank = rank
         self.incarnation: str = facts["incarnation"]
         self.host: str = facts["host"]
-        self.death = ""  # why; empty: it lives
+        self.death = ""  # why it died; empty: it is alive
         self.on_death: Callable[[str], None] = lambda why: None
-        self.number = 0  # of its last call in this epoch
-        self.calls: dict[int, Call] = {}  # under way, by number; it takes one after the other
-        self.since_s = 0.0  # when it began with the first of them, or ended the last; by the monotonic clock
-        self.done: list[DoneCall] = []  # that nobody has been told of
+        self.number = 0  # number of its last call in this epoch
+        self.calls: dict[int, Call] = {}  # open calls by number; the worker handles one after the other
+        self.since_s = 0.0  # when it began the first of them, or finished the last; monotonic clock
+        self.done: list[DoneCall] = []  # not reported to anyone yet
         self.num_done = 0
 
     def end_call(self, number: int) -> Call:
-        """Notes that a call is answered, and that the worker is at the next one now."""
+        """Record that a call was answered, and that the worker is at the next one now."""
         call, began_s, self.since_s = self.calls.pop(number), self.since_s, time.monotonic()
         if call.link:
             self.done.append(DoneCall(call.link, began_s, self.since_s))
@@ -79,7 +79,7 @@ class NodeWorker:
 
 
 class FolderBackend:
-    """The master of a folder, used in a ``with`` block; at its end the workers learn how the run ended."""
+    """A folder's master, used in a ``with`` block; at its end the workers learn how the run ended."""
 
     def __init__(
         self,
@@ -123,21 +123,21 @@ class FolderBackend:
         self._presence.end(state=State.ENDED if error is None else State.BROKE_OFF, why=why)
 
     def reserve(self, ask: Ask, *, timeout_s: float) -> Reservation:
-        """Wait until every node has a worker. The deadline is our own: a person starts them by hand."""
+        """Wait until every node has a worker. Uses its own deadline because a person starts the workers by hand."""
         wanted = ask.node_ranks or tuple(range(len(ask.slots_per_node)))
         if max(ask.slots_per_node) > 1 or max(wanted) >= self.num_nodes:
             raise ClusterError(
                 f"slots {list(ask.slots_per_node)} were asked for, and each of the {self.num_nodes} nodes of {self.folder} has one"
             )
         workers = self.await_workers(sorted(wanted), timeout_s=APPEAR_S)
-        # Without devices: a process uses the accelerators that its node shows it.
+        # No devices: a process uses the accelerators that its node shows it.
         nodes = [NodeSeats(node_rank=one.rank, node_id=one.host, address="", bundles=(0,)) for one in workers]
         return Reservation(nodes=nodes, carrier=lambda recipe: Mail(self))  # the workers stay for the next group
 
     def await_workers(self, ranks: Sequence[int], *, timeout_s: float) -> list[NodeWorker]:
-        """Wait for a living worker of each rank."""
+        """Wait until each rank has a living worker."""
         if 0 in ranks and (self._child is None or self._child.poll() is not None):
-            # It ends when its standard input ends, so with this process.
+            # It exits when its standard input closes, and so with this process.
             module = "rollcall.process.groups.folder.worker"
             command = [sys.executable, "-m", module, str(self.folder), "0", str(self.num_nodes)]
             self._child = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)  # Ctrl-C is for us
@@ -154,7 +154,7 @@ class FolderBackend:
         return [self._workers[rank] for rank in ranks]
 
     def _welcome(self, rank: int) -> bool:
-        """Whether there is a living worker of this rank; a new one takes the place of a dead one."""
+        """Whether this rank has a living worker; a new worker takes the place of a dead one."""
         with self.changed:
             known, peer = self._workers.get(rank), self._peers[rank]
             if known is not None and not known.death:
@@ -174,7 +174,7 @@ class FolderBackend:
             return True
 
     def facts_of(self, worker: NodeWorker) -> Mapping[str, Any]:
-        """Returns what this worker last wrote about itself."""
+        """Return what this worker last wrote about itself."""
         peer = self._peers[worker.rank]
         return peer.facts if peer.incarnation == worker.incarnation else {}
 
@@ -188,7 +188,7 @@ class FolderBackend:
             self._bury(0, "it was ended")
 
     def begin_epoch(self) -> None:
-        """Start a new group: workers drop all work for an older one."""
+        """Start a new group: workers drop all work for an older group."""
         with self.changed:
             self._epoch += 1
             for worker in self._workers.values():
@@ -214,7 +214,7 @@ class FolderBackend:
         return label_of(master=self._presence.incarnation, worker=worker.incarnation, epoch=self._epoch)
 
     def _carry(self) -> None:
-        """Take answers and watch the workers until the end; the postman's loop."""
+        """The postman's loop: receive answers and watch the workers until the end."""
         looked = 0.0
         while not self._ended.wait(self._rhythm.wait_s):
             try:
@@ -228,7 +228,7 @@ class FolderBackend:
                                 self._bury(rank, why)
                     looked = time.monotonic()
                 self._rhythm.note(happened=found)
-            except Exception as error:  # those that wait for an answer must know that none will come
+            except Exception as error:  # callers that wait for an answer must learn that none will come
                 with self.changed:
                     self._trouble = error
                     self.changed.notify_all()
@@ -255,11 +255,11 @@ class FolderBackend:
                         answered.finish(outcome[0])
                     found = True
                     self.changed.notify_all()
-            remove(answers / name)  # one of an earlier conversation too
+            remove(answers / name)  # even if it belongs to an earlier conversation
         return found
 
     def _cause_of_death(self, rank: int, worker: NodeWorker) -> str:
-        """Returns why the worker is dead; empty if it lives."""
+        """Return why the worker is dead, or an empty string if it is alive."""
         peer = self._peers[rank]
         if rank == 0 and self._child is not None and (status := self._child.poll()) is not None:
             return f"its process ended with status {status}"
@@ -279,10 +279,10 @@ class FolderBackend:
             return
         worker.death = why
         if rank == 0 and self._child is not None:
-            self._child.kill()  # one that hangs would be in the way of the next
+            self._child.kill()  # a process that hangs would be in the way of the next
         worker.on_death(why)
         self._fail_calls(worker, why)
-        # If it lives after all, because it was only stopped for a while, it must come back as a new worker.
+        # If it is alive after all, because it was only suspended for a while, it must come back as a new worker.
         self._presence.say(dismissed=[worker.incarnation for worker in self._workers.values() if worker.death])
 
     def _fail_calls(self, worker: NodeWorker, why: str) -> None:
@@ -293,7 +293,7 @@ class FolderBackend:
 
 
 class Mail(Carrier):
-    """Carries the calls of one group."""
+    """Delivers the calls of one group."""
 
     peer_s = SILENT_S + 2
 
@@ -306,7 +306,7 @@ class Mail(Carrier):
         self._post.begin_epoch()
 
     def launch(self, spec: WorkerSpec, *, lost: Member | None, wait: Wait) -> Member:
-        """Take the worker that waits on the node; a person starts it."""
+        """Use the worker that is waiting on the node; a person starts it."""
         (worker,) = self._post.await_workers([spec.node.node_rank], timeout_s=wait.left_s)
         member = Member(replace(spec, node=replace(spec.node, node_id=worker.host)), link=worker)
         worker.on_death = lambda why: self.gang.lose({member: why})
@@ -353,7 +353,7 @@ class Mail(Carrier):
         return ()
 
     def stop(self, members: Sequence[Member], *, timeout_s: float) -> None:
-        """Have the workers drop their work when they see the next epoch, and end the process of node 0."""
+        """Make the workers drop their work when they see the next epoch, and stop the process of node 0."""
         self._post.begin_epoch()
         self._post.end_child()
         end_group(self._mark, timeout_s=timeout_s)

@@ -1,23 +1,23 @@
-"""Messages and signs of life between processes that share a folder and nothing else.
+"""Messages and heartbeats between processes that share only a folder.
 
 FOLDER/messages/
-  master/presence.json      who is master, which of its worker groups is current (``epoch``), how the run ended
-  node-0001/presence.json   who is worker 1
-  node-0001/inbox/          calls to it, removed as it takes them
-  answers/                  from all workers, removed as the master takes them
+  master/presence.json      who the master is, its current worker group (``epoch``), how the run ended
+  node-0001/presence.json   who worker 1 is
+  node-0001/inbox/          calls to worker 1, which removes them as it takes them
+  answers/                  answers of all workers, removed as the master takes them
 
-A message is a file. It is written under another name in the same folder and renamed, so that no reader sees a part of it;
-the reader removes it. Its name has the label of a conversation (master, worker, epoch) and a number. The reader takes numbers
-in order, and waits for a number that the folder does not list yet. A message with another label belongs to an earlier
+A message is a file. It is written under a temporary name in the same folder and renamed, so that no reader sees an incomplete one;
+the reader removes it. Its name contains the label of a conversation (master, worker, epoch) and a number. The reader takes numbers
+in order, and waits for a number that the folder does not list yet. A message with a different label belongs to an earlier
 conversation and is never answered.
 
-A process shows that it lives by a file with an incarnation, which is new for every process, and a counter that it advances
-(``base/heartbeat.py``). The file of a process that is gone does not move.
+A process shows that it is alive by a file with an incarnation, which is new for every process, and a counter that it advances
+(``base/heartbeat.py``). The counter of a dead process stands still.
 
-NFS may show a new file late to a process that asks for its name, but at once to one that opens the folder; so every look
-lists the folder first. A reader gets ENOENT or ESTALE when a file is replaced while it reads; it then looks again.
+NFS may show a new file late to a process that asks for its name, but at once to one that opens the folder, so every check
+lists the folder first. A reader gets ENOENT or ESTALE when a file is replaced during the read; it then tries again.
 
-Messages are pickles: a process that can write one runs code here. So the folder must be closed to other users (0700), which
+Messages are pickles: a process that can write one can run code here. So the folder must be closed to other users (0700), which
 is checked. The file system then keeps others out, and no token is needed.
 """
 
@@ -45,13 +45,13 @@ from rollcall.base.patience import DiskError, persist
 from rollcall.base.version import __version__
 from rollcall.base.wait import warn
 
-BEAT_S = 1.0  # between two advances of a counter
-SILENT_S = 20.0  # without an advance: gone
+BEAT_S = 1.0  # between two increments of the counter
+SILENT_S = 20.0  # a process whose counter stands still this long is gone
 PRESENCE = "presence.json"
 
 
 class State(StrEnum):
-    """The state that a process gives: the first three are a master's, the others a worker's."""
+    """The state that a process reports: the first three are a master's, the others a worker's."""
 
     RUNNING = "running"
     ENDED = "ended"
@@ -61,7 +61,7 @@ class State(StrEnum):
 
 
 class Messages:
-    """The folders of messages in a shared folder."""
+    """The message folders in a shared folder."""
 
     def __init__(self, shared: Path) -> None:
         self.root = shared / "messages"
@@ -93,7 +93,7 @@ def new_id() -> str:
 
 
 def own_folder(path: Path) -> Path:
-    """Make the folder if it does not exist, and refuse it unless it is closed to other users."""
+    """Create the folder if it does not exist, and refuse a folder that is open to other users."""
     path = path.absolute()
     path.mkdir(parents=True, mode=0o700, exist_ok=True)
     found = path.stat()
@@ -121,14 +121,14 @@ def _unless_gone() -> Iterator[None]:
 
 
 def names(folder: Path) -> list[str]:
-    """Lists the files of the folder, sorted, without those being written; none while the folder does not exist."""
+    """List the folder's files, sorted, without those being written. Empty while the folder does not exist."""
     with _unless_gone():
         return sorted(name for name in os.listdir(folder) if not name.startswith(TEMPORARY))
     return []
 
 
 def read(path: Path) -> bytes | None:
-    """Reads the file; None if it is gone, or is being replaced."""
+    """Read the file; return None if it is gone or is being replaced."""
     with _unless_gone():
         return path.read_bytes()
     return None
@@ -140,7 +140,7 @@ def remove(path: Path) -> None:
 
 
 def put(path: Path, data: bytes, *, durable: bool = False) -> None:
-    """Write a file, whole or not at all; ``durable``: it survives a power cut. A folder that is full or not mounted is waited for."""
+    """Write a file atomically; ``durable``: it survives a power cut. Waits while the folder is full or not mounted."""
 
     def write() -> None:
         try:
@@ -152,14 +152,14 @@ def put(path: Path, data: bytes, *, durable: bool = False) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Remove files whose writer was killed. A writer that lives writes its file again."""
+    """Remove temporary files of killed writers. A living writer writes its file again."""
     for path in folder.glob(f"{TEMPORARY}*"):
         with suppress(OSError):  # what is left is removed at the next start
             path.unlink()
 
 
 class Rhythm:
-    """How long to wait between two looks: short after something happened, then longer and longer."""
+    """How long to wait between two checks: briefly after something happened, then longer and longer."""
 
     wait_s = 0.02
 
@@ -168,13 +168,13 @@ class Rhythm:
 
 
 class Inbox:
-    """The messages of one label in a folder, in the order of their numbers, each once."""
+    """The messages with one label in a folder, each once, in the order of their numbers."""
 
     def __init__(self, folder: Path, *, label: str) -> None:
         self._folder, self._label, self._next = folder, label, 1
 
     def take(self) -> tuple[int, bytes] | None:
-        """Take the next message; None if there is none yet."""
+        """Take the next message; return None if there is none yet."""
         name = message_name(self._label, self._next)
         if name not in names(self._folder) or (data := read(self._folder / name)) is None:
             return None
@@ -188,7 +188,7 @@ def message_name(label: str, number: int) -> str:
 
 
 def read_name(name: str) -> tuple[str, int]:
-    """Splits a name into label and number; a file that is no message has no label."""
+    """Split a name into label and number; a file that is not a message has no label."""
     label, _, number = name.rpartition(".")
     return (label, int(number)) if number.isdigit() else ("", 0)
 
@@ -196,7 +196,7 @@ def read_name(name: str) -> tuple[str, int]:
 class Presence:
     """This process as the others see it: its incarnation, facts about it, and a counter that a thread advances.
 
-    ``each_beat`` runs in that thread each time. ``changing`` gives facts that are new each time.
+    ``each_beat`` runs in that thread at each beat. ``changing`` returns facts that change at each beat.
     """
 
     def __init__(
@@ -226,13 +226,13 @@ class Presence:
         self._thread.start()
 
     def say(self, **facts: Any) -> None:
-        """Change the facts; others see them once this returns."""
+        """Change the facts; others see the change once this returns."""
         with self._one_writes:
             self._facts |= facts
         self._write(durable=True)
 
     def end(self, **facts: Any) -> None:
-        """Stop the counter and leave these facts."""
+        """Stop the counter and leave these facts behind."""
         self._ended.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout=2 * BEAT_S)
@@ -253,12 +253,12 @@ class Presence:
             except (
                 OSError,
                 DiskError,
-            ) as error:  # others see that the counter does not grow, and wait until the folder is back
+            ) as error:  # others see that the counter stands still, and wait until the folder is back
                 warn(f"{self._path} cannot be written: {error}")
 
 
 class Peer:
-    """Another process as its presence shows it."""
+    """A different process, as its presence file shows it."""
 
     def __init__(self, folder: Path) -> None:
         self.facts: Mapping[str, Any] = {}
@@ -271,7 +271,7 @@ class Peer:
 
     @property
     def is_moving(self) -> bool:
-        """Whether its counter was seen to advance, so that it lived then."""
+        """Whether its counter was seen to advance, so that the process was alive then."""
         return self._beat.has_moved
 
     @property
@@ -285,13 +285,13 @@ class Peer:
     def look(self) -> None:
         if PRESENCE not in names(self._folder) or (data := read(self._folder / PRESENCE)) is None:
             return
-        with suppress(ValueError):  # a power cut left half of it
+        with suppress(ValueError):  # a power cut left an incomplete file
             self.facts = json.loads(data)
             self._beat.see(self.facts["incarnation"], self.facts["counter"])
 
 
 def refuse_second(folder: Path, *, who: str) -> None:
-    """Refuse a second process under this name: the counter of the first moves while we look."""
+    """Refuse to be the second process under this name: the first one's counter advances while we look."""
     peer = Peer(folder)
     peer.look()
     if not peer.facts or peer.facts.get("state") not in (State.RUNNING, State.HERE):

@@ -1,14 +1,14 @@
-"""The worker of one node, where nodes share only a folder: it takes calls from its inbox and answers them one at a time.
+"""The worker of one node when nodes share only a folder: it takes calls from its inbox and answers them one at a time.
 
-It serves a master whose counter moves; the master of an earlier run does not move. A new epoch of the master, or a new
-master, ends the work under way, and the worker is made again at the next start. If the master's counter stops, the
+It serves a master whose counter advances; the counter of an earlier run's master stands still. A new epoch of the master, or a new
+master, ends the current work, and the worker is created again at the next start. If the master's counter stops, the
 worker waits for it, or for a new master, up to a deadline.
 
-The main thread works. The presence's thread advances the counter and looks at the master. If no one waits for the main
-thread's call any more, it interrupts that call by a signal.
+The main thread runs the calls. The presence thread advances the counter and watches the master. If nobody waits for the main
+thread's call any more, the presence thread interrupts the call with a signal.
 
-``python -m rollcall.process.groups.folder.worker FOLDER RANK NUM_NODES`` is the worker of node 0, a child of the master. It ends when
-its standard input does.
+``python -m rollcall.process.groups.folder.worker FOLDER RANK NUM_NODES`` is the worker of node 0, a child of the master. It exits when
+its standard input closes.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ from rollcall.process.groups.folder.messages import (
 from rollcall.process.groups.host import GROUP_MARK, Host, RemoteFailureError, end_group
 from rollcall.process.groups.pulse import device_bytes
 
-MASTER_WAIT_S = 1800.0  # for a master that has not started yet, or is lost
-END_S = 10.0  # for killed processes to be gone
+MASTER_WAIT_S = 1800.0  # for a master that has not started yet, or was lost
+END_S = 10.0  # for killed processes to exit
 
 
-# Not Exceptions: the code of a call must not take them for its own errors.
+# Not Exceptions: the code of a call must not mistake them for its own errors.
 class _Abandoned(BaseException):
     """Nobody waits for this call any more."""
 
 
 class _Terminated(BaseException):
-    """The process was told to end by this signal."""
+    """The process received this signal to stop."""
 
     def __init__(self, number: int) -> None:
         self.number = signal.Signals(number)
@@ -91,13 +91,13 @@ class FolderWorker:
             each_beat=self._look,
             changing=lambda: {"memory_bytes": psutil.Process().memory_info().rss, "device_bytes": device_bytes()},
         )
-        self._label = ""  # of the current conversation; empty: there is none
-        self._served: set[str] = set()  # masters
+        self._label = ""  # the current conversation's; empty: there is none
+        self._served: set[str] = set()  # masters that this worker has served
         self._is_calling = False
         self._host: Host | None = None
-        self._mark = ""  # of the group it belongs to
+        self._mark = ""  # the mark of its group
         self._inbox: Inbox | None = None
-        self._tells = rank > 0  # the master's child prints nothing; the master does
+        self._tells = rank > 0  # the master's child prints nothing because the master does
 
     def run(self) -> None:
         """Serve until the master says that the run is over."""
@@ -131,7 +131,7 @@ class FolderWorker:
             self._presence.end(state=State.LEFT, why=why)
 
     def _refuse_other_options(self) -> None:
-        """Compare options before the master can give this worker work: one that leaves again would cost an attempt."""
+        """Compare options before the master can assign work to this worker: a worker that leaves again would cost an attempt."""
         end_s = time.monotonic() + 3 * BEAT_S
         self._master.look()
         while self._master.facts.get("state") == State.RUNNING and time.monotonic() < end_s:
@@ -213,7 +213,7 @@ class FolderWorker:
         )
 
     def _attach(self) -> None:
-        """Join the master's current group; calls of another group are dropped and never answered."""
+        """Join the master's current group; calls from other groups are dropped and never answered."""
         if self._presence.incarnation in self._master.facts["dismissed"]:
             self._say(
                 f"the master gave up worker {self.rank}, which did not move for a while; it comes back as a new worker"
@@ -227,7 +227,7 @@ class FolderWorker:
         self._label = label
         self._served.add(label.partition("-")[0])
         for name in names(self._calls):
-            # A call may be of a later epoch already, or of a master that this worker has not seen yet.
+            # A call may already belong to a later epoch, or to a master that this worker has not seen yet.
             master, _, rest = name.partition("-")
             is_ours = rest.startswith(f"{self._presence.incarnation}-")
             is_past = master in self._served and not label.startswith(f"{master}-")
@@ -236,7 +236,7 @@ class FolderWorker:
         self._inbox, self._host = Inbox(self._calls, label=label), Host(f"worker {self.rank}")
 
     def _drop(self) -> None:
-        """End the worker and the processes that it started."""
+        """Stop the worker and the processes that it started."""
         if self._mark:
             end_group(self._mark, timeout_s=END_S)
         self._mark, self._host, self._inbox = "", None, None
@@ -246,7 +246,7 @@ class FolderWorker:
             torch.cuda.empty_cache()
 
     def _work(self) -> bool:
-        """Take a call and answer it; False: there was none."""
+        """Take a call and answer it; return False if there was none."""
         assert self._inbox is not None
         taken = self._inbox.take()
         if taken is None:
@@ -264,7 +264,7 @@ class FolderWorker:
             result = RemoteFailureError.of(error)
         try:
             return pickle.dumps(result, protocol=pickle.HIGHEST_PROTOCOL)
-        except Exception as error:  # a result may hold anything, and pickling runs its code
+        except Exception as error:  # a result may contain anything, and pickling runs its code
             return pickle.dumps(RemoteFailureError.of(error))
 
     def _call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -273,13 +273,13 @@ class FolderWorker:
         if method == "start":
             self._mark = args[0][GROUP_MARK]
         try:
-            self._is_calling = method == "call"  # not while it is made: an interrupted import cannot be repeated
+            self._is_calling = method == "call"  # not while it is created: an interrupted import cannot be repeated
             return getattr(self._host, method)(*args, **kwargs)
         finally:
             self._is_calling = False
 
     def _look(self) -> None:
-        """Look at the master, in the presence's thread."""
+        """Check the master, in the presence thread."""
         self._master.look()
         if not (self._is_calling and self._master.is_moving):
             return
