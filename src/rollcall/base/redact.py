@@ -28,9 +28,7 @@ _ENDINGS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD")
 _NOT_THE_VALUE = ("PATH", "FILE", "DIR", "URL")  # HF_TOKEN_PATH says where a secret is, but is not a secret
 # A variable and its value, as printed by a shell or `env`.
 _ASSIGNMENT = re.compile(r"\b([A-Z][A-Z0-9_]*)=(\"[^\"\n]*\"|'[^'\n]*'|[^\s'\",;]+)")
-_EXAMPLE = re.compile(
-    r"\.\.\.|VALUE[\].]*"
-)  # placeholders in help texts: TOKEN=..., [KEY=VALUE]... or [KEY=VALUE...]
+_EXAMPLE = re.compile(r"\.\.\.|VALUE[\].]*")  # placeholders in help texts: TOKEN=..., [KEY=VALUE]... or [KEY=VALUE...]
 # References that a shell expands: KEY=$KEY, KEY="${KEY}", KEY=$(cat file), and https://$KEY@host.
 _REFERENCE = re.compile(
     r"\b[A-Z][A-Z0-9_]*=(\"?)\$(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*\}|\([^()]*\))\1(?![\w$-])"

@@ -122,9 +122,7 @@ class Completion:
     """One attempt at a prompt, as sampled by the engine. Never re-tokenised."""
 
     token_ids: Ints  # [T]
-    logprobs: (
-        Floats  # [T] under the sampling distribution (temperature, top-p, top-k); 0 where mask is false
-    )
+    logprobs: Floats  # [T] under the sampling distribution (temperature, top-p, top-k); 0 where mask is false
     mask: Bools  # [T] false for tokens the policy did not choose (tool or user turns)
     segments: tuple[Segment, ...]
     finish: FinishReason
@@ -184,9 +182,9 @@ class Score:
     value: float  # the weighted sum that the algorithm uses
     parts: dict[str, float]  # reward name -> unweighted score
     errors: dict[str, str]  # reward name -> why it could not score (raised, hung, NaN); its part is then 0
-    notes: dict[str, str] = field(default_factory=dict)  # reward name -> note from its service; may be missing in journals
+    notes: dict[str, str] = field(default_factory=dict)  # reward name -> its service's note; optional in journals
     is_given: bool = (
-        True  # False: every reward declined to score it, so it is not compared or trained on; may be missing in journals
+        True  # False: every reward declined to score it, so it is not compared or trained on; optional in journals
     )
 
 
