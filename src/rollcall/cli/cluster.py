@@ -127,9 +127,7 @@ def node(
         tls=tls,
         timeout_s=timeout_s,
     )
-    with (
-        heed()
-    ):  # a signal during the start leaves nothing behind, and exits with the status of a run that can continue
+    with heed():  # a signal during the start leaves nothing behind; the exit status is a resumable run's
         if whole is not None:
             request = whole.get_ready(request)
         with tied_to_stdin() if tied else nullcontext():

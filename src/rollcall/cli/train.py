@@ -138,9 +138,7 @@ def train(
     if data_path is not None:
         if not data_path.is_dir():
             raise typer.BadParameter(f"--data-path {data_path} is not a folder")
-        os.environ["HF_HOME"] = str(
-            data_path.absolute() / ".cache/huggingface"
-        )  # the hub library reads it when imported
+        os.environ["HF_HOME"] = str(data_path.absolute() / ".cache/huggingface")  # the hub library reads it on import
     path, changes = split_arguments(file, overrides)
     if eval_interval is not None:
         changes = [*changes, f"trainer.eval_every={eval_interval}"]

@@ -16,9 +16,7 @@ class DataOrder:
         self.num_prompts = num_prompts
         self._seed = seed
         self._shuffle = shuffle
-        self._permutation = lru_cache(2)(
-            self._permute
-        )  # a run that samples ahead draws from two epochs at the end of one
+        self._permutation = lru_cache(2)(self._permute)  # a run that samples ahead can straddle two epochs
 
     def index(self, draw: int) -> int:
         """Return the prompt index for this draw. Draws are counted from 0 over the full run."""
