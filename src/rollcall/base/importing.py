@@ -42,7 +42,7 @@ def load_named(path: str, *, key: str, what: str, example: str) -> Any:
         raise ValueError(f"{key}={path!r} is not module:{what}; write for example {example}")
     try:
         target: Any = importlib.import_module(module_name)
-    except BaseException as error:  # noqa: BLE001 - a module may raise anything, SystemExit too
+    except BaseException as error:  # noqa: BLE001 - a module may raise anything, even SystemExit
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if module_name.endswith(".py"):
             raise ValueError(f"{key}={path!r}: {module_name} is a file; write {module_name[:-3]}:{attribute}") from None

@@ -55,7 +55,7 @@ class LeaseLostError(RuntimeError, ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """The content of a lease file."""
+    """The contents of a lease file."""
 
     owner: str
     host: str

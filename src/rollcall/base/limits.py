@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 
 SPARE_FILES = 1024  # for other files that a process opens
-FEWEST_FILES = 256  # a run with two reward processes has 60
+FEWEST_FILES = 256  # a run with two reward processes opens 60
 
 
 def allow_files(count: int) -> int:

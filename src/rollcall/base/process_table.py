@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)  # held by SIGSTOP or a debugger
+STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)  # stopped by SIGSTOP or a debugger
 DEAD = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 
@@ -22,7 +22,7 @@ class Process:
     """A process on this host. A later process with the same id is a different one."""
 
     pid: int
-    started: int  # hundredths of a second after the boot
+    started: int  # hundredths of a second since boot
 
     @classmethod
     def of(cls, pid: int) -> Process | None:

@@ -55,7 +55,7 @@ _remembered: set[str] = set()
 
 @lru_cache(maxsize=4096)
 def is_secret(name: str) -> bool:
-    """Whether a variable of this name holds a secret.
+    """Whether a variable with this name contains a secret.
 
     >>> [is_secret(name) for name in ("WANDB_API_KEY", "HF_TOKEN", "PGPASSWORD", "TOKENIZERS_PARALLELISM", "HF_TOKEN_PATH")]
     [True, True, True, False, False]
@@ -232,7 +232,7 @@ class GuardedStream:
         try:
             action(*args)
         except BrokenPipeError:
-            raise  # the reader has seen enough
+            raise  # the reader has stopped reading
         except OSError as error:
             name = "standard error" if self._stream is sys.__stderr__ else "standard output"
             text = f"{name} cannot be written ({error.strerror}); free space where it goes, or direct it elsewhere"

@@ -61,7 +61,7 @@ class EndReason(StrEnum):
     TURNS = "turns"  # the turn limit
     TOKENS = "tokens"  # the token limit
     TIMEOUT = "timeout"  # the episode, or one call of its environment, took too long
-    ERROR = "error"  # the environment raised, died or returned rubbish
+    ERROR = "error"  # the environment raised, died or returned something invalid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,9 +81,9 @@ class Turn:
     num_sampled: int
     num_observed: int
     text: str  # what the model wrote
-    observation: str  # what the environment answered; empty in the last turn
+    observation: str  # the environment's response; empty in the last turn
     calls: tuple[ToolCall, ...]
-    reward: float | None  # for this turn; `None` if the environment gives none along the way
+    reward: float | None  # for this turn; `None` if the environment gives no per-turn rewards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

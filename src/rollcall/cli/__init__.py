@@ -37,7 +37,7 @@ Overrides = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else there.")]
 
 SAY_EVERY_S = 10.0  # between progress messages where there is no bar
-FAILED = 1  # an exit status; 2 is a usage error, stop.py has two more
+FAILED = 1  # exit status; 2 is a usage error, and stop.py defines two more
 
 
 def split_arguments(file: str | None, overrides: list[str] | None) -> tuple[Path | None, list[str]]:

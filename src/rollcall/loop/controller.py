@@ -299,7 +299,7 @@ class Controller:
             await self._call(partial(self.record.log_evaluation, step, result, seconds=seconds))
         if step in (0, self.config.trainer.steps):
             self.console.show_samples(f"answers {title}", sample_rows(result.groups, limit=6))
-        # The numbers of the next step do not include the evaluation.
+        # Reset the counters, so that the next step's metrics do not include the evaluation.
         self.workers.engine.take_stats()
         self.rollouts.rewards.take_seconds()
 

@@ -25,7 +25,7 @@ class Evaluation:
     response_length_mean: float
     truncated_fraction: float
     graded_fraction: float  # share of completions with a reward other than 0 or 1
-    num_unscored: int  # completions that some reward could not score; they count as 0
+    num_unscored: int  # completions that a reward failed to score; they count as 0
     groups: list[Group]
 
     def metrics(self) -> dict[str, float]:

@@ -74,7 +74,7 @@ def _critic_metrics(samples: list[Sample]) -> dict[str, float]:
         return {}
     returns, values = (np.concatenate(column).astype(np.float64) for column in zip(*rows, strict=True))
     if all_equal(returns):
-        return {}  # there is nothing to explain
+        return {}  # no variance to explain
     return {"train/value_explained_variance": float(1 - np.var(returns - values) / np.var(returns))}
 
 

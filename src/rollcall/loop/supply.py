@@ -30,7 +30,7 @@ from rollcall.loop.phases import steps_ahead
 
 
 class NothingLeftError(Exception):
-    """The journal has no group for a draw, and this command only trains, so it may not generate one."""
+    """The journal has no group for a draw, and this command may not generate one because it only trains."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class Cursor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatch:
-    """Everything one step trains on."""
+    """Everything that one step trains on."""
 
     step: int
     groups: list[Group]  # in order of draw

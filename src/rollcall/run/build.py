@@ -392,7 +392,7 @@ def build_environments(
     extended turn by turn."""
     if section is None:
         return None
-    from rollcall.environments.make import make_environments  # few runs have one
+    from rollcall.environments.make import make_environments  # imported late: few runs have an environment
 
     say("starting the environment")
     rows = [prompt.metadata for prompts in sets if prompts is not None for prompt in prompts.prompts]
@@ -402,7 +402,7 @@ def build_environments(
     environments = make_environments(section, chat_template=template) if make is None else make(template)
     try:
         for kind in {str(row.get(KIND) or "") for row in rows}:
-            tools = environments.tools_of(kind)  # refuses a name that environment.path does not have
+            tools = environments.tools_of(kind)  # refuses a name that is missing from environment.path
             if kind in chats:
                 Conversations(tokenizer).check_extension(tools=tools, role="tool" if tools else "user")
     except BaseException:

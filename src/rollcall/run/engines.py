@@ -3,8 +3,8 @@
     generate ──▶ router: which process? ──▶ its link: queued for the next call ──▶ ``exchange`` in that process
              ◀── finished completions return with a call's answer ◀──
 
-Completions do not have calls of their own. Each busy process has two exchanges in flight, so that it does not wait for this process between
-them. An answer returns finished completions; the next call sends new requests and cancellations. One thread waits for answers; everything
+Completions do not have calls of their own. Each busy process has two exchanges in flight, so that it never waits for this process.
+An answer returns finished completions; the next call sends new requests and cancellations. One thread waits for answers; everything
 else happens in the event loop's thread, without blocking.
 
 A process that contains only an engine may be lost: its unfinished requests are sent out again first, and ``replace`` starts a new process
@@ -224,7 +224,7 @@ class Engines:
                 for worker, number, answer in await in_thread(self._answers, calls):
                     self._take(worker, number, answer)
                 self._look()
-        except Exception as error:  # noqa: BLE001 - raised in everyone who waits
+        except Exception as error:  # noqa: BLE001 - raised in all waiting callers
             self._fail(error)
         finally:
             self._collecting = None
@@ -252,7 +252,7 @@ class Engines:
     def _take(self, worker: int, number: int, answer: Exchanged | WorkerDiedError) -> None:
         link = self._links[worker]
         if number not in link.calls:
-            return  # its process was lost in the meantime
+            return  # the process was lost in the meantime
         if isinstance(answer, WorkerDiedError):
             self._lose(worker, answer)
             return
@@ -316,7 +316,7 @@ class Engines:
         assert self._replace is not None
         try:
             await in_thread(self._replace, worker)
-        except Exception as error:  # noqa: BLE001 - raised in everyone who waits
+        except Exception as error:  # noqa: BLE001 - raised in all waiting callers
             self._fail(error)
         else:
             self._new_ones.add(worker)

@@ -76,7 +76,7 @@ def build_workers_on_cluster(config: Config, *, backend: Backend | None) -> Work
     plan = workable_plan(config, config.cluster)
     on_ray, joined = backend is None, None
     if backend is None:
-        # Before anything slow, so that a node outside any cluster is refused at once.
+        # Connect before anything slow, so that a node outside any cluster is refused at once.
         joined = connect(ray_address=config.cluster.ray_address)
         from rollcall.process.ray.reserve import RayBackend  # here: nodes that share only a folder need no Ray
 

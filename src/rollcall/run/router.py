@@ -180,7 +180,7 @@ class Router:
             self._seats[worker].num_waiting = num_waiting
 
     def take_back(self) -> list[tuple[int, list[str]]]:
-        """Take back requests that busy workers have not started while others are idle. They wait here again; the caller cancels them there."""
+        """Take back requests that busy workers have not started while others are idle. They wait here again; the caller cancels them."""
         return [
             (seat.worker, list(batch.requests)) for pool in self._pools.values() for seat, batch in pool.take_back()
         ]
@@ -214,7 +214,7 @@ class Router:
 
 
 class _Pool:
-    """Workers that share one queue."""
+    """A set of workers that share one queue."""
 
     def __init__(self, *, room: int, clock: Callable[[], float], sessions: dict[str, list[int]]) -> None:
         """``sessions`` belongs to the router and is updated here."""
@@ -324,7 +324,7 @@ class _Pool:
         )
         taken: list[tuple[RolloutWorker, Batch]] = []
         for seat in sorted(self.seats.values(), key=lambda seat: -seat.load):
-            # A worker begins its requests in their order.
+            # A worker starts its requests in this order.
             for batch in sorted(seat.given, key=lambda batch: batch.order, reverse=True) if seat.num_waiting else ():
                 size = len(batch.requests)
                 if size > min(seat.num_waiting, places):
@@ -347,8 +347,8 @@ class _Pool:
     def _in_time(self, seat: RolloutWorker, size: int, *, waiting: int) -> bool:
         """Whether this worker would finish a batch by about the time when the others finish everything."""
         if len(self.seats) == 1 or not self._load:
-            return True  # one worker has to start
-        turns = 1 if self._has_place(seat, size) else 2  # it starts when another batch has ended
+            return True  # some worker has to start
+        turns = 1 if self._has_place(seat, size) else 2  # it starts after another batch has finished
         others_s = (waiting + self._load - seat.load) / (self._rate - seat.rate)
         return turns * seat.expected_s <= TOLERANCE * max(self._latency_s, others_s)
 

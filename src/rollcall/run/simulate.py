@@ -42,7 +42,7 @@ PROCESS_GIB, NODE_GIB = 0.4, 0.3  # measured, resident: a worker with torch and 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     ok: bool
-    why: str | None  # why it does not run
+    why: str | None  # why the run does not work
     num_nodes: int
     num_slots: int
     num_processes: int
@@ -88,7 +88,7 @@ def simulate(config: Config) -> Verdict:
 
 def rehearsed(config: Config, root: Path, *, model: Path, reward_model: Path | None) -> Config:
     """Shrink everything in the run except its placement."""
-    unit = math.lcm(config.actor.minibatches, config.critic.minibatches)  # minibatches divide the prompts
+    unit = math.lcm(config.actor.minibatches, config.critic.minibatches)  # minibatches must divide the prompts
     document = config.model_dump(mode="json")
     document["run"] |= {"name": NAME, "dir": str(root / "run")}
     document["cluster"] |= {"accelerator": "cpu", "ray_address": None}  # the rehearsal has its own nodes

@@ -99,7 +99,7 @@ class Spares:
             with self._one:
                 self._budget.spend(loss)
             try:
-                self._group.replace(rank, timeout_s=24 * 3600.0)  # the other processes do the work meanwhile
+                self._group.replace(rank, timeout_s=24 * 3600.0)  # the other processes do the work in the meantime
                 return start()
             except WorkerLostError as error:
                 if self._is_closed:

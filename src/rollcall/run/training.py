@@ -191,7 +191,7 @@ class _Run:
         return summary
 
     def _build(self) -> Workers:
-        """Build all roles in this process, unless the run file places them on several slots. The run file keeps the sizes that the user set."""
+        """Build all roles in this process, unless the run file places them on several slots. The run file keeps the user's sizes."""
         smaller = {
             name: getattr(self.config, name).model_copy(update={"tokens_per_microbatch": tokens})
             for name, tokens in self.smaller.items()
@@ -285,7 +285,7 @@ class _Run:
 
 
 def _has_slots(config: Config) -> bool:
-    """Whether the run has more slots than this process."""
+    """Whether the run has slots beyond this process."""
     return config.cluster is not None and config.cluster.num_slots > 1
 
 
@@ -344,7 +344,7 @@ def _saying_why(what: str, *, known: Exception | None = None) -> Iterator[None]:
     """If the block raises, only report it, because the user is about to see another error (``known``) or the end of the run."""
     try:
         yield
-    except Exception as error:  # noqa: BLE001 - whatever it is, there is no time for a second attempt
+    except Exception as error:  # noqa: BLE001 - there is no time to retry, whatever it is
         if error is not known:
             say(f"{what}: {headline(error)}")
 

@@ -104,10 +104,10 @@ def _syncing(why: str) -> str:
 
 
 class RoleWorker(Trained):
-    """A process with some of the run's roles. With a role ``in_parts``, each process has part of one model, and all run forwards together."""
+    """A process with some of the run's roles. For roles ``in_parts``, each process has a part of the model, and all run forwards together."""
 
     def __init__(self, config: Config, model_path: str, *, in_parts: frozenset[Role]) -> None:
-        transformers_logging.disable_progress_bar()  # every process would draw its own
+        transformers_logging.disable_progress_bar()  # otherwise every process would draw a bar
         if model_path.startswith("builtin:"):
             model_path = resolve_model(model_path)
         super().__init__(tokenizer=tokenizer_of(config, model_path), learner=None, critic=None)
@@ -275,7 +275,7 @@ class RoleWorker(Trained):
         self._serve(version)
 
     def _note_change(self) -> None:
-        """Note that parameters which an engine here reads are about to change. The controller does not use it until it has their version."""
+        """Note that parameters read by an engine here are about to change. The controller leaves it idle until it has their version."""
         self._served = None
         if self.engine is not None:
             self.engine.settle()
@@ -381,7 +381,7 @@ class RoleWorker(Trained):
         """If processes run every forward together, each has all results, and only the first returns them."""
         return results if not body.together or body.gang.rank == 0 else []
 
-    # The others
+    # The other roles
 
     def score_reference(self, samples: Sequence[Sample]) -> list[TokenScores]:
         assert self.reference is not None

@@ -179,7 +179,7 @@ def _messages(row: Row, data: DataSection, *, has_template: bool) -> list[dict[s
                 f"{row.where} holds chat messages and the tokenizer has no chat template; "
                 "set model.chat_template, or give the prompt as text"
             )
-    if data.system is not None and messages[0]["role"] != "system":  # a row's own system message wins
+    if data.system is not None and messages[0]["role"] != "system":  # a row's own system message takes precedence
         messages = [{"role": "system", "content": data.system}, *messages]
     return messages
 

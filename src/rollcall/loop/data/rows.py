@@ -31,7 +31,7 @@ Split = Literal["train", "val"]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row as it is in the file."""
+    """A row as stored in the file."""
 
     where: str  # "train.jsonl, row 7"
     default_id: str
