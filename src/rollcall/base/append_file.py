@@ -1,7 +1,7 @@
-"""A file that grows by whole records: the journal's, the events, the metrics.
+"""An append-only file of complete records, such as the journal, the events or the metrics.
 
-A failed write leaves no part of a record behind, a torn tail inherited from a killed process is set aside in ``torn/``.
-Errors are OSErrors; the caller decides whether to wait (``base/patience.py``).
+A failed write leaves no partial record behind. A torn tail left by a killed process is moved to ``torn/``.
+Errors are raised as OSError; the caller decides whether to wait (``base/patience.py``).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ LARGEST_COUNT = 1 << 40
 
 class AppendFile:
     def __init__(self, path: Path, *, good_end: Callable[[bytes], int]) -> None:
-        """``good_end`` says where the last whole record of the file's bytes ends."""
+        """``good_end`` returns the offset at which the last complete record in the file's bytes ends."""
         self.path = path
         self._new = not path.exists()
         data = b"" if self._new else path.read_bytes()
         self._end = good_end(data)
-        self._unsynced: list[tuple[int, bytes]] = []  # what the disk may not have yet, by offset
+        self._unsynced: list[tuple[int, bytes]] = []  # records that may not be on disk yet, with their offsets
         if self._end < len(data):
             _set_aside(path, offset=self._end, tail=data[self._end :])
         self._fd: int = self._open()
@@ -35,11 +35,11 @@ class AppendFile:
             os.ftruncate(self._fd, self._end)
 
     def append(self, record: bytes) -> None:
-        """All of it, or an OSError and nothing of it."""
+        """Write the full record, or raise an OSError and write nothing."""
         try:
             write_at(self._fd, record, self._end)
         except OSError as error:
-            if error.errno == errno.ESTALE:  # the server forgot the file's handle; its name still leads there
+            if error.errno == errno.ESTALE:  # the server forgot the file handle; opening the file by name still works
                 fresh = self._open()
                 os.close(self._fd)
                 self._fd = fresh
@@ -55,11 +55,11 @@ class AppendFile:
         try:
             os.ftruncate(self._fd, self._end)
         except OSError as error:
-            # Harmless: the next record is written over it, and a reader takes it for a torn tail.
+            # Harmless: the next record overwrites it, and readers treat it as a torn tail.
             warn(f"{self.path}: half a record stays after offset {self._end}: {error.strerror}")
 
     def sync(self) -> None:
-        """When the disk refuses, it raises, and everything is still to be synced."""
+        """Sync all appended records. If the disk refuses, raise; all of them are then still unsynced."""
         kept_records, kept_new = self._unsynced, self._new
         try:
             with ExitStack() as kept:
@@ -69,8 +69,8 @@ class AppendFile:
             raise
 
     def begin_sync(self, kept: ExitStack) -> Callable[[], None]:
-        """A function that brings everything appended so far to the disk; call it again if it raises. This object may be
-        closed by then: ``kept`` holds a descriptor open for it."""
+        """Return a function that flushes everything appended so far to disk; call it again if it raises. It works even after
+        this object is closed, because ``kept`` keeps a file descriptor open for it."""
         records, self._unsynced = self._unsynced, []
         new, self._new = self._new, False
         fd = os.dup(self._fd) if records else None
@@ -83,7 +83,7 @@ class AppendFile:
             if fd is not None:
                 try:
                     if failed:
-                        # A kernel that failed to write a page takes it for written, and may drop it.
+                        # After a failed write, the kernel marks the page as clean and may drop it.
                         for offset, record in records:
                             write_at(fd, record, offset)
                     os.fsync(fd)
@@ -96,7 +96,7 @@ class AppendFile:
         return flush
 
     def forget_unsynced(self) -> None:
-        """For files that are never synced."""
+        """Drop the buffered records. For files that are never synced."""
         self._unsynced.clear()
 
     def close(self) -> None:
@@ -104,12 +104,12 @@ class AppendFile:
 
 
 def lines_end(data: bytes) -> int:
-    """``good_end`` of a file of lines."""
+    """``good_end`` for line-based files."""
     return data.rfind(b"\n") + 1
 
 
 def parse_row(line: bytes | str) -> dict[str, Any] | None:
-    """A line of a file of JSON objects; None if the line is not one."""
+    """Parse a line of a JSON Lines file. Returns None if the line is not a JSON object."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):  # not JSON, not UTF-8, or nested deeper than anything we write
@@ -118,12 +118,12 @@ def parse_row(line: bytes | str) -> dict[str, Any] | None:
 
 
 def is_count(value: Any) -> TypeGuard[int]:
-    """A number of steps, draws or versions, as such a file holds it."""
+    """Whether the value is a valid step, draw or version number in such a file."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST_COUNT
 
 
 def write_at(fd: int, data: bytes | memoryview, offset: int) -> None:
-    """All of the bytes: one call of the system may write a part of them."""
+    """Write all of the bytes: a single system call may write only some of them."""
     view = memoryview(data)
     while view:
         written = os.pwrite(fd, view, offset)

@@ -1,7 +1,7 @@
-"""Writes that are whole or not there: a reader sees the old content or the new, never a part.
+"""Atomic writes: a reader sees either the old content or the new, never a partial file.
 
-Each goes to a temporary name next to the target, which begins with ``TEMPORARY``, and is renamed when it is finished. A
-failed write removes what it began; only a writer that was killed leaves it behind.
+Each write goes to a temporary file next to the target, whose name begins with ``TEMPORARY``, and is renamed when it is
+complete. A failed write removes its temporary file; only a killed writer leaves one behind.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.E
 
 
 def write_atomic(path: Path, data: str | bytes, *, durable: bool = True, private: bool = False) -> None:
-    """``durable``: it survives a power cut. ``private``: only the owner can read it, at every moment."""
+    """``durable``: the file survives a power cut. ``private``: only the owner can read the file, at any time."""
     with replacing(path, durable=durable, private=private) as file:
         file.write(data.encode() if isinstance(data, str) else data)
 
 
 @contextmanager
 def replacing(path: Path, *, durable: bool = True, private: bool = False) -> Iterator[BinaryIO]:
-    """A file to write to. It takes the place of ``path`` when the block ends well."""
+    """Yield a file to write to. It replaces ``path`` if the block succeeds."""
     tmp = _temporary(path)
     try:
         with open(os.open(tmp, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666), "wb") as file:
@@ -39,13 +39,13 @@ def replacing(path: Path, *, durable: bool = True, private: bool = False) -> Ite
                 os.fsync(file.fileno())
         os.replace(tmp, path)
     except BaseException:
-        with suppress(OSError):  # the reason of the failure is worth more than what is left of it
+        with suppress(OSError):  # the original error matters more than a leftover file
             tmp.unlink()
         raise
 
 
 def create_atomic(path: Path, data: bytes) -> bool:
-    """Write a file that does not exist yet, with all of its content; False if it exists already."""
+    """Create a file with its full content. Returns False if the file already exists."""
     tmp = _temporary(path)
     try:
         tmp.write_bytes(data)
@@ -56,7 +56,7 @@ def create_atomic(path: Path, data: bytes) -> bool:
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
-            # A file system without links, such as some that are mounted from object stores.
+            # A file system without hard links, such as some object store mounts.
             try:
                 with path.open("xb") as file:
                     file.write(data)
@@ -69,18 +69,18 @@ def create_atomic(path: Path, data: bytes) -> bool:
 
 @contextmanager
 def staging(final: Path) -> Iterator[Path]:
-    """A new folder next to ``final`` to fill and to ``swap_in``; what is left of it at the end is removed."""
+    """Yield a new folder next to ``final``, to be filled and then moved with ``swap_in``. Leftovers are removed at the end."""
     tmp = _temporary(final)
     try:
         tmp.mkdir(parents=True)
-        with plain_disk_errors(tmp):  # asked before the folder is removed, which frees space
+        with plain_disk_errors(tmp):  # checked before the folder is removed, which frees space
             yield tmp
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
 
 
 def swap_in(tmp: Path, final: Path) -> None:
-    """Rename a finished folder into place, over an older one of the same name."""
+    """Rename a finished folder into place, replacing an older folder with the same name."""
     old = final.with_name(f".old-{final.name}")
     if final.exists():
         shutil.rmtree(old, ignore_errors=True)
@@ -103,7 +103,7 @@ def fsync_tree(root: Path) -> None:
 
 
 def fsync(path: Path) -> None:
-    """Flush a file, or a folder's list of names, to the disk."""
+    """Flush a file or a directory entry list to disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -1,4 +1,4 @@
-"""Errors that more than one room knows. An error of a single room is next to the code that raises it.
+"""Errors that several packages use. Errors of a single package are defined next to the code that raises them.
 
 Each message says what was given, what was needed and what to do.
 """
@@ -18,28 +18,28 @@ class ConfigError(ValueError):
 
 
 class PlacementError(ValueError):
-    """The placement cannot work; the message says what was given, the sum, and what to write."""
+    """The placement cannot work; the message says what was given, what it adds up to, and what to write."""
 
 
 class SizesUnknown(ValueError):
-    """The model's sizes are unknown here; the message says why and how to give them."""
+    """The model's sizes are unknown here; the message says why and how to provide them."""
 
 
 class ModelFilesError(ValueError):
-    """A file of a model directory is wrong; the message names it, the key and what was given."""
+    """A file in a model directory is wrong; the message names the file, the key and the value."""
 
 
 # The run directory
 
 
 class JournalError(RuntimeError, ValueError):
-    """The journal cannot be written or contradicts itself; the message says where and what to do."""
+    """The journal cannot be written or is inconsistent; the message says where and what to do."""
 
 
 class CheckpointError(RuntimeError, ValueError):
     """A checkpoint cannot be written; the message says where and what to do.
 
-    ``errno`` is that of the fault behind it, if any: an error's cause does not travel between processes, this does.
+    ``errno`` comes from the underlying disk error, if any: unlike an exception's cause, it is passed between processes.
     """
 
     def __init__(self, message: str, *, errno: int | None = None) -> None:
@@ -51,18 +51,18 @@ class CheckpointError(RuntimeError, ValueError):
 
 
 class NonFiniteError(RuntimeError):
-    """A loss or gradient is NaN or infinite; no weight was changed by it."""
+    """A loss or gradient is NaN or infinite; no weights were changed."""
 
 
 class MemoryShortError(RuntimeError):
-    """Memory is used up; the message has the sum of what was needed and what to change."""
+    """Out of memory; the message says how much was needed and what to change."""
 
 
 class BatchTooLargeError(MemoryShortError):
-    """A micro-batch does not fit where all ranks run it together: another attempt with a smaller one may succeed."""
+    """A micro-batch that all ranks run together does not fit in memory: another attempt with a smaller one may succeed."""
 
     def __init__(self, message: str, section: str, tokens: int) -> None:
-        """``tokens`` is what the next attempt of this section, actor or critic, should try."""
+        """``tokens`` is the size that the next attempt should try for this section (actor or critic)."""
         super().__init__(message, section, tokens)
         self.section, self.tokens = section, tokens
 
@@ -71,11 +71,11 @@ class BatchTooLargeError(MemoryShortError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed: on a card, in one of its libraries, or of the host."""
+    """Whether an allocation failed: on a GPU, in one of its libraries, or on the host."""
     torch: Any = sys.modules.get("torch")
     if isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError)):
         return True
-    # Pinned host memory, and what CUDA itself allocates, fail with a class of their own.
+    # Failed allocations of pinned host memory, or by CUDA itself, raise other error classes.
     plain = (RuntimeError,) if torch is None else (RuntimeError, torch.AcceleratorError)
     words = ("out of memory", "ALLOC_FAILED", "can't allocate memory", "not enough memory")
     return type(error) in plain and any(word in str(error) for word in words)
@@ -92,7 +92,7 @@ def in_one_line(error: BaseException) -> str:
 
 @contextmanager
 def short_of_memory(sentence: Callable[[str], str]) -> Iterator[None]:
-    """If an allocation fails in the block, raise this sentence, which gets torch's message, instead of its traceback."""
+    """If an allocation fails in the block, raise a MemoryShortError with ``sentence(torch's message)`` and no traceback."""
     try:
         yield
     except Exception as error:
@@ -102,30 +102,30 @@ def short_of_memory(sentence: Callable[[str], str]) -> Iterator[None]:
 
 
 class RestartsSpentError(RuntimeError):
-    """Too many losses in too short a time; the message has the last reason and the first one's traceback."""
+    """Too many failures in too short a time; the message has the latest reason and the traceback of the first failure."""
 
 
 class WeightUpdateError(RuntimeError):
-    """Weights did not arrive; the message says why and where."""
+    """New weights did not arrive; the message says why and where."""
 
 
 class MissingPeerError(WeightUpdateError, TimeoutError):
-    """A peer did not come, did not answer by the deadline, or is gone."""
+    """A peer did not show up, did not answer by the deadline, or is gone."""
 
 
 # The cluster
 
 
 class ClusterError(RuntimeError):
-    """Something about the cluster that its user can put right; the message says what."""
+    """A cluster problem that the user can fix; the message says what it is."""
 
 
 class NoRoomError(ClusterError):
-    """The nodes of the cluster do not have the slots that were asked for."""
+    """The cluster's nodes do not have the requested slots."""
 
 
 class WorkerError(ClusterError):
-    """A worker raised. The message has its role, rank, node and traceback; ``__cause__`` is the exception itself."""
+    """A worker raised an exception. The message has its role, rank, node and traceback; ``__cause__`` is the exception."""
 
     def __init__(self, message: str, *, role: str, ranks: Sequence[int], node_ranks: Sequence[int]) -> None:
         super().__init__(message)
@@ -135,7 +135,7 @@ class WorkerError(ClusterError):
 
 
 class WorkerLostError(WorkerError):
-    """A worker is lost, and the code it runs is not at fault: another attempt may succeed."""
+    """A worker is lost, but its code is not at fault: another attempt may succeed."""
 
 
 class WorkerDiedError(WorkerLostError):
@@ -143,8 +143,8 @@ class WorkerDiedError(WorkerLostError):
 
 
 class WorkerTimeoutError(WorkerLostError, TimeoutError):
-    """Workers that have not answered by the deadline."""
+    """Workers did not answer by the deadline."""
 
 
 class PeerLostError(WorkerLostError):
-    """A worker complains that it cannot reach another one that it works with."""
+    """A worker reports that it cannot reach another worker."""

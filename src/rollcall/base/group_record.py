@@ -1,12 +1,12 @@
-"""A finished group as the bytes of one record, and the records in the bytes of a file.
+"""Encodes a finished group as one record, and finds the records in a file.
 
 ::
 
     magic (8 bytes) | payload length (u64) | crc32 of payload (u32) | payload
     payload = header length (u32) | JSON header | prompt ids (i4) | token ids (i4) | log-probs (f4) | masks (u1)
-              and, of episodes: their prompts and those of their branches (i4) | branches: token ids, log-probs, masks
+              for episodes also: prompts of the episodes and their branches (i4) | branches: token ids, log-probs, masks
 
-All numbers are little-endian and arrays are raw, so a reader gets bit for bit what was sampled.
+All numbers are little-endian and arrays are raw, so a reader gets exactly the sampled values, bit for bit.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ MAGIC = b"\x93RCGRP\x01\x9a"
 _HEAD = struct.Struct("<8sQI")
 HEAD_BYTES = _HEAD.size
 _HEADER_LENGTH = struct.Struct("<I")
-LARGEST_RECORD = 1 << 30  # bytes; a damaged length must not fill the memory of a reader
-_PIECE = 1 << 20  # bytes that are looked through at once for the next record
+LARGEST_RECORD = 1 << 30  # bytes; a corrupt length must not fill a reader's memory
+_PIECE = 1 << 20  # bytes that are searched at once for the next record
 
-# What reading raises where a record is undamaged but was written by another program.
+# Errors raised when reading an intact record that another program wrote.
 NOT_A_GROUP = (
     ValueError,
     LookupError,
@@ -60,7 +60,7 @@ NOT_A_GROUP = (
 )
 
 
-# Fields that stand in the header under their own names.
+# Fields stored in the header under their own names.
 _OF_GROUP = ("step", "draw", "started_s", "finished_s", "worker")
 _OF_PROMPT = ("id", "text", "answer", "metadata")
 _OF_COMPLETION = ("finish", "seed", "text")
@@ -68,8 +68,8 @@ _OF_EPISODE = ("reward", "metrics", "ended", "error", "opening", "attributes")
 
 
 def encode(group: Group, *, again: bool = False, attempt: int | None = None) -> bytes:
-    """One record. ``again``: the group has a record already, and only its scores are new. ``attempt``: the group holds only one
-    completion, which has this place in the whole group."""
+    """Encode one record. ``again``: the group already has a record, and only its scores are new. ``attempt``: the group contains
+    only one completion, whose index in the full group this is."""
     completions = group.completions
     episodes = [one.episode for one in completions if one.episode is not None]
     header = {
@@ -84,7 +84,7 @@ def encode(group: Group, *, again: bool = False, attempt: int | None = None) -> 
             }
             for one in completions
         ],
-        # repr of a float64 reads back as the same float64, so JSON keeps scores exact.
+        # The repr of a float64 parses back to the same float64, so scores stay exact in JSON.
         "scores": [asdict(score) for score in group.scores],
         **({"scored_again": True} if again else {}),
         **({"attempt": attempt} if attempt is not None else {}),
@@ -119,7 +119,7 @@ def _segments(row: Completion | Branch) -> list[list[int]]:
 
 
 def _episode_header(episode: Episode) -> dict[str, Any]:
-    """Everything but the arrays."""
+    """Return everything except the arrays."""
     return {
         "num_prompt_tokens": None if episode.prompt_ids is None else len(episode.prompt_ids),
         "turns": [asdict(turn) for turn in episode.turns],
@@ -132,13 +132,13 @@ def _episode_header(episode: Episode) -> dict[str, Any]:
 
 
 def _prompts(episode: Episode) -> list[Ints]:
-    """The episode's own prompt, if it has one, and those of its branches."""
+    """Return the episode's own prompt, if it has one, and the prompts of its branches."""
     own = [] if episode.prompt_ids is None else [episode.prompt_ids]
     return [*own, *(row.prompt_ids for row in episode.branches)]
 
 
 def _plain(value: Any) -> Any:
-    """Columns of a Parquet row are often numpy."""
+    """Convert numpy values, which are common in Parquet rows."""
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
     raise TypeError(f"a value of type {type(value).__name__} is not JSON")
@@ -159,20 +159,20 @@ def _raw(arrays: Sequence[np.ndarray], dtype: type, stored: str) -> bytes:
 
 
 class _Arrays:
-    """The raw arrays of a payload, one after the other."""
+    """Reads a payload's raw arrays in order."""
 
     def __init__(self, payload: memoryview, start: int) -> None:
         self._payload, self._offset = payload, start
 
     def take(self, counts: Sequence[int], dtype: Any, stored: str) -> list[np.ndarray]:
-        """One array for each count."""
-        # A copy, because a view of the file's bytes would be read-only and keep the whole file alive.
+        """Read one array for each count."""
+        # A copy, because a view of the file's bytes would be read-only and keep all of them in memory.
         found = np.frombuffer(self._payload, dtype=stored, count=sum(counts), offset=self._offset).astype(dtype)
         self._offset += found.nbytes
         return np.split(found, np.cumsum(counts)[:-1]) if counts else []
 
     def rows(self, headers: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """The fields that a completion and a branch share, for each header."""
+        """Read the fields that completions and branches share, for each header."""
         counts = [row["num_tokens"] for row in headers]
         ids, logprobs = self.take(counts, np.int32, "<i4"), self.take(counts, np.float32, "<f4")
         masks = self.take(counts, np.bool_, "|b1")
@@ -204,7 +204,7 @@ def decode(payload: memoryview) -> Group:
 
 
 def _episodes(headers: Sequence[dict[str, Any] | None], arrays: _Arrays) -> list[Episode | None]:
-    """The episode of each completion that has one."""
+    """Read the episode of each completion; None for a completion without one."""
     there = [one for one in headers if one is not None]
     counts = [row["num_prompt_tokens"] for one in there for row in (one, *one["branches"])]
     prompts = iter(arrays.take([count for count in counts if count is not None], np.int32, "<i4"))
@@ -224,13 +224,13 @@ def _episodes(headers: Sequence[dict[str, Any] | None], arrays: _Arrays) -> list
 
 
 def records(data: bytes) -> Iterator[tuple[int, memoryview]]:
-    """Where each valid record begins, and its payload. Other bytes are skipped."""
+    """Yield each valid record's offset and payload. Other bytes are skipped."""
     return stream_records(io.BytesIO(data), end=len(data))
 
 
 def stream_records(file: BinaryIO, *, start: int = 0, end: int) -> Iterator[tuple[int, memoryview]]:
-    """The same for the bytes from ``start`` to ``end`` of a file, with one record in memory at a time: a step of long completions
-    has gigabytes."""
+    """Like ``records``, but for the bytes from ``start`` to ``end`` of a file. Only one record is in memory at a time, because a
+    step with long completions can take gigabytes."""
     while start + HEAD_BYTES <= end:
         file.seek(start)
         magic, length, crc = _HEAD.unpack(file.read(HEAD_BYTES))
@@ -259,7 +259,7 @@ def _next_magic(file: BinaryIO, *, start: int, end: int) -> int | None:
 
 
 def draw_of(payload: memoryview) -> int | None:
-    """The draw of a record, or None if it is not a group although its checksum is right."""
+    """Return a record's draw, or None if the record is not a group even though its checksum is correct."""
     try:
         draw = header_of(payload)["draw"]
     except NOT_A_GROUP:
@@ -268,7 +268,7 @@ def draw_of(payload: memoryview) -> int | None:
 
 
 def header_span(payload: memoryview) -> tuple[int, int]:
-    """Where the JSON header begins in the payload, and its length."""
+    """Return the offset of the JSON header in the payload, and its length."""
     (length,) = _HEADER_LENGTH.unpack_from(payload)
     return _HEADER_LENGTH.size, length
 

@@ -1,6 +1,6 @@
-"""Whether another process lives, seen by a counter that it advances in a shared file.
+"""Tells whether another process is alive, by a counter that it advances in a shared file.
 
-It is judged on this process's clock: the time of a file and the clock of another host mean nothing here.
+Only this process's clock is used: file times and other hosts' clocks cannot be trusted.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import time
 
 
 class Heartbeat:
-    """The counter of one process at a time. ``see`` takes what was read; with a new owner it begins again."""
+    """Watches one process's counter at a time. Pass each reading to ``see``; a new owner restarts the watch."""
 
     def __init__(self) -> None:
         self.has_moved = False  # since its owner was first seen
@@ -18,7 +18,7 @@ class Heartbeat:
 
     @property
     def silent_s(self) -> float:
-        """Since it moved, or since its owner was first seen."""
+        """Seconds since the counter moved, or since its owner was first seen."""
         return time.monotonic() - self._since
 
     def see(self, owner: str, counter: int) -> None:

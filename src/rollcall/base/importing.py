@@ -1,4 +1,4 @@
-"""Imports: of large libraries and what they print, and of what a run file names as ``module:name``."""
+"""Imports large libraries quietly, and imports what a run file names as ``module:name``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Without the garbage collector, which would scan the loaded modules again and again: a quarter of an import's time."""
+    """Turn off the garbage collector, which would scan the loaded modules again and again: a quarter of an import's time."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -23,7 +23,7 @@ def uncollected() -> Iterator[None]:
 
 
 def calm_transformers() -> None:
-    """No bars and no advice of transformers, which speak to others."""
+    """Turn off the progress bars and advice that transformers prints."""
     from huggingface_hub.utils import enable_progress_bars
     from transformers.utils import logging
 
@@ -33,7 +33,7 @@ def calm_transformers() -> None:
 
 
 def load_named(path: str, *, key: str, what: str, example: str) -> Any:
-    """Import ``module:name``, where ``what`` is "function" or "class". A ValueError says what is wrong with the key.
+    """Import ``module:name``, where ``what`` is "function" or "class". Raises a ValueError that explains what is wrong.
 
     Only the standard library is imported here, because processes that run user code have to start fast.
     """
@@ -42,7 +42,7 @@ def load_named(path: str, *, key: str, what: str, example: str) -> Any:
         raise ValueError(f"{key}={path!r} is not module:{what}; write for example {example}")
     try:
         target: Any = importlib.import_module(module_name)
-    except BaseException as error:  # noqa: BLE001 - a module may raise anything, SystemExit too
+    except BaseException as error:  # noqa: BLE001 - a module may raise anything, even SystemExit
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if module_name.endswith(".py"):
             raise ValueError(f"{key}={path!r}: {module_name} is a file; write {module_name[:-3]}:{attribute}") from None

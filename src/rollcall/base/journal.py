@@ -1,11 +1,11 @@
-"""Finished groups on disk, before anything trains on them. Resume, the rollout and update phases and the viewer read them.
+"""Stores finished groups on disk before training uses them. Resume, the rollout and update phases and the viewer read them.
 
-One file per step, ``<step:06d>.groups``, of records (``group_record.py``) in the order in which groups finished. ``append`` hands the
-record to the operating system before it returns, so killing the process loses no appended group; ``sync`` makes it safe against power
-loss too. ``trained.jsonl`` says which draws each step was trained on. ``<step:06d>.attempts`` has attempts of groups whose other
-attempts were still running; only a resume reads it.
+There is one file per step, ``<step:06d>.groups``, with records (``group_record.py``) in the order in which the groups finished.
+``append`` passes the record to the operating system before it returns, so killing the process loses no appended group; ``sync`` also
+protects against power loss. ``trained.jsonl`` says which draws each step was trained on. ``<step:06d>.attempts`` contains attempts
+from groups whose other attempts were still running; only a resume reads it.
 
-One process writes; any number may read. Nothing here is ever deleted: a half-written tail is moved to ``torn/``.
+One process writes; any number may read. Nothing is ever deleted here: a half-written tail is moved to ``torn/``.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from rollcall.base.types import Group
 from rollcall.base.wait import warn
 
 GROUPS, ATTEMPTS = "groups", "attempts"
-_MAX_OPEN = 16  # of the steps that rollout fills at the same time; older files are closed and reopened on need
+_MAX_OPEN = 16  # files for the steps that rollout fills at the same time; older ones are closed and reopened if needed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedStep:
-    """A step that was trained, and its groups."""
+    """A trained step and its groups."""
 
     step: int
     draws: tuple[int, ...]  # ascending
@@ -41,7 +41,7 @@ class TrainedStep:
 
 
 class _Ledger:
-    """Trained steps so far; refuses what would train a draw twice or replay a step differently."""
+    """The steps trained so far. Refuses an entry that would train a draw twice or replay a step differently."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -75,11 +75,11 @@ class _Ledger:
 class _Scan:
     payloads: list[memoryview]
     good_end: int  # where the next record goes
-    damage: list[tuple[int, int]]  # [start, end) of bytes in the middle that are not a valid record
+    damage: list[tuple[int, int]]  # [start, end) of bytes in the middle that are not valid records
 
 
 class Journal(AbstractContextManager["Journal"]):
-    """``guard`` is called before anything is written, and raises where this process may no longer write."""
+    """``guard`` is called before each write, and raises if this process may no longer write."""
 
     def __init__(self, dir: Path, *, guard: Callable[[], None] = unguarded) -> None:
         self.dir = Path(dir)
@@ -98,14 +98,14 @@ class Journal(AbstractContextManager["Journal"]):
             ) from error
 
     def append(self, group: Group, *, again: bool = False) -> None:
-        """Write a finished group; when this returns, the group outlives the process. ``again``: it has a record
-        already and only its scores are new; from now on this record counts."""
+        """Write a finished group; once this returns, the group outlives the process. ``again``: the group already has a
+        record, and only its scores are new; the new record replaces the old one."""
         what = f"the group of draw {group.draw}, step {group.step}"
         self._append(self._path(group.step), encode(group, again=again), what=what)
 
     def append_attempts(self, attempts: Iterable[tuple[int, Group]]) -> None:
-        """Write attempts of groups that are not finished, those of a step in one write: each group has only this completion, and
-        comes with its place in the whole group."""
+        """Write attempts from unfinished groups, with one write per step. Each given group contains a single completion, and
+        comes with the completion's index in the full group."""
         records: dict[int, list[bytes]] = {}
         for place, group in attempts:
             records.setdefault(group.step, []).append(encode(group, attempt=place))
@@ -114,7 +114,7 @@ class Journal(AbstractContextManager["Journal"]):
             self._append(self._path(step, ATTEMPTS), b"".join(found), what=what)
 
     def read_attempts(self, step: int) -> dict[int, dict[int, Group]]:
-        """Draw -> place in the group -> the attempt, as a group of one. Damage is skipped: its attempt is made again."""
+        """Return draw -> index in the group -> the attempt, as a group of one. Damaged attempts are skipped and made again."""
         found: dict[int, dict[int, Group]] = {}
         for payload in _scan_groups(_read_bytes(self._path(step, ATTEMPTS))).payloads:
             try:
@@ -135,15 +135,15 @@ class Journal(AbstractContextManager["Journal"]):
         persist(write, path=path, what=what, refuse=JournalError)
 
     def sync(self) -> None:
-        """Wait until everything appended so far is on the disk itself. Call it before training on it.
+        """Wait until everything appended so far is on the physical disk. Call this before training on it.
 
-        Another thread may append meanwhile: only what takes no time happens under the lock.
+        Other threads may append meanwhile: nothing slow happens under the lock.
         """
         self._sync()
         self._guard()
 
     def _sync(self, only: Path | None = None) -> None:
-        with self._syncing, ExitStack() as kept:  # what another thread is syncing is not on the disk yet
+        with self._syncing, ExitStack() as kept:  # records that another thread is syncing are not on disk yet
             with self._lock:
                 wanted = [file for path, file in self._files.items() if only in (None, path)]
                 flushes = [(file.path, file.begin_sync(kept)) for file in wanted]
@@ -156,8 +156,8 @@ class Journal(AbstractContextManager["Journal"]):
                 persist(guarded, path=path, what="buffered records to the disk", refuse=JournalError)
 
     def read(self, step: int) -> list[Group]:
-        """The step's groups in order of draw, up to a torn tail, which the next ``append`` moves aside and reports. Damage in the middle
-        is reported and skipped."""
+        """Read the step's groups in draw order, up to a torn tail, which the next ``append`` moves aside and reports. Damage in the
+        middle is reported and skipped."""
         path = self._path(step)
         scan = _scan_groups(_read_bytes(path))
         for start, end in scan.damage:
@@ -182,11 +182,11 @@ class Journal(AbstractContextManager["Journal"]):
         return [groups[draw] for draw in sorted(groups)]
 
     def steps(self) -> list[int]:
-        """Steps that have a file, ascending."""
+        """Return the steps that have a file, in ascending order."""
         return [step for step, _ in _step_files(self.dir)]
 
     def mark_trained(self, step: int, *, draws: Iterable[int], version: int) -> None:
-        """Record durably that ``step`` was trained on ``draws``. A replay may say the same again, nothing else."""
+        """Record durably that ``step`` was trained on ``draws``. A replay may only record the same draws again."""
         entry = TrainedStep(step=step, draws=tuple(sorted(int(draw) for draw in draws)), version=version)
         line = json.dumps({"step": step, "draws": entry.draws, "version": version}) + "\n"
         with self._lock:
@@ -199,11 +199,11 @@ class Journal(AbstractContextManager["Journal"]):
             self._ledger.add(entry)
 
     def trained(self) -> dict[int, TrainedStep]:
-        """Step -> what it was trained on, for every step ever trained, replays counted once."""
+        """Return step -> what it was trained on, for every step ever trained. Replays count once."""
         return self._read_trained().entries
 
     def _read_trained(self) -> _Ledger:
-        """Up to a torn line. The next ``mark_trained`` moves that aside and says so."""
+        """Read up to a torn line. The next ``mark_trained`` moves that line aside and reports it."""
         data = _read_bytes(self._trained_path)
         ledger = _Ledger(self._trained_path)
         for number, line in enumerate(data[: lines_end(data)].splitlines(), start=1):
@@ -218,7 +218,7 @@ class Journal(AbstractContextManager["Journal"]):
 
     def close(self) -> None:
         with self._lock:
-            self._closed = True  # a write that still waits for the disk in another thread must not open files again
+            self._closed = True  # a write in another thread that is still waiting for the disk must not reopen files
             for file in self._files.values():
                 file.close()
             self._files.clear()
@@ -245,7 +245,7 @@ class Journal(AbstractContextManager["Journal"]):
 
 
 def _scan_groups(data: bytes) -> _Scan:
-    """Find the valid records. Other bytes are damage if a valid record follows, else a torn tail."""
+    """Find the valid records. Other bytes count as damage if a valid record follows, otherwise as a torn tail."""
     payloads, damage, end = [], [], 0
     for start, payload in records(data):
         if start > end:
@@ -257,17 +257,17 @@ def _scan_groups(data: bytes) -> _Scan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFile:
-    """A step's groups, or its attempts, as they are on the disk, with nothing repaired."""
+    """A step's groups or attempts as they are on disk, with nothing repaired."""
 
     path: Path
     step: int
-    draws: tuple[int, ...]  # of all whole records, in order, repeats included, but for groups that were scored again
-    places: tuple[tuple[int, int], ...]  # of attempts: draw and place in the group, repeats included
+    draws: tuple[int, ...]  # of all complete records, in order, with repeats, but without groups that were scored again
+    places: tuple[tuple[int, int], ...]  # of attempts: draw and index in the group, with repeats
     num_bad_bytes: int  # torn or damaged
 
 
 def inspect(dir: Path, kind: str = GROUPS) -> list[StepFile]:
-    """The journal's files of this kind in order of step; for reports and repairs."""
+    """Inspect the journal's files of this kind in step order, for reports and repairs."""
     found = []
     for step, path in _step_files(dir, kind):
         data = _read_bytes(path)
@@ -286,14 +286,14 @@ def inspect(dir: Path, kind: str = GROUPS) -> list[StepFile]:
 
 
 def whole_records(path: Path) -> bytes:
-    """A file of the journal without what is torn or damaged."""
+    """Return a journal file's content without torn or damaged bytes."""
     data = _read_bytes(path)
     kept = ((start, payload) for start, payload in records(data) if draw_of(payload) is not None)
     return b"".join(data[start : start + HEAD_BYTES + len(payload)] for start, payload in kept)
 
 
 def _step_files(dir: Path, kind: str = GROUPS) -> list[tuple[int, Path]]:
-    """The files of one kind, by their steps."""
+    """Return the files of one kind with their steps, in step order."""
     return sorted((int(path.stem), path) for path in dir.glob(f"*.{kind}") if re.fullmatch(r"\d{6,}", path.stem))
 
 

@@ -1,16 +1,16 @@
-"""Who may write a run directory: one controller at a time, on any host.
+"""Decides who may write to a run directory: one controller at a time, on any host.
 
-The lease is a file next to the run directory (so that ``--fresh`` can move the directory), ``.<name>.lease-<number>``: who holds it,
-and a counter that its holder advances every ``BEAT_S``. The highest number counts. A controller takes the lease by making the file of
-the next number with ``link``: if several try, one succeeds, on NFS too. A lease that is given up stays, marked as free, so numbers
-never go back. No clock of another host and no file time is ever compared.
+The lease is a file next to the run directory (so that ``--fresh`` can move the directory), ``.<name>.lease-<number>``. It contains the
+holder and a counter that the holder advances every ``BEAT_S``. The highest number counts. A controller takes the lease by creating the
+file with the next number, using ``link``: if several try, only one succeeds, even on NFS. A released lease stays, marked as free, so
+numbers never decrease. Other hosts' clocks and file times are never compared.
 
-A second controller takes over when the first is provably gone: at once if its process ran on this host and has ended, otherwise when
-the counter has not moved for ``WATCH_S`` by the second's own clock. Otherwise it refuses and names the holder. A holder that was frozen
-meanwhile finds the next number and stops: ``check`` is called before each write of the journal and before each checkpoint is put in
-place.
+A second controller takes over when the first is provably gone: at once if its process ran on this host and has exited, otherwise when
+the counter has not moved for ``WATCH_S`` by the second controller's own clock. Otherwise it refuses and names the holder. A holder that
+was frozen meanwhile finds the next number and stops: ``check`` is called before each journal write and before each checkpoint is moved
+into place.
 
-The file is written in place: a full disk must not make a holder look dead or hide that it waits.
+The file is written in place: a full disk must not make a holder look dead or hide that it is waiting.
 """
 
 from __future__ import annotations
@@ -38,35 +38,35 @@ from rollcall.base.wait import waiting, warn
 
 BEAT_S = 2.0
 WATCH_S = 20.0
-LOOK_S = 0.5  # between two looks at another's counter
-SURE_S = WATCH_S / 2  # no other can have taken over this soon after a beat
-_LENGTH, _LONGEST_WAIT = 4096, 250  # bytes of a lease file; characters in it that say what is waited for
+LOOK_S = 0.5  # between two looks at another controller's counter
+SURE_S = WATCH_S / 2  # no other controller can have taken over this soon after a beat
+_LENGTH, _LONGEST_WAIT = 4096, 250  # bytes in a lease file; characters in it for what the holder waits for
 _KINDS = {"owner": str, "host": str, "pid": int, "place": str, "process_start": int, "since": str, "released": bool,
           "waits": str, "waits_since": int}  # fmt: skip
 
 
 def unguarded() -> None:
-    """The check of a store that has no other writer."""
+    """The check for a store that has no other writer."""
 
 
 class LeaseLostError(RuntimeError, ValueError):
-    """Another controller has this run directory now; this process has stopped writing."""
+    """Another controller owns this run directory now; this process has stopped writing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """The content of a lease file."""
+    """The contents of a lease file."""
 
     owner: str
     host: str
     pid: int
-    place: str  # boot and process-id namespace in which ``pid`` means something; "": unknown
+    place: str  # boot and process-id namespace in which ``pid`` is valid; "": unknown
     process_start: int  # in ticks since boot; 0: unknown
-    since: str  # the holder's own clock, for people
+    since: str  # by the holder's own clock, for people to read
     number: int
     counter: int
     released: bool
-    waits: str = ""  # for what; empty: it does not wait
+    waits: str = ""  # what the holder waits for; empty: it is not waiting
     waits_since: int = 0  # unix time
 
     @property
@@ -75,7 +75,7 @@ class Holder:
 
     @property
     def is_gone(self) -> bool:
-        """Provably: it gave the lease back, or its process was on this host and has ended."""
+        """Whether the holder is provably gone: it released the lease, or its process was on this host and has exited."""
         return self.released or (self.is_here and not Process(pid=self.pid, started=self.process_start).is_alive())
 
     def __str__(self) -> str:
@@ -83,7 +83,7 @@ class Holder:
 
 
 class Lease:
-    """A lease that this process holds. Its counter is advanced by a thread."""
+    """A lease that this process holds. A thread advances its counter."""
 
     def __init__(self, run_dir: Path, me: Holder) -> None:
         self.run_dir = run_dir
@@ -98,7 +98,7 @@ class Lease:
         self._thread.start()
 
     def check(self) -> None:
-        """Raises if another controller has the lease. Costs nothing while the last beat is recent."""
+        """Raise if another controller has the lease. Costs nothing while the last beat is recent."""
         if self._lost is None and _now() - self._beaten > SURE_S:
             self._look()
         if self._lost is not None:
@@ -135,11 +135,11 @@ class Lease:
 
     def _write(self, *, released: bool) -> None:
         os.pwrite(self._fd, _encode(self.me, counter=self._counter, released=released), 0)
-        os.fsync(self._fd)  # on a shared folder: what other hosts read
+        os.fsync(self._fd)  # on a shared folder, so that other hosts see it
 
     def _look(self) -> None:
-        """Whether another has taken over: it removes this file. A shared folder shows that at once when the file is opened,
-        while a list of files may be a minute old."""
+        """Check whether another controller has taken over, which removes this file. On a shared folder, opening the file shows
+        that at once, while a directory listing may be a minute old."""
         is_there = True
         try:
             try:
@@ -161,7 +161,7 @@ class Lease:
 
 @contextmanager
 def hold(run_dir: Path) -> Iterator[Lease]:
-    """The lease on a run directory, while the block runs; ConfigError if another controller has it."""
+    """Hold the lease on a run directory while the block runs. Raises ConfigError if another controller has it."""
     with refusing(run_dir, folder=run_dir.parent):
         run_dir.parent.mkdir(parents=True, exist_ok=True)
     if run_dir.exists() and not run_dir.is_dir():
@@ -185,7 +185,7 @@ def _take(run_dir: Path) -> Lease:
             warn(f"run.dir={run_dir}: {holder} is gone; taking over")
         me = _myself(number=holder.number + 1 if holder else 1)
         path, data = _path(run_dir, me.number), _encode(me, counter=0, released=False)
-        # A folder that cannot be written is refused at once for a new run, and waited for where a run is resumed.
+        # If the folder is not writable, a new run is refused at once, while a resumed run waits.
         if holder is None:
             with refusing(run_dir, folder=run_dir.parent):
                 made = create_atomic(path, data)
@@ -196,11 +196,11 @@ def _take(run_dir: Path) -> Lease:
                 if number < me.number:
                     path.unlink(missing_ok=True)
             return Lease(run_dir, me)
-        # Another taker was faster: look again.
+        # Another controller was faster: look again.
 
 
 def _watch(run_dir: Path, holder: Holder) -> None:
-    """Returns when the holder's counter has not moved for ``WATCH_S``."""
+    """Return once the holder's counter has not moved for ``WATCH_S``."""
     beat = Heartbeat()
     beat.see(holder.owner, holder.counter)
     while beat.silent_s < WATCH_S:
@@ -222,14 +222,14 @@ def _refuse(run_dir: Path, holder: Holder) -> None:
 
 
 def read_holder(run_dir: Path) -> Holder | None:
-    """The last holder of the lease; it is ``released`` if nobody has it now."""
+    """Return the last holder of the lease, which is ``released`` if nobody holds it now."""
     while files := sorted(_files(run_dir), key=lambda item: -item[1]):
         for path, number in files:
             try:
                 return _read(path, number)
             except FileNotFoundError:
-                continue  # replaced by a newer one since the folder was listed
-        time.sleep(0.02)  # only an empty list means that nobody has it
+                continue  # replaced by a newer file since the folder was listed
+        time.sleep(0.02)  # only an empty list means that nobody has the lease
     return None
 
 
@@ -241,7 +241,7 @@ def _read(path: Path, number: int) -> Holder:
             raise TypeError("not what a holder writes")
         return Holder(**{**fields, "counter": int(fields["counter"]), "number": number})
     except (ValueError, KeyError, TypeError, RecursionError):
-        # Of another version of this program, or cut by a power loss: we can only see whether it changes.
+        # Written by another version of this program, or truncated by a power loss: we can only see whether it changes.
         return Holder(
             owner=text.hex(), host="unknown", pid=0, place="", process_start=0, since="unknown", number=number,
             counter=0, released=False,
@@ -261,7 +261,7 @@ def _path(run_dir: Path, number: int) -> Path:
 
 
 def _encode(holder: Holder, *, counter: int, released: bool) -> bytes:
-    """Always of one length, so that it can be written in place."""
+    """Encode to a fixed length, so that the file can be overwritten in place."""
     fields = asdict(holder) | {"counter": counter, "released": released}
     return f"{json.dumps(fields):<{_LENGTH - 1}}\n".encode()
 
@@ -282,12 +282,12 @@ def _myself(*, number: int) -> Holder:
 
 
 def _now() -> float:
-    """On a clock that also counts while the machine sleeps, where there is one."""
+    """Read a clock that keeps counting while the machine sleeps, if there is one."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def _place() -> str:
-    """Where a process id means what it means here; empty where the system does not say."""
+    """Return the boot and namespace in which this host's process ids are valid; empty if the system does not say."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:

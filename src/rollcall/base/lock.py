@@ -1,4 +1,4 @@
-"""A file that one process at a time holds locked. The holder may remove it, with the folder that it is in."""
+"""A lock file that one process at a time can hold. The holder may remove it along with its folder."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import IO
 
 
 def take_lock(path: Path) -> IO[bytes] | None:
-    """The locked file, which is held until it is closed; None if another process holds it."""
+    """Lock the file and return it; closing it releases the lock. Returns None if another process holds the lock."""
     while True:
         file = path.open("ab")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Its last holder may have removed it between these two: then another process can lock a new one.
+            # The last holder may have removed the file between open and lock; another process could then lock a new one.
             if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
                 return file
-        except (BlockingIOError, PermissionError):  # the second from some network file systems
+        except (BlockingIOError, PermissionError):  # PermissionError: on some network file systems
             file.close()
             return None
         except FileNotFoundError:

@@ -1,8 +1,8 @@
-"""Writes that outlive a full or unwritable disk.
+"""Writes that survive a full or read-only disk.
 
-``persist`` does a write. While the disk refuses it, it says so (at once, then every ``SAY_EVERY_S``; one line for all writes that wait
-for the disk) and tries again every ``RETRY_S``. It gives up after ``DEADLINE_S``, after Ctrl-C, or when a process that is to stop has no
-time left. The calling thread waits. A write is a function that can be repeated: it leaves nothing half-done behind when it raises.
+``persist`` performs a write. While the disk refuses it, ``persist`` reports that (at once, then every ``SAY_EVERY_S``; one line for all
+writes waiting for the disk) and retries every ``RETRY_S``. It gives up after ``DEADLINE_S``, after Ctrl-C, or when a process that was
+told to stop has no time left. The calling thread waits. A write must be repeatable: it leaves nothing half-done behind when it raises.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ RETRY_S = 1.0
 SAY_EVERY_S = 10.0
 PASSING = frozenset(
     (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE)
-)  # what a person can put right while the write waits
+)  # errors that a person can fix while the write waits
 
 
 class DiskError(RuntimeError, ValueError):
-    """The disk did not take a write within the deadline; the message says which, why and what to do."""
+    """The disk did not accept a write within the deadline; the message says which write, why and what to do."""
 
 
 class NodeDiskError(OSError):
-    """A fault of a node's own disk; the file name says which node and where, as HOST:PATH."""
+    """An error on a node's local disk; the file name has the form HOST:PATH."""
 
 
 def persist(action: Callable[[], T], *, path: Path, what: str, refuse: Callable[[str], Exception] = DiskError) -> T:
-    """Returns what ``action`` returns, once the disk lets it. ``path`` and ``what`` are for the messages: "the group of draw 3"."""
-    disk: object = None  # that refused it; None: none has
+    """Return what ``action`` returns, once the disk allows it. ``path`` and ``what`` ("the group of draw 3") are for messages."""
+    disk: object = None  # the disk that refused the write, if any
     began, wait = time.monotonic(), Wait()
     while True:
         try:
@@ -74,7 +74,7 @@ def persist(action: Callable[[], T], *, path: Path, what: str, refuse: Callable[
             return result
 
 
-_said: dict[object, float] = {}  # when a write that waits for a disk last said so: one speaks for all
+_said: dict[object, float] = {}  # when a write waiting for this disk last reported it: one speaks for all
 _lock = threading.Lock()
 
 
@@ -94,7 +94,7 @@ def _is_word_due(disk: object) -> bool:
 
 
 def disk_fault(error: BaseException, *, near: Path) -> OSError | None:
-    """The passing fault of the disk behind an error; None if the error has another cause. ``near`` is where the write went."""
+    """Return the temporary disk error behind ``error``, or None if it has another cause. ``near`` is where the write went."""
     link: BaseException | None = error
     seen: set[int] = set()
     while link is not None and id(link) not in seen:
@@ -108,7 +108,7 @@ def disk_fault(error: BaseException, *, near: Path) -> OSError | None:
         if found and (number := int(found[1] or errno.ENOSPC)) in PASSING:
             return OSError(number, os.strerror(number), str(near))
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
-    # A serialiser may not name the reason. A worker's error does not count: a dead worker is not brought back by free space.
+    # A serialiser may not name the reason. A worker's error does not count: free space does not bring back a dead worker.
     if isinstance(error, RuntimeError) and not isinstance(error, OSError) and not _is_a_report(error):
         if (free := free_bytes(near)) is not None and free < 4096:
             return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(near))
@@ -117,7 +117,7 @@ def disk_fault(error: BaseException, *, near: Path) -> OSError | None:
 
 @contextmanager
 def refusing(run_dir: Path, *, folder: Path) -> Iterator[None]:
-    """Around the first writes of a run: a fault in ``folder`` is refused at once, by the folder's name."""
+    """Wrap a run's first writes: a disk error in ``folder`` is refused at once, with a message that names the folder."""
     try:
         yield
     except OSError as error:
@@ -129,7 +129,7 @@ def refusing(run_dir: Path, *, folder: Path) -> Iterator[None]:
 
 @contextmanager
 def plain_disk_errors(path: Path) -> Iterator[None]:
-    """A fault of the disk is raised as the OSError it was, even if a serialiser raised something else: an OSError can travel
+    """Raise a disk error as its original OSError, even if a serialiser raised something else: an OSError can be passed
     between processes."""
     try:
         yield
@@ -140,16 +140,16 @@ def plain_disk_errors(path: Path) -> Iterator[None]:
         try:
             raise fault from error
         finally:
-            del fault  # a name of it here would make a ring that keeps the failed write's files open
+            del fault  # a reference here would create a cycle that keeps the failed write's files open
 
 
 def _is_a_report(error: BaseException) -> bool:
-    """An error that quotes others: a worker's traceback, say. What counts is its cause."""
+    """Whether the error quotes other errors, such as a worker's traceback. Only its cause counts."""
     return type(error).__module__.startswith(("rollcall.", "ray."))
 
 
 def free_bytes(path: Path) -> int | None:
-    """The bytes free on the disk of a path that need not exist yet; None if the system does not say."""
+    """Return the free bytes on the path's disk, or None if the system does not say. The path need not exist yet."""
     for folder in (path, *path.parents):
         try:
             return shutil.disk_usage(folder).free

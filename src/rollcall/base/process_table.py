@@ -1,7 +1,7 @@
-"""The processes of this host, as psutil lists them.
+"""The processes on this host, as psutil lists them.
 
-Records on disk name a process by its number and its start since boot. psutil gives the start as a time of day, which moves when
-somebody sets the clock, as its time of the boot does: the difference stays.
+Records on disk identify a process by its id and its start time since boot. psutil reports the start and the boot as wall-clock times.
+Both shift when somebody sets the clock, but their difference does not.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from pathlib import Path
 
 import psutil
 
-STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)  # held by SIGSTOP or a debugger
+STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)  # stopped by SIGSTOP or a debugger
 DEAD = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
-    """A process on this host. A later one with the same number is another."""
+    """A process on this host. A later process with the same id is a different one."""
 
     pid: int
-    started: int  # hundredths of a second after the boot
+    started: int  # hundredths of a second since boot
 
     @classmethod
     def of(cls, pid: int) -> Process | None:
-        """The process with this number; None if there is none, or only its zombie."""
+        """Return the process with this id, or None if it does not exist or is a zombie."""
         try:
             found = psutil.Process(pid)
             if found.status() in DEAD:
@@ -40,14 +40,14 @@ class Process:
 
 
 def living() -> Iterator[psutil.Process]:
-    """All processes but zombies and those that the kernel hides; ``info`` has the parent (``ppid``) and the user (``uids``)."""
+    """Yield all processes except zombies and those that the kernel hides; ``info`` has the parent (``ppid``) and user (``uids``)."""
     for process in psutil.process_iter(["ppid", "status", "uids"]):
         if process.info["status"] not in (None, *DEAD):
             yield process
 
 
 def descendants(*pids: int) -> list[Process]:
-    """The children of these processes, their children, and so on."""
+    """Return the children of these processes, their children, and so on."""
     started: dict[int, list[int]] = {}
     for process in living():
         started.setdefault(process.info["ppid"], []).append(process.pid)
@@ -61,7 +61,7 @@ def descendants(*pids: int) -> list[Process]:
 
 
 def status_of(pid: int) -> str:
-    """psutil's word, such as ``sleeping``; empty: there is no such process."""
+    """Return psutil's status, such as ``sleeping``; empty if there is no such process."""
     try:
         return psutil.Process(pid).status()
     except psutil.Error:
@@ -69,7 +69,7 @@ def status_of(pid: int) -> str:
 
 
 def command_of(pid: int) -> str:
-    """Its command line, or the title that it gave itself; empty: there is no such process."""
+    """Return the command line, or the title that the process set for itself; empty if there is no such process."""
     try:
         return " ".join(psutil.Process(pid).cmdline())
     except psutil.Error:
@@ -84,9 +84,9 @@ def session_of(pid: int) -> int | None:
 
 
 def environment_of(pid: int) -> dict[str, str] | None:
-    """The variables that it was started with; None if it has ended, or is another user's.
+    """Return the variables that the process was started with; None if it has exited or belongs to another user.
 
-    psutil stops reading at an empty entry, and ``redact.hide_from_proc`` leaves such.
+    psutil stops reading at an empty entry, and ``redact.hide_from_proc`` leaves such entries.
     """
     try:
         lines = os.fsdecode(Path(f"/proc/{pid}/environ").read_bytes()).split("\0")

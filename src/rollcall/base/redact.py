@@ -1,9 +1,9 @@
-"""Secrets stay out of what is printed, logged and saved.
+"""Keeps secrets out of everything that is printed, logged or saved.
 
-A secret is the value of a variable whose name says so (``is_secret``), or a value that was given to ``remember``: the cluster's token, a
-key in a run file, a key that came with a job. A password or token in a URL is always a secret. ``guard_streams`` redacts all that the
-``rollcall`` command writes to stdout and stderr, and takes out what would control the terminal. Code that writes files calls ``redact``
-or ``redact_env`` itself.
+A secret is the value of a variable whose name says so (``is_secret``), or a value passed to ``remember``: the cluster's token, a key in
+a run file, a key that came with a job. A password or token in a URL is always a secret. ``guard_streams`` redacts everything that the
+``rollcall`` command writes to stdout and stderr, and removes terminal control sequences. Code that writes files calls ``redact`` or
+``redact_env`` itself.
 """
 
 from __future__ import annotations
@@ -20,44 +20,42 @@ from pathlib import Path
 from typing import Any, TextIO
 
 REDACTED = "<redacted>"
-SHORTEST = 6  # characters; a shorter value is too often part of ordinary text
-LONGEST_SECRET = 1 << 16  # characters, with its name; a key in PEM has some thousands
-LONGEST_LINE = 1 << 20  # characters that wait for the end of their line
+SHORTEST = 6  # characters; shorter values occur too often in ordinary text
+LONGEST_SECRET = 1 << 16  # characters, including the name; a PEM key has a few thousand
+LONGEST_LINE = 1 << 20  # characters that are buffered until their line ends
 
 _ENDINGS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD")
-_NOT_THE_VALUE = ("PATH", "FILE", "DIR", "URL")  # HF_TOKEN_PATH says where a secret is; it is not one itself
-# A variable with its value, as a shell or `env` prints it.
+_NOT_THE_VALUE = ("PATH", "FILE", "DIR", "URL")  # HF_TOKEN_PATH says where a secret is, but is not a secret
+# A variable and its value, as printed by a shell or `env`.
 _ASSIGNMENT = re.compile(r"\b([A-Z][A-Z0-9_]*)=(\"[^\"\n]*\"|'[^'\n]*'|[^\s'\",;]+)")
-_EXAMPLE = re.compile(
-    r"\.\.\.|VALUE[\].]*"
-)  # what help writes for a value: TOKEN=..., [KEY=VALUE]... or [KEY=VALUE...]
-# What a shell takes from elsewhere: KEY=$KEY, KEY="${KEY}", KEY=$(cat file), and https://$KEY@host.
+_EXAMPLE = re.compile(r"\.\.\.|VALUE[\].]*")  # placeholders in help texts: TOKEN=..., [KEY=VALUE]... or [KEY=VALUE...]
+# References that a shell expands: KEY=$KEY, KEY="${KEY}", KEY=$(cat file), and https://$KEY@host.
 _REFERENCE = re.compile(
     r"\b[A-Z][A-Z0-9_]*=(\"?)\$(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*\}|\([^()]*\))\1(?![\w$-])"
     r"|(?<=//)(?:[\w.-]*:)?\$(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*\})@"
 )
-# The same in YAML, also if it is not quite valid; the value ends at the next comma, bracket or line end.
+# An assignment in YAML, even if it is not quite valid; the value ends at the next comma, bracket or line end.
 _YAML_ASSIGNMENT = re.compile(r"\b([A-Za-z][A-Za-z0-9_]*)(['\"]?\s*[:=]\s*)(\"[^\"\n]*\"|'[^'\n]*'|[^\n,}\]]+)")
-# scheme://user:password@host, or with one slash, as a path writes it; a user without a password is a token where the scheme is the web's (https://TOKEN@host), not in ssh://git@host.
-# A scheme is short: without a bound, a long text of letters and dots takes the square of its length.
+# scheme://user:password@host, or with one slash, as in a path. A user without a password is a token for http and https
+# (https://TOKEN@host), but not in ssh://git@host. The bound on the scheme's length avoids quadratic time on long runs of letters.
 _URL_PASSWORD = re.compile(r"\b([a-z][a-z0-9+.-]{0,40}:/{1,2}[^\s/:@?#'\"]*:)[^\s/?#'\"]+@", re.IGNORECASE)
 _URL_TOKEN = re.compile(r"\b(https?://)[^\s/:@?#'\"]+@", re.IGNORECASE)
 _URL_QUERY = re.compile(r"(?<=[?&])([A-Za-z][A-Za-z0-9_.-]*)=[^\s&#'\"]+")
-_SIGNATURES = ("sig", "signature", "x-amz-signature", "x-goog-signature", "x-amz-security-token")  # of a signed URL
-# Escape sequences (CSI, OSC, others), control characters but tab, line feed and carriage return, halves of surrogate pairs, and
-# invisible characters of Unicode that change the order of a text or hide in it. Soft hyphens and the joiners of scripts and emoji (200C, 200D) stay.
+_SIGNATURES = ("sig", "signature", "x-amz-signature", "x-goog-signature", "x-amz-security-token")  # in a signed URL
+# Escape sequences (CSI, OSC, others), control characters except tab, line feed and carriage return, lone surrogates, and invisible
+# Unicode characters that reorder text or hide in it. Soft hyphens and the joiners for scripts and emoji (200C, 200D) stay.
 _CONTROLS = re.compile(
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\n]{0,200}(?:\x07|\x1b\\)|[ -~])?|[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f"
     r"\ud800-\udfff\u061c\u180e\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0001-\U000e007f]"
 )
-_PROMPT_KEYS = ("prompt_key", "answer_key")  # columns' names in a run file
+_PROMPT_KEYS = ("prompt_key", "answer_key")  # keys in a run file that name columns
 
 _remembered: set[str] = set()
 
 
 @lru_cache(maxsize=4096)
 def is_secret(name: str) -> bool:
-    """Whether a variable of this name holds a secret.
+    """Whether a variable with this name contains a secret.
 
     >>> [is_secret(name) for name in ("WANDB_API_KEY", "HF_TOKEN", "PGPASSWORD", "TOKENIZERS_PARALLELISM", "HF_TOKEN_PATH")]
     [True, True, True, False, False]
@@ -69,31 +67,31 @@ def is_secret(name: str) -> bool:
 
 
 def remember(values: Iterable[str]) -> None:
-    """Redact these values in this process from now on. The password of a URL is redacted by itself too."""
+    """Redact these values in this process from now on. A URL's password is also redacted on its own."""
     for value in values:
         passwords = (match[0][len(match[1]) : -1] for match in _URL_PASSWORD.finditer(value))
         _remembered.update(each for each in (value, *passwords) if len(each) >= SHORTEST and each != REDACTED)
 
 
 def hide_from_proc(names: Iterable[str]) -> None:
-    """Take these variables out of ``/proc/self/environ``, which every process of the user can read. ``os.environ`` keeps them."""
+    """Erase these variables from ``/proc/self/environ``, which all of the user's processes can read. ``os.environ`` keeps them."""
     try:
         fields = Path("/proc/self/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
-        return  # no Linux: other processes cannot read it there
+        return  # not Linux: other processes cannot read the environment there
     place, end = int(fields[47]), int(fields[48])  # env_start and env_end, see proc(5)
     hidden = {os.fsencode(name) for name in names}
     for entry in ctypes.string_at(place, end - place).split(b"\0") if place else ():
         name, _, value = entry.partition(b"=")
         if name in hidden and value:
             if name in os.environb:
-                os.putenv(name, os.environb[name])  # a copy elsewhere, which C code finds from now on
+                os.putenv(name, os.environb[name])  # a copy elsewhere, which C code sees from now on
             ctypes.memset(place + len(name) + 1, 0, len(value))
         place += len(entry) + 1
 
 
 def redact(text: str) -> str:
-    """The text without the secrets that this process knows, the values in ``SOME_KEY=value`` and the passwords in URLs.
+    """Remove the secrets that this process knows, secret values in ``SOME_KEY=value``, and passwords in URLs from the text.
 
     >>> redact("cannot read s3://me:hunter2@host/rows.jsonl")
     'cannot read s3://me:<redacted>@host/rows.jsonl'
@@ -107,12 +105,12 @@ def redact(text: str) -> str:
 
 
 def redact_end(text: str, count: int) -> str:
-    """The last ``count`` characters of it, redacted. None of them is the rest of a secret that begins before them."""
+    """Return the last ``count`` characters, redacted. They never contain the tail of a secret that begins earlier."""
     return redact(text[-(count + LONGEST_SECRET) :])[-count:]
 
 
 def redact_urls(text: str) -> str:
-    """Without the passwords, tokens and signatures that URLs in it carry."""
+    """Remove the passwords, tokens and signatures in URLs from the text."""
     text = _URL_PASSWORD.sub(rf"\g<1>{REDACTED}@", text)
     text = _URL_TOKEN.sub(rf"\g<1>{REDACTED}@", text)
     return _URL_QUERY.sub(
@@ -122,7 +120,7 @@ def redact_urls(text: str) -> str:
 
 
 def redact_source(text: str) -> str:
-    """The same for a piece of a run file that could not be read."""
+    """Like ``redact``, for a piece of a run file that could not be parsed."""
     return _YAML_ASSIGNMENT.sub(
         lambda match: f"{match[1]}{match[2]}{REDACTED}" if names_secret(match[1]) else match[0], redact(text)
     )
@@ -133,12 +131,12 @@ def names_secret(key: str) -> bool:
 
 
 def hides(name: str, value: str) -> bool:
-    """Whether a variable must not be shown: because of its name, or because its value contains a secret."""
+    """Whether a variable must not be shown, because of its name or because its value contains a secret."""
     return is_secret(name) or redact(value) != value
 
 
 def shell_hides(command: str) -> bool:
-    """Whether a line of shell contains a secret, and does not only say where the shell finds one.
+    """Whether a shell command contains a secret, rather than just a reference to one.
 
     >>> [shell_hides(line) for line in ("HF_TOKEN=hf_abcdef get", "HF_TOKEN=$MINE get", "git clone https://me:pass@host/x")]
     [True, False, True]
@@ -148,13 +146,13 @@ def shell_hides(command: str) -> bool:
 
 
 def redact_env(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables with the secrets among them redacted, however short they are."""
+    """Redact the secrets among the variables, however short they are."""
     return {name: REDACTED if hides(name, value) else value for name, value in environment.items()}
 
 
 def redact_run(run: dict[str, Any]) -> dict[str, Any]:
-    """A run file's sections with the secrets of ``cluster.env`` and ``cluster.node_env`` redacted, and the secrets in URLs of
-    paths. Prompts, templates and stop strings do not change: a URL there is ordinary text."""
+    """Redact the secrets in ``cluster.env``, ``cluster.node_env`` and URLs in paths from a run file's sections. Prompts,
+    templates and stop strings do not change: a URL there is ordinary text."""
 
     def shown(section: dict[str, Any], *keys: str) -> dict[str, Any]:
         return {**section, **{key: redact_urls(section[key]) for key in keys if section.get(key)}}
@@ -168,13 +166,13 @@ def redact_run(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def secrets_of_run(raw: Mapping[str, Any]) -> dict[str, str]:
-    """The secrets among the variables of a run file's cluster, by name. The sections need not be valid: a map written as text, as a
-    list of ``NAME=value`` or in the wrong place holds the same secrets."""
+    """Return the secrets among a run file's cluster variables, by name. The sections need not be valid: a mapping written as a
+    string, as a list of ``NAME=value`` or in the wrong place contains the same secrets."""
     return {name: value for name, value in _assignments(raw.get("cluster"), "") if is_secret(name)}
 
 
 def _assignments(value: Any, name: str) -> Iterator[tuple[str, str]]:
-    """Every leaf of a value of any shape with its name, and the assignments in its texts. What is below a secret's name is secret."""
+    """Yield each leaf of a nested value with its name, and the assignments in strings. Everything below a secret name is secret."""
     if isinstance(value, dict):
         if isinstance(value.get("name"), str) and "value" in value:  # as Kubernetes writes a variable
             yield from _assignments(value["value"], value["name"])
@@ -189,15 +187,15 @@ def _assignments(value: Any, name: str) -> Iterator[tuple[str, str]]:
             yield match[1], match[3].strip("'\" ")
     elif (
         not isinstance(value, int) or value.bit_length() < 10_000
-    ):  # Python prints no longer number; it is refused later
+    ):  # Python does not print longer numbers; they are refused later
         yield name, str(value)
 
 
 def guard_streams() -> None:
-    """From now on nothing that this process writes to ``sys.stdout`` or ``sys.stderr`` holds a secret or controls a terminal."""
+    """From now on, keep secrets and terminal control sequences out of this process's ``sys.stdout`` and ``sys.stderr``."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is None:  # it is closed: no file that is opened later may take its number
+        if stream is None:  # closed: no file that is opened later may get its descriptor number
             stream = open(os.devnull, "w")  # noqa: SIM115
             os.set_inheritable(stream.fileno(), True)
         if not isinstance(stream, GuardedStream):
@@ -209,8 +207,8 @@ class OutputError(OSError):
 
 
 class GuardedStream:
-    """A text stream that redacts what is written to it and takes out what controls a terminal; otherwise it acts as the stream that
-    it wraps. ``styled`` is the same for a writer whose escape codes are its own."""
+    """A text stream that redacts secrets and removes terminal control sequences from what is written to it. Otherwise it behaves
+    like the stream that it wraps. ``styled`` is for a trusted writer: it keeps escape codes."""
 
     def __init__(self, stream: TextIO, *, is_styled: bool = False) -> None:
         self._stream, self._is_styled = stream, is_styled
@@ -234,7 +232,7 @@ class GuardedStream:
         try:
             action(*args)
         except BrokenPipeError:
-            raise  # the reader has seen enough
+            raise  # the reader has stopped reading
         except OSError as error:
             name = "standard error" if self._stream is sys.__stderr__ else "standard output"
             text = f"{name} cannot be written ({error.strerror}); free space where it goes, or direct it elsewhere"
@@ -248,7 +246,7 @@ class GuardedStream:
 
 
 def harmless(text: str) -> str:
-    """Without escape sequences and other characters that control a terminal; line ends and tabs stay.
+    """Remove escape sequences and other characters that control a terminal; line ends and tabs stay.
 
     >>> harmless("done\\x1b[31m in red\\x1b]0;title\\x07")
     'done in red'
@@ -257,8 +255,8 @@ def harmless(text: str) -> str:
 
 
 class Redactor:
-    """Redacts a text that arrives in pieces. A line waits for its end, so that a secret is redacted as a whole; of a line that becomes
-    very long, all but the last ``LONGEST_SECRET`` characters are passed on."""
+    """Redacts text that arrives in pieces. A line is buffered until it ends, so that a secret is redacted as a whole. If a line gets
+    very long, all but its last ``LONGEST_SECRET`` characters are passed on."""
 
     def __init__(self) -> None:
         self._held = ""
@@ -288,7 +286,7 @@ def _values() -> frozenset[str]:
 
 @lru_cache(maxsize=16)
 def _pattern(values: frozenset[str]) -> re.Pattern[str]:
-    # A secret of several lines may arrive line by line.
+    # A multi-line secret may arrive line by line.
     parts = {part for value in values for part in (value, *value.splitlines()) if len(part) >= SHORTEST}
     spellings = {
         spelling for value in parts for spelling in (value, json.dumps(value)[1:-1], urllib.parse.quote(value, safe=""))

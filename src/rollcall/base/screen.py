@@ -1,4 +1,4 @@
-"""The console that commands draw on. Its escape codes are its own: text of files, users and models cannot control the terminal."""
+"""The console that commands draw on. Only its own escape codes pass: text from files, users and models cannot control the terminal."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Stops a run on a signal: SIGTERM (Slurm, Kubernetes, `rollcall job stop`), SIGUSR1, which Slurm's `--signal` sends ahead, and
-SIGHUP, which a closed SSH session sends. Under `nohup` SIGHUP is ignored and stays so.
+"""Stops a run on a signal: SIGTERM (Slurm, Kubernetes, `rollcall job stop`), SIGUSR1, which Slurm's `--signal` sends in advance,
+and SIGHUP, which a closed SSH session sends. Under `nohup`, SIGHUP stays ignored.
 
-The first signal asks. Before a run trains there is nothing to save, and it ends the command where it is, as Ctrl-C does.
-While a run trains (``waiting``) the controller stops at the end of its step; when the grace is over before that, ``Stopped``
-is raised in the main thread wherever it is, but not within ``shielded``, where the weights or a checkpoint are half done.
-A second signal ends the process at once. Ctrl-C is different: it ends a run without saving (``noting_interrupts``).
+The first signal is a request. Before a run trains there is nothing to save, so the command exits right away, as with Ctrl-C.
+While a run trains (``waiting``), the controller stops at the end of its step. If the grace period ends before that, ``Stopped``
+is raised in the main thread wherever it is, but not within ``shielded``, where weights or a checkpoint are half-written.
+A second signal kills the process at once. Ctrl-C is different: it ends a run without saving (``noting_interrupts``).
 
-Handlers belong to a process and run in its main thread, so it has one ``Stop``: ``heed`` installs it, ``heeded`` returns it. Where the
-main thread already has an event loop (a notebook), another thread works, and the main one passes signals on to it (``outside_loop``).
+Signal handlers are per process and run in its main thread, so there is one ``Stop``: ``heed`` installs it, ``heeded`` returns it. If the
+main thread already has an event loop (a notebook), another thread does the work, and the main one forwards signals (``outside_loop``).
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# EX_TEMPFAIL: not done, nothing is wrong, the same command continues. No supervisor treats it as a crash by default, and
-# each can be set up to start such a command again (Slurm: `scontrol requeue`; systemd: RestartForceExitStatus).
+# EX_TEMPFAIL: not done, but nothing is wrong, and the same command continues. No supervisor treats it as a crash by default,
+# and each can be configured to restart such a command (Slurm: `scontrol requeue`; systemd: RestartForceExitStatus).
 STOPPED = 75
 INTERRUPTED = 130  # by Ctrl-C
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-SAME_S = 2.0  # one request may come twice: sent to all processes of a job, and passed on by their parent
-AGAIN_S = 5.0  # an exception raised while an object is being destroyed gets lost
+SAME_S = 2.0  # one request may arrive twice: sent to all processes in a job, and forwarded by their parent
+AGAIN_S = 5.0  # raise again, because an exception raised while an object is being destroyed gets lost
 
 
 def status_words(status: int) -> str:
-    """How a run ended, in words, from the exit status of its command or a ``returncode`` of ``subprocess``.
+    """Describe how a run ended, from its command's exit status or a ``subprocess`` ``returncode``.
 
     >>> status_words(0), status_words(143), status_words(-9)
     ('ended well (status 0)', 'was ended by SIGTERM (status 143)', 'was ended by SIGKILL (status 137)')
@@ -53,11 +53,11 @@ def status_words(status: int) -> str:
 
 
 class Stopped(KeyboardInterrupt):
-    """This process got the signal of that name and has to stop. It is handled wherever Ctrl-C is handled."""
+    """This process received the named signal and has to stop. It is handled wherever Ctrl-C is handled."""
 
 
 def ended_by(heard: KeyboardInterrupt) -> tuple[str, int]:
-    """The signal that ended a command, and the status that it exits with."""
+    """Return the name of the signal that ended a command, and the command's exit status."""
     return (str(heard), STOPPED) if isinstance(heard, Stopped) else ("Ctrl-C", INTERRUPTED)
 
 
@@ -68,29 +68,29 @@ class Stop:
         self._asked_s = 0.0
         self._grace_s: float | None = None  # None while no run trains
         self._num_shields = 0
-        self._num_prompts = 0  # of a debugger, open in the main thread
+        self._num_prompts = 0  # debugger prompts open in the main thread
         self._is_over = False
         self._terminals = [fd for fd in (0, 1, 2) if os.isatty(fd)]
-        self._cancel: Callable[[], object] | None = None  # of a run in another thread than the main one
+        self._cancel: Callable[[], object] | None = None  # cancels a run outside the main thread
 
     @property
     def left_s(self) -> float:
-        """What is left of the grace."""
+        """Seconds left in the grace period."""
         return max(self._asked_s + (self._grace_s or 0.0) - time.monotonic(), 0.0)
 
     @property
     def is_late(self) -> bool:
-        """Nothing may be waited for: after Ctrl-C, or a signal whose grace is over."""
+        """Whether nothing may be waited for any more: after Ctrl-C, or once a signal's grace period is over."""
         return self.is_interrupted or (self.asked is not None and self.left_s == 0)
 
     def check(self) -> None:
-        """Raises if a signal has come."""
+        """Raise ``Stopped`` if a signal has arrived."""
         if self.asked is not None:
             raise Stopped(self.asked)
 
     @contextmanager
     def waiting(self, grace_s: float) -> Iterator[None]:
-        """Around training, which has ``grace_s`` seconds after the signal."""
+        """Wrap training, which gets ``grace_s`` seconds after a signal."""
         self.check()
         self._grace_s = grace_s
         try:
@@ -102,7 +102,7 @@ class Stop:
 
     @contextmanager
     def shielded(self) -> Iterator[None]:
-        """A block that must not stop half-way. If the grace ends inside it, the run stops after it."""
+        """Protect a block that must not stop half-way. If the grace period ends inside it, the run stops after the block."""
         self._num_shields += 1
         try:
             yield
@@ -117,8 +117,8 @@ class Stop:
 
     @contextmanager
     def at_prompt(self) -> Iterator[None]:
-        """A debugger asks a person. When the grace ends, ``Stopped`` is raised at the prompt, also within ``shielded``; the prompt
-        then lets the block continue, since nothing else would end it."""
+        """A debugger prompt is open. When the grace period ends, ``Stopped`` is raised at the prompt, even within ``shielded``; the
+        prompt then lets the block continue, because nothing else would end it."""
         is_main = threading.current_thread() is threading.main_thread()
         self._num_prompts += is_main
         try:
@@ -128,8 +128,8 @@ class Stop:
 
     @contextmanager
     def noting_interrupts(self) -> Iterator[None]:
-        """Note a Ctrl-C within ``asyncio.run``. asyncio's own handler cancels the running task, but a task in a blocking call
-        does not notice; it asks ``is_late``. Outside the main thread, ``pass_on`` cancels the task."""
+        """Note Ctrl-C within ``asyncio.run``. asyncio's own handler cancels the running task, but a task in a blocking call does
+        not notice that and checks ``is_late`` instead. Outside the main thread, ``pass_on`` cancels the task."""
         if threading.current_thread() is not threading.main_thread():
             import asyncio
 
@@ -157,8 +157,8 @@ class Stop:
             signal.signal(signal.SIGINT, inner)
 
     def pass_on(self, heard: KeyboardInterrupt, *, thread: threading.Thread) -> None:
-        """Pass on what the main thread has heard to the thread that works: the first Ctrl-C cancels a run, as asyncio's handler does,
-        the second ends it wherever it is."""
+        """Forward a signal from the main thread to the working thread: the first Ctrl-C cancels a run, as asyncio's handler does; the
+        second ends it wherever it is."""
         is_first = not self.is_interrupted
         self.is_interrupted = self.is_interrupted or not isinstance(heard, Stopped)
         if is_first and (cancel := self._cancel) is not None:
@@ -167,7 +167,7 @@ class Stop:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(type(heard)))
 
     def hear(self, number: int, frame: FrameType | None = None) -> None:
-        """The handler of ``SIGNALS``."""
+        """Handle one of ``SIGNALS``."""
         now = time.monotonic()
         if number == signal.SIGHUP:
             self._leave_terminals()
@@ -183,7 +183,7 @@ class Stop:
         signal.setitimer(signal.ITIMER_REAL, max(self._grace_s, 0.001), AGAIN_S)
 
     def _leave_terminals(self) -> None:
-        """Writing to a closed terminal fails, and that must not keep a run from saving."""
+        """Redirect closed terminals to the null device: writing to them fails, which must not keep a run from saving."""
         for fd in self._terminals:
             if not os.isatty(fd):
                 with open(os.devnull, "r+b", buffering=0) as null:
@@ -191,7 +191,7 @@ class Stop:
 
     def _end_grace(self, number: int, frame: FrameType | None) -> None:
         self._is_over = True
-        # Stopped may be raised after a coroutine is made and before it starts, which is not a mistake.
+        # Stopped may be raised between a coroutine's creation and its start, which is not a mistake.
         warnings.filterwarnings("ignore", message="coroutine .* was never awaited", category=RuntimeWarning)
         if self._num_shields == 0 or self._num_prompts:
             self.check()
@@ -205,7 +205,7 @@ def heed() -> Iterator[Stop]:
     """Handle the signals while the block runs."""
     global _heeded
     _heeded = stop = Stop()
-    # A signal that ends a loop leaves asyncio's handler of Ctrl-C behind, which belongs to no loop any more.
+    # A signal that ends a loop leaves asyncio's Ctrl-C handler behind, although its loop is gone.
     before = {signal.SIGINT: on_interrupt} if (on_interrupt := signal.getsignal(signal.SIGINT)) is not None else {}
     before |= {number: signal.signal(number, stop.hear) for number in heeded_signals()}
     try:
@@ -213,13 +213,13 @@ def heed() -> Iterator[Stop]:
     finally:
         _heeded = None
         for number, handler in before.items():
-            if signal.getsignal(number) is not signal.SIG_IGN:  # a command that is ending ignores further signals
-                signal.signal(number, handler or signal.SIG_DFL)  # None: one that Python does not know
+            if signal.getsignal(number) is not signal.SIG_IGN:  # a command that is exiting ignores further signals
+                signal.signal(number, handler or signal.SIG_DFL)  # None: a handler that Python does not know
 
 
 @contextmanager
 def heed_if_possible() -> Iterator[None]:
-    """The same for a library: only the main thread may install handlers, and those that are installed stay."""
+    """Like ``heed``, for library use: only the main thread may install handlers, and installed handlers stay."""
     if is_heeding() or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -228,8 +228,8 @@ def heed_if_possible() -> Iterator[None]:
 
 
 def outside_loop(work: Callable[[], T]) -> T:
-    """Returns ``work()``. It may call ``asyncio.run``, so where an event loop runs it gets another thread."""
-    import asyncio  # not at the top: a command listens to signals as early as it can
+    """Return ``work()``. It may call ``asyncio.run``, so it runs in another thread if this one has an event loop."""
+    import asyncio  # not at the top: a command handles signals as early as it can
     from concurrent.futures import Future
 
     try:
@@ -246,7 +246,7 @@ def outside_loop(work: Callable[[], T]) -> T:
 
     stop, is_main = heeded(), threading.current_thread() is threading.main_thread()
     thread = threading.Thread(target=run, name="rollcall")
-    # Ctrl-C raises here; asyncio's handler would cancel a task that waits in a blocking call and never learns of it.
+    # Let Ctrl-C raise here; asyncio's handler would cancel a task in a blocking call, which would never notice.
     before = signal.signal(signal.SIGINT, signal.default_int_handler) if is_main else None
     try:
         thread.start()
@@ -262,7 +262,7 @@ def outside_loop(work: Callable[[], T]) -> T:
 
 
 def heeded() -> Stop:
-    """The installed ``Stop``, or one that no signal reaches."""
+    """Return the installed ``Stop``, or one that no signal reaches."""
     return _heeded or Stop()
 
 
@@ -273,8 +273,8 @@ def is_heeding() -> bool:
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """Around a call that installs its own handlers, as ``ray.init`` does (2.60): its exits become ours, and our handlers come back. A
-    signal that was ignored stays ignored."""
+    """Wrap a call that installs its own handlers, as ``ray.init`` does (2.60): its exits become ours, and our handlers are restored.
+    An ignored signal stays ignored."""
     ignored = [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_IGN]
     try:
         yield
@@ -291,6 +291,6 @@ def kept() -> Iterator[None]:
 
 
 def heeded_signals() -> tuple[signal.Signals, ...]:
-    """``SIGNALS``, without SIGHUP if it is ignored: that is how `nohup` lets a run outlive its terminal."""
+    """Return ``SIGNALS``, without SIGHUP if it is ignored: that is how `nohup` lets a run outlive its terminal."""
     is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return tuple(number for number in SIGNALS if number != signal.SIGHUP or not is_ignored)

@@ -1,8 +1,8 @@
-"""One type per stage of the flow: Prompt -> Completion -> Group -> Sample -> MicroBatch.
+"""One type per stage of the data flow: Prompt -> Completion -> Group -> Sample -> MicroBatch.
 
-Every field is required; where a stage may lack something, the field allows ``None``. Lengths are checked once,
-when the object is made, so no later stage checks them again. Arrays are numpy on the host; only the learner turns
-a MicroBatch into tensors.
+Fields without a default are required; a field allows ``None`` if a stage may lack the value. Lengths are checked
+once, when the object is created, so no later stage checks them again. Arrays are numpy on the host; only the learner
+turns a MicroBatch into tensors.
 
 Axes in the comments: T tokens of one completion, R rows (completions) of a micro-batch, N packed tokens of a
 micro-batch, K packed key positions, L loss tokens (those whose mask is true).
@@ -28,7 +28,7 @@ Bools = NDArray[np.bool_]
 class FinishReason(StrEnum):
     STOP = "stop"  # a stop token or a stop string
     LENGTH = "length"  # the token limit
-    ABORT = "abort"  # taken back by the caller
+    ABORT = "abort"  # cancelled by the caller
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +37,9 @@ class Prompt:
 
     id: str
     token_ids: Ints
-    text: str  # the rendered prompt, as the reward and the samples page show it
-    answer: str  # ground truth, as text; the reward reads it
-    metadata: dict[str, Any]  # the row's other columns, handed to the reward untouched
+    text: str  # the rendered prompt, as rewards and the samples page see it
+    answer: str  # ground truth, as a string; rewards read it
+    metadata: dict[str, Any]  # the row's other columns, passed to rewards unchanged
 
     def __post_init__(self) -> None:
         if len(self.token_ids) == 0:
@@ -57,16 +57,16 @@ class Segment:
 class EndReason(StrEnum):
     """Why an episode ended."""
 
-    DONE = "done"  # the environment ended it, or the model made no further call
-    TURNS = "turns"  # the limit of turns
-    TOKENS = "tokens"  # the limit of tokens
+    DONE = "done"  # the environment ended it, or the model made no further tool call
+    TURNS = "turns"  # the turn limit
+    TOKENS = "tokens"  # the token limit
     TIMEOUT = "timeout"  # the episode, or one call of its environment, took too long
-    ERROR = "error"  # the environment raised, died or returned rubbish
+    ERROR = "error"  # the environment raised, died or returned something invalid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """A call of a tool as people read it."""
+    """A tool call in readable form."""
 
     name: str
     arguments: dict[str, Any]
@@ -76,19 +76,19 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """Sampled tokens, and the observation tokens that follow them (mask false)."""
+    """Sampled tokens, followed by observation tokens (mask false)."""
 
     num_sampled: int
     num_observed: int
     text: str  # what the model wrote
-    observation: str  # what the environment answered; empty in the last turn
+    observation: str  # the environment's response; empty in the last turn
     calls: tuple[ToolCall, ...]
-    reward: float | None  # for this turn; `None` if the environment gives none along the way
+    reward: float | None  # for this turn; `None` if the environment gives no per-turn rewards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """Another training row of an episode: its program began a conversation that does not extend the first one."""
+    """An additional training row from an episode whose program began a conversation that does not extend the first one."""
 
     prompt_ids: Ints
     token_ids: Ints  # [T]
@@ -102,57 +102,55 @@ class Branch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
-    """How an attempt with an environment went. Its tokens are those of its Completion."""
+    """How an attempt with an environment went. The tokens are in its Completion."""
 
-    prompt_ids: Ints | None  # tokens that the model read first; `None` if they are the group's prompt
+    prompt_ids: Ints | None  # the tokens that the model read first; `None`: the group's prompt
     turns: tuple[Turn, ...]
     branches: tuple[Branch, ...]
-    reward: float | None  # the environment's own for the whole episode; `None` if it gives none
+    reward: float | None  # from the environment, for the full episode; `None` if it gives none
     metrics: dict[str, float]
     ended: EndReason
-    error: str  # why the environment failed; empty: it did not
+    error: str  # why the environment failed; empty if it did not
     opening: str = ""  # what the environment added to the prompt
     attributes: dict[str, Any] = field(
         default_factory=dict
-    )  # that it left in the environment, where a reward reads them
+    )  # left in the environment by the episode, for rewards to read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """One attempt at a prompt, as the engine sampled it. Never re-tokenised."""
+    """One attempt at a prompt, as sampled by the engine. Never re-tokenised."""
 
     token_ids: Ints  # [T]
-    logprobs: (
-        Floats  # [T] under the distribution that was sampled from (temperature, top-p, top-k); 0 where mask is false
-    )
+    logprobs: Floats  # [T] under the sampling distribution (temperature, top-p, top-k); 0 where mask is false
     mask: Bools  # [T] false for tokens the policy did not choose (tool or user turns)
     segments: tuple[Segment, ...]
     finish: FinishReason
     seed: int
     text: str
-    episode: Episode | None  # `None` for one turn without an environment
+    episode: Episode | None  # `None` for a single turn without an environment
 
     def __post_init__(self) -> None:
         _check_row(self)
 
     def prompt_ids(self, group_prompt: Ints) -> Ints:
-        """The tokens that the model read first."""
+        """Return the tokens that the model read first."""
         own = self.episode.prompt_ids if self.episode is not None else None
         return group_prompt if own is None else own
 
     @property
     def is_cut(self) -> bool:
-        """Whether the limit of tokens ended it."""
+        """Whether the token limit ended the completion."""
         return self.finish is FinishReason.LENGTH if self.episode is None else self.episode.ended is EndReason.TOKENS
 
     @property
     def num_sampled(self) -> int:
-        """In all its rows."""
+        """The number of sampled tokens in all of the completion's rows."""
         return sum(int(row.mask.sum()) for row in rows_of(self))
 
     @classmethod
     def given(cls, token_ids: Ints, *, text: str = "") -> Completion:
-        """Tokens that nobody sampled, with log-probs of 0."""
+        """Build a completion from tokens that were not sampled, with log-probs of 0."""
         num_tokens = len(token_ids)
         return cls(
             token_ids=token_ids,
@@ -173,7 +171,7 @@ def _check_row(row: Completion | Branch) -> None:
 
 
 def rows_of(completion: Completion) -> tuple[Completion | Branch, ...]:
-    """The training rows of an attempt: its completion, then the branches of its episode."""
+    """Return an attempt's training rows: its completion, then its episode's branches."""
     return (completion, *completion.episode.branches) if completion.episode else (completion,)
 
 
@@ -181,12 +179,12 @@ def rows_of(completion: Completion) -> tuple[Completion | Branch, ...]:
 class Score:
     """The scores of one completion."""
 
-    value: float  # the weighted sum; what the algorithm sees
+    value: float  # the weighted sum that the algorithm uses
     parts: dict[str, float]  # reward name -> unweighted score
     errors: dict[str, str]  # reward name -> why it could not score (raised, hung, NaN); its part is then 0
-    notes: dict[str, str] = field(default_factory=dict)  # reward name -> its service's note; journals may lack it
+    notes: dict[str, str] = field(default_factory=dict)  # reward name -> its service's note; optional in journals
     is_given: bool = (
-        True  # False: every reward declined to score it, so it is neither compared nor trained on; journals may lack it
+        True  # False: every reward declined to score it, so it is not compared or trained on; optional in journals
     )
 
 
@@ -194,14 +192,14 @@ class Score:
 class Group:
     """All attempts at one prompt: the unit of scheduling, journaling, filtering and refill."""
 
-    step: int  # the optimizer step it was made for
+    step: int  # the optimizer step that it was generated for
     draw: int  # position in the data order; unique per run
     prompt: Prompt
     completions: tuple[Completion, ...]
     scores: tuple[Score, ...]
     started_s: float  # unix time
     finished_s: float
-    worker: str  # who generated it
+    worker: str  # the worker that generated it
 
     def __post_init__(self) -> None:
         assert len(self.completions) == len(self.scores), "one score per completion"
@@ -216,7 +214,7 @@ class Group:
 
 
 def failed_on_all(groups: Sequence[Group]) -> frozenset[str]:
-    """The rewards that could score none of the completions of these groups."""
+    """Return the rewards that failed to score every completion in these groups."""
     errors = [frozenset(score.errors) for group in groups for score in group.scores]
     return frozenset.intersection(*errors) if errors else frozenset()
 
@@ -228,19 +226,19 @@ PER_TOKEN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A training row: one completion, or one branch of its episode, with everything its loss needs."""
+    """A training row: one completion, or one branch of its episode, with everything that the loss needs."""
 
-    draw: int  # rows with the same draw share the tokens that they begin with
-    attempt: int  # its place in the group; an episode's branches are rows of the same attempt
+    draw: int  # rows with the same draw begin with the same tokens
+    attempt: int  # its index in the group; an episode's branches are rows of the same attempt
     prompt_ids: Ints
     response_ids: Ints  # [T]
     mask: Bools  # [T]
     behaviour_logprobs: Floats  # [T] from the engine
-    old_logprobs: Floats | None  # [T] from the learner before the step; `None`: from the first forward
+    old_logprobs: Floats | None  # [T] from the learner before the step; `None`: computed in the first forward
     reference_logprobs: Floats | None  # [T] from the frozen reference; `None` without a KL term
     advantages: Floats  # [T]
-    returns: Floats | None  # [T] for the critic; `None` without one
-    values: Floats | None  # [T] the critic's values when the advantages were made
+    returns: Floats | None  # [T] for the critic; `None` without a critic
+    values: Floats | None  # [T] the critic's values when the advantages were computed
 
     def __post_init__(self) -> None:
         num_tokens = len(self.response_ids)
@@ -251,7 +249,7 @@ class Sample:
 
     @classmethod
     def of(cls, row: Completion | Branch, *, draw: int, attempt: int, prompt_ids: Ints) -> Sample:
-        """A row without advantages (0) and optional parts. ``prompt_ids`` are the group's; an episode's own come before them."""
+        """Build a row with zero advantages and no optional fields. ``prompt_ids`` are the group's; an episode's own take precedence."""
         return cls(
             draw=draw,
             attempt=attempt,
@@ -271,7 +269,7 @@ class Sample:
 
 
 def attempts_of(samples: Sequence[Sample]) -> Longs:
-    """The attempt of each row, counted from 0 in the order of their first rows."""
+    """Number each row's attempt from 0, in the order in which attempts first appear."""
     numbers: dict[tuple[int, int], int] = {}
     return np.array(
         [numbers.setdefault((sample.draw, sample.attempt), len(numbers)) for sample in samples], dtype=np.int64
@@ -282,9 +280,9 @@ def attempts_of(samples: Sequence[Sample]) -> Longs:
 class MicroBatch:
     """Packed rows for one forward, without padding.
 
-    Tokens that several rows begin with are laid out once. ``kv_index`` tells, segment by segment, which packed positions
-    the keys come from: the path from the row's first token to the segment's last, through the segments of other rows
-    where these share it. A query segment ``i`` is ``[cu_q[i], cu_q[i+1])`` of the packed tokens and attends causally,
+    A prefix that several rows share is stored once. ``kv_index`` lists, for each segment, the packed positions that the
+    keys come from: the path from the row's first token to the segment's last, through the segments of other rows
+    where they are shared. A query segment ``i`` is ``[cu_q[i], cu_q[i+1])`` of the packed tokens and attends causally,
     aligned at its end, to the keys ``kv_index[cu_k[i]:cu_k[i+1]]``.
     """
 
@@ -293,12 +291,12 @@ class MicroBatch:
     kv_index: Longs  # [K]
     cu_q: Ints  # [segments + 1]
     cu_k: Ints  # [segments + 1]
-    logit_index: Longs  # [L] packed position whose hidden state predicts the loss token; rows may share it
+    logit_index: Longs  # [L] packed position whose hidden state predicts the loss token; rows may share positions
     targets: Longs  # [L] the loss token's id
-    row: Longs  # [L] which row of this micro-batch the loss token belongs to
-    sample_index: Longs  # [R] the row's place in the list of samples that was packed
+    row: Longs  # [L] the loss token's row in this micro-batch
+    sample_index: Longs  # [R] the row's index in the packed list of samples
     attempt: Longs  # [R] the row's attempt, counted from 0 in this micro-batch
-    weights: Floats  # [L] the token's share of the loss: the loss is a plain weighted sum
+    weights: Floats  # [L] the token's share of the loss, which is a plain weighted sum
     behaviour_logprobs: Floats  # [L]
     old_logprobs: Floats | None  # [L]
     reference_logprobs: Floats | None  # [L]

@@ -1,11 +1,11 @@
-"""The version of the package, where every room can read it, and those of others."""
+"""The version of this package, for all subpackages to read, and the versions of installed packages."""
 
 __version__ = "0.1.0"
 
 
 def installed(name: str) -> str:
-    """The version of a package here."""
-    from importlib import metadata  # takes longer than all that `import rollcall` imports
+    """Return the version of an installed package."""
+    from importlib import metadata  # takes longer to import than the rest of `import rollcall`
 
     try:
         return metadata.version(name)

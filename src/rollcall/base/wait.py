@@ -1,10 +1,10 @@
-"""One way to speak to the user (``say``), and one way to wait: up to a time limit, saying now and then what for.
+"""Tells the user things (``say``), and waits with a time limit while reporting now and then what it waits for.
 
-A process has one voice. It is on stderr, unless a block runs ``speaking`` otherwise: a run's console speaks through its panel.
-What a user has to know even in a quiet run is a warning (``warn``). It goes to the logger ``rollcall``, which is a program's to
-direct.
+A process has one output channel (voice). It is stderr, unless a block changes it with ``speaking``: a run's console prints through its
+panel. What a user has to know even in a quiet run is a warning (``warn``). Warnings go to the logger ``rollcall``, which the calling
+program may redirect.
 
-What a process waits for is known to it (``waiting``): the holder of a run directory writes it where `rollcall status` finds it.
+A process knows what it is waiting for (``waiting``): the holder of a run directory records it for `rollcall status`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from weakref import WeakSet
 
 Say = Callable[[str], None]
-SHORTEST_S = 0.001  # as a timeout, 0 means "do not wait" to a socket
+SHORTEST_S = 0.001  # a socket takes a timeout of 0 as "do not wait"
 
 
 def on_stdout(text: str) -> None:
@@ -34,16 +34,16 @@ def _on_stderr(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-_voice: Say = _on_stderr  # not stdout, which may be somebody's JSON
+_voice: Say = _on_stderr  # not stdout, which may contain JSON output
 
 
 def say(text: str) -> None:
-    """A line for the user."""
+    """Print a line for the user."""
     _voice(text)
 
 
 def is_silent() -> bool:
-    """Whether libraries have to be silent too."""
+    """Whether libraries must be silent too."""
     return _voice is in_silence
 
 
@@ -53,7 +53,7 @@ def warn(text: str) -> None:
 
 @contextmanager
 def speaking(voice: Say) -> Iterator[None]:
-    """While the block runs, what any thread of this process says goes to ``voice``."""
+    """While the block runs, send what any thread in this process says to ``voice``."""
     global _voice
     before, _voice = _voice, voice
     try:
@@ -63,8 +63,8 @@ def speaking(voice: Say) -> Iterator[None]:
 
 
 class Wait:
-    """Begins when it is made. ``tell`` speaks first after ``first_s``, then every ``every_s`` seconds. ``stalls``: nothing else
-    happens meanwhile, so the status of a run shows it; work that takes its time does not stall."""
+    """A wait that begins when the object is created. ``tell`` speaks first after ``first_s``, then every ``every_s`` seconds.
+    ``stalls``: nothing else happens meanwhile, so a run's status shows the wait. Work that is merely slow does not stall."""
 
     def __init__(
         self, timeout_s: float = math.inf, *, first_s: float = 2.0, every_s: float = 10.0, stalls: bool = True
@@ -95,16 +95,16 @@ class Wait:
 
     @property
     def until_word_s(self) -> float:
-        """How long to wait at most before ``tell`` has something to say, or the time is over."""
+        """The longest time to wait before ``tell`` has something to say or the time is over."""
         return max(min(self._next - time.monotonic(), self.left_s), SHORTEST_S)
 
     def excuse(self, seconds: float) -> None:
-        """So much of what was waited does not count: a debugger held what is waited for."""
+        """Do not count this many seconds: a debugger had stopped what this waits for."""
         self._began += seconds
         self._next += seconds
 
     def note(self, text: str) -> None:
-        """Note the current wait. It counts while it is noted again and again, and while this object lives."""
+        """Note the current wait. It counts as long as it is noted repeatedly and this object is alive."""
         self.what, self._noted = text, time.monotonic()
         with _lock:
             _waits.add(self)
@@ -114,7 +114,7 @@ class Wait:
         return time.monotonic() - self._noted < self._every_s + 5
 
     def tell(self, text: str) -> None:
-        """Say what is waited for, if that is due."""
+        """Say what this waits for, if a message is due."""
         if self._stalls and (self.is_word_due or self.what):
             self.note(text)
         if self.is_word_due:
@@ -126,7 +126,7 @@ class Wait:
         time.sleep(min(seconds, self.left_s))
 
     def again(self, text: str, *, after_s: float) -> bool:
-        """Whether to look again: says what is waited for, if that is due, and sleeps. False, at once: the time is over."""
+        """Whether to look again: says what this waits for, if a message is due, and sleeps. False at once if the time is over."""
         if self.is_over:
             return False
         self.tell(text)
@@ -134,12 +134,12 @@ class Wait:
         return True
 
 
-_waits: WeakSet[Wait] = WeakSet()  # of this process, in any thread
+_waits: WeakSet[Wait] = WeakSet()  # in this process, in any thread
 _lock = threading.Lock()
 
 
 def waiting() -> tuple[str, float] | None:
-    """The longest current wait of this process, and since when (unix time); `None` if there is none."""
+    """Return this process's longest current wait and its start (unix time), or `None` if it is not waiting."""
     with _lock:
         found = [wait for wait in _waits if wait.is_noted]
     oldest = max(found, key=lambda wait: wait.waited_s, default=None)

@@ -1,4 +1,4 @@
-"""Words of messages."""
+"""Helpers for wording messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ANOTHER_RUN = "choose another run.dir, or start over with --fresh (the old direc
 
 
 def counted(count: int, noun: str) -> str:
-    """A number with its noun, in the plural where it is not one.
+    """Format a number with its noun, in the plural unless the number is 1.
 
     >>> counted(1, "node"), counted(2, "finished group"), counted(0, "node"), counted(1234, "prompt"), counted(2, "process")
     ('1 node', '2 finished groups', '0 nodes', '1,234 prompts', '2 processes')
@@ -32,7 +32,7 @@ def all_of(count: int, noun: str) -> str:
 
 
 def are(count: int) -> str:
-    """The verb after ``counted`` or ``all_of``."""
+    """Return the verb that follows ``counted`` or ``all_of``."""
     return "is" if count == 1 else "are"
 
 
@@ -48,7 +48,7 @@ def size(num_bytes: int) -> str:
 
 
 def parse_size(text: str) -> int:
-    """ValueError: it is not a size.
+    """Parse a size with a unit. Raises ValueError if it is not valid.
 
     >>> parse_size("5GB"), parse_size("512MiB"), parse_size("1000B")
     (5000000000, 536870912, 1000)
@@ -62,7 +62,7 @@ def parse_size(text: str) -> int:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Ascending numbers, such as slots or ranks, in the fewest words.
+    """Format ascending numbers, such as slots or ranks, as compact ranges.
 
     >>> ranges([0, 1, 2, 3, 8])
     '0-3,8'
@@ -77,12 +77,12 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def span(first: int, last: int) -> str:
-    """The steps of a run from one to another, in words."""
+    """Describe a range of a run's steps in words."""
     return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
 def visible(text: str) -> str:
-    """Text that others wrote, such as a model, a tool or another machine, without what could control the terminal that shows it.
+    """Replace terminal control characters in text from outside, such as from a model, a tool or another machine.
 
     >>> visible("done\\x1b[2J")
     'done\N{REPLACEMENT CHARACTER}[2J'

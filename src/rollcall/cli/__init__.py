@@ -1,6 +1,6 @@
-"""The command line: small modules of related verbs, no logic. What the verbs share is here.
+"""The command line: small modules with related commands and no logic. This module contains what the commands share.
 
-Nothing in this package imports torch at the top of a module, so that help and `rollcall config` answer at once.
+No module in this package imports torch at the top, so that help and `rollcall config` respond at once.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ Overrides = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else there.")]
 
-SAY_EVERY_S = 10.0  # how far something is, where there is no bar
-FAILED = 1  # an exit status; 2 is a usage error, stop.py has two more
+SAY_EVERY_S = 10.0  # between progress messages where there is no bar
+FAILED = 1  # exit status; 2 is a usage error, and stop.py defines two more
 
 
 def split_arguments(file: str | None, overrides: list[str] | None) -> tuple[Path | None, list[str]]:
-    """The run file, if one is given, and the overrides; a first argument with a '=' in it is an override."""
+    """Return the run file, if there is one, and the overrides. A first argument with a '=' in it is an override."""
     if file is not None and "=" in file:
         return None, [file, *(overrides or [])]
     return Path(file) if file is not None else None, overrides or []
 
 
 def read_run(file: str | None, overrides: list[str] | None) -> Config:
-    """The settings of the run that a command line names."""
+    """Read the settings of the run that a command line names."""
     from rollcall.config import load_config
 
     return load_config(*split_arguments(file, overrides))
 
 
 def reported(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with one more option, ``--debug``. Without it, an error that is the user's is one message and status 1."""
+    """Add a ``--debug`` option to the command. Without it, a user error becomes a single message and exit status 1."""
 
     @wraps(command)
     def run(*args: Any, debug: bool, **kwargs: Any) -> None:
@@ -66,12 +66,12 @@ def reported(command: Callable[..., None]) -> Callable[..., None]:
             say(f"stopped by {by}")
             raise typer.Exit(status) from None
         except (BrokenPipeError, OutputError):
-            raise  # `main` ends
+            raise  # `main` handles it
         except Exception as error:
             if debug or not _is_for_the_user(error):
                 raise
             text = _explain(error)
-            # Names from files of others are in it: they control no terminal, and do not fill it.
+            # It may contain names from other people's files, which must not control the terminal or flood it.
             say(f"error: {visible(text if len(text) <= 20_000 else f'{text[:20_000]} ...')}")
             raise typer.Exit(FAILED) from None
 
@@ -83,7 +83,7 @@ def reported(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def answer(found: Any, show: Callable[[Any], None], *, as_json: bool) -> None:
-    """Print a command's result: one JSON object, or what ``show`` makes of it for a reader."""
+    """Print a command's result: as one JSON object, or as ``show`` formats it for a person."""
     if not as_json:
         show(found)
         return
@@ -105,7 +105,7 @@ def print_rows(rows: Iterable[tuple[str, str]], *, width: int) -> None:
 
 @contextmanager
 def progress_bar(title: str, *, unit: str | None = None) -> Iterator[Callable[[int, int | None], None]]:
-    """A bar on a terminal; elsewhere a line every few seconds. It counts ``unit``, or bytes without one."""
+    """Show a bar on a terminal; elsewhere print a line every few seconds. It counts ``unit``, or bytes if there is none."""
     from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
     from rollcall.base.screen import Screen
@@ -128,7 +128,7 @@ def progress_bar(title: str, *, unit: str | None = None) -> Iterator[Callable[[i
 
 
 def calm_libraries() -> None:
-    """Show our own warnings as plain lines on stderr, and no progress bars or advice of transformers."""
+    """Show our own warnings as plain lines on stderr, and hide the progress bars and advice that transformers prints."""
     handler = _OnStderr()
     handler.setFormatter(logging.Formatter("warning: %(message)s"))
     ours = logging.getLogger("rollcall")
@@ -138,7 +138,7 @@ def calm_libraries() -> None:
 
 
 class _OnStderr(logging.StreamHandler[Any]):
-    """Writes to what ``sys.stderr`` is at that moment: a live panel puts itself under it."""
+    """Writes to the current ``sys.stderr``, because a live panel may replace it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
@@ -146,7 +146,7 @@ class _OnStderr(logging.StreamHandler[Any]):
 
 
 def _is_for_the_user(error: Exception) -> bool:
-    """Whether the message is enough without a traceback: our own errors, and those of values and files."""
+    """Whether the message is enough without a traceback: for our own errors, and for value and file errors."""
     return (
         isinstance(error, ValueError | OSError)
         or type(error).__module__.startswith("rollcall.")

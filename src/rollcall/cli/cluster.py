@@ -1,4 +1,4 @@
-"""`rollcall node`, `check`, `status`, `down`: join a cluster, look at it, leave it."""
+"""`rollcall node`, `check`, `status`, `down`: join a cluster, inspect it, leave it."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def node(
         tls=tls,
         timeout_s=timeout_s,
     )
-    with heed():  # a signal while it starts leaves nothing behind, and ends it with the status of a run that can go on
+    with heed():  # a signal during the start leaves nothing behind; the exit status is a resumable run's
         if whole is not None:
             request = whole.get_ready(request)
         with tied_to_stdin() if tied else nullcontext():
@@ -215,7 +215,7 @@ def down(
         return
     folder = state_dir(meant.name)
     count = stop_node(meant.name, keep_logs=keep_logs)
-    sweep_folders()  # of a run that was killed
+    sweep_folders()  # left by a killed run
     title = meant.title
     what = f"stopped {counted(count, 'process')} of {title}" if count else f"nothing of {title} runs on this node"
     print(f"{what}; its logs are in {folder}" if keep_logs and folder.exists() else what)

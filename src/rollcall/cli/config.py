@@ -1,4 +1,4 @@
-"""`rollcall init`, `config`, `plan`, `simulate`, `prepare`, `fetch-model`: a run file, and what can be done with it before a run."""
+"""`rollcall init`, `config`, `plan`, `simulate`, `prepare`, `fetch-model`: commands for a run file before a run."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def data(
 
 
 def _write(made: TaskRows, out: Path) -> tuple[dict[Path, int], dict[str, Any]]:
-    """The number of rows in each file, and the first row of all."""
+    """Write the files. Returns the number of rows in each file, and the first row overall."""
     example: dict[str, Any] = {}
     written: dict[Path, int] = {}
     numbers = count(1)

@@ -1,4 +1,4 @@
-"""`rollcall doctor`: what would break a run on this machine or this cluster, and how to fix it."""
+"""`rollcall doctor`: finds what would break a run on this machine or cluster, and says how to fix it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rollcall gather`, `finish` and `upload`: after a run."""
+"""`rollcall gather`, `finish` and `upload`: commands for after a run."""
 
 from __future__ import annotations
 

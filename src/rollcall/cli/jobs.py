@@ -1,4 +1,4 @@
-"""`rollcall submit`, `rollcall job` and `rollcall env`: runs on a cluster, seen from anywhere."""
+"""`rollcall submit`, `rollcall job` and `rollcall env`: manage runs on a cluster from anywhere."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def submit(
 
     config = read_run(file, [*(overrides or []), *(["trainer.page=true"] if page else [])])
     if config.cluster is not None:
-        workable_plan(config, config.cluster)  # what cannot work is refused here, not in a log over there
+        workable_plan(config, config.cluster)  # refuse what cannot work here, not in a remote log
     wished = config.cluster.ray_address if config.cluster is not None else None
     jobs = reach(cluster, address=address, rendezvous=rendezvous, ray_address=wished)
     job = jobs.submit(config, folder=Path.cwd(), environ=os.environ)
@@ -208,7 +208,7 @@ def _jobs(cluster: str | None, address: str | None, rendezvous: Path | None) -> 
 
 
 def _follow(jobs: Jobs, job_id: str, *, out: Any) -> Job:
-    """Show the job's log until its end. Ctrl-C ends the watching, not the job."""
+    """Show the job's log until the job ends. Ctrl-C stops the watching, not the job."""
     try:
         return jobs.follow(job_id, out=out)
     except KeyboardInterrupt:
@@ -220,11 +220,11 @@ def _follow(jobs: Jobs, job_id: str, *, out: Any) -> Job:
 
 
 def _end_as(job: Job) -> None:
-    """This command's exit status is the job's."""
+    """Exit with the job's exit status."""
     if job.status == "SUCCEEDED":
         say(f"{job.id} succeeded")
         return
-    # Ray's message of a failed driver repeats the end of the log, which has just been shown.
+    # Ray's message about a failed driver repeats the end of the log, which was just shown.
     why = f": {job.message}" if job.status == "FAILED" and not job.exit_code and job.message else ""
     is_stopped = job.status == "STOPPED" or job.exit_code == STOPPED
     say(f"{'' if is_stopped else 'error: '}{job.id} {job.state}{why}")

@@ -1,5 +1,5 @@
 """`rollcall launch`: get nodes from ssh, Slurm, SkyPilot, dstack or KubeRay, and run a run file on them. `rollcall ssh` and
-`rollcall tunnel`: the hosts of a launch, and its dashboard on this machine."""
+`rollcall tunnel`: run commands on a launch's hosts, and forward its dashboard to this machine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Name = Annotated[
 
 
 class _Targets(TyperGroup):
-    """Says which targets exist where another is given."""
+    """Lists the existing targets if the user names an unknown one."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] not in self.commands:
@@ -80,7 +80,7 @@ def _launch(
         raise typer.Exit(FAILED if rendered.problems else 0)
     for note in rendered.notes:
         say(f"note: {note}")
-    with heed():  # a closed terminal or SIGTERM ends a start as Ctrl-C does
+    with heed():  # a closed terminal or SIGTERM stops a launch as Ctrl-C does
         record = start(chosen, request, rendered)
     say(
         f"started {record.name!r}; look with `rollcall launch status {record.name}`, end it with `rollcall launch down {record.name}`"
@@ -101,7 +101,7 @@ def _when(record: LaunchRecord) -> str:
 
 
 def shown(rendered: Rendered, folder: Path) -> str:
-    """For a person: each file with its path, then the commands in their order."""
+    """Format for a person: each file with its path, then the commands in order."""
     parts = [f"# file {folder / file.name}\n{file.text.rstrip()}\n" for file in rendered.files]
     commands = [f"# {each.what}\n{each}" for each in rendered.commands]
     notes = [f"# note: {note}" for note in rendered.notes]

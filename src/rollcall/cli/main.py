@@ -1,4 +1,4 @@
-"""`rollcall`: the verbs and the first page of help."""
+"""`rollcall`: the commands and the main help page."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def main() -> None:
         finally:
             sys.stdout.flush()
     except (BrokenPipeError, OutputError) as error:
-        # Python writes what is left once more when it ends.
+        # Python flushes what is left again when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, OutputError):
             print(f"error: {error.strerror}", file=sys.stderr)

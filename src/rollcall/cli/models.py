@@ -1,4 +1,4 @@
-"""`rollcall eval`, `rollcall serve` and `rollcall merge`: how good a model is, a model behind an API, a checkpoint as one model."""
+"""`rollcall eval`, `rollcall serve` and `rollcall merge`: evaluate a model, serve it, turn a checkpoint into one model."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def merge(
     from rollcall.model.stored.find import PROBE, adapter_folder
     from rollcall.model.stored.open import open_stored
 
-    if verify:  # what it compares with must be there: a merge may take an hour
+    if verify:  # check for the reference first: a merge may take an hour
         folder = adapter_folder(checkpoint) or open_stored(checkpoint).folder
         if folder is None or not (folder / PROBE).is_file():
             raise ValueError(

@@ -1,4 +1,4 @@
-"""`rollcall reward`: the run's rewards, tried before training."""
+"""`rollcall reward`: tries a run's rewards before training."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test(
 
 
 def _show(trial: Trial) -> None:
-    # No markup and no emoji: the text of a row is shown as it is.
+    # No markup and no emoji: a row's text is shown as it is.
     console = Screen(markup=False, emoji=False, soft_wrap=True)
     if trial.scored:
         console.print(_table(trial))

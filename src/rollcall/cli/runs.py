@@ -1,4 +1,4 @@
-"""The commands that read run directories and need no cluster: `rollcall recover`, `status RUN_DIR`, `compare`, `trace`, `view`."""
+"""Commands that read run directories and need no cluster: `rollcall recover`, `status RUN_DIR`, `compare`, `trace`, `view`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rollcall.view.reader import RunState
     from rollcall.view.recover import RunReport
 
-LONG = 8 << 20  # bytes of calls; reading and writing all of them takes more than some seconds
+LONG = 8 << 20  # bytes of calls; reading and writing more than this takes more than a few seconds
 
 
 def recover(
@@ -53,7 +53,7 @@ def recover(
 
 
 def show_run(run_dir: Path, *, as_json: bool) -> None:
-    """Print the state of a run, and its last steps."""
+    """Print a run's state and its last steps."""
     from rollcall.observe.events import read_phases
     from rollcall.view.reader import describe_holder, holder_as_json, open_run
     from rollcall.view.standing import standing_rows
@@ -90,12 +90,12 @@ def show_run(run_dir: Path, *, as_json: bool) -> None:
             notes = [f"waited for {event.waited_for}"] if event.waited_for else []
             notes += [event.result] if event.result else []
             if took == "0.00 s" and not notes:
-                continue  # such as a release of an engine that needs none
+                continue  # such as releasing an engine that needs no release
             print(f"  {event.phase:<20} {took:>10}  {'; '.join(notes)}".rstrip())
 
 
 def _in_words(state: RunState) -> str:
-    """A state that lasts with its time so far; one that has ended with its word."""
+    """Describe a state: a lasting one with its time so far, a final one with its word."""
     clock = "" if state.since_s is None else time.strftime("%H:%M:%S", time.localtime(state.since_s))
     if state.is_over:
         when = "" if state.since_s is None else f" ({'begun ' if state.word == 'killed' else ''}at {clock})"
@@ -107,7 +107,7 @@ def _in_words(state: RunState) -> str:
 
 
 def _runs_of(groups: dict[int, int]) -> list[str]:
-    """One line for consecutive steps with the same number of groups.
+    """Summarise consecutive steps with the same number of groups in one line.
 
     >>> _runs_of({3: 48, 4: 48, 5: 48, 6: 7})
     ['steps 3 to 5: 48 finished groups each', 'step 6: 7 finished groups']

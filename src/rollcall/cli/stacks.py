@@ -1,4 +1,4 @@
-"""`rollcall stacks`, `profile` and `debug`: what the processes of a run do, where their time goes, and those stopped at a breakpoint."""
+"""`rollcall stacks`, `profile` and `debug`: what a run's processes are doing, where their time goes, and which wait at a breakpoint."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def train(
     if data_path is not None:
         if not data_path.is_dir():
             raise typer.BadParameter(f"--data-path {data_path} is not a folder")
-        os.environ["HF_HOME"] = str(data_path.absolute() / ".cache/huggingface")  # read when its library is imported
+        os.environ["HF_HOME"] = str(data_path.absolute() / ".cache/huggingface")  # the hub library reads it on import
     path, changes = split_arguments(file, overrides)
     if eval_interval is not None:
         changes = [*changes, f"trainer.eval_every={eval_interval}"]
@@ -159,7 +159,7 @@ def train(
     if master:
         say_unused(config, in_folder=True)
     if run is None and config.cluster is not None:
-        wished_cluster(ray_address=config.cluster.ray_address)  # refuses what is not an address, before torch is loaded
+        wished_cluster(ray_address=config.cluster.ray_address)  # refuses an invalid address before torch is loaded
     try:
         calm_libraries()
         if run is not None:
@@ -196,8 +196,8 @@ def _on_a_folder(
     fresh: bool,
     own: Mapping[str, object],
 ) -> Callable[..., dict[str, Any] | None] | None:
-    """The function that runs on nodes that share only a folder, or None. ``own`` are the options that a worker compares
-    with the master's."""
+    """Return the function to run on nodes that share only a folder, or None. ``own`` contains the options that a worker
+    compares with the master's."""
     if not master and worker is None:
         if num_nodes is not None or own["--rank-weights"] is not None:
             raise typer.BadParameter("--num-nodes and --rank-weights go with --master or --worker R")

@@ -1,9 +1,9 @@
 """A run is a sequence of attempts: each builds its workers and continues from the newest checkpoint and the journal.
 
-An attempt that loses a process or a node ends, and the next one begins: recovery is resuming. An error in a worker's own code would come
-again, so it ends the run, unless it only says that another worker is gone. More losses than the budget allows end the run too; the message
-has the last reason and the first traceback. In one process nothing can be lost while this code runs, so there is only one attempt. A
-micro-batch that does not fit, where all ranks run it together, is a loss too: the next attempt has a smaller one.
+An attempt that loses a process or a node ends, and the next one begins: recovery is resuming. An error in a worker's own code would
+happen again, so it ends the run, unless it only reports that another worker is gone. The run also ends after more losses than the budget
+allows; the message has the last reason and the first traceback. In one process nothing can be lost while this code runs, so there is only
+one attempt. A micro-batch that all ranks run together and that does not fit also counts as a loss: the next attempt uses a smaller one.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ T = TypeVar("T")
 
 
 class RunError(RuntimeError):
-    """The run cannot continue. The files on disk are whole, and the message says what to change."""
+    """The run cannot continue. The files on disk are intact, and the message says what to change."""
 
 
-class Regrow(Exception):  # noqa: N818 - not an error: the attempt has ended well, at a checkpoint
+class Regrow(Exception):  # noqa: N818 - not an error: the attempt ended cleanly at a checkpoint
     """A node is back: the next attempt uses it."""
 
 
 class Budget:
-    """The number of losses that a run survives within a moving window of time. Losses without a new checkpoint between them always add up,
-    however far apart they are: a slow loop of failures is also a loop."""
+    """The number of losses that a run survives within a sliding time window. Losses without a new checkpoint between them always add up,
+    however far apart they are: a slow crash loop is still a loop."""
 
     def __init__(self, *, most: int, window_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.most = most
@@ -44,7 +44,7 @@ class Budget:
         self._reached: object = None
 
     def spend(self, loss: BaseException, *, reached: object = None) -> None:
-        """Count a loss; raises if it is one too many. ``reached`` is any value that changes when the run makes progress."""
+        """Count a loss, and raise if it is one too many. ``reached`` is any value that changes when the run makes progress."""
         self._first = self._first or loss
         if reached is None or reached != self._reached:
             while self._losses and self._clock() - self._losses[0] > self.window_s:
@@ -66,8 +66,8 @@ def run_attempts(
     reached: Callable[[], object],
     note: Callable[[Exception], None],
 ) -> T:
-    """Return the result of the first attempt that ends well. Each attempt gets its number, from 1; ``note`` gets the reason why another one
-    follows: a loss, or ``Regrow``. ``reached`` is for ``Budget.spend``."""
+    """Return the result of the first successful attempt. Attempts are numbered from 1; ``note`` gets the reason for another attempt: a
+    loss, or ``Regrow``. ``reached`` is for ``Budget.spend``."""
     number = 1
     while True:
         try:
@@ -87,7 +87,7 @@ def run_attempts(
 
 @contextmanager
 def closing(workers: Workers) -> Iterator[None]:
-    """Close the workers at the end. After a failure, an error while closing is only reported: the failure stays the reason."""
+    """Close the workers at the end. After a failure, an error while closing is only reported, so that the failure stays the reason."""
     try:
         yield
     except BaseException:
@@ -95,7 +95,7 @@ def closing(workers: Workers) -> Iterator[None]:
             workers.close()
         except ClusterError as problem:
             say(str(problem))
-        # A call whose caller has left, such as a half-written checkpoint, must not run during the next attempt.
+        # A call without a waiting caller, such as a half-written checkpoint, must not run during the next attempt.
         if left := wait_for_threads(timeout_s=30):
             say(f"still running from before: {', '.join(left)}")
         raise
@@ -103,13 +103,13 @@ def closing(workers: Workers) -> Iterator[None]:
 
 
 def loss_of(error: BaseException) -> BaseException | None:
-    """The loss that caused this error. None means that nothing was lost, so another attempt would not help."""
+    """Return the loss that caused this error, or None if nothing was lost, so another attempt would not help."""
     kinds = WorkerLostError | NoRoomError | BatchTooLargeError
     return next((one for one in causes(error) if isinstance(one, kinds)), None)
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and its causes, also those inside an exception group."""
+    """Yield an error and its causes, including those inside exception groups."""
     while error is not None:
         if isinstance(error, BaseExceptionGroup):
             for one in error.exceptions:
@@ -119,7 +119,7 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def headline(loss: BaseException) -> str:
-    """The first line of an error: what is lost and why.
+    """Return the first line of an error: what was lost and why.
 
     >>> headline(NoRoomError("no room for node 1\\nmore of it"))
     'no room for node 1'

@@ -1,7 +1,7 @@
-"""The functions of its caller that a run calls after each step, each evaluation and each checkpoint.
+"""The caller's functions that a run calls after each step, each evaluation and each checkpoint.
 
-The thread that trains calls them and waits. One that raises ends the run with an error that names it; the files on disk are whole, and the
-same call continues the run. For a step that a resumed run trains again, they are called again.
+The training thread calls them and waits. If a callback raises, the run ends with an error that names the callback. The files on disk are
+intact, and the same call continues the run. If a resumed run trains a step again, its callbacks are called again.
 """
 
 # pyright: strict
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 
 class CallbackError(RuntimeError):
-    """A function of the caller raised; ``__cause__`` is what it raised."""
+    """A callback raised; ``__cause__`` is its exception."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDone:
     step: int
     num_steps: int  # trainer.steps
-    metrics: Mapping[str, float]  # the step's row, by the names of docs/metrics.md
-    groups: tuple[Group, ...]  # what the step was trained on
+    metrics: Mapping[str, float]  # the step's row; names as in docs/metrics.md
+    groups: tuple[Group, ...]  # the groups that the step was trained on
 
     @property
     def reward_mean(self) -> float:
@@ -56,7 +56,7 @@ class EvaluationDone:
 class CheckpointSaved:
     step: int
     num_steps: int
-    path: Path  # model/ in it opens with transformers, unless it holds parts (`rollcall merge`)
+    path: Path  # transformers can open its model/ folder, unless the model is in parts (`rollcall merge`)
 
 
 _NAMES = {StepDone: "on_step", EvaluationDone: "on_evaluation", CheckpointSaved: "on_save"}

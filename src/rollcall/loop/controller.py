@@ -1,4 +1,4 @@
-"""The loop.
+"""The training loop.
 
       prompts            groups                samples              micro-batches
  data ───────▶ generate ────────▶ journal ──┐
@@ -8,17 +8,17 @@
                  └───────────────── weights ────────────────────────────────────┘
 
 Two coroutines share one buffer (``loop/supply.py``). ``Supply.run`` starts rollouts as far ahead as ``trainer.staleness``
-allows; it takes groups from the journal where they are there, and from the engine where not (``loop/group_maker.py``).
+allows. It takes groups from the journal if they are there, otherwise from the engine (``loop/group_maker.py``).
 ``_train`` waits for a step's groups, updates, and announces the new version. With staleness 0 the two alternate.
 
 Long calls (update, new weights, checkpoint) block the loop when all roles are in this process. On a cluster they run in a thread, so
-that rollout continues. A model in parts is only copied then; its bytes are written while the run trains (``record.Saves``). With
-``trainer.in_flight``, engines take new weights in the middle of completions. Without it, the controller first waits until they have
-finished all requests (``Engine.pause``). In both cases nothing decodes between an update of parameters that an engine reads and its
-``serve``.
+that rollout continues. For a checkpoint, a model in parts is only copied while the loop waits; its bytes are written while the run
+trains (``record.Saves``). With ``trainer.in_flight``, engines take new weights in the middle of completions. Without it, the controller
+first waits until they have finished all requests (``Engine.pause``). In both cases nothing decodes between an update of parameters that
+an engine reads and its ``serve``.
 
 Step n is the n-th update. Its groups are sampled from version n - 1 (or up to ``staleness`` older), and its update makes version n.
-After a crash the same code runs again from the last checkpoint. It takes groups from the journal where they are there, so replayed
+After a crash the same code runs again from the last checkpoint. It takes groups from the journal if they are there, so replayed
 steps train on the same groups as before. ``loop/record.py`` writes the run's files.
 """
 
@@ -84,12 +84,12 @@ class Controller:
         self.rollouts: Rollouts
         self.maker: GroupMaker
         self.supply: Supply
-        self._policy = asyncio.Lock()  # held while the actor's weights are not those of ``version``
+        self._policy = asyncio.Lock()  # held while the actor's weights differ from ``version``
         self._said_no_signal = False
         self._owes_evaluation = bool(state.get("owes_evaluation"))
 
     async def run(self) -> None:
-        """Train from the resumed step to the last; the trained model is then in ``run_dir/model``."""
+        """Train from the resumed step to the last one, and write the trained model to ``run_dir/model``."""
         workers = self.workers
         config = self.config
         self.rollouts = Rollouts(
@@ -122,13 +122,11 @@ class Controller:
         with self.events.phase(StepPhase.SYNC, self.version):
             await workers.engine.serve(self.version)
         background = [self.maker.open_groups.run(), every(0.5, partial(self._call, self.record.saves.poll))]
-        if (
-            workers.is_remote
-        ):  # write the journal to disk while rollout continues, so that a step does not wait for all of it
+        if workers.is_remote:  # flush the journal while rollout continues, so that a step does not wait for a full sync
             background.append(every(1.0, partial(in_thread, self.journal.sync)))
         if workers.admit is not None:
             background.append(every(0.5, partial(self._admit, workers.admit)))
-        if self.lease is not None:  # the run ends when another controller has taken over the run directory
+        if self.lease is not None:  # the run ends if another controller takes over the run directory
             background.append(every(1.0, partial(self._call, self.lease.check)))
         try:
             await together(self._run(), background=background)
@@ -150,7 +148,7 @@ class Controller:
                 await self._call(partial(self.record.export, step=self.version))
 
     async def _fill(self) -> None:
-        """Only roll out: write the groups of all steps that may be sampled from these weights to the journal."""
+        """Only roll out: write the groups for all steps that may be sampled from these weights to the journal."""
         for step in self.steps_ahead:
             await self._batch(step)
 
@@ -164,11 +162,11 @@ class Controller:
                 with self.events.phase(StepPhase.ENGINE_RELEASE, step):
                     await self._pause()
             stats, reward_s = self.workers.engine.take_stats(), self.rollouts.rewards.take_seconds()
-            # An update that may not end in time would lose the unsaved steps.
+            # If the update did not finish in time, the unsaved steps would be lost.
             if self.stop.asked and self.record.unsaved and self.record.update_s > self.stop.left_s:
                 self.stop.check()
             async with self._policy:
-                # An update that stops half-way would lose the steps since the last checkpoint.
+                # If the update stopped half-way, the steps since the last checkpoint would be lost.
                 shield = self.stop.shielded() if self.record.unsaved else nullcontext()
                 with self.events.phase(StepPhase.UPDATE, step), shield:
                     update = await self._call(self._update, batch)
@@ -201,7 +199,7 @@ class Controller:
         await self._call(self.record.saves.settle)
 
     def save_unsaved(self) -> None:
-        """After ``run`` was stopped: save the newest step, unless it is saved already."""
+        """Save the newest step after ``run`` was stopped, unless it is already saved."""
         if (batch := self.record.unsaved) is not None:
             self.record.log_step()
             with self.events.phase(StepPhase.CHECKPOINT, batch.step):
@@ -209,7 +207,7 @@ class Controller:
         self.record.saves.settle()
 
     async def _batch(self, step: int) -> StepBatch | None:
-        """The step's groups, once all of them are on disk; None if this command only trains and the journal does not have them."""
+        """Return the step's groups, once all of them are on disk; None if this command only trains and the journal lacks them."""
         with self.events.phase(StepPhase.ROLLOUT, step) as outcome:
             try:
                 batch = await self.supply.batch(step)
@@ -268,7 +266,7 @@ class Controller:
         )
 
     async def _announce(self, version: int) -> None:
-        """Give the engine the new weights; rollouts that waited for this version may start."""
+        """Send the engine the new weights. Rollouts that waited for this version may then start."""
         is_last = version == self.config.trainer.steps
         with self.events.phase(StepPhase.FINAL_SYNC if is_last else StepPhase.SYNC, version):
             await self._pause()
@@ -278,7 +276,7 @@ class Controller:
             await self.supply.announce(version)
 
     async def _pause(self) -> None:
-        """Stop decoding until ``serve``. Unless completions may continue with new weights, the running ones end first."""
+        """Stop decoding until ``serve``. Unless completions may continue with new weights, running ones finish first."""
         await self.workers.engine.pause(drain=not self.config.trainer.in_flight)
 
     async def _evaluate(self, step: int, *, title: str) -> None:
@@ -301,7 +299,7 @@ class Controller:
             await self._call(partial(self.record.log_evaluation, step, result, seconds=seconds))
         if step in (0, self.config.trainer.steps):
             self.console.show_samples(f"answers {title}", sample_rows(result.groups, limit=6))
-        # The numbers of the next step do not include the evaluation.
+        # Reset the counters, so that the next step's metrics do not include the evaluation.
         self.workers.engine.take_stats()
         self.rollouts.rewards.take_seconds()
 
@@ -330,10 +328,10 @@ class Controller:
         return AsCompleted(demand, cursor=self.cursor, recorded=self.maker.trained)
 
     async def _call(self, function: Callable[..., T], *args: Any) -> T:
-        """Make a call that takes long: in a thread where it only waits for other processes, else here."""
+        """Make a long call: in a thread if it only waits for other processes, otherwise in this one."""
         return await in_thread(function, *args) if self.workers.is_remote else function(*args)
 
     async def _admit(self, admit: Callable[[], Awaitable[None]]) -> None:
-        """Let rollout processes that replace lost ones serve as soon as the actor has the current weights."""
+        """Let replacement rollout processes serve as soon as the actor has the current weights."""
         async with self._policy:
             await admit()

@@ -1,4 +1,4 @@
-"""Evaluation: held-out prompts through the same engine and rewards, into accuracy, pass@k and lengths."""
+"""Evaluation: runs held-out prompts through the same engine and rewards, and computes accuracy, pass@k and lengths."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Evaluation:
     reward_mean: float
     response_length_mean: float
     truncated_fraction: float
-    graded_fraction: float  # of completions: those with a reward other than 0 or 1
-    num_unscored: int  # completions that some reward could not score; they count as 0
+    graded_fraction: float  # share of completions with a reward other than 0 or 1
+    num_unscored: int  # completions that a reward failed to score; they count as 0
     groups: list[Group]
 
     def metrics(self) -> dict[str, float]:
@@ -51,8 +51,8 @@ async def evaluate(
     seed: int,
     step: int,
 ) -> Evaluation:
-    """Attempt every prompt ``section.samples_per_prompt`` times, with ``Rollouts.group``. Seeds do not depend on the step, so that evaluations
-    of different steps can be compared."""
+    """Attempt every prompt ``section.samples_per_prompt`` times with ``Rollouts.group``. Seeds do not depend on the step, so that
+    evaluations at different steps can be compared."""
 
     async def one(index: int, prompt: Prompt) -> Group:
         seeds = sampling_seeds(seed, -1, prompt.id, section.samples_per_prompt)
@@ -82,7 +82,7 @@ def summarize(groups: list[Group], *, first_reward: str, threshold: float) -> Ev
 
 
 def pass_at_k(attempts: int, correct: int, k: int) -> float:
-    """The probability that at least one of k attempts, drawn without replacement, is correct (arXiv:2107.03374).
+    """Return the probability that at least one of k attempts, drawn without replacement, is correct (arXiv:2107.03374).
 
     >>> pass_at_k(4, 1, 2)
     0.5

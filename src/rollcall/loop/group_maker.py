@@ -1,6 +1,6 @@
-"""The group of each draw: read from the journal if an earlier process made it, else generated and written there.
+"""Makes each draw's group: reads it from the journal if an earlier process made it, otherwise generates and journals it.
 
-After a crash the same steps run again and get the same groups, so they train on what they trained on before.
+After a crash the same steps run again and get the same groups, so they train on the same data as before.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ UNSCORED = Score(value=0.0, parts={}, errors={})
 
 @dataclass(slots=True, kw_only=True)
 class GroupMaker:
-    """``call`` runs a function that takes long, in a thread where other work can continue meanwhile."""
+    """``call`` runs a slow function, in a thread if other work can continue meanwhile."""
 
     run: RunSection
     prompts: Sequence[Prompt]
     order: DataOrder
-    num_completions: int  # of a group
+    num_completions: int  # per group
     sampling: Sampling
     scorer: Scorer
     journal: Journal
     rollouts: Rollouts
     generates: bool
-    keeps_recorded: bool  # a step that is trained again keeps the groups that it had the first time
+    keeps_recorded: bool  # a step that is trained again keeps its groups from the first time
     call: Callable[..., Awaitable[Any]]
-    trained: dict[int, tuple[int, ...]] = field(init=False)  # step -> draws, by earlier processes
+    trained: dict[int, tuple[int, ...]] = field(init=False)  # step -> draws trained by earlier processes
     open_groups: OpenGroups = field(init=False)
-    # step -> draw -> the group of an earlier process
+    # step -> draw -> the group that an earlier process made
     _journaled: dict[int, dict[int, Group]] = field(default_factory=dict)
-    # step -> draw -> place in the group -> an attempt of an earlier process, whose group was not finished
+    # step -> draw -> index in the group -> an attempt by an earlier process that did not finish the group
     _attempts: dict[int, dict[int, dict[int, Group]]] = field(default_factory=dict)
-    # step -> the rewards that failed on every completion of it
+    # step -> the rewards that failed on all of its completions
     _unscored: dict[int, frozenset[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -62,19 +62,19 @@ class GroupMaker:
         group = self._take_journaled(step, draw)
         if group is None:
             return SuppliedGroup(group=await self._generate(step, draw, prompt), from_journal=False)
-        if step in self._unscored and not self._is_trained(draw):  # its rewards failed, which ended an earlier process
+        if step in self._unscored and not self._is_trained(draw):  # its rewards failed and ended an earlier process
             group = await self._make_again(group, failed=self._unscored[step])
             await self.call(partial(self.journal.append, group, again=True))
         return SuppliedGroup(group=group, from_journal=True)
 
     def has_signal(self, group: Group) -> bool:
         recorded = self.trained.get(group.step, ()) if self.keeps_recorded else ()
-        if len(recorded) > 1:  # a single one may replace all groups of a step without any signal
+        if len(recorded) > 1:  # a single group may stand in for a step whose groups all lack signal
             return group.draw in recorded
         return has_signal(group)
 
     def refuse_unscored(self, batch: StepBatch) -> None:
-        """A reward that scores nothing teaches nothing: stop, and do not train on zeros until the last step."""
+        """Stop if a reward scored nothing, instead of training on zeros until the last step."""
         failed = failed_on_all(batch.groups)
         if failed and not self._is_trained(batch.groups[0].draw):
             raise RunError(
@@ -86,7 +86,7 @@ class GroupMaker:
         return any(draw in draws for draws in self.trained.values())
 
     def _take_journaled(self, step: int, draw: int) -> Group | None:
-        """A step's file is read before this process adds to it."""
+        """Take a draw's group from the journal. A step's file is read before this process adds to it."""
         if step not in self._journaled:
             groups = self.journal.read(step)
             self._journaled[step] = {group.draw: group for group in groups}
@@ -95,10 +95,10 @@ class GroupMaker:
         return self._journaled[step].pop(draw, None)
 
     async def _make_again(self, group: Group, *, failed: frozenset[str]) -> Group:
-        """The same completions with new scores; episodes whose environment failed are played again."""
+        """Score the same completions again. Episodes whose environment failed are played again."""
         if ENVIRONMENT not in failed or self.rollouts.player is None or not self.generates:
             scores = await self.rollouts.rewards.score(self.scorer, group.prompt, group.completions)
-            return replace(group, scores=scores)  # the time at which it was finished is that of the completions
+            return replace(group, scores=scores)  # finished_s stays the completions' finish time
         given = self._given(group.step, group.draw, group.prompt)
         return await self.rollouts.group(group.prompt, **given)
 
@@ -120,12 +120,12 @@ class GroupMaker:
         return group
 
     def _given(self, step: int, draw: int, prompt: Prompt) -> dict[str, Any]:
-        # With the draw, a prompt that comes twice in one step (small data, refills) gets different seeds.
+        # Including the draw gives a prompt that occurs twice in one step (small data, refills) different seeds.
         seeds = sampling_seeds(self.run.seed, step, f"{prompt.id}#{draw}", self.num_completions)
         return {"step": step, "draw": draw, "seeds": seeds, "sampling": self.sampling, "scorer": self.scorer}
 
     def _earlier_attempts(self, *, step: int, draw: int, seeds: tuple[int, ...]) -> dict[int, Completion]:
-        """The completions of this group that an earlier process finished, by place."""
+        """Return the group's completions that an earlier process finished, by index."""
         if step not in self._attempts:
             self._attempts[step] = self.journal.read_attempts(step)
         found = self._attempts[step].pop(draw, {})
@@ -137,27 +137,27 @@ class GroupMaker:
 
 
 class OpenGroups:
-    """Completions that have ended while their group is still running go to ``write``: at most once a second, all of them at once. A run
-    that is killed then makes only those that are missing."""
+    """Passes completions that finished while their group is still running to ``write``, in one batch at most once a second. After a
+    kill, the resumed run makes only the missing ones."""
 
     def __init__(self, write: Callable[[list[tuple[int, Group]]], Awaitable[Any]]) -> None:
         self._write = write
-        # (step, draw) -> makes a group of one completion; completions that have ended, by place; places that are written
+        # (step, draw) -> builder for a group of one completion; finished completions by index; indices already written
         self._groups: dict[tuple[int, int], tuple[Callable[..., Group], dict[int, Completion], set[int]]] = {}
 
     def open(self, prompt: Prompt, *, step: int, draw: int, done: dict[int, Completion]) -> None:
-        """``done`` has the completions that are written already, and gets each that ends."""
+        """Open a group. ``done`` contains the completions already written, and gets each one that finishes."""
         make = partial(
             Group, step=step, draw=draw, prompt=prompt, scores=(UNSCORED,), started_s=time.time(), worker=LOCAL
         )
         self._groups[step, draw] = (make, done, set(done))
 
     def close(self, *, step: int, draw: int) -> None:
-        """The whole group is about to be written."""
+        """Close a group, because the full group is about to be written."""
         del self._groups[step, draw]
 
     async def run(self) -> None:
-        """Write until cancelled, and once more then."""
+        """Write until cancelled, then once more."""
         try:
             while True:
                 await asyncio.sleep(KEEP_EVERY_S)
@@ -169,7 +169,7 @@ class OpenGroups:
         new: list[tuple[int, Group]] = []
         for make, done, written in self._groups.values():
             for place in [place for place in done if place not in written]:
-                if is_finite(done[place]):  # else the whole group is refused
+                if is_finite(done[place]):  # otherwise the full group is refused later
                     written.add(place)
                     new.append((place, make(completions=(done[place],), finished_s=time.time())))
         if new:
@@ -192,7 +192,7 @@ def _what_to_do(failed: str) -> str:
 def sampling_of(
     rollout: RolloutSection, stops: tuple[int, ...], *, temperature: float | None = None, max_tokens: int | None = None
 ) -> Sampling:
-    """How the run samples; ``temperature`` and ``max_tokens`` are those of an evaluation."""
+    """Return the run's sampling settings. An evaluation sets its own ``temperature`` and ``max_tokens``."""
     greedy = temperature == 0
     return Sampling(
         temperature=rollout.temperature if temperature is None else temperature,

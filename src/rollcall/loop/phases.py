@@ -1,8 +1,8 @@
-"""The part of the loop that a command runs: all of it, or only rollout, or only update.
+"""The part of the loop that a command runs: all of it, only rollout, or only update.
 
 ``rollout`` fills the journal with the groups that ``trainer.staleness`` allows from the newest checkpoint, and stops.
 ``update`` trains the steps whose groups are in the journal, saves, and stops; it can run on another cluster or another day.
-One after the other they do what ``both`` does. They are bounds on the same loop (``loop/controller.py``), not other loops.
+Run in turn, they do what ``both`` does. They are bounds on the same loop (``loop/controller.py``), not separate loops.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Split(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """The part of the run that this command does."""
+    """The part of the run that this command executes."""
 
     phase: Phase = Phase.BOTH
     split: Split = Split.TRAIN  # eval: only evaluate the newest checkpoint
@@ -50,17 +50,17 @@ class Bounds:
         return self.phase is not Phase.ROLLOUT
 
     def last_step(self, trainer: TrainerSection, *, start_step: int) -> int:
-        """The last step whose groups this command needs."""
+        """Return the last step whose groups this command needs."""
         if self.trains:
             return trainer.steps
         return min(trainer.steps, start_step + steps_ahead(trainer.staleness, order=trainer.order))
 
 
 def steps_ahead(staleness: int, *, order: str) -> int:
-    """Steps that one version of the weights may sample for."""
+    """Return the number of steps that one weight version may sample for."""
     return max(staleness, min(staleness + 1, 2)) if order == "as_completed" else staleness + 1
 
 
 def is_due(step: int, *, every: int, last: int) -> bool:
-    """Whether something that is done every ``every`` steps (0: never) and after the last step is done after this step."""
+    """Whether an action that runs every ``every`` steps (0: never) and after the last step is due after this step."""
     return step == last or (every > 0 and step % every == 0)

@@ -1,4 +1,4 @@
-"""The files that a run writes step by step: rows of metrics, samples, checkpoints, and at the end the model."""
+"""Writes a run's files step by step: metrics rows, samples, checkpoints, and the model at the end."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from rollcall.observe.token_scores import FOLDER, GROUPS, write_token_scores
 
 FIRST_WORD_S = 1.0  # a wait shorter than this is not worth a message
 LOOK_S = 0.5
-LONGEST_S = 6 * 3600.0  # for one checkpoint; a terabyte over a slow network takes two hours
+LONGEST_S = 6 * 3600.0  # per checkpoint; a terabyte over a slow network takes two hours
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """The result of a step's update, and how long it took."""
+    """The result and duration of a step's update."""
 
     samples: list[Sample]
     metrics: dict[str, float]
@@ -51,19 +51,19 @@ class Update:
 
 
 class Saves:
-    """The checkpoint that is being written while the run continues: at most one.
+    """Tracks the checkpoint that is being written while the run continues. There is at most one.
 
-    ``begin`` returns at once. ``settle`` waits for the checkpoint; ``poll`` never waits. Both call ``tell`` when it is committed. What its
-    save raised, they raise every time: the first who hears it may be a thread whose caller has left.
+    ``begin`` returns at once. ``settle`` waits for the checkpoint; ``poll`` never waits. Both call ``tell`` once it is committed. If the
+    save failed, both raise its error every time: the first thread to get the error may no longer have a caller.
     """
 
     def __init__(self, tell: Callable[[int, Path], None]) -> None:
         self._tell = tell
         self._under_way: tuple[int, Future[Path]] | None = None
-        self._lock = threading.Lock()  # the loop looks in one thread, and the next save waits in another
+        self._lock = threading.Lock()  # the loop polls in one thread, and the next save waits in another
 
     def begin(self, step: int, save: Callable[[], Path]) -> None:
-        """``save`` writes and commits; it runs in a thread."""
+        """Start ``save``, which writes and commits, in a thread."""
         assert self._under_way is None, "settle comes first"
         self._under_way = step, start(save)
 
@@ -77,7 +77,7 @@ class Saves:
             self._tell(step, path)
 
     def settle(self) -> None:
-        """Raises CheckpointError if the checkpoint takes longer than any disk needs."""
+        """Wait for the checkpoint. Raises CheckpointError if it takes unreasonably long."""
         with self._lock:
             if self._under_way is None:
                 return
@@ -103,27 +103,27 @@ class Record:
     trainer: TrainerSection
     workers: Workers
     _: KW_ONLY
-    threshold: float  # of a first reward that counts as correct
+    threshold: float  # a first reward at or above it counts as correct
     store: CheckpointStore
     sinks: Sequence[Sink]
     console: Console
     callbacks: Callbacks = Callbacks()
 
     def __post_init__(self) -> None:
-        # Trained since the newest checkpoint, or since the one that is being written.
+        # The newest step trained since the last checkpoint, or since the one being written.
         self.unsaved: StepBatch | None = None
-        self.update_s = 0.0  # of the last step
-        self._row: Callable[[], dict[str, float]] | None = None  # of a step that is trained and not logged
+        self.update_s = 0.0  # for the last step
+        self._row: Callable[[], dict[str, float]] | None = None  # for a step that is trained but not logged
         self.saves = Saves(self._tell_saved)
         self._evaluated_step = -1
-        self._scores: dict[str, float] = {}  # of that step, by the metrics that can rank checkpoints
+        self._scores: dict[str, float] = {}  # for that step, by the metrics that can rank checkpoints
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         for sink in (*self.sinks, self.console):
             sink.log(step, metrics)
 
     def note_update(self, batch: StepBatch, update: Update, *, stats: Stats, reward_s: float, started: float) -> None:
-        """Note that the step is trained; ``log_step`` writes its row. ``stats`` and ``reward_s`` are those of its rollout."""
+        """Note that the step is trained; ``log_step`` writes its row. ``stats`` and ``reward_s`` describe its rollout."""
         self.unsaved, self.update_s = batch, update.score_s + update.update_s
         updated = time.perf_counter()
 
@@ -156,8 +156,8 @@ class Record:
         persist(write, path=directory, what=f"the {split} samples of step {step}")
 
     def write_token_scores(self, batch: StepBatch) -> None:
-        """Write the learner's scores of the first groups' tokens, from before the step's update. They are only for people to look at, so
-        the run does not wait for a disk that does not take them."""
+        """Write the learner's scores for the first groups' tokens, from before the step's update. They are only for people to look at,
+        so the run does not wait if the disk refuses them."""
         groups = batch.groups[:GROUPS]
         rows = self.workers.learner.score(
             [
@@ -179,8 +179,8 @@ class Record:
             )
 
     def save(self, batch: StepBatch) -> None:
-        """Write the checkpoint of a step, or only begin to, where the bytes can be written while the run continues (``saves``).
-        Samples come first: after a kill they are written again with the checkpoint."""
+        """Write a step's checkpoint, or only start to if the bytes can be written while the run continues (``saves``).
+        Samples come first: after a kill they are written again along with the checkpoint."""
         step, trainer = batch.step, self.trainer
         self.saves.settle()
         self.write_samples(step, "train", batch.groups[:8])
@@ -239,12 +239,12 @@ class Record:
             ) from error
 
     def _ranking(self, step: int) -> dict[str, Any]:
-        """The arguments of the store that decide whether the step's checkpoint is among the best."""
+        """Return the store arguments that decide whether the step's checkpoint is among the best."""
         headline = headline_of(read_rows(self.run_dir / "metrics.jsonl"))
         return {"scores": self._scores if self._evaluated_step == step else {}, "best_by": headline.metric}
 
     def _metrics(self, batch: StepBatch, update: Update, *, stats: Stats, reward_s: float) -> dict[str, float]:
-        """The step's row, computed while the next rollout runs."""
+        """Compute the step's metrics row, while the next rollout runs."""
         metrics = batch_metrics(
             batch,
             update.samples,

@@ -1,6 +1,6 @@
-"""The settings that a resume may change: the run file in the run directory is compared with the given one, key by key.
+"""Decides which settings a resume may change, by comparing the run directory's run file with the new one, key by key.
 
-A change that would contradict the journal or the checkpoints is refused by its key, with both values. All others are
+Changes that would contradict the journal or the checkpoints are refused, with the key and both values. All others are
 applied and shown in one list.
 """
 
@@ -22,13 +22,13 @@ from rollcall.config.errors import shown
 from rollcall.config.lora import modules_of
 from rollcall.model.stored.find import checkpoint_of, is_model_dir
 
-# With another value the journal or the optimizer state of the checkpoints would not fit.
+# With other values, the journal or the checkpoints' optimizer state would not match.
 FIXED = (
     "run.seed", "model.path", "model.dtype", "data", "rollout.samples_per_prompt", "algorithm.name", "reward",
     "actor.optimizer.name", "critic.optimizer.name", "model.lora",
 )  # fmt: skip
 FREE_OF_LORA = ("dropout", "export")
-# Of a reward: how it runs, not what it scores.
+# Reward settings that affect how it runs, not what it scores.
 FREE_OF_REWARDS = (
     "timeout_s", "env", "network", "memory_mb", "file_mb", "processes", "url", "key_env", "concurrency", "retries", "outage_s",
 )  # fmt: skip
@@ -55,13 +55,13 @@ class Change:
 
 
 def changes_on_resume(config: Config, run_dir: Path) -> list[Change]:
-    """The keys that a resume changes, in the order of the run file; empty if nothing changes, or if nothing is there yet.
+    """Return the keys that a resume changes, in run file order; empty if nothing changes or there is no run yet.
 
-    Refuses a directory that is not a run, and changes that are not possible.
+    Refuses a directory that is not a run, and changes that are not allowed.
     """
     path = run_dir / RUN_FILE
     if not path.exists():
-        # A start that was killed while it wrote this file has left part of it.
+        # A start that was killed while writing this file leaves a temporary file.
         if run_dir.exists() and any(not child.name.startswith(TEMPORARY) for child in run_dir.iterdir()):
             raise ConfigError(
                 f"run.dir={run_dir} has files in it but no {RUN_FILE}, so it is not a run; choose another run.dir, or "
@@ -88,7 +88,7 @@ def changes_on_resume(config: Config, run_dir: Path) -> list[Change]:
 
 
 def refuse_changing_base(config: Config) -> None:
-    """An adapter belongs to one model. Where ``model.path`` is a run, it means another model after that run's next save."""
+    """Refuse an adapter on a run's directory: an adapter belongs to one model, but a run's newest model changes with each save."""
     path = Path(config.model.path).expanduser()
     if config.model.lora is None or is_model_dir(path):
         return
@@ -101,8 +101,8 @@ def refuse_changing_base(config: Config) -> None:
 
 
 def differences(key: str, before: Any, after: Any) -> Iterator[Change]:
-    """The leaves that differ. Lists of sections are compared item by item, other lists as a whole."""
-    if key == "run.dir":  # it is this directory, however it is written
+    """Yield the leaves that differ. Lists of sections are compared item by item, other lists as a whole."""
+    if key == "run.dir":  # always this directory, however it is spelled
         return
     pairs = _pairs(before, after)
     if pairs is None:
@@ -122,7 +122,7 @@ def _means_the_same(key: str, before: Any, after: Any) -> bool:
 
 
 def _pairs(before: Any, after: Any) -> dict[str, tuple[Any, Any]] | None:
-    """The two values of each name, or None for leaves."""
+    """Return the two values for each name, or None for leaves."""
     if isinstance(before, dict) and isinstance(after, dict):
         names = dict.fromkeys([*before, *after])
         return {str(name): (before.get(name, NOT_SET), after.get(name, NOT_SET)) for name in names}

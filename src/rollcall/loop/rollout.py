@@ -1,7 +1,7 @@
-"""A prompt becomes a group: its completions, all at once, then their scores.
+"""Turns a prompt into a group: samples its completions, all at once, then scores them.
 
-``Rollouts.group`` makes every group, in training and in evaluation. A completion is one request to the engine, or an episode of several
-(``environments/episode.py``).
+``Rollouts.group`` makes every group, in training and in evaluation. A completion is one request to the engine, or an episode with several
+requests (``environments/episode.py``).
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from rollcall.reward.scorer import Scorer
 class Rollouts:
     engine: Engine
     rewards: Rewards
-    player: Player | AgentPlayer | None = None  # without one, a completion is one turn
-    _numbers: Any = field(default_factory=itertools.count, init=False)  # of requests, groups and sessions
+    player: Player | AgentPlayer | None = None  # without a player, a completion is one turn
+    _numbers: Any = field(default_factory=itertools.count, init=False)  # for requests, groups and sessions
     _free: asyncio.Semaphore = field(init=False)
 
     def __post_init__(self) -> None:
         if not gc.get_freeze_count():
-            # Python's collector would look at all modules again and again: with torch and transformers a fifth of a second, in which
-            # everything waits.
+            # Python's garbage collector would scan all modules again and again: with torch and transformers, each scan takes 0.2 s
+            # during which everything waits.
             gc.collect()
             gc.freeze()
         self._free = asyncio.Semaphore(1 if self.player is None else self.player.section.max_running)
@@ -59,7 +59,7 @@ class Rollouts:
         scorer: Scorer,
         done: dict[int, Completion] | None = None,
     ) -> Group:
-        """Make one completion for each seed. ``done`` has those that an earlier process has made, by place, and gets each that ends."""
+        """Make one completion for each seed. ``done`` maps indices to completions from an earlier process, and gets each new one."""
         done = {} if done is None else done
         makers, started_s, name = Counter[str](), time.time(), str(next(self._numbers))
 
@@ -112,13 +112,13 @@ class Rollouts:
 
 
 class Rewards:
-    """The scoring of groups, and how long it takes. With ``is_remote``, reward models are in other processes, so asking them only waits.
-    ``spans`` notes when reward functions are busy."""
+    """Scores groups and measures how long that takes. With ``is_remote``, reward models are in other processes, so calling them only
+    waits. ``spans`` records when reward functions are busy."""
 
     def __init__(self, *, is_remote: bool = False, spans: BusySpans | None = None) -> None:
         self._ask_model = self._ask if is_remote else None
         self._spans = spans or BusySpans(REWARDS)
-        self._num_scored = self._num_generated = 0  # groups at this moment
+        self._num_scored = self._num_generated = 0  # groups being scored and generated now
         self._one_asks = asyncio.Lock()
         self._seconds, self._since = 0.0, time.perf_counter()
 
@@ -131,7 +131,7 @@ class Rewards:
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """A group is generated while the block runs."""
+        """Count a group as being generated while the block runs."""
         self._count(generated=1)
         try:
             yield
@@ -139,7 +139,7 @@ class Rewards:
             self._count(generated=-1)
 
     def take_seconds(self) -> float:
-        """Return for how long groups were scored while none was generated, since the last call of this."""
+        """Return how long groups were scored while none was generated, since the last call."""
         self._count()
         seconds, self._seconds = self._seconds, 0.0
         return seconds
@@ -154,7 +154,7 @@ class Rewards:
         self._spans.note(bool(self._num_scored))
 
     async def _ask(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Ask a model in another process, for one group at a time."""
+        """Call a model in another process, for one group at a time."""
         async with self._one_asks:
             return await in_thread(function, *args)
 
@@ -168,7 +168,7 @@ def player_of(
     max_prompt_tokens: int,
     max_response_tokens: int,
 ) -> Player | AgentPlayer | None:
-    """Returns None for a run without an environment, in which a completion is one turn."""
+    """Build the player. Returns None for a run without an environment, where a completion is one turn."""
     if scorer.environment_readers and not isinstance(section, ClassEnvironment | StepEnvironment):
         raise ConfigError(
             f"the reward {scorer.environment_readers[0]} takes environments, and there are none: the run file needs an environment of "
@@ -190,7 +190,7 @@ def player_of(
 
 
 def sampling_seeds(run_seed: int, step: int, prompt_id: str, count: int) -> tuple[int, ...]:
-    """The seeds of a group's attempts: a pure function of run seed, step, prompt and attempt."""
+    """Derive the seeds for a group's attempts: a pure function of run seed, step, prompt and attempt."""
     seeds: list[int] = []
     for attempt in range(count):
         digest = hashlib.blake2b(f"{run_seed}/{step}/{prompt_id}/{attempt}".encode(), digest_size=8).digest()

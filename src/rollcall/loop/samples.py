@@ -1,6 +1,6 @@
-"""Groups into training rows: rewards, reference log-probs, values, advantages.
+"""Turns groups into training rows: rewards, reference log-probs, values, advantages.
 
-A row for each completion, and one for each branch of its episode. The rows of an attempt share what it is worth.
+There is one row for each completion, and one for each branch of its episode. All rows of an attempt share its reward.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def make_samples(
     environment: EnvironmentBase | None,
     environment_weight: float,
 ) -> list[Sample]:
-    """All rows of a step, group by group. ``reference`` and ``values`` are asked once for all rows.
+    """Build all rows for a step, group by group. ``reference`` and ``values`` are called once for all rows.
 
-    ``environment`` says which episodes are masked or dropped; ``environment_weight`` is that of its rewards in the score.
+    ``environment`` says which episodes are masked or dropped; ``environment_weight`` is its rewards' weight in the score.
     """
     samples = [sample for group in groups for sample in _rows(group, environment)]
     if reference is not None and samples:
@@ -90,7 +90,7 @@ def _with_advantages(
 
 
 def _divided(attempt: list[Sample], tokens: TokenAdvantages) -> list[Sample]:
-    """Each row with its part of what was computed for the whole attempt."""
+    """Give each row its part of what was computed for the full attempt."""
     ends = np.cumsum([len(row.response_ids) for row in attempt])[:-1]
     advantages = np.split(tokens.advantages, ends)
     returns = [None] * len(attempt) if tokens.returns is None else np.split(tokens.returns, ends)

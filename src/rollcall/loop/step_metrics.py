@@ -1,4 +1,4 @@
-"""The metrics of the groups that a step trained on."""
+"""Metrics for the groups that a step trained on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rollcall.loop.supply import StepBatch
 
 
 def peak_memory_gib() -> float:
-    """The most memory that this process has held: by CUDA's allocator where a card is in use, else resident."""
+    """Return this process's peak memory: from CUDA's allocator if a GPU is in use, otherwise resident memory."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated() / 2**30
@@ -57,7 +57,7 @@ def batch_metrics(
         metrics["rollout/tokens_per_s"] = stats.num_tokens / stats.busy_s
     for name in scores[0].parts:
         metrics[f"reward/{name}"] = float(np.mean([score.parts[name] for score in scores]))
-    # An environment that failed is among them, also where no reward of the run is its own.
+    # These include a failed environment, even if the run has no environment reward.
     for name, count in Counter(name for score in scores for name in score.errors).items():
         metrics[f"reward_errors/{name}"] = float(count)
     return (
@@ -68,13 +68,13 @@ def batch_metrics(
 
 
 def _critic_metrics(samples: list[Sample]) -> dict[str, float]:
-    """How well the values that the advantages were made with predicted the returns, over the loss tokens of the whole step."""
+    """Measure how well the values used for the advantages predicted the returns, over all of the step's loss tokens."""
     rows = [(s.returns[s.mask], s.values[s.mask]) for s in samples if s.returns is not None and s.values is not None]
     if not rows:
         return {}
     returns, values = (np.concatenate(column).astype(np.float64) for column in zip(*rows, strict=True))
     if all_equal(returns):
-        return {}  # there is nothing to explain
+        return {}  # no variance to explain
     return {"train/value_explained_variance": float(1 - np.var(returns - values) / np.var(returns))}
 
 
@@ -90,7 +90,7 @@ def _episode_metrics(episodes: list[Episode]) -> dict[str, float]:
         for name, value in episode.metrics.items():
             own.setdefault(name, []).append(value)
     dropped = sum(own.pop(DROPPED, ()))
-    kept = sorted(own, key=lambda name: -len(own[name]))[:500]  # those that most episodes have
+    kept = sorted(own, key=lambda name: -len(own[name]))[:500]  # the metrics that most episodes have
     return {
         "episode/turns_mean": float(np.mean([len(episode.turns) for episode in episodes])),
         "episode/tool_calls_mean": float(
@@ -105,7 +105,7 @@ def _episode_metrics(episodes: list[Episode]) -> dict[str, float]:
 
 
 def _staleness(batch: StepBatch, samples: list[Sample]) -> Counter[int]:
-    """The number of tokens that are trained on, by how many versions older they are than the policy that they train."""
+    """Count the trained tokens by how many versions older they are than the policy that they train."""
     made = {
         (group.draw, attempt): rows_of(completion)
         for group in batch.groups

@@ -1,16 +1,16 @@
-"""Which groups a training step gets, and when their rollout may begin.
+"""Decides which groups a training step gets, and when their rollout may begin.
 
-A supply gives draws of the data order to ``make``, which returns the finished group (from the journal or from the
-engine), and puts finished groups together into steps. It never runs further ahead of training than ``staleness`` allows,
-so every token that step n trains on was sampled from version n - 1 - staleness or a later one.
+A supply passes draws in data order to ``make``, which returns the finished group (from the journal or the engine), and
+collects finished groups into steps. It never runs further ahead of training than ``staleness`` allows, so every token
+that step n trains on was sampled from version n - 1 - staleness or later.
 
-- ``InOrder``: step n has the n-th ``wanted`` draws. Its rollout begins at version n - 1 - staleness.
-- ``AsCompleted``: step n has the groups that finished first; the others count for a later step. A group whose rollout
-  began at version v must be trained by step v + 1 + staleness, so a step waits for those that could not come later.
+- ``InOrder``: step n gets the n-th batch of ``wanted`` draws. Its rollout begins at version n - 1 - staleness.
+- ``AsCompleted``: step n gets the groups that finished first; the others go to a later step. A group whose rollout
+  began at version v must be trained by step v + 1 + staleness, so a step waits for groups that would be too old later.
 
 Who waits for whom: ``run`` waits for versions (``announce``) and starts rollouts; ``batch`` waits for groups.
 
-No draw is skipped or used twice: a checkpoint keeps the ``Cursor`` of its step.
+No draw is skipped or used twice: a checkpoint stores its step's ``Cursor``.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from rollcall.loop.phases import steps_ahead
 
 
 class NothingLeftError(Exception):
-    """The journal has no group for a draw, and this command only trains, so it may not generate one."""
+    """The journal has no group for a draw, and this command may not generate one because it only trains."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuppliedGroup:
-    """A finished group, and whether it comes from the journal."""
+    """A finished group, and whether it came from the journal."""
 
     group: Group
     from_journal: bool
@@ -43,14 +43,14 @@ class SuppliedGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cursor:
-    """Which draws come next: first those that were begun and left untrained, then all from ``next_draw`` on."""
+    """Which draws come next: first the draws that were started but not trained, then all from ``next_draw`` on."""
 
     pending: tuple[int, ...]
     next_draw: int
 
     @classmethod
     def of(cls, state: dict[str, Any], *, where: str) -> Cursor:
-        """Read it from the state of a checkpoint."""
+        """Read the cursor from a checkpoint's state."""
         pending, next_draw = state.get("pending", []), state.get("next_draw")
         if not is_count(next_draw) or not isinstance(pending, list) or not all(map(is_count, pending)):
             raise ValueError(
@@ -67,7 +67,7 @@ class Cursor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatch:
-    """Everything one step trains on."""
+    """Everything that one step trains on."""
 
     step: int
     groups: list[Group]  # in order of draw
@@ -80,13 +80,13 @@ class StepBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """The needs of a run's steps, and the functions that meet them."""
+    """What a run's steps need, and the functions that provide it."""
 
-    start_step: int  # trained already
+    start_step: int  # already trained
     steps: int
-    wanted: int  # groups a step
+    wanted: int  # groups per step
     staleness: int
-    max_refills: int | None  # absent where groups without signal are trained on too
+    max_refills: int | None  # None if groups without signal are trained on too
     make: Callable[[int, int], Awaitable[SuppliedGroup]]  # step, draw
     has_signal: Callable[[Group], bool]
 
@@ -99,18 +99,18 @@ class Supply(ABC):
         self._changed = asyncio.Condition()
 
     async def announce(self, version: int) -> None:
-        """Rollouts that start from now on sample from this version or a later one."""
+        """Announce that rollouts started from now on sample from this version or a later one."""
         async with self._changed:
             self._version = version
             self._changed.notify_all()
 
     @abstractmethod
     async def run(self) -> None:
-        """Start rollouts as versions allow, until those of the last step are started."""
+        """Start rollouts as versions allow, until the last step's rollouts have started."""
 
     @abstractmethod
     async def batch(self, step: int) -> StepBatch:
-        """Return the batch of a step; steps are asked for in order. Raises NothingLeftError if this command cannot have it."""
+        """Return a step's batch; steps are requested in order. Raises NothingLeftError if this command cannot get it."""
 
 
 class InOrder(Supply):
@@ -128,12 +128,12 @@ class InOrder(Supply):
                 fills.append(asyncio.create_task(self._fill(step, draws, self._cursor)))
                 self._fills.put_nowait(fills[-1])
                 if demand.max_refills:
-                    await asyncio.wait({fills[-1]})  # only then it is known how many draws it took
+                    await asyncio.wait({fills[-1]})  # only then is it known how many draws the step took
             await asyncio.gather(*fills, return_exceptions=True)
         finally:
             for fill in fills:
                 if fill.done() and not fill.cancelled():
-                    fill.exception()  # ``batch`` raised it, or that of an earlier step
+                    fill.exception()  # ``batch`` has raised this error, or an earlier step's
                 fill.cancel()
 
     async def batch(self, step: int) -> StepBatch:
@@ -146,8 +146,8 @@ class InOrder(Supply):
         return draws
 
     async def _fill(self, step: int, draws: list[int], cursor: Cursor) -> StepBatch:
-        """Make the groups of the step's own draws; ``cursor`` is what follows them. Groups without signal are left out and others drawn, round
-        after round."""
+        """Make the groups for the step's own draws; ``cursor`` points after them. Groups without signal are dropped and replaced by new
+        draws, round after round."""
         started, demand = time.perf_counter(), self._demand
         made: list[SuppliedGroup] = []
         kept: list[Group] = []
@@ -162,8 +162,8 @@ class InOrder(Supply):
             draws = self._take(demand.wanted - len(kept))
             cursor = self._cursor
         if not kept:
-            # No group has a signal: train on one of them, whose gradient is zero. If possible not on one that could not be scored, because
-            # a step of only such groups ends the run.
+            # No group has a signal: train on one of them, whose gradient is zero. Avoid a group that could not be scored if possible,
+            # because a step with only such groups ends the run.
             kept = [next((item.group for item in made if not failed_on_all([item.group])), made[0].group)]
         return StepBatch(
             step=step,
@@ -178,13 +178,13 @@ class InOrder(Supply):
 
 @dataclass(slots=True, kw_only=True)
 class Begun:
-    """A group that was begun and has not been given to a step."""
+    """A group that was started but not yet assigned to a step."""
 
     draw: int
-    version: int  # the engines' when it began; once it has finished, that of its oldest token
+    version: int  # the engines' version when it began; once it has finished, its oldest token's version
     made: SuppliedGroup | None = None
-    place: int = 0  # among all that finished
-    missing: bool = False  # it will not finish
+    place: int = 0  # position in the order in which groups finished
+    missing: bool = False  # the group will not finish
 
     @property
     def is_finished(self) -> bool:
@@ -192,10 +192,10 @@ class Begun:
 
 
 class AsCompleted(Supply):
-    """``recorded`` has the draws of steps that were trained before a crash: these steps get the same draws again.
+    """``recorded`` contains the draws of steps that were trained before a crash: these steps get the same draws again.
 
-    With staleness k, at most k steps' worth of groups (at least two, except for k = 0) are begun and not yet trained. With k + 1, every
-    step would have to wait for exactly the oldest groups, and there would be nothing to choose.
+    With staleness k, at most k steps' worth of groups (at least two, except for k = 0) are started and not yet trained. With k + 1, every
+    step would have to wait for exactly the oldest groups, and there would be no choice.
     """
 
     def __init__(self, demand: Demand, *, cursor: Cursor, recorded: Mapping[int, Sequence[int]]) -> None:
@@ -205,9 +205,9 @@ class AsCompleted(Supply):
         self._num_taken = demand.start_step * demand.wanted
         self._begun: dict[int, Begun] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._finished: list[SuppliedGroup] = []  # since the last step was put together
+        self._finished: list[SuppliedGroup] = []  # since the last step was assembled
         self._num_finished = 0
-        self._num_dropped = 0  # since then too
+        self._num_dropped = 0  # since then as well
         self._failure: Exception | None = None
         self._asked_s = time.perf_counter()
 
@@ -268,7 +268,7 @@ class AsCompleted(Supply):
 
     async def _make(self, begun: Begun) -> None:
         try:
-            # The step that would have this draw if all came in order: its file in the journal, and part of its seeds.
+            # The step that would get this draw if all finished in order. It selects the journal file and is part of the seeds.
             made = await self._demand.make(begun.draw // self._demand.wanted + 1, begun.draw)
         except NothingLeftError:
             begun.missing = True
@@ -305,8 +305,8 @@ class AsCompleted(Supply):
 
 
 def choose(begun: Iterable[Begun], *, step: int, wanted: int, staleness: int) -> list[int] | None:
-    """The draws of a step: the first that finished, as long as every other group can still be trained before it is too old. Returns None if
-    too few have finished, or if one that must not wait any longer has not.
+    """Choose a step's draws: the first that finished, as long as every other group can still be trained before it is too old. Returns None
+    if too few have finished, or if a group that must not wait any longer has not finished.
 
     >>> late, *others = (Begun(draw=draw, version=draw // 2) for draw in range(4))  # staleness 1: 0 and 1 are due in step 2
     >>> for place, item in enumerate(others): item.made, item.place = object(), place
@@ -320,7 +320,7 @@ def choose(begun: Iterable[Begun], *, step: int, wanted: int, staleness: int) ->
     due = {item.draw: item.version + 1 + staleness for item in begun}
     chosen: list[int] = []
     for last in sorted(set(due.values())):
-        # Of all groups that are due by step ``last``, the steps until then have room for (last - step) * wanted.
+        # The steps up to ``last`` have room for (last - step) * wanted of the groups that are due by then.
         left = sum(due[item.draw] <= last for item in begun) - sum(due[draw] <= last for draw in chosen)
         must = left - max(last - step, 0) * wanted
         if must > 0:

@@ -1,7 +1,7 @@
-"""Blocking calls in threads while the event loop runs, and coroutines that end together.
+"""Runs blocking calls in threads while the event loop continues, and coroutines that end together.
 
-The threads are daemons, and this process may end without them: a call may be waiting for another process that is about to be ended. Such
-a call raises once that process is gone, and its caller has left by then.
+The threads are daemons, so this process may exit without them: a call may be waiting for another process that is about to be killed. Such
+a call raises once that process is gone, when nobody waits for it any more.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 def start(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-    """Call it in a thread; the future gets its result or its error."""
+    """Call the function in a thread; the future gets its result or its error."""
     done: Future[T] = Future()
-    done.set_running_or_notify_cancel()  # it has begun: a caller that leaves does not cancel it
+    done.set_running_or_notify_cancel()  # it has started: a caller that stops waiting does not cancel it
 
     def work() -> None:
         try:
@@ -44,7 +44,7 @@ async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
 
 
 async def together(work: Coroutine[Any, Any, T], *, background: Sequence[Coroutine[Any, Any, None]]) -> T:
-    """The result of ``work``; ``background`` runs until then. The first failure ends all of them."""
+    """Return the result of ``work``; ``background`` runs until then. The first failure cancels all of them."""
     wanted = asyncio.create_task(work)
     tasks = {wanted, *map(asyncio.create_task, background)}
     try:
@@ -61,7 +61,7 @@ async def together(work: Coroutine[Any, Any, T], *, background: Sequence[Corouti
 
 
 async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all of them; the first failure ends the others."""
+    """Return the results of all coroutines. The first failure cancels the others."""
     tasks = [asyncio.create_task(one) for one in work]
     try:
         return await asyncio.gather(*tasks)
@@ -71,14 +71,14 @@ async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def every(seconds: float, work: Callable[[], Awaitable[object]]) -> None:
-    """Do the work again and again, after a pause each time; its error ends this."""
+    """Do the work repeatedly, with a pause before each time. An error ends the loop."""
     while True:
         await asyncio.sleep(seconds)
         await work()
 
 
 def wait_for_threads(*, timeout_s: float) -> list[str]:
-    """Wait until all calls have ended, even those whose caller has left. Returns the names of those still running at the deadline."""
+    """Wait until all calls have ended, even calls that nobody waits for. Returns the names of calls still running at the deadline."""
     deadline = time.monotonic() + timeout_s
     for thread in list(_threads):
         thread.join(timeout=max(deadline - time.monotonic(), 0))

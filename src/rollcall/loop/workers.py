@@ -1,4 +1,4 @@
-"""The roles of a run as the controller sees them: all in this process (``run/local.py``), or on a cluster
+"""A run's roles as the controller sees them: all in this process (``run/local.py``), or on a cluster
 (``run/on_cluster.py``)."""
 
 from __future__ import annotations
@@ -41,29 +41,29 @@ class Workers:
     engine: Engine
     learner: Policy
     critic: ValueFunction | None = None
-    reference: ScoreSamples | None = None  # log-probs of the frozen reference
+    reference: ScoreSamples | None = None  # log-probs from the frozen reference
     scorer: Scorer
     eval_scorer: Scorer
-    environments: Environments | None = None  # without them a completion is one turn
+    environments: Environments | None = None  # without environments, a completion is one turn
     train: PromptSet
     val: PromptSet | None = None
     stop_token_ids: tuple[int, ...]
     max_positions: int
-    shares_policy: bool  # an engine reads the learner's own parameters, so an update changes what it samples from
+    shares_policy: bool  # an engine reads the learner's own parameters, so an update changes them under the engine
     saving: Saving
     export: Callable[[Path], None]
-    owned: ExitStack  # closes the processes that were started for them
+    owned: ExitStack  # closes the processes that were started for the roles
     is_closed: bool = False
     # On a cluster:
     is_remote: bool = False  # calls only wait for other processes, so they may run in threads while the loop continues
-    # Looks at what the processes do, without asking them, unless it is the ``last`` look.
+    # Looks at what the processes are doing, without calling them, unless it is the ``last`` look.
     look: Callable[..., Look] = lambda **_: Look()
-    # Gives the current weights, which the actor holds, to rollout processes that replace lost ones, and lets them serve.
+    # Sends the actor's current weights to rollout processes that replace lost ones, and lets them serve.
     admit: Callable[[], Awaitable[None]] | None = None
     regrow: Callable[[], str | None] = lambda: None  # why a new attempt could use more nodes than this one
 
     async def aclose(self) -> None:
-        """End what runs in an event loop: engine and environments. A second call does nothing."""
+        """Close what runs in an event loop: engine and environments. A second call does nothing."""
         if not self.is_closed:
             self.is_closed = True
             await self.engine.close()

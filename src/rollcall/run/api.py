@@ -1,6 +1,6 @@
-"""The Python interface: ``rollcall.train``, ``rollcall.evaluate``, ``rollcall.load_run`` and the ``Run`` that they return (docs/python.md).
+"""The Python API: ``rollcall.train``, ``rollcall.evaluate``, ``rollcall.load_run`` and the ``Run`` class (docs/python.md).
 
-The command line calls the same functions. Importing this module imports neither torch nor ray; calling one does.
+The command line calls the same functions. Importing this module imports neither torch nor ray; calling its functions does.
 """
 
 # pyright: strict
@@ -52,17 +52,17 @@ Table = Any  # a ``pyarrow.Table``, which has no type hints
 class SavedCheckpoint:
     step: int
     path: Path
-    problem: str  # why it cannot be used; empty: it is whole
+    problem: str  # why it cannot be used; empty if it is intact
 
     @property
     def model_dir(self) -> Path | None:
-        """For ``AutoModelForCausalLM.from_pretrained``, unless the model is in parts, which `rollcall merge` puts together."""
+        """The folder for ``AutoModelForCausalLM.from_pretrained``; None if the model is in parts, which `rollcall merge` combines."""
         model = self.path / "model"
         return model if (model / "model.safetensors").is_file() else None
 
 
 class Run:
-    """A run directory. ``rollcall.train`` and ``rollcall.load_run`` give one."""
+    """A run directory, as returned by ``rollcall.train`` and ``rollcall.load_run``."""
 
     def __init__(self, directory: Path, *, result: dict[str, Any] | None = None) -> None:
         self.dir = directory
@@ -74,54 +74,54 @@ class Run:
 
     @cached_property
     def config(self) -> Config:
-        """The settings that the run was last started with, secrets left out."""
+        """The settings that the run was last started with, without secrets."""
         return self._reader.read_config()
 
     @property
     def step(self) -> int:
-        """The last step that was trained."""
+        """The last trained step."""
         return self._reader.step
 
     @property
     def result(self) -> dict[str, Any]:
-        """The result of the call of ``train``, as `rollcall train --json` prints it; for a loaded run its summary."""
+        """The result of the ``train`` call, as printed by `rollcall train --json`. For a loaded run: its summary."""
         return self.summary if self._result is None else self._result
 
     @property
     def summary(self) -> dict[str, Any]:
-        """Whole-run numbers: those of ``summary.json``, or, before the run has ended, those of its metrics so far."""
+        """Numbers for the full run: from ``summary.json``, or from its metrics so far if the run has not finished."""
         return self._reader.summary()
 
     @property
     def metrics(self) -> Table:
-        """One row for each step in order, one column for each metric (docs/metrics.md); null where a step does not have it."""
+        """One row per step in order, one column per metric (docs/metrics.md); null if a step lacks the metric."""
         self._reader.metrics.refresh()
         return _table(self._reader.metrics.whole_columns())
 
     @property
     def samples(self) -> Table:
-        """The completions that were kept to read: the first groups of each checkpoint (``train``) and evaluation (``val``)."""
+        """The completions saved for reading: the first groups of each checkpoint (``train``) and evaluation (``val``)."""
         columns: dict[str, list[Any]] = {"step": [], "split": []}
         columns |= {name: [] for name in _SAMPLE_COLUMNS}
         folder = self.dir / "samples"
         paths = folder.iterdir() if folder.is_dir() else ()
         named = [(int(found[2]), found[1], path) for path in paths if (found := _SAMPLES.fullmatch(path.name))]
         for step, split, path in sorted(named):
-            # Not splitlines: a completion may hold a separator that JSON leaves as it is, such as U+2028.
+            # Not splitlines: a completion may contain a separator that JSON does not escape, such as U+2028.
             for line in path.read_bytes().rstrip(b"\n").split(b"\n"):
                 row: dict[str, Any] = json.loads(line)
                 columns["step"].append(step)
                 columns["split"].append(split)
                 for name in _SAMPLE_COLUMNS:
                     value: Any = row.get(name)
-                    if isinstance(value, str):  # half a surrogate pair, which a table does not take, as it was written
+                    if isinstance(value, str):  # a table does not accept half a surrogate pair, so write its escape
                         value = value.encode("utf-8", errors="backslashreplace").decode()
-                    # As text: the rewards, and with them the keys, may differ from file to file.
+                    # As a string, because the rewards, and so the keys, may differ from file to file.
                     columns[name].append(json.dumps(value or {}) if name in ("parts", "errors") else value)
         return _table(columns)
 
     def groups(self, step: int | None = None) -> Iterator[Group]:
-        """Every group in the journal, or those made for one step: prompt, completions with tokens and log-probs, scores."""
+        """Read every group in the journal, or one step's: prompt, completions with tokens and log-probs, scores."""
         folder = self.dir / "journal"
         if not folder.is_dir():
             return
@@ -131,18 +131,18 @@ class Run:
 
     @property
     def checkpoints(self) -> list[SavedCheckpoint]:
-        """Those that are kept, oldest first, every file compared with its checksum."""
+        """The existing checkpoints, oldest first. Every file is compared with its checksum."""
         found = self._reader.checkpoints()
         return [SavedCheckpoint(step=one.step, path=one.path, problem=one.reason) for one in found]
 
     @property
     def model_dir(self) -> Path | None:
-        """The trained model, for ``AutoModelForCausalLM.from_pretrained``, once the run has come to its end."""
+        """The trained model, for ``AutoModelForCausalLM.from_pretrained``, once the run has finished."""
         return exported_model(self.dir, last=store_of(self.dir).latest())
 
 
 def load_run(directory: str | Path) -> Run:
-    """The run in a directory; refused if there is none."""
+    """Load the run in a directory. Raises an error if there is none."""
     return Run(open_run(_path_of(directory, what="the directory of a run (run.dir)")).dir)
 
 
@@ -171,12 +171,12 @@ def train(
     local_debug: bool = False,
     **overrides: Any,
 ) -> Run:
-    """Train until the last step, or continue the run that is in the run directory.
+    """Train until the last step, or continue the run in the run directory.
 
-    ``config`` is a run file, the directory of a run, the sections of a run file as a map, or a ``Config``; without it the demo runs. Any
-    other keyword sets a key of it: ``trainer={"steps": 3}`` or ``**{"trainer.steps": 3}``. ``fresh`` starts over and moves an old run
-    directory aside. ``quiet`` shows no progress. ``post_mortem`` opens the debugger where a worker, a reward or an environment raises;
-    ``local_debug`` runs all roles in this process with one reward process and one episode at a time, and compiles nothing
+    ``config`` is a run file, a run directory, the sections of a run file as a mapping, or a ``Config``; without it the demo runs. Any
+    other keyword sets one of its keys: ``trainer={"steps": 3}`` or ``**{"trainer.steps": 3}``. ``fresh`` starts over and moves an old
+    run directory aside. ``quiet`` shows no progress. ``post_mortem`` opens the debugger where a worker, a reward or an environment
+    raises; ``local_debug`` runs all roles in this process with one reward process and one episode at a time, and compiles nothing
     (docs/debugging.md).
     """
     bounds = Bounds(phase=_choice(Phase, phase, name="phase"), split=_choice(Split, split, name="split"))
@@ -187,9 +187,9 @@ def train(
     resolved = in_one_process(resolved) if local_debug else resolved
     say_unused(resolved)
     cluster = resolved.cluster
-    # One slot needs no cluster, and neither does a run that has ended.
+    # A single slot needs no cluster, and neither does a finished run.
     if cluster is not None and cluster.num_slots > 1 and not (resolved.run.dir / "summary.json").exists():
-        find_cluster(ray_address=cluster.ray_address).knock()  # refuse one that does not answer before torch is loaded
+        find_cluster(ray_address=cluster.ray_address).knock()  # fail before torch is loaded if it does not answer
 
     def work() -> dict[str, Any]:
         if not quiet:
@@ -214,7 +214,7 @@ def evaluate(
     quiet: bool = False,
     **overrides: Any,
 ) -> EvalReport:
-    """Measure a run's newest model, or the model in a directory, on held-out prompts (``data``, else the run's ``data.val``)."""
+    """Evaluate a run's newest model, or the model in a directory, on held-out prompts (``data``, else the run's ``data.val``)."""
     from rollcall.run.evaluation import plan_evaluation, run_evaluation
 
     plan = plan_evaluation(
@@ -236,10 +236,10 @@ def evaluate(
 
 
 def read_config(source: Source, *, overrides: Sequence[str] = (), changes: Mapping[str, Any] | None = None) -> Config:
-    """The settings of a run, validated. ``overrides`` are arguments of a command line (``trainer.steps=3``), ``changes`` values by key."""
+    """Read and validate a run's settings. ``overrides`` are command-line arguments (``trainer.steps=3``), ``changes`` values by key."""
     if isinstance(source, Config):
         settings = source.model_dump(warnings=False)
-        load_config(settings)  # pydantic does not check what model_copy changes, or what is put into a list
+        load_config(settings)  # pydantic does not check changes by model_copy or items added to a list
         if not overrides and not changes:
             return source
         source = settings
@@ -258,7 +258,7 @@ def read_config(source: Source, *, overrides: Sequence[str] = (), changes: Mappi
 
 
 def _with_paths(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Replace each reward that is a function by its name, as a run file writes it."""
+    """Replace each function among the rewards with its name, as written in a run file."""
     for key, value in values.items():
         if key.startswith("reward.") and callable(value):
             raise ConfigError(f"{key} cannot be a function; give all rewards in one list, such as reward=[my_function]")

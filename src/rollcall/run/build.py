@@ -1,4 +1,4 @@
-"""The parts of a run from their sections of the run file: prompts, learner, critic, reference, engine, rewards. Used by ``local``, by
+"""Builds a run's parts from their run file sections: prompts, learner, critic, reference, engine, rewards. Used by ``local``, by
 ``on_cluster`` and the processes that it starts (``worker``), by evaluation and by serving."""
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ LocalEngine = NativeEngine | VllmEngine
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """The inputs that the controller reads before any weights are loaded."""
+    """Inputs that the controller reads before any weights are loaded."""
 
     model_path: str
     tokenizer: Any
@@ -89,7 +89,7 @@ def load_inputs(config: Config) -> Inputs:
         needs = columns_needed(judges_of(config.reward))
         val = load(config.data.val, split="val", limit=config.eval.max_prompts, needs=needs)
         refuse_changed_rows(config.run.dir, "val", val, limit=config.eval.max_prompts)
-    # An environment may tell rows of one text apart by their other columns.
+    # An environment may distinguish rows with the same text by their other columns.
     _warn_of_rows(train, val, tokenizer, may_repeat=config.environment is not None)
     for prompts in (train, val):
         if prompts is not None and prompts.num_overlong:
@@ -101,7 +101,7 @@ def load_inputs(config: Config) -> Inputs:
 
 
 def _warn_of_rows(train: PromptSet, val: PromptSet | None, tokenizer: Any, *, may_repeat: bool) -> None:
-    """Say when the tokenizer has no tokens for much of the first prompt, since the model is asked something else, and when rows repeat."""
+    """Warn if the tokenizer lacks tokens for much of the first prompt, because the model then sees another text, and if rows repeat."""
     first = train.prompts[0]
     if lost := unknown_characters(first.text, first.token_ids, tokenizer):
         warn(
@@ -124,8 +124,8 @@ def _warn_of_rows(train: PromptSet, val: PromptSet | None, tokenizer: Any, *, ma
 
 
 def tokenizer_of(config: Config, path: str) -> Any:
-    """The tokenizer of the model at ``path``, with the run's chat template. Refuses a model that cannot be run, before any of it is
-    loaded, and stop strings that the tokenizer would never show."""
+    """Load the tokenizer for the model at ``path``, with the run's chat template. Refuses an unsupported model before any of it is
+    loaded, and stop strings that the tokenizer can never produce."""
     model = config.model
     check_architecture(path, trust_remote_code=model.trust_remote_code)
     tokenizer = load_tokenizer(path, chat_template=model.chat_template, trust_remote_code=model.trust_remote_code)
@@ -134,7 +134,7 @@ def tokenizer_of(config: Config, path: str) -> Any:
 
 
 def set_threads(num_threads: int | None, *, processes_here: int = 1) -> None:
-    """``trainer.num_threads``, or a fair share of this host's cores."""
+    """Set torch's threads to ``trainer.num_threads``, or to a fair share of this host's cores."""
     torch.set_num_threads(num_threads or max(1, (os.cpu_count() or 1) // processes_here))
 
 
@@ -178,19 +178,19 @@ def build_learner(
 
 
 def build_adapter(config: Config, model: Any, *, device: torch.device) -> Adapter | None:
-    """The run's adapter, the same in every process; None where the run trains the model's own weights."""
+    """Build the run's adapter, identical in every process. Returns None if the run trains the model's own weights."""
     if config.model.lora is None:
         return None
     path = resolve_model(config.model.path)
     local = Path(path).expanduser()
     if not is_model_dir(local) and is_model_dir(local / "model"):
-        local /= "model"  # of a checkpoint, what peft opens
+        local /= "model"  # the folder in a checkpoint that peft can open
     base = str(local.resolve()) if local.is_dir() else path
     return Adapter.make(Decoder.of(model), config.model.lora, seed=config.run.seed, device=device, base=base)
 
 
 def check_compiler(key: str) -> None:
-    """Refuse to compile for a CPU where torch would fail at the first call."""
+    """Refuse to compile for a CPU if torch would fail at the first call."""
     if not has_compiler():
         raise ConfigError(
             f"{key}: true needs a C++ compiler on a CPU, and {os.environ.get('CXX', 'g++')!r} does not exist; install g++, name "
@@ -199,7 +199,7 @@ def check_compiler(key: str) -> None:
 
 
 def check_engine(rollout: RolloutSection) -> None:
-    """Refuse an engine that is not installed before anything is loaded for it."""
+    """Refuse an engine that is not installed, before anything is loaded for it."""
     if rollout.engine == "vllm":
         find_python(rollout.vllm.python)
 
@@ -214,9 +214,9 @@ def build_engine(
     adapter: Adapter | None = None,
     kv_tokens: int | None = None,
 ) -> LocalEngine:
-    """The engine of this process, with the weights of ``model`` and the ``adapter``; on CUDA the native one captures ``graphs``. vLLM
-    takes an outline too, and runs on ``device`` then. ``kv_tokens``: what there is room for (``card.settle``), where the run file leaves
-    that open."""
+    """Build this process's engine, with the weights of ``model`` and the ``adapter``. On CUDA the native engine captures ``graphs``. vLLM
+    also accepts an outline, and then runs on ``device``. ``kv_tokens`` is how many tokens fit (``card.settle``), if the run file does
+    not say."""
     kv_tokens = rollout.kv_tokens if rollout.kv_tokens is not None else kv_tokens
     if rollout.engine == "native":
         if rollout.compile and next(model.parameters()).device.type == "cpu":
@@ -248,7 +248,7 @@ def build_engine(
             device=device,
             adapter=adapter,
         )
-    except BaseException:  # an interrupt too: it must not continue to load
+    except BaseException:  # even after an interrupt: it must not continue to load
         child.close()
         raise
 
@@ -262,7 +262,7 @@ def _engine_sentence(model: Any, why: str) -> str:
 
 
 def open_model(config: Config, given: str, *, origin: str) -> tuple[str, Any]:
-    """The path and the tokenizer of a model that is to sample here, before any of it is loaded."""
+    """Return the path and tokenizer of a model that will sample here, before any of it is loaded."""
     set_threads(config.trainer.num_threads)
     check_engine(config.rollout)
     path = resolve_model(given)
@@ -282,8 +282,8 @@ class Sampler:
 def load_sampler(
     section: ModelSection, rollout: RolloutSection, path: str, tokenizer: Any, *, lora: LoraSection | None
 ) -> Sampler:
-    """Load the model at ``path``, with the adapter that ``lora`` names added to its weights. vLLM has the only copy of the weights, which
-    are read here tensor by tensor: the model is an outline then."""
+    """Load the model at ``path``, and add the adapter that ``lora`` names to its weights. With vLLM, which has the only copy of the
+    weights, the weights are read tensor by tensor, and the returned model is only an outline."""
     device = resolve_device(section.device)
     dtype, trust = resolve_dtype(section.dtype, device), section.trust_remote_code
 
@@ -341,8 +341,8 @@ def build_reference(
     device: torch.device | None = None,
     unread: Stored | None = None,
 ) -> Reference:
-    """The frozen model, divided over the ``gang`` as the actor is if it is ``in_parts``. A learner with an adapter has it already
-    (``reference_of``)."""
+    """Build the frozen model, sharded over the ``gang`` like the actor if it is ``in_parts``. A learner with an adapter already contains
+    it (``reference_of``)."""
     if in_parts:
         assert gang is not None
         body = make_body(model, config.actor, gang=gang, device=device, frozen=True, unread=unread)
@@ -352,12 +352,12 @@ def build_reference(
 
 
 def reference_of(config: Config, learner: Learner) -> Reference:
-    """The weights of a learner that trains an adapter, without the adapter."""
+    """Build a reference from a learner that trains an adapter: its weights without the adapter."""
     return Reference(body=learner.body, section=config.actor, temperature=config.rollout.temperature, plain=True)
 
 
 def judges_of(rewards: Sequence[Reward]) -> Sequence[Reward]:
-    """The rewards by which an evaluation judges an answer. Where only models give rewards, the exact answer counts."""
+    """Return the rewards that an evaluation uses to judge answers. If only models give rewards, the exact answer counts."""
     judges = [reward for reward in rewards if reward.type != "self_certainty"]
     return [ExactReward()] if all(reward.type == "model" for reward in judges) else judges
 
@@ -370,8 +370,8 @@ def build_scorers(
     owned: ExitStack,
     num_workers: int = NUM_REWARD_WORKERS,
 ) -> tuple[Scorer, Scorer]:
-    """The scorers of training and of evaluation: the same one, unless only models give rewards (``judges_of``). ``score`` is the policy's;
-    ``models`` has the reward models by their place in the run file. ``owned`` closes the scorers."""
+    """Build the scorers for training and evaluation: the same one, unless only models give rewards (``judges_of``). ``score`` is the
+    policy's; ``models`` maps each reward model's position in the run file to its function. ``owned`` closes the scorers."""
     functions = dict(models)
     for index, reward in enumerate(rewards):
         if reward.type == "self_certainty":
@@ -388,21 +388,21 @@ def build_environments(
     *sets: PromptSet | None,
     make: Callable[[str | None], Environments] | None = None,
 ) -> Environments | None:
-    """Start the environment in processes of this one, or by ``make``, which gets the chat template. Refuses a template that cannot be
+    """Start the environment in child processes, or with ``make``, which gets the chat template. Refuses a template that cannot be
     extended turn by turn."""
     if section is None:
         return None
-    from rollcall.environments.make import make_environments  # few runs have one
+    from rollcall.environments.make import make_environments  # imported late: few runs have an environment
 
     say("starting the environment")
     rows = [prompt.metadata for prompts in sets if prompts is not None for prompt in prompts.prompts]
     chats = {str(row.get(KIND) or "") for row in rows if MESSAGES in row}
-    # A tokenizer may have a template that plain prompts do not go through.
+    # A tokenizer may have a template that plain prompts do not use.
     template = tokenizer.chat_template if chats else None
     environments = make_environments(section, chat_template=template) if make is None else make(template)
     try:
         for kind in {str(row.get(KIND) or "") for row in rows}:
-            tools = environments.tools_of(kind)  # refuses a name that environment.path does not have
+            tools = environments.tools_of(kind)  # refuses a name that is missing from environment.path
             if kind in chats:
                 Conversations(tokenizer).check_extension(tools=tools, role="tool" if tools else "user")
     except BaseException:
@@ -412,7 +412,7 @@ def build_environments(
 
 
 def _self_certainty(score: ScoreSamples, prompt: Prompt, completions: tuple[Completion, ...]) -> list[float]:
-    """The mean over all tokens that were sampled in an attempt, in all its rows."""
+    """Return the mean certainty of each attempt's sampled tokens, over all of its rows."""
     samples = [
         Sample.of(row, draw=0, attempt=attempt, prompt_ids=prompt.token_ids)
         for attempt, completion in enumerate(completions)

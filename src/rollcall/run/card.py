@@ -1,8 +1,8 @@
-"""Turns ``auto`` into sizes for the card of this process: the learners' micro-batches first, then the KV cache of the native engine.
+"""Turns ``auto`` into sizes for this process's GPU: first the learners' micro-batches, then the native engine's KV cache.
 
-Everything that is held for the whole run is on the card by then, even the optimizer's state. The free memory is divided by the arithmetic
-of ``plan/choose.py``: first by the plan's estimate, then by a measured pass. All ranks of a gang take the smallest size that any of them
-found. On a CPU ``auto`` is a fixed number, so nothing is done.
+Everything that stays for the full run is already on the GPU, including the optimizer state. ``plan/choose.py`` divides the free memory:
+first by the plan's estimate, then by a measured pass. All ranks of a gang use the smallest size that any of them found. On a CPU ``auto``
+is a fixed number, so nothing is done.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from rollcall.plan.room import on_kv, on_microbatch
 
 
 def settle(config: Config, model: Any, *, learners: Sequence[Learner | Critic], samples: bool) -> int | None:
-    """Size the micro-batches of the learners in this process, and say how. Returns the tokens of KV for a native engine that ``samples`` from
-    ``model`` here, where the run file leaves that open."""
+    """Size the micro-batches of the learners in this process, and print the choice. Returns the number of KV tokens for a native engine
+    that ``samples`` from ``model`` here, unless the run file sets it."""
     device = learners[0].body.device if learners else next(model.parameters()).device
     if device.type != "cuda":
         return None
@@ -49,7 +49,7 @@ def settle(config: Config, model: Any, *, learners: Sequence[Learner | Critic], 
 
 
 def room_on(device: torch.device) -> int:
-    """The bytes that this process can still allocate, less what the allocator loses."""
+    """Return the bytes that this process can still allocate, minus an allowance for fragmentation."""
     free, total = torch.cuda.mem_get_info(device)
     held = torch.cuda.memory_allocated(device)
     usable = int(total * torch.cuda.get_per_process_memory_fraction(device))
@@ -58,7 +58,7 @@ def room_on(device: torch.device) -> int:
 
 
 def engine_needs(config: Config, decoder: Decoder) -> EngineNeeds:
-    """The needs of the engine that is still to be made."""
+    """Return the needs of the engine that has yet to be built."""
     rollout = config.rollout
     shapes = {name: tensor.shape for name, tensor in decoder.named_tensors().items()}
     return EngineNeeds(
@@ -71,7 +71,7 @@ def engine_needs(config: Config, decoder: Decoder) -> EngineNeeds:
 
 
 def _kv_of(engine: EngineNeeds, model: Any, *, card: int) -> KvNeed:
-    """The KV that the engine needs. What the run file fixes is taken out of the room, and with vLLM its weights too."""
+    """Return the engine's KV needs. Sizes that the run file fixes are subtracted from the room, as are vLLM's weights."""
     rollout = engine.config.rollout
     if kv_is_open(rollout):
         return engine.open_kv
@@ -83,7 +83,7 @@ def _kv_of(engine: EngineNeeds, model: Any, *, card: int) -> KvNeed:
 
 
 def _size(learner: Learner | Critic, *, config: Config, kv: KvNeed, rows: Rows) -> int:
-    """Set the learner's ``fit``; returns the bytes that its passes need."""
+    """Set the learner's ``fit``. Returns the bytes that its passes need."""
     fit, body, section = learner.fit, learner.body, learner.section
     sums = 4 * sum(tensor.numel() for tensor in body.named.values())
     room = room_on(body.device)
@@ -120,14 +120,14 @@ def _size(learner: Learner | Critic, *, config: Config, kv: KvNeed, rows: Rows) 
 
 
 def _agreed(learner: Learner | Critic, choice: Choice) -> Choice:
-    """Set as the learner's ``fit`` what all ranks of the gang can do."""
+    """Set the learner's ``fit`` to what all ranks in the gang can do."""
     fit = learner.fit
     fit.agree([(tokens, again) for tokens, again in learner.body.gang.gather([choice.tokens, choice.recompute])])
     return Choice(tokens=fit.tokens, recompute=fit.recompute)
 
 
 def _together(learner: Learner | Critic, line: Line | None) -> Line | None:
-    """The worst line of all ranks. If one of them has none, neither has the gang, and that rank's smaller size counts for all."""
+    """Combine the ranks' lines into the worst one. If a rank has no line, the result is None, and its smaller size counts for all."""
     fit, gang = learner.fit, learner.body.gang
     own = None if line is None else [line.fixed, line.per_token]
     members = gang.gather([own, fit.tokens, fit.recompute])
@@ -144,7 +144,7 @@ def _chosen(fit: Fit, line: Line | None, *, room: int) -> str:
 
 
 def _kv_tokens(engine: EngineNeeds, *, device: torch.device, needs: Sequence[int]) -> int:
-    """The KV tokens that fit into what the learners leave. The engine's work alternates with theirs, but its graphs keep their memory."""
+    """Return the KV tokens that fit in the memory that the learners leave. Engine and learners alternate, but graphs keep their memory."""
     config = engine.config
     room = room_on(device) - engine.graphs - max([engine.filling, *needs])
     tokens = max(1, engine.open_kv.of(room) // (engine.kv_per_token * KV_BLOCK)) * KV_BLOCK

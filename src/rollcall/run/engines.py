@@ -1,14 +1,14 @@
-"""The engines of all rollout processes as one ``Engine``.
+"""Presents the engines in all rollout processes as one ``Engine``.
 
-    generate ──▶ router: which process? ──▶ its link: what the next call takes along ──▶ ``exchange`` in that process
-             ◀── what has ended comes back with a call's answer ◀──
+    generate ──▶ router: which process? ──▶ its link: queued for the next call ──▶ ``exchange`` in that process
+             ◀── finished completions return with a call's answer ◀──
 
-There is no call for each completion. Each busy process has two exchanges under way, so that it does not wait for this process between
-them. An answer brings what has ended; the next call takes along what is new and what is cancelled. One thread waits for answers;
-everything else happens in the thread of the event loop, without waiting.
+Completions do not have calls of their own. Each busy process has two exchanges in flight, so that it never waits for this process.
+An answer returns finished completions; the next call sends new requests and cancellations. One thread waits for answers; everything
+else happens in the event loop's thread, without blocking.
 
-A process that holds only an engine may be lost: what it had not finished goes out again first, and ``replace`` makes a new process in
-another thread. The new one gets requests once it has the current weights, from the next ``serve`` or from ``admit``.
+A process that contains only an engine may be lost: its unfinished requests are sent out again first, and ``replace`` starts a new process
+in another thread. The new process gets requests once it has the current weights, from the next ``serve`` or from ``admit``.
 """
 
 from __future__ import annotations
@@ -36,35 +36,35 @@ WAIT_S = 180.0
 
 @dataclass(slots=True, eq=False)
 class _Link:
-    """To one process: what the next call takes along, and the calls under way."""
+    """The link to one process: what to send with the next call, and the calls in flight."""
 
     new: list[Request] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     ended_sessions: list[str] = field(default_factory=list)
-    calls: dict[int, Any] = field(default_factory=dict)  # by number, in the order in which the process takes them
-    last_cancelling: int = -1  # the last call that took cancelled requests along
-    recalled: set[str] = field(default_factory=set)  # the requests that such calls took along
-    num_preemptions: int = 0  # the last count from its process
+    calls: dict[int, Any] = field(default_factory=dict)  # by number, in the order in which the process handles them
+    last_cancelling: int = -1  # the last call that sent cancellations
+    recalled: set[str] = field(default_factory=set)  # the requests that such calls cancelled
+    num_preemptions: int = 0  # the last count from the process
 
     def give(self, requests: Sequence[Request]) -> None:
-        """A request that was cancelled since the last call is still there."""
+        """Queue requests. A request that was cancelled since the last call is still in the process."""
         there = set(self.cancelled)
         self.new += [request for request in requests if request.id not in there]
         given = {request.id for request in requests}
         self.cancelled = [each for each in self.cancelled if each not in given]
 
     def cancel(self, ids: Collection[str]) -> None:
-        """A request that has not gone out never does: a process aborts before it submits."""
+        """Cancel requests. A request that is still queued is dropped, because a process aborts before it submits."""
         waiting = {request.id for request in self.new}
         self.new = [request for request in self.new if request.id not in ids]
         self.cancelled += [each for each in ids if each not in waiting]
 
 
 class Engines:
-    """``room`` is how many completions a process decodes at once.
+    """``room`` is the number of completions that a process decodes at once.
 
-    The run can continue without the ``replaceable`` processes; ``replace`` makes a new one, ready for weights, and raises if it cannot.
-    With no engine left, the run waits ``wait_s`` for one.
+    The run can continue without the ``replaceable`` processes. ``replace`` starts a new process, ready for weights, and raises if it
+    cannot. If no engine is left, the run waits ``wait_s`` for one.
     """
 
     def __init__(
@@ -81,25 +81,25 @@ class Engines:
         self._team = team
         self._weights = WeightSync(team)
         self._workers = team.members[Role.ROLLOUT]
-        # An engine with nothing finished answers after this long, so that new requests and new weights reach it; with many engines it is
-        # longer, or their answers would keep this process busy.
+        # An engine answers after this time even if nothing has finished, so that new requests and weights reach it. The time grows with
+        # the number of engines, so that their answers do not overload this process.
         self._look_s = min(max(len(self._workers) / 160, 0.05), 1.0)
         self._router = Router(list(map(self._new_worker, self._workers)), room=room, node_weights=node_weights)
         self._links = {worker: _Link() for worker in self._workers}
-        self._numbers = itertools.count()  # of calls
+        self._numbers = itertools.count()  # for calls
         self._asked: dict[str, asyncio.Future[Made]] = {}  # by request
         self._replaceable = frozenset(replaceable) if replace is not None else frozenset()
         self._replace = replace
         self._wait_s = wait_s
-        self._away: set[int] = set()  # lost, and not yet serving again
-        self._new_ones: set[int] = set()  # of these: built, without weights
+        self._away: set[int] = set()  # lost and not yet serving again
+        self._new_ones: set[int] = set()  # in ``_away``, rebuilt, still without weights
         self._failure: Exception | None = None
-        self._idle = asyncio.Event()  # nothing is asked for
+        self._idle = asyncio.Event()  # no requests are pending
         self._idle.set()
-        self._open = asyncio.Event()  # requests may come
+        self._open = asyncio.Event()  # requests are accepted
         self._open.set()
-        self._is_still = False  # a pause: no calls
-        self._is_due = False  # a look at all links comes soon
+        self._is_still = False  # paused: no calls
+        self._is_due = False  # a look at all links is scheduled
         self._collecting: asyncio.Task[None] | None = None
         self._renewing: set[asyncio.Task[None]] = set()
         self._alone: asyncio.TimerHandle | None = None
@@ -142,28 +142,28 @@ class Engines:
             await self._idle.wait()
         self._is_still = True
         if self._collecting is not None:
-            await asyncio.wait({self._collecting})  # for the calls under way; no others follow
+            await asyncio.wait({self._collecting})  # for the calls in flight; no others follow
         if self._failure is not None:
             raise self._failure
 
     async def serve(self, version: int) -> None:
-        """Every process with a policy gets the actor's weights; the actor's own processes have them already."""
+        """Send the actor's weights to every process with a policy; the actor's own processes already have them."""
         await self._push(version)
         self.version, self._is_still = version, False
         self._open.set()
         self._look_soon()
 
     async def admit(self) -> None:
-        """Give the current weights to the processes that are new, unless an update has brought them in meanwhile."""
+        """Send the current weights to new processes, unless an update has already done so."""
         if self._new_ones:
             await self._push(self.version)
             self._look_soon()
 
     def begin_session(self, session: str) -> None:
-        """Nothing to do: the processes do not wait for turns to come together."""
+        """Do nothing: the processes do not wait to batch turns."""
 
     def end_session(self, session: str) -> None:
-        """Sent with the next call: until there is one, nothing needs the memory that the process keeps for the session."""
+        """End a session with the next call: until then, nothing needs the memory that the process keeps for the session."""
         for worker in self._router.end_session(session):
             self._links[worker].ended_sessions.append(session)
 
@@ -184,13 +184,13 @@ class Engines:
     # Calls
 
     def _look_soon(self) -> None:
-        """Look once everyone who asks at this moment has asked, so that a group goes out together."""
+        """Schedule a look after all requests that are being made right now, so that a group is sent together."""
         if not self._is_due:
             self._is_due = True
             asyncio.get_running_loop().call_soon(self._look)
 
     def _look(self) -> None:
-        """Hand out the waiting requests. Nothing here waits."""
+        """Send out the waiting requests, without blocking."""
         self._is_due = False
         if self._is_still or self._failure is not None:
             return
@@ -203,7 +203,7 @@ class Engines:
                 if self._router.load(worker) or link.cancelled:
                     while len(link.calls) < CALLS:
                         self._call(worker, link)
-        except Exception as error:  # noqa: BLE001 - raised in everyone who waits; nobody else would hear of it
+        except Exception as error:  # noqa: BLE001 - raised in all waiting callers; nobody else would see it
             self._fail(error)
         if self._collecting is None and any(link.calls for link in self._links.values()):
             self._collecting = asyncio.get_running_loop().create_task(self._collect())
@@ -218,19 +218,19 @@ class Engines:
         link.calls[number] = self._team.group.run_single_worker_single_data("exchange", worker, *arguments)
 
     async def _collect(self) -> None:
-        """Take answers until no call is under way."""
+        """Process answers until no call is in flight."""
         try:
             while calls := [(worker, *call) for worker, link in self._links.items() for call in link.calls.items()]:
                 for worker, number, answer in await in_thread(self._answers, calls):
                     self._take(worker, number, answer)
                 self._look()
-        except Exception as error:  # noqa: BLE001 - raised in everyone who waits
+        except Exception as error:  # noqa: BLE001 - raised in all waiting callers
             self._fail(error)
         finally:
             self._collecting = None
 
     def _answers(self, calls: list[tuple[int, int, Any]]) -> list[tuple[int, int, Exchanged | WorkerDiedError]]:
-        """Wait a moment, in a thread, for answers, and return those that are there."""
+        """Wait briefly for answers, in a thread, and return those that have arrived."""
         group = self._team.group
         done = set(map(id, group.wait_for_some([call for _, _, call in calls], timeout_s=0.5)))
         ready = [each for each in calls if id(each[2]) in done]
@@ -241,7 +241,7 @@ class Engines:
         return [(worker, number, answer) for (worker, number, _), answer in zip(ready, answers, strict=True)]
 
     def _answer(self, worker: int, call: Any) -> Exchanged | WorkerDiedError:
-        """The answer of one worker; the loss of a replaceable one is returned, not raised."""
+        """Return one worker's answer. The loss of a replaceable worker is returned, not raised."""
         try:
             return self._team.group.get_all_worker_results([call])[0]
         except WorkerDiedError as error:
@@ -252,7 +252,7 @@ class Engines:
     def _take(self, worker: int, number: int, answer: Exchanged | WorkerDiedError) -> None:
         link = self._links[worker]
         if number not in link.calls:
-            return  # its process was lost in the meantime
+            return  # the process was lost in the meantime
         if isinstance(answer, WorkerDiedError):
             self._lose(worker, answer)
             return
@@ -260,11 +260,11 @@ class Engines:
         self._num_preemptions += answer.num_preemptions - link.num_preemptions
         link.num_preemptions = answer.num_preemptions
         for request_id, completion in answer.ended.items():
-            if self._router.worker_of(request_id) == worker:  # else it was cancelled, or moved to another one
+            if self._router.worker_of(request_id) == worker:  # else it was cancelled, or moved to another worker
                 self._num_tokens += len(completion.token_ids)
                 maker = self._router.finish(request_id)
                 done = self._forget(request_id)
-                if request_id in link.recalled:  # it ended before it was recalled, and was sent there again
+                if request_id in link.recalled:  # it finished before it was recalled, and was sent there again
                     link.cancel([request_id])
                 if not done.cancelled():
                     done.set_result(Made(completion=completion, worker=maker))
@@ -274,7 +274,7 @@ class Engines:
                 done = self._forget(request_id)
                 if not done.cancelled():
                     done.set_exception(Refused(why))
-        if number >= link.last_cancelling and not link.cancelled:  # else the count has requests that were recalled
+        if number >= link.last_cancelling and not link.cancelled:  # else the count includes recalled requests
             self._router.note_waiting(worker, answer.num_waiting)
         if not link.calls:
             link.recalled.clear()
@@ -287,7 +287,7 @@ class Engines:
         return done
 
     def _fail(self, error: Exception) -> None:
-        """Raise the error in everyone who waits, or asks later."""
+        """Raise the error in all waiting callers, and in later ones."""
         self._failure = self._failure or error
         for done in [self._forget(request_id) for request_id in list(self._asked)]:
             if not done.cancelled():
@@ -296,7 +296,7 @@ class Engines:
     # Losses
 
     def _lose(self, worker: int, error: WorkerError) -> None:
-        """Give its requests to the others, and begin to replace it."""
+        """Move a lost worker's requests to the others, and start to replace it."""
         if worker in self._away and worker not in self._new_ones:
             return
         self._new_ones.discard(worker)
@@ -316,7 +316,7 @@ class Engines:
         assert self._replace is not None
         try:
             await in_thread(self._replace, worker)
-        except Exception as error:  # noqa: BLE001 - raised in everyone who waits
+        except Exception as error:  # noqa: BLE001 - raised in all waiting callers
             self._fail(error)
         else:
             self._new_ones.add(worker)
@@ -354,9 +354,9 @@ class Engines:
             self._alone = None
 
     async def _lose_receivers(self, error: WorkerLostError) -> None:
-        """After a push that broke off, replace the receivers that are dead. If none of them is, raise the error."""
+        """Replace dead receivers after a failed push. If none is dead, raise the error."""
         group = self._team.group
-        # It may be dead before Ray knows it.
+        # A worker may be dead before Ray knows it.
         named = error.ranks[:1] if isinstance(error, WorkerDiedError) else ()
         serving = (self._replaceable - self._away) | self._new_ones
         dead = [worker for worker in serving if worker in named or not group.workers[worker].is_alive()]

@@ -1,6 +1,6 @@
-"""The environment role: a process on each node of its slots. They have their own group.
+"""The environment role: a process on each node that has slots for it. These processes have their own group.
 
-The group that holds the models continues when such a process is lost: the episodes that it was playing are played again elsewhere
+If such a process is lost, the group with the models continues: the lost process's episodes are played again elsewhere
 (environments/hosted.py), and a new process takes its place.
 """
 
@@ -28,21 +28,21 @@ from rollcall.process.groups.reachable import About, be_reachable
 from rollcall.run.team import Site, Spares
 
 PURPOSES = {"listen": "to start the environment"}
-WAIT_S = 360.0  # with none left; a server of a taskset has 300 to start
+WAIT_S = 360.0  # if no process is left; a taskset's server has 300 s to start
 
 
 class EnvironmentWorker:
-    """The process on a node."""
+    """The environment process on a node."""
 
     def __init__(self, section: EnvironmentSection, *, chat_template: str | None, folder: str, run_dir: str) -> None:
         self._section = section
         self._chat_template = chat_template
         self._run_dir = run_dir
-        if Path(folder).is_dir():  # where the run was started; a job's process is in the job's folder already
+        if Path(folder).is_dir():  # where the run was started; a job's process is already in the job's folder
             os.chdir(folder)
 
     def listen(self, address: str, rank: int, name: str, secret: str) -> HostPlace | str:
-        """The address it listens on, or the reason why the environment cannot start."""
+        """Return the address that the process listens on, or the reason why the environment cannot start."""
         be_reachable(About(title=f"{Role.ENVIRONMENT} {rank}", roles=(str(Role.ENVIRONMENT),), run=self._run_dir))
         try:
             host = EnvironmentHost(make_here(self._section, chat_template=self._chat_template))
@@ -52,7 +52,7 @@ class EnvironmentWorker:
 
 
 class EnvironmentHosts:
-    """Those processes, as the controller has them."""
+    """The environment processes, as seen from the controller."""
 
     group: WorkerGroup
     spares: Spares
@@ -101,7 +101,7 @@ class EnvironmentHosts:
         return AgentEnvironments(section, chat_template=chat_template, programs=hosted, address=address)
 
     def _listen(self, ranks: Sequence[int]) -> list[HostPlace]:
-        """Start all of them at once, because what the section names may take long to start."""
+        """Start all environments at once, because they may take long to start."""
         specs = [self.group.specs[rank] for rank in ranks]
         listen = partial(self.group.run_single_worker_single_data, "listen")
         answers: list[HostPlace | str] = self.group.get_all_worker_results(
@@ -114,7 +114,7 @@ class EnvironmentHosts:
 
 
 def _endpoint_address(cluster: VirtualCluster, *, toward: str) -> str:
-    """This node's, as its cluster knows it; where it has no slots, the one from which it reaches the hosts."""
+    """Return this node's address in the cluster, or the address from which it reaches the hosts if it has no slots."""
     routed = own_address(toward=toward, node_ip=None, interface=None)
     known = [node.address for node in cluster.nodes if node.address and is_own(node.address)]
     return routed if routed in known or not known else known[0]

@@ -1,4 +1,4 @@
-"""`rollcall eval`: find the model, build engine and rewards (no optimizer), answer every prompt."""
+"""`rollcall eval`: finds the model, builds engine and rewards (no optimizer), and answers every prompt."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ from rollcall.run.build import (
 
 GIVEN = "given by model.path"
 
-OnProgress = Callable[[int, int], None]  # prompts done, prompts in all
+OnProgress = Callable[[int, int], None]  # prompts done, prompts in total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPlan:
-    """A model that is to be evaluated or served."""
+    """A model to evaluate or serve."""
 
     config: Config
     model_path: str
-    origin: str  # which model of the run that is, in words
+    origin: str  # which of the run's models it is, in words
     lora: LoraSection | None  # an adapter to add to it
 
 
@@ -110,7 +110,7 @@ def plan_evaluation(
     temperature: float | None,
     max_prompts: int | None,
 ) -> ModelPlan:
-    """Plan which model to evaluate, on what and how. Refuses what cannot work before anything is loaded."""
+    """Plan which model to evaluate, on which data and how. Refuses what cannot work, before anything is loaded."""
     given = {
         "data.val": data,
         "eval.max_prompts": max_prompts,
@@ -118,13 +118,13 @@ def plan_evaluation(
         "eval.temperature": temperature,
     }
     values = {**(changes or {}), **{key: value for key, value in given.items() if value is not None}}
-    # A model directory, or a checkpoint with a config, of ours or of others.
+    # A model directory, or a checkpoint with a config, from Rollcall or another system.
     if target.is_dir() and not (target / RUN_FILE).exists() and model_folder(str(target)) is not None:
         if data is None:
             raise ConfigError(
                 f"{target} is a model directory or a checkpoint, which says nothing about data; add --data FILE"
             )
-        # Keys of the embedded run file that another model, other rows and longer answers need.
+        # Keys in the embedded run file that must change for another model, other rows and longer answers.
         file, defaults = (
             None,
             {
@@ -139,7 +139,7 @@ def plan_evaluation(
         file, defaults = run_file_of(target, what="a run file, or the directory of a run or of a model")
     load = partial(load_config, file, overrides, defaults=defaults)
     if samples is not None and temperature is None:
-        # Several greedy completions would all be the same one: without a temperature they are sampled as the run samples.
+        # Several greedy completions would all be identical: without a temperature, use the run's sampling temperature.
         run = load(changes=values | {"eval.samples_per_prompt": 1})
         if samples > 1 and run.eval.temperature == 0:
             values["eval.temperature"] = run.rollout.temperature
@@ -168,7 +168,7 @@ def run_evaluation(plan: ModelPlan, *, on_progress: OnProgress) -> EvalReport:
     )
     sampler = load_sampler(config.model, config.rollout, path, tokenizer, lora=plan.lora)
     room = sampler.engine.max_positions - max(len(prompt.token_ids) for prompt in prompts.prompts)
-    # No completion can pass the model's last position; without room for one token the engine refuses and says so.
+    # No completion can exceed the model's last position. If there is no room for a single token, the engine refuses.
     longest = max(1, min(config.rollout.max_response_tokens, room))
     temperature = config.eval.temperature
     sampling = sampling_of(config.rollout, sampler.stop_token_ids, temperature=temperature, max_tokens=longest)
@@ -211,8 +211,8 @@ def sets_model(overrides: list[str], changes: Mapping[str, Any]) -> bool:
 
 
 def plan_model(config: Config, *, origin: str | None) -> ModelPlan:
-    """The model at ``model.path`` if the user gave that, with its ``origin`` in words; else the run's newest. The adapter that the run begins
-    with belongs to the model that it begins with; a model that the run has trained has it already."""
+    """Choose the model at ``model.path`` if the user set it (``origin`` describes it), otherwise the run's newest. The adapter that the run
+    starts from belongs only to the model that it starts from; a model that the run has trained already includes it."""
     path, words = (config.model.path, origin) if origin is not None else newest_model_of(config)
     lora = config.model.lora
     if lora is None or lora.path is None or path != config.model.path:
@@ -226,7 +226,7 @@ def plan_model(config: Config, *, origin: str | None) -> ModelPlan:
 
 
 def newest_model_of(config: Config) -> tuple[str, str]:
-    """The newest model of a run: the exported one, else that of the newest checkpoint, else the one it starts from; and which it is."""
+    """Return a run's newest model and its origin: the exported model, else the newest checkpoint's, else the one the run starts from."""
     checkpoint = store_of(config.run.dir).latest()
     if (exported := exported_model(config.run.dir, last=checkpoint)) is not None:
         return str(exported), "trained model"

@@ -1,4 +1,4 @@
-"""All roles in this process: the policy is loaded once, and engine and learner share its parameters."""
+"""Runs all roles in this process: the policy is loaded once, and engine and learner share its parameters."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from rollcall.run.trained import Trained
 
 
 def build_workers(config: Config, *, is_bare: bool = False) -> Workers:
-    """Load everything the run file names. ``is_bare``, for a debugger: one reward process, no CUDA graphs."""
+    """Load everything that the run file names. ``is_bare``, for debugging: one reward process, no CUDA graphs."""
     set_threads(config.trainer.num_threads)
     check_engine(config.rollout)
     device = resolve_device(config.model.device)
@@ -51,14 +51,14 @@ def build_workers(config: Config, *, is_bare: bool = False) -> Workers:
     learner = build_learner(config, model, gang=Gang.alone(), mirror=True, adapter=adapter)
     critic = build_critic(config, load(), gang=Gang.alone()) if isinstance(config.algorithm, Ppo) else None
     reference = None
-    if config.needs_reference:  # a second copy of the model, unless the learner leaves this one as it is
+    if config.needs_reference:  # a second copy of the model, unless the learner leaves this one unchanged
         reference = build_reference(config, load()) if adapter is None else reference_of(config, learner)
     models = load_reward_models(config.reward, device=device, trust_remote_code=trust)
-    # Everything that is held for the whole run is loaded by now; the engine gets the memory that is left.
+    # Everything that stays for the full run is loaded by now; the engine gets the remaining memory.
     learners = [learner] if critic is None else [learner, critic]
     kv_tokens = settle(config, model, learners=learners, samples=True)
     core = build_engine(config.rollout, model, tokenizer, graphs=not is_bare, adapter=adapter, kv_tokens=kv_tokens)
-    in_parts = adapter is None and any(each.body.in_parts for each in learners)  # an adapter is small, and saved whole
+    in_parts = adapter is None and any(each.body.in_parts for each in learners)  # an adapter is small and saved whole
     trained = Trained(tokenizer=tokenizer, stop_token_ids=stops, learner=learner, critic=critic)
 
     def call(processes: Sequence[int], method: str, *args: Any) -> list[Any]:

@@ -1,5 +1,5 @@
-"""The inputs of a run, noted in its directory: its rows, its model, the user's code. A resume with other rows or another model is
-refused; other code is only reported, because a user corrects a reward that failed and continues the run."""
+"""Records a run's inputs in its directory: its rows, its model, the user's code. A resume with different rows or a different model is
+refused. Changed code is only reported, because a user may fix a failed reward and continue the run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from rollcall.model.base import base_identities, is_adapter, used_of
 from rollcall.model.stop_tokens import stop_token_ids
 
 ROWS, BASE, CODE = "data.json", "base.json", "code.json"
-FORMAT = 2  # of a run directory; one of an earlier version is refused
+FORMAT = 2  # of a run directory; earlier formats are refused
 _KEPT = {
     "reward": "groups that the journal has keep the scores of the old code, but for those on which it failed, and later ones are scored "
     "by the new code; held-out results from before cannot be compared with those from now on",
@@ -45,8 +45,8 @@ T = TypeVar("T")
 
 
 def refuse_changed_rows(run_dir: Path, split: str, prompts: PromptSet, *, limit: int | None = None) -> None:
-    """``prompts`` are the rows of ``data.train`` or ``data.val`` now. Of a run whose ``limit`` changes, those are compared that it had
-    and still has."""
+    """Refuse a resume if the rows of ``data.train`` or ``data.val`` have changed. ``prompts`` are the rows now. If the run's ``limit``
+    changed, only the rows that exist in both are compared."""
     noted = _noted(run_dir, ROWS, lambda found: _read_rows(found, split))
     if noted is None:
         return
@@ -69,7 +69,7 @@ def refuse_changed_rows(run_dir: Path, split: str, prompts: PromptSet, *, limit:
 
 
 def note_rows(run_dir: Path, train: PromptSet, val: PromptSet | None, *, limit: int | None) -> None:
-    """``limit`` is that of ``val``."""
+    """Record the run's rows. ``limit`` applies to ``val``."""
 
     def rows() -> dict[str, Any]:
         sets = {"train": (train, None)} | ({} if val is None else {"val": (val, limit)})
@@ -82,12 +82,12 @@ def note_rows(run_dir: Path, train: PromptSet, val: PromptSet | None, *, limit: 
 
 
 def _identities(prompts: PromptSet) -> np.ndarray:
-    """8 bytes for each row."""
+    """Return an 8-byte hash for each row."""
     return np.frombuffer(b"".join(map(_identity, prompts.prompts)), dtype="<u8")
 
 
 def _identity(prompt: Prompt) -> bytes:
-    """Covers all that anything can read of a row."""
+    """Hash everything that can be read from a row."""
     read = [prompt.id, prompt.text, prompt.answer, prompt.metadata]
     digest = blake2b(json.dumps(read, sort_keys=True, default=str).encode(), digest_size=8)
     digest.update(prompt.token_ids.tobytes())
@@ -102,8 +102,8 @@ def _read_rows(found: Any, split: str) -> tuple[np.ndarray, int | None]:
 
 
 def base_of(learner: Learner, tokenizer: Any) -> dict[str, Any]:
-    """Of the model at ``model.path``, before a checkpoint is read into it: its weights, how they are used, and what makes and ends its
-    tokens. All ranks of a gang call this."""
+    """Identify the model at ``model.path``, before a checkpoint is loaded into it: its weights, how they are used, its tokenizer and its
+    stop tokens. All ranks in a gang call this."""
     model, body = learner.model, learner.body
     weights = learner.base_identities if learner.adapter else base_identities(body.base_tensors(), dtype=body.dtype)
     stops = stop_token_ids(tokenizer, model.config, model.generation_config)
@@ -117,7 +117,7 @@ def base_of(learner: Learner, tokenizer: Any) -> dict[str, Any]:
 
 
 def refuse_changed_base(run_dir: Path, now: Mapping[str, Any], *, path: str) -> None:
-    """``now`` is what ``base_of`` says of the model at ``path``."""
+    """Refuse a resume if the base model has changed. ``now`` is what ``base_of`` returns for the model at ``path``."""
     before = _noted(run_dir, BASE, lambda found: {part: found[part] for part in now})
     if before is None:
         return
@@ -141,20 +141,20 @@ def note_base(run_dir: Path, found: Mapping[str, Any]) -> None:
 
 
 def code_of(config: Config) -> dict[str, dict[str, str]]:
-    """Of the rewards and of the environment: the modules and files that the run file names, each with its checksum."""
+    """Return the checksums of the modules and files that the run file names, for the rewards and the environment."""
     found: dict[str, dict[str, str]] = {"reward": {}, "environment": {}}
     for key, path in named_code(config.reward, config.environment).items():
         found[key.partition(".")[0]] |= _modules(path.partition(":")[0])
     if isinstance(config.environment, AgentEnvironment):
         files = filter(os.path.isfile, (word.strip("'\"") for word in config.environment.run.split()))
-        # Large files that its command names are its data.
+        # Large files in the command are data, not code.
         texts = {name: Path(name).read_bytes() for name in files if os.path.getsize(name) < 1 << 20}
         found["environment"] = {name: sha256(text).hexdigest() for name, text in texts.items() if b"\0" not in text}
     return found
 
 
 def changed_code(run_dir: Path, now: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Describes the code that changed since the run last ran, and what that means: a line for the rewards, one for the environment."""
+    """Describe code changes since the run last ran, and what they mean: one line for the rewards, one for the environment."""
     before = _noted(run_dir, CODE, lambda found: {part: dict(found[part]) for part in _KEPT})
     if before is None:
         return []
@@ -174,7 +174,7 @@ def note_code(run_dir: Path, found: Mapping[str, Any]) -> None:
 
 
 def _modules(name: str) -> dict[str, str]:
-    """A module and those that it imports, but for installed ones. Nothing is imported here: only reward processes run this code."""
+    """Find a module and its imports, except installed ones. Nothing is imported here: only reward processes run this code."""
     found: dict[str, str] = {}
     waiting, seen = [name], set[str]()
     while waiting:
@@ -218,7 +218,7 @@ def _imports(source: bytes, name: str, *, is_package: bool) -> Iterator[str]:
 
 
 def _note(run_dir: Path, name: str, facts: Callable[[], Mapping[str, Any]]) -> None:
-    """Once the run has begun, what is noted stays."""
+    """Write a record, unless the run has already begun."""
     if not has_begun(run_dir):
         _write(run_dir / name, facts())
 
@@ -229,7 +229,7 @@ def _write(path: Path, facts: Mapping[str, Any]) -> None:
 
 
 def _noted(run_dir: Path, name: str, read: Callable[[Any], T]) -> T | None:
-    """Reads what was noted; None if the run has not begun."""
+    """Read a record. Returns None if the run has not begun."""
     path = run_dir / name
     if not has_begun(run_dir):
         return None

@@ -1,8 +1,8 @@
-"""`rollcall reward test`: a run's rewards on a few of its rows, before anything is trained.
+"""`rollcall reward test`: tries a run's rewards on a few of its rows, before training.
 
-Each row is scored with a group of three completions: its own answer, nothing, and a text that answers nothing.
-This finds a reward that cannot be loaded, that fails on everything, or that gives 0 to the right answers, before hours of
-training are lost to it.
+Each row is scored with a group of three completions: its own answer, an empty one, and a text without an answer.
+This finds a reward that cannot be loaded, that fails on everything, or that scores correct answers with 0, before it wastes
+hours of training.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NEED_THE_POLICY = ("self_certainty", "environment")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """A completion of the trial and its score."""
+    """A trial completion and its score."""
 
     row: str
     completion: str  # which of the three
@@ -36,19 +36,19 @@ class Scored:
     parts: dict[str, float]
     errors: dict[str, str]
     notes: dict[str, str]  # from services
-    seconds: float  # of its row's group, divided by its size
+    seconds: float  # the time for its row's group, divided by the group's size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
     scored: list[Scored]
-    failures: list[Failure]  # the first of each reward and kind, with tracebacks
+    failures: list[Failure]  # the first for each reward and kind, with tracebacks
     in_force: dict[str, dict[str, str]]  # the confinement of each reward's processes on this machine
     left_out: list[str]  # rewards that need the policy
 
     @property
     def broken(self) -> list[str]:
-        """Rewards that failed on everything."""
+        """The rewards that failed on everything."""
         names = self.scored[0].parts if self.scored else ()
         return [name for name in names if all(name in scored.errors for scored in self.scored)]
 
@@ -89,8 +89,8 @@ def try_run(config: Config, *, num_rows: int) -> Trial:
 
 
 def try_rewards(config: Config, prompts: list[Prompt]) -> Trial:
-    """Score the prompts' own answers, nothing, and a text that answers nothing."""
-    # A service that does not answer fails the trial at once.
+    """Score each prompt's own answer, an empty completion, and a text without an answer."""
+    # A service that does not respond fails the trial at once.
     rewards = [
         reward.model_copy(update={"outage_s": 0.0}) if isinstance(reward, AskedReward) else reward
         for reward in config.reward
@@ -113,13 +113,13 @@ def try_rewards(config: Config, prompts: list[Prompt]) -> Trial:
 
 
 def completions_for(prompt: Prompt) -> list[tuple[str, str]]:
-    """The completions to try with a row; a row without a written answer has only the last two."""
+    """Return the completions to try for a row. A row without an answer gets only the last two."""
     found = [(ANSWER, prompt.answer)] if prompt.answer.strip() else []
     return [*found, (EMPTY, ""), (SAMPLE, SAMPLE_TEXT)]
 
 
 def _score(scorer: Scorer, prompt: Prompt) -> list[Scored]:
-    """One group, since some rewards look at a whole group."""
+    """Score the completions as one group, because some rewards look at the full group."""
     texts = completions_for(prompt)
     completions = tuple(Completion.given(np.zeros(1, dtype=np.int32), text=text) for _, text in texts)
     started = time.perf_counter()

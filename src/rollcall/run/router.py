@@ -1,20 +1,20 @@
-"""Decides which engine gets which requests. Pure: requests and a clock in, decisions out.
+"""Decides which engine gets which requests. Does no I/O: requests and a clock in, decisions out.
 
-A completion keeps its seed, so the choice of a worker changes the time and nothing else. The requests of a group go to one worker
-together (a ``Batch``), because the prompt is computed once for them. A worker gets what it can decode at once (``room``, in
-completions) and some more, so that it never runs empty. The rest waits here, in ``Request.order``.
+A completion keeps its seed, so the choice of worker only affects timing. A group's requests go to one worker together (a ``Batch``),
+because the prompt is then computed only once. A worker gets as much as it can decode at once (``room``, in completions) and some
+more, so that it never runs dry. The rest waits here, in ``Request.order``.
 
-- With node weights, each node gets its share of the batches at any speed; the workers of a node divide it by speed.
+- With node weights, each node gets its share of the batches regardless of speed; a node's workers divide the share by speed.
 - Without, all workers divide everything by speed. A batch goes to the worker that is expected to finish it first. A slow
-  worker gets no batch that the others would finish sooner. Near the end, batches that a busy worker has not begun go
-  to an idle one.
+  worker gets no batch that the others would finish sooner. Near the end, batches that a busy worker has not started go
+  to an idle worker.
 
-A request of a session goes to the worker that had the session's last one, if that worker can begin it at once: it may still have
-the KV. Elsewhere it takes longer and gives the same.
+A session's request goes to the worker that had the session's previous request, if that worker can start at once: it may still have
+the KV. On another worker it takes longer but gives the same result.
 
-Speed is measured: completions per second while a worker has any, and seconds from sending a batch until all of it is back. Old
-measurements fade, so a node that slows down or recovers is noticed. Those of a worker that got no work for ``RETRY_VERSIONS`` weight
-versions are forgotten: it then counts as fast as the others.
+Speed is measured: completions per second while a worker is busy, and seconds from sending a batch until all of it is back. Old
+measurements fade, so a node that slows down or recovers is noticed. If a worker got no work for ``RETRY_VERSIONS`` weight versions,
+its measurements are dropped, and it counts as fast as the others.
 """
 
 from __future__ import annotations
@@ -28,49 +28,49 @@ from dataclasses import dataclass, field
 
 from rollcall.engine.protocol import Request
 
-KEPT = 0.98  # of what was measured before, with each finished batch
-TOLERANCE = 1.25  # completions differ in length, so workers of one speed look a little different
+KEPT = 0.98  # share of earlier measurements kept with each finished batch
+TOLERANCE = 1.25  # completions differ in length, so equally fast workers look slightly different
 RETRY_VERSIONS = 20
-_Turn = tuple[bool, float, int]  # whether it starts later, its load for its speed, the worker
-AHEAD = 8  # a worker gets this part of its room beyond it, or one batch if that is more
+_Turn = tuple[bool, float, int]  # whether it would start later, load relative to speed, worker
+AHEAD = 8  # a worker may get 1/AHEAD more than its room, or one batch more if that is larger
 
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """The requests of a group, or a single one. ``requests`` are those that have not ended."""
+    """A group's requests, or a single one. ``requests`` contains the unfinished ones."""
 
-    order: tuple[tuple[int, int, int], int]  # that of its first request, then its arrival
+    order: tuple[tuple[int, int, int], int]  # its first request's order, then its arrival
     session: str | None
     pool: _Pool
     requests: dict[str, Request] = field(default_factory=dict)
-    size: int = 0  # completions when it was given out
-    seat: RolloutWorker | None = None  # absent while it waits here
+    size: int = 0  # completions when it was handed out
+    seat: RolloutWorker | None = None  # None while it waits here
     when_s: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RolloutWorker:
-    """A rollout process: the work that it has, and how fast it was."""
+    """A rollout process: its current work and its measured speed."""
 
     worker: int  # its number in the team
     node_rank: int
-    name: str  # recorded with the groups that it makes
+    name: str  # recorded with the groups that it generates
     given: dict[Batch, None] = field(default_factory=dict)
-    load: int = 0  # completions it has
-    num_waiting: int = 0  # completions that it has not begun, when it last answered
-    version: int = 0  # of the weights when it last got a batch
+    load: int = 0  # assigned completions
+    num_waiting: int = 0  # completions that it had not started when it last answered
+    version: int = 0  # weight version when it last got a batch
     # Measured:
-    done: float = 0.0  # completions, older ones counting less
-    busy_s: float = 0.0  # the time they took, older ones counting less
-    since_s: float = 0.0  # up to when busy_s is counted, while there is work
-    latency_s: float | None = None  # of a batch
+    done: float = 0.0  # completions; older ones count less
+    busy_s: float = 0.0  # the time they took; older ones count less
+    since_s: float = 0.0  # the time up to which busy_s is counted, while there is work
+    latency_s: float | None = None  # per batch
     # Computed from these by ``_Pool._compare``:
     rate: float = 0.0  # completions per second, over all that it decodes at once
-    expected_s: float = 0.0  # of a batch
-    share: float = 1.0  # of the work, relative to the others
+    expected_s: float = 0.0  # per batch
+    share: float = 1.0  # share of the work, relative to the others
 
     def measured(self, now: float) -> tuple[float, float]:
-        """Completions, and the seconds they took. Time beyond that of a usual batch counts too, because such a worker is slow or stuck."""
+        """Return completions and the seconds they took. Time beyond a usual batch's also counts: such a worker is slow or stuck."""
         overdue_s = now - self.since_s - (self.latency_s or 0.0) if self.load else 0.0
         return self.done, self.busy_s + max(overdue_s, 0.0)
 
@@ -87,10 +87,10 @@ class Router:
         self._weights: Mapping[int, float] = {0: 1.0}
         self._num_given: dict[int, int] = {}  # batches by pool
         self._batches: dict[str, Batch] = {}  # by request
-        self._open: dict[str, Batch] = {}  # by group, of those that wait here
+        self._open: dict[str, Batch] = {}  # by group; batches that wait here
         self._arrivals = itertools.count()
-        self._sessions: dict[str, list[int]] = {}  # session -> the workers that had requests of it, the latest last
-        self._seats: dict[int, RolloutWorker] = {}  # that can get requests
+        self._sessions: dict[str, list[int]] = {}  # session -> the workers that had its requests, the latest last
+        self._seats: dict[int, RolloutWorker] = {}  # workers that can get requests
         self._by_node = node_weights is not None
         if node_weights is not None:
             nodes = sorted({one.node_rank for one in workers})
@@ -102,15 +102,15 @@ class Router:
 
     @property
     def num_workers(self) -> int:
-        """Workers that can get requests."""
+        """The number of workers that can get requests."""
         return len(self._seats)
 
     def load(self, worker: int) -> int:
-        """Completions that this worker has to make."""
+        """Return the number of completions that the worker has to make."""
         return self._seats[worker].load if worker in self._seats else 0
 
     def add(self, request: Request) -> None:
-        """Queue a request: with its group, else for the node of its session, else for the node that is furthest behind its share."""
+        """Queue a request: with its group, else for its session's node, else for the node that is furthest behind its share."""
         batch = self._open.get(request.group) if request.group is not None else None
         if batch is None:
             homes = [rank for rank in self._weights if self._pools[rank].home(request.session) is not None]
@@ -123,18 +123,18 @@ class Router:
         self._batches[request.id] = batch
 
     def _next_pool(self, among: Sequence[int] = ()) -> int:
-        """Choose one of these pools, else one with workers, if there is one."""
+        """Choose one of these pools, otherwise a pool with workers if there is one."""
         able = among or [rank for rank in self._weights if self._pools[rank].seats] or list(self._weights)
         rank = min(able, key=lambda rank: ((self._num_given.get(rank, 0) + 1) / self._weights[rank], rank))
         self._num_given[rank] = self._num_given.get(rank, 0) + 1
         return rank
 
     def end_session(self, session: str) -> list[int]:
-        """Forget a session; returns the workers that had requests of it."""
+        """Forget a session. Returns the workers that had its requests."""
         return self._sessions.pop(session, [])
 
     def hand_out(self, *, version: int = 0) -> list[tuple[int, list[Request]]]:
-        """The requests that go out now, with their worker, batch by batch; ``version`` is that of the weights."""
+        """Return the requests to send now with their worker, batch by batch. ``version`` is the weight version."""
         out: list[tuple[int, list[Request]]] = []
         for seat, batch in [given for pool in self._pools.values() for given in pool.hand_out(version)]:
             requests = list(batch.requests.values())
@@ -143,12 +143,12 @@ class Router:
         return out
 
     def worker_of(self, request_id: str) -> int | None:
-        """The worker that has it, unless it waits here or nobody has asked for it."""
+        """Return the worker that has the request; None if it waits here or is unknown."""
         batch = self._batches.get(request_id)
         return None if batch is None or batch.seat is None else batch.seat.worker
 
     def finish(self, request_id: str) -> str:
-        """Note that a completion has arrived; returns the name of the worker that made it."""
+        """Note that a completion has arrived. Returns the name of the worker that made it."""
         batch = self._batches[request_id]
         seat = batch.seat
         assert seat is not None, "no worker had this request"
@@ -158,7 +158,7 @@ class Router:
         return seat.name
 
     def drop(self, request_id: str) -> None:
-        """Forget a request that nobody waits for any more."""
+        """Forget a request that nobody is waiting for any more."""
         batch = self._batches.pop(request_id)
         request = batch.requests.pop(request_id)
         if batch.seat is not None:
@@ -170,23 +170,23 @@ class Router:
                 del batch.seat.given[batch]
 
     def _close(self, request: Request) -> None:
-        """Its group gets no more requests in this batch."""
+        """Close the batch to further requests from the group."""
         if request.group is not None:
             self._open.pop(request.group, None)
 
     def note_waiting(self, worker: int, num_waiting: int) -> None:
-        """Note how many of its completions a worker has not begun."""
+        """Note how many of its completions a worker has not started."""
         if worker in self._seats:
             self._seats[worker].num_waiting = num_waiting
 
     def take_back(self) -> list[tuple[int, list[str]]]:
-        """Take back requests that busy workers have not begun while others are idle. They wait here again; the caller cancels them there."""
+        """Take back requests that busy workers have not started while others are idle. They wait here again; the caller cancels them."""
         return [
             (seat.worker, list(batch.requests)) for pool in self._pools.values() for seat, batch in pool.take_back()
         ]
 
     def lose(self, worker: int) -> None:
-        """Forget a worker that is gone. The rest of its batches waits here again in the old order, so it is the first to go out."""
+        """Forget a worker that is gone. Its unfinished requests wait here again in the old order, so they are the first to be sent."""
         for had in self._sessions.values():
             if worker in had:
                 had.remove(worker)
@@ -198,14 +198,14 @@ class Router:
         self._spread()
 
     def join(self, new: RolloutWorker) -> None:
-        """Add a new process, which knows nothing of what was given out before."""
+        """Add a new process, which knows nothing about earlier requests."""
         rank = new.node_rank if self._by_node else 0
         if rank in self._pools:  # else its node has weight 0
             self._seats[new.worker] = self._pools[rank].seats[new.worker] = new
             self._spread()
 
     def _spread(self) -> None:
-        """Move the batches that wait in a pool without workers to the others."""
+        """Move the batches in a pool without workers to the other pools."""
         for pool in self._pools.values():
             waiting, pool.queue = (sorted(pool.queue), []) if not pool.seats and self.num_workers else ([], pool.queue)
             for _, batch in waiting:
@@ -214,19 +214,19 @@ class Router:
 
 
 class _Pool:
-    """Workers that share one queue."""
+    """A set of workers that share one queue."""
 
     def __init__(self, *, room: int, clock: Callable[[], float], sessions: dict[str, list[int]]) -> None:
-        """``sessions`` is the router's, and kept up here."""
+        """``sessions`` belongs to the router and is updated here."""
         self.seats: dict[int, RolloutWorker] = {}
         self.queue: list[tuple[tuple[tuple[int, int, int], int], Batch]] = []  # a heap
         self._room = room
-        self._size = 1  # completions of a batch, by the last one
+        self._size = 1  # completions per batch, from the last one
         self._clock = clock
         self._sessions = sessions
-        # Of all workers together, by ``_compare``:
+        # For all workers together, computed by ``_compare``:
         self._rate = 0.0
-        self._latency_s = 0.0  # of a worker in the middle
+        self._latency_s = 0.0  # the median worker's
         self._load = 0
 
     def wait(self, batch: Batch) -> None:
@@ -234,19 +234,19 @@ class _Pool:
         heapq.heappush(self.queue, (batch.order, batch))
 
     def first(self) -> Batch | None:
-        """The next batch to go out; drops those of which nothing is left."""
+        """Return the next batch to send. Drops batches without requests."""
         while self.queue and not self.queue[0][1].requests:
             heapq.heappop(self.queue)
         return self.queue[0][1] if self.queue else None
 
     def home(self, session: str | None) -> RolloutWorker | None:
-        """The worker that had the last request of this session, if it is one of these."""
+        """Return the worker that had this session's last request, if it is in this pool."""
         had = self._sessions.get(session, []) if session is not None else []
         return self.seats.get(had[-1]) if had else None
 
     def hand_out(self, version: int) -> list[tuple[RolloutWorker, Batch]]:
-        """Give the waiting batches to workers. Giving a worker a batch changes only that worker's turn, because the sum of what waits and what
-        is given out stays the same."""
+        """Hand the waiting batches to workers. Each batch changes only its worker's turn, because the sum of waiting and handed-out
+        requests stays the same."""
         out: list[tuple[RolloutWorker, Batch]] = []
         if self.first() is None or not any(self._may_get(seat, self._size) for seat in self.seats.values()):
             return out
@@ -274,7 +274,7 @@ class _Pool:
         return out
 
     def _best(self, turns: list[_Turn], size: int, waiting: int) -> RolloutWorker | None:
-        """The worker that is expected to finish a batch of this size first; None if the batch should wait."""
+        """Return the worker that is expected to finish a batch of this size first, or None if the batch should wait."""
         while turns:
             seat = self.seats[turns[0][2]]
             turn = self._turn(seat, size, waiting)
@@ -287,7 +287,7 @@ class _Pool:
         return None
 
     def _turn(self, seat: RolloutWorker, size: int, waiting: int) -> _Turn | None:
-        """A worker's place in the order, the lowest first; None if it gets nothing."""
+        """Return a worker's sort key, lowest first; None if it gets nothing."""
         if not self._may_get(seat, size) or not self._in_time(seat, size, waiting=waiting):
             return None
         return not self._has_place(seat, size), (seat.load + size) / seat.share, seat.worker
@@ -305,7 +305,7 @@ class _Pool:
             had[:] = [worker for worker in had if worker != seat.worker] + [seat.worker]
 
     def measure(self, seat: RolloutWorker, batch: Batch) -> None:
-        """Measure a worker by a batch of which everything is back."""
+        """Update a worker's measurements with a finished batch."""
         now = self._clock()
         seat.done = KEPT * seat.done + batch.size
         seat.busy_s = KEPT * seat.busy_s + now - seat.since_s
@@ -324,7 +324,7 @@ class _Pool:
         )
         taken: list[tuple[RolloutWorker, Batch]] = []
         for seat in sorted(self.seats.values(), key=lambda seat: -seat.load):
-            # A worker begins its requests in their order.
+            # A worker starts its requests in this order.
             for batch in sorted(seat.given, key=lambda batch: batch.order, reverse=True) if seat.num_waiting else ():
                 size = len(batch.requests)
                 if size > min(seat.num_waiting, places):
@@ -341,20 +341,20 @@ class _Pool:
         return not seat.load or seat.load < self._room + max(size, self._room // AHEAD)
 
     def _has_place(self, seat: RolloutWorker, size: int) -> bool:
-        """Whether the worker would begin a batch at once."""
+        """Whether the worker would start a batch at once."""
         return seat.load + size <= self._room
 
     def _in_time(self, seat: RolloutWorker, size: int, *, waiting: int) -> bool:
-        """Whether this worker would finish a batch about when the others finish everything."""
+        """Whether this worker would finish a batch by about the time when the others finish everything."""
         if len(self.seats) == 1 or not self._load:
-            return True  # one worker has to start
-        turns = 1 if self._has_place(seat, size) else 2  # it starts when another batch has ended
+            return True  # some worker has to start
+        turns = 1 if self._has_place(seat, size) else 2  # it starts after another batch has finished
         others_s = (waiting + self._load - seat.load) / (self._rate - seat.rate)
         return turns * seat.expected_s <= TOLERANCE * max(self._latency_s, others_s)
 
     def _compare(self, now: float) -> None:
-        """Compute the speeds of all workers. One that is not measured yet counts as fast as the others, an assumption that weighs as much as
-        one batch."""
+        """Compute all workers' speeds. A worker without measurements counts as fast as the others, with the weight of one
+        batch."""
         measured = [(seat, *seat.measured(now)) for seat in self.seats.values()]
         known = [done / max(spent, 1e-6) for _, done, spent in measured if done]
         usual = sum(known) / len(known) if known else 1.0
@@ -363,8 +363,8 @@ class _Pool:
         for seat, done, spent in measured:
             seat.rate = (done + self._size) / (spent + self._size / usual)
             seat.expected_s = self._latency_s if seat.latency_s is None else seat.latency_s
-            # With more work some engines have a higher rate at the same latency, others a higher latency at the same rate.
-            # A speed made of both evens out the loads of either kind; only one of them would overload one kind.
+            # With more work, some engines have a higher rate at the same latency, others a higher latency at the same rate.
+            # Combining both balances the load over either kind; using only one of them would overload one kind.
             relative = self._latency_s / seat.latency_s if seat.latency_s else 1.0
             seat.share = (seat.rate / usual) ** 0.75 * relative**0.25
         self._rate = sum(seat.rate for seat in self.seats.values())

@@ -1,4 +1,4 @@
-"""`rollcall serve`: find the model, build its engine, and offer it behind the endpoint until it is stopped.
+"""`rollcall serve`: finds the model, builds its engine, and serves it behind the endpoint until it is stopped.
 
 The main thread steps the engine; the endpoint's server has its own thread (``environments/endpoint.py``).
 """
@@ -37,7 +37,7 @@ SHORTEST_KEY = 16
 
 
 def plan_serving(target: str, *, overrides: list[str], engine: str | None = None) -> ModelPlan:
-    """Plan to serve the newest model of a run directory or run file, or the model with that path or name. Requests ask for it by ``run.name``."""
+    """Plan to serve a run's newest model (run directory or run file), or the model with that path or name. Its API name is ``run.name``."""
     changes = {"rollout.engine": engine} if engine else {}
     path = Path(target)
     if (path / RUN_FILE).is_file() or (path.is_file() and path.suffix in (".yaml", ".yml")):
@@ -50,7 +50,7 @@ def plan_serving(target: str, *, overrides: list[str], engine: str | None = None
 
 
 def read_key(file: Path | None) -> str | None:
-    """Read the key from the file, else from the environment variable, if there is either."""
+    """Read the key from the file, otherwise from the environment variable; None if there is neither."""
     key = file.read_text(errors="replace").strip() if file is not None else os.environ.get(KEY, "").strip()
     if not key and file is None:
         return None
@@ -64,9 +64,9 @@ def read_key(file: Path | None) -> str | None:
 
 
 def serve(plan: ModelPlan, *, host: str, port: int, key: str | None, show: Callable[[str], None]) -> None:
-    """Serve until Ctrl-C. ``show`` gets the address, and the key unless it was given."""
+    """Serve until Ctrl-C. ``show`` gets the address, and the key if it was generated."""
     config = plan.config
-    listener = listen(host, port)  # a port that is taken is refused before the model is loaded
+    listener = listen(host, port)  # refuse a port that is in use before the model is loaded
     path, tokenizer = open_model(config, plan.model_path, origin=plan.origin)
     sampler = load_sampler(config.model, config.rollout, path, tokenizer, lora=plan.lora)
     with closing(sampler.engine) as engine:
@@ -114,8 +114,8 @@ async def _serve(
 
 
 def open_caller(engine: Engine, rules: Open, *, tokenizer: Any, failed: asyncio.Future[None]) -> Caller:
-    """A caller for a server of this event loop. Its tokenizer is a copy, because another thread uses the engine's. ``failed`` gets the error
-    that ends the engine."""
+    """Build a caller for a server in this event loop. Its tokenizer is a copy, because another thread uses the engine's. ``failed`` gets
+    the error that stops the engine."""
     own = copy.deepcopy(tokenizer)
     histories = Histories(Conversations(own), name="serve", max_kept=4_000_000)
     numbers = itertools.count()

@@ -1,8 +1,8 @@
-"""Rehearse a run's cluster on this machine: as many nodes with as many slots, the run's placement, algorithm and loop, a tiny model in
-place of the real one, two steps, and a verdict.
+"""Rehearses a run's cluster on this machine: as many nodes with as many slots, the run's placement, algorithm and loop, but a tiny model
+and two steps. Ends with a verdict.
 
-Nodes are started as ``rollcall node`` starts them, each with its own state folder, and are always stopped at the end. Slots are logical:
-nothing here needs a GPU.
+Nodes are started like ``rollcall node`` starts them, each with its own state folder, and are always stopped at the end. Slots are
+logical: nothing here needs a GPU.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ SHAPE = dict(
     hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=8,
     max_position_embeddings=64, tie_word_embeddings=False, rms_norm_eps=1e-6,
 )  # fmt: skip
-PROCESS_GIB, NODE_GIB = 0.4, 0.3  # resident, measured: a worker with torch and the tiny model; a node's own processes
+PROCESS_GIB, NODE_GIB = 0.4, 0.3  # measured, resident: a worker with torch and the tiny model; a node's own processes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     ok: bool
-    why: str | None  # why it does not run
+    why: str | None  # why the run does not work
     num_nodes: int
     num_slots: int
     num_processes: int
-    roles: dict[str, int]  # processes of each
+    roles: dict[str, int]  # role -> number of processes
     steps: int
     seconds: float
     logprob_mismatch: float | None
 
 
 def simulate(config: Config) -> Verdict:
-    """Start nodes, run on them, stop them. Errors in the run file or the placement are raised and are not part of the verdict."""
+    """Start nodes, run on them, stop them. Errors in the run file or the placement are raised, and are not part of the verdict."""
     if config.cluster is None:
         raise ConfigError(
             "the run file has no cluster section, so there is no placement to rehearse; `rollcall train` runs it"
@@ -71,7 +71,7 @@ def simulate(config: Config) -> Verdict:
             say(f"running {STEPS} steps of {config.algorithm.name} with a tiny model")
             try:
                 summary = _run(config, root)
-            except Exception as error:  # anything that the run meets is the verdict
+            except Exception as error:  # any error in the run becomes the verdict
                 why = str(error) or type(error).__name__
     return Verdict(
         ok=summary is not None and summary["steps"] == STEPS,
@@ -87,15 +87,15 @@ def simulate(config: Config) -> Verdict:
 
 
 def rehearsed(config: Config, root: Path, *, model: Path, reward_model: Path | None) -> Config:
-    """The run with its placement as it is, and everything else small."""
-    unit = math.lcm(config.actor.minibatches, config.critic.minibatches)  # minibatches divide the prompts
+    """Shrink everything in the run except its placement."""
+    unit = math.lcm(config.actor.minibatches, config.critic.minibatches)  # minibatches must divide the prompts
     document = config.model_dump(mode="json")
     document["run"] |= {"name": NAME, "dir": str(root / "run")}
-    document["cluster"] |= {"accelerator": "cpu", "ray_address": None}  # the nodes of the rehearsal are its own
+    document["cluster"] |= {"accelerator": "cpu", "ray_address": None}  # the rehearsal has its own nodes
     lora = document["model"]["lora"]
     document["model"] = {"path": str(model), "dtype": "float32", "device": "cpu"}
     if lora is not None:
-        document["model"]["lora"] = lora | {"path": None}  # an adapter that exists is of another model
+        document["model"]["lora"] = lora | {"path": None}  # an existing adapter belongs to another model
     document["data"] = {
         "train": "builtin:arithmetic",
         "val": None,
@@ -108,7 +108,7 @@ def rehearsed(config: Config, root: Path, *, model: Path, reward_model: Path | N
     }  # fmt: skip
     for trained in ("actor", "critic"):
         document[trained] |= {"compile": False}
-    # A random policy never answers right: a reward that differs between completions lets the update move something.
+    # A random policy never answers correctly: a reward that varies between completions lets the update change weights.
     document["reward"] = [{"type": "regex", "pattern": "[0-4]"}] + (
         [{"type": "model", "path": str(reward_model)}] if reward_model else []
     )
@@ -135,12 +135,12 @@ def _run(config: Config, root: Path) -> dict[str, Any]:
     try:
         return train(small, quiet=True)
     finally:
-        disconnect()  # before its nodes go
+        disconnect()  # before its nodes stop
 
 
 @contextmanager
 def _nodes(plan: Plan, root: Path) -> Iterator[None]:
-    """The nodes one after the other: two cores start Ray no faster side by side."""
+    """Start the nodes one after the other: in parallel, two cores would not start Ray any faster."""
     up: list[int] = []
     with environment({CLUSTER: NAME, STATE_DIR: str(root / "node0")}):
         try:
@@ -166,7 +166,7 @@ def _nodes(plan: Plan, root: Path) -> Iterator[None]:
 
 
 def make_tiny_model(directory: Path, *, is_reward: bool = False) -> Path:
-    """A Llama with random weights and a character tokenizer; a reward model gives one number."""
+    """Build a Llama with random weights and a character tokenizer. A reward model outputs one number."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 

@@ -1,4 +1,4 @@
-"""The processes of a run on a cluster: where they are, who holds which role, how they are called, what they do."""
+"""A run's processes on a cluster: where they are, which roles they have, how they are called, and what they are doing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """The nodes of an attempt. The plan and the section number them from 0; ``kept`` has their ranks in the cluster."""
+    """An attempt's nodes. The plan and the section number them from 0; ``kept`` contains their ranks in the cluster."""
 
     plan: Plan
     section: ClusterSection
@@ -49,7 +49,7 @@ class Site:
         env: Mapping[str, str] | None = None,
         takes_slots: bool = True,
     ) -> WorkerGroup:
-        """One worker for each planned process. Workers that take no slots sit at the first of theirs."""
+        """Start one worker for each planned process. A worker that takes no slots is placed at its first slot."""
         first_slots = [sum(self.plan.slots_per_node[:rank]) for rank in range(self.plan.num_nodes)]
         submitted = submitted_env(self.section)
         return WorkerGroup(
@@ -78,7 +78,7 @@ class Site:
 
 
 class Spares:
-    """Puts new processes into the seats of lost ones, as often as restarts are allowed."""
+    """Starts new processes in the seats of lost ones, as often as the restart budget allows."""
 
     def __init__(self, group: WorkerGroup, trainer: TrainerSection, *, role: Role) -> None:
         self._is_closed = False
@@ -88,18 +88,18 @@ class Spares:
         self._one = threading.Lock()
 
     def close(self) -> None:
-        """The group is about to be shut down."""
+        """Stop replacing processes, because the group is about to be shut down."""
         self._is_closed = True
 
     def replace(self, rank: int, start: Callable[[], T]) -> T:
-        """Wait for the seat's node, then return what ``start`` returns, which gets the new process ready."""
+        """Wait for the seat's node, then return the result of ``start``, which prepares the new process."""
         where = self._group.specs[rank].where
         loss: WorkerLostError = WorkerDiedError(f"{where} is lost", role=str(self._role), ranks=[rank], node_ranks=[])
         while True:
             with self._one:
                 self._budget.spend(loss)
             try:
-                self._group.replace(rank, timeout_s=24 * 3600.0)  # the other processes do the work meanwhile
+                self._group.replace(rank, timeout_s=24 * 3600.0)  # the other processes do the work in the meantime
                 return start()
             except WorkerLostError as error:
                 if self._is_closed:
@@ -111,7 +111,7 @@ class Spares:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Team:
     group: WorkerGroup
-    members: dict[Role, list[int]]  # which processes of the group hold each role, by rank
+    members: dict[Role, list[int]]  # the group's processes with each role, by rank
     together: frozenset[Role] = frozenset()  # roles whose processes run every forward together
 
     def call(self, workers: Sequence[int], method: str, *args: Any) -> list[Any]:
@@ -121,11 +121,11 @@ class Team:
         return self.call(self.members[role], method, *args)
 
     def meetings(self) -> dict[Role, tuple[Place, int]]:
-        """Where the processes of each gang meet, and how many they are. A gang is named by one of its roles."""
+        """Return where each gang's processes meet, and how many there are. A gang is named after one of its roles."""
         found: dict[Role, tuple[Place, int]] = {}
         for role in (*TRAINED, *SCORERS):
             members = self.members.get(role, [])
-            # Roles in the same processes make one gang; a process listens once.
+            # Roles in the same processes form one gang; a process listens once.
             known = any(self.members[other] == members for other in found)
             if len(members) > 1 and not known and (role in TRAINED or role in self.together):
                 address = self.group.worker_metadata[members[0]]["address"]
@@ -134,8 +134,8 @@ class Team:
         return found
 
     def forward(self, role: Role, method: str, samples: Sequence[Sample]) -> list[Any]:
-        """One result per sample. Each process of the role computes a fair share of the tokens, the rows of an attempt together;
-        processes that run every forward together divide the samples among themselves."""
+        """Return one result per sample. Each process with the role gets a fair share of the tokens, with an attempt's rows kept together.
+        Processes that run every forward together divide the samples among themselves."""
         if role in self.together:
             return self.call_role(role, method, list(samples))[0]
         workers = self.members[role]
@@ -163,7 +163,7 @@ def look_at(
     on_ray: bool,
     last: bool = False,
 ) -> Look:
-    """Describe the groups' workers in the words of the plan. The processes of a group are in order of rank."""
+    """Describe the groups' workers in the plan's terms. A group's processes are in rank order."""
     states: list[ProcessState] = []
     calls: dict[str, list[RecordedCall]] = {}
     marks: list[Mark] = []

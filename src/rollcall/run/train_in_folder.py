@@ -1,6 +1,6 @@
-"""A run on nodes that share only a folder: ``rollcall train --master`` and ``--worker R``.
+"""Runs on nodes that share only a folder: ``rollcall train --master`` and ``--worker R``.
 
-The master trains as on a cluster, and reaches its workers through the folder. The placement is implied: the actor and the critic on node 0,
+The master trains as on a cluster, but reaches its workers through the folder. The placement is fixed: the actor and the critic on node 0,
 an engine on every node.
 """
 
@@ -29,7 +29,7 @@ def train_as_master(
     quiet: bool = False,
     bounds: Bounds | None = None,
 ) -> dict[str, Any]:
-    """Train, with this node as node 0; returns the summary."""
+    """Train with this node as node 0. Returns the summary."""
     from rollcall.process.groups.folder.master import FolderBackend
     from rollcall.run.training import train
 
@@ -50,13 +50,13 @@ def serve_as_worker(folder: Path, *, rank: int, num_nodes: int, options: Mapping
     from rollcall.process.debug.stopped import has_terminal
     from rollcall.process.groups.folder.worker import FolderWorker
 
-    if has_terminal():  # nodes that share only a folder cannot reach each other: without a terminal nobody could come
+    if has_terminal():  # nodes that share only a folder cannot reach each other: without a terminal nobody could attach
         serve()
     FolderWorker(folder, rank=rank, num_nodes=num_nodes, options=options).run()
 
 
 def with_folder(config: Config, folder: Path, *, num_nodes: int, rank_weights: Sequence[float] | None) -> Config:
-    """Add the cluster that the folder implies to the run; refuses a run file that says something else."""
+    """Add the cluster that the folder implies to the run. Refuses a run file that contradicts it."""
     if num_nodes < 2:
         raise ConfigError(
             f"--num-nodes {num_nodes}: a master without workers does not need a folder; leave --master out"
@@ -74,7 +74,7 @@ def with_folder(config: Config, folder: Path, *, num_nodes: int, rank_weights: S
     implied = {
         "num_nodes": num_nodes,
         "num_gpus_per_node": 1,
-        "accelerator": "cpu",  # a logical slot: its worker has what its node has
+        "accelerator": "cpu",  # a logical slot: its worker can use all of its node
         "nodes": None,
         "component_placement": PLACEMENT | ({"critic": 0} if config.algorithm.name == "ppo" else {}),
         "node_weights": None if rank_weights is None else list(rank_weights),
@@ -95,7 +95,7 @@ def with_folder(config: Config, folder: Path, *, num_nodes: int, rank_weights: S
 
 
 def _shared_dir(run_dir: Path, folder: Path) -> Path:
-    """The run directory, if it is on the file system of the folder: checkpoints and weights are read by all nodes."""
+    """Return the run directory if it is on the folder's file system, because all nodes read checkpoints and weights there."""
     run_dir, folder = run_dir.absolute(), folder.absolute()
     there = [next(each for each in (path, *path.parents) if each.exists()) for path in (run_dir, folder)]
     if folder.is_relative_to(run_dir) or there[0].stat().st_dev != there[1].stat().st_dev:
@@ -107,7 +107,7 @@ def _shared_dir(run_dir: Path, folder: Path) -> Path:
 
 
 def read_weights(text: str | None) -> list[float] | None:
-    """``2,1,1``"""
+    """Parse weights such as ``2,1,1``."""
     if text is None:
         return None
     try:

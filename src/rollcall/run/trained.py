@@ -1,8 +1,8 @@
-"""The models that one process trains, and their way to disk and back.
+"""The models that one process trains, with saving and loading.
 
-Where every process of a gang has the whole model, a checkpoint is one call, in which the first process writes. Where a model is in parts, it
-takes three: ``copy_parts``, which all processes of the gang make together while the run waits; ``write_parts``, which begins to write in a
-thread; ``parts_written``, repeated until it answers.
+If every process in a gang has the full model, a checkpoint is one call, in which the first process writes. If a model is in parts, it
+takes three calls: ``copy_parts``, in which all of the gang's processes take part while the run waits; ``write_parts``, which starts to
+write in a thread; and ``parts_written``, which is repeated until it returns a result.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Trained:
                 write_critic(self.critic, directory)
 
     def copy_parts(self) -> None:
-        """Copy what is to be saved to host memory, so that the models may change afterwards."""
+        """Copy what will be saved to host memory, so that the models may change afterwards."""
         config_files: Mapping[str, bytes] = {}
         if self.learner is not None:
             config_files = self._config_files.files(self.learner, self.tokenizer, stops=self.stop_token_ids)
@@ -63,12 +63,12 @@ class Trained:
             self._parts.copy(files, facts=facts)
 
     def write_parts(self, directory: Path, run: str | None = None) -> None:
-        """Begin to write the copy to the checkpoint's folder, or with ``run`` to the folder of that name on this node."""
+        """Start writing the copy to the checkpoint's folder, or with ``run`` to that run's folder on this node."""
         place = None if run is None else local.folder_of(run) / directory.name.removeprefix(".tmp-")
         self._parts.start(directory, place=place)
 
     def parts_written(self) -> Written | None:
-        """The result of the write, once it has ended."""
+        """Return the result of the write, or None if it is still running."""
         return self._parts.written()
 
     def parts_here(self, files: Mapping[str, Mapping[str, Any]]) -> list[str]:

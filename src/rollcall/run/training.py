@@ -1,4 +1,4 @@
-"""A training run, from a run file to a model directory: start or resume, run the controller in attempts, sum up."""
+"""A training run, from a run file to a model directory: starts or resumes it, runs the controller in attempts, writes the summary."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ from rollcall.view.growing import MetricsTable
 from rollcall.view.plot import learning_curve
 from rollcall.view.summary import build_summary, finished, say_result, trained, write_summary
 
-TOKENIZER = "tokenizer.json"  # of a run directory
-FAILURE = ("reward", "kind", "prompt", "completion", "why")  # of a reward, in the summary
+TOKENIZER = "tokenizer.json"  # in a run directory
+FAILURE = ("reward", "kind", "prompt", "completion", "why")  # fields of a reward failure in the summary
 
 
 def train(
@@ -70,10 +70,10 @@ def train(
     callbacks: Callbacks | None = None,
     is_bare: bool = False,
 ) -> dict[str, Any]:
-    """Train, or continue the run that the directory holds; returns the summary.
+    """Train, or continue the run in the directory. Returns the summary.
 
-    ``backend`` runs the processes of a run with several slots, in place of the Ray cluster that this node belongs to. ``is_bare`` is for
-    a debugger: one reward process, no CUDA graphs.
+    ``backend`` runs the processes of a run with several slots, instead of the Ray cluster that this node belongs to. ``is_bare`` is for
+    debugging: one reward process, no CUDA graphs.
     """
     bounds = bounds or Bounds()
     if bounds.split is Split.EVAL and config.data.val is None:
@@ -86,7 +86,7 @@ def train(
         old = move_aside(config.run.dir) if fresh else None
         if old is not None:
             say(f"the run that was in {config.run.dir} is now in {old}")
-        # Without other slots this process holds all roles.
+        # Without other slots, this process has all roles.
         roles = () if _has_slots(config) else tuple(sorted(map(str, needed_roles(config))))
         about = About(title=CONTROLLER, roles=(CONTROLLER, *roles), run=str(config.run.dir.resolve()))
         run = _Run(config, bounds, lease, backend, callbacks or Callbacks(), is_bare)
@@ -96,8 +96,8 @@ def train(
 
 @contextmanager
 def _examining() -> Iterator[None]:
-    """Open the debugger, where the user asked for it, at what this process raises; an error of another process has been examined there.
-    An error opens it once, so such blocks may be nested."""
+    """Open the debugger for exceptions in this process, if the user asked for that. An error from another process was examined there.
+    Each error opens it only once, so these blocks may be nested."""
     try:
         yield
     except Exception as error:
@@ -108,7 +108,7 @@ def _examining() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A run whose directory this process holds."""
+    """A run whose directory this process has leased."""
 
     config: Config
     bounds: Bounds
@@ -119,12 +119,12 @@ class _Run:
     smaller: dict[str, int] = field(default_factory=dict)  # section -> tokens of a micro-batch, after one did not fit
 
     def finish(self, *, quiet: bool) -> dict[str, Any]:
-        """Train to the end, in as many attempts as that takes; returns the summary."""
+        """Train to the end, in as many attempts as needed. Returns the summary."""
         started = time.perf_counter()
         config, run_dir, trainer = self.config, self.config.run.dir, self.config.trainer
         check_loggers(config)
         changes: list[Change] = []
-        if has_begun(run_dir) or not (run_dir / RUN_FILE).exists():  # a start that failed does not own it
+        if has_begun(run_dir) or not (run_dir / RUN_FILE).exists():  # a failed start does not own the directory
             changes = changes_on_resume(config, run_dir)  # refuses what cannot change, before anything is loaded
         if not has_begun(run_dir):
             refuse_changing_base(config)
@@ -184,14 +184,14 @@ class _Run:
             picture, path = run_dir / "learning_curve.png", run_dir / "summary.json"
             draw = partial(learning_curve, MetricsTable(run_dir), picture, name=config.run.name)
             curve = persist(draw, path=picture, what="the learning curve")
-            # Last: a run that has a summary is finished.
+            # Written last: a run with a summary is finished.
             persist(lambda: write_summary(path, summary), path=path, what="the summary")
-            console.close()  # what follows is printed below the last picture
+            console.close()  # later output is printed below the last panel
             say_result(run_dir, summary, curve)
         return summary
 
     def _build(self) -> Workers:
-        """All roles in this process, unless the run file places them on several slots. The run file keeps the sizes that the user wrote."""
+        """Build all roles in this process, unless the run file places them on several slots. The run file keeps the user's sizes."""
         smaller = {
             name: getattr(self.config, name).model_copy(update={"tokens_per_microbatch": tokens})
             for name, tokens in self.smaller.items()
@@ -204,7 +204,7 @@ class _Run:
         return build_workers_on_cluster(config, backend=self.backend)
 
     def _note_end(self, reason: Exception) -> None:
-        """Note why another attempt follows: in the events, and for the sizes that it takes."""
+        """Note why another attempt follows, in the events, and reduce its sizes if necessary."""
         run_dir = self.config.run.dir
         if isinstance(reason, Regrow):
             _mark(run_dir, "node back", MarkKind.RECOVERY, reason=reason)
@@ -240,7 +240,7 @@ class _Run:
                 console.phase(f"reading the checkpoint of step {start_step}")
                 workers.saving.read(resume.path)
             console.phase(None)
-            # Only now: a run file that is refused must not become this directory's.
+            # Only now: a refused run file must not become this directory's run file.
             _claim(config, run_dir, continued=(run_dir / "journal").exists())
             _keep_tokenizer(workers.tokenizer, run_dir / TOKENIZER)
             note_rows(run_dir, workers.train, workers.val, limit=config.eval.max_prompts)
@@ -285,13 +285,13 @@ class _Run:
 
 
 def _has_slots(config: Config) -> bool:
-    """Whether the run has more slots than this process."""
+    """Whether the run has slots beyond this process."""
     return config.cluster is not None and config.cluster.num_slots > 1
 
 
 @contextmanager
 def _marking_failure(run_dir: Path) -> Iterator[None]:
-    """If the block raises, note in the events why the run ended. Those of another controller are not touched."""
+    """If the block raises, note in the events why the run ended. Another controller's events are not touched."""
     try:
         yield
     except Exception as error:
@@ -307,7 +307,7 @@ def _mark(run_dir: Path, name: str, kind: MarkKind, *, reason: Exception) -> Non
 
 
 def _drive(controller: Controller, *, grace_s: float) -> None:
-    """Run it to its end, or until this process is told to stop; what was trained by then is saved."""
+    """Run the controller to its end, or until this process is told to stop, and then save what was trained."""
     stop = controller.stop
 
     async def run() -> None:
@@ -320,7 +320,7 @@ def _drive(controller: Controller, *, grace_s: float) -> None:
         return
     except Stopped:
         pass
-    except asyncio.CancelledError:  # by the main thread, which waits for this one
+    except asyncio.CancelledError:  # cancelled by the main thread, which waits for this one
         if stop.is_interrupted:
             raise KeyboardInterrupt from None
     except Exception as error:
@@ -328,11 +328,11 @@ def _drive(controller: Controller, *, grace_s: float) -> None:
             say(f"stopped by Ctrl-C, and then: {headline(error)}")
             raise KeyboardInterrupt from error
         if stop.asked is None:
-            if loss_of(error) is None:  # then a checkpoint that is being written has nothing to do with it
+            if loss_of(error) is None:  # a checkpoint that is being written is then unaffected
                 with _saying_why("the checkpoint that was being written is lost", known=error):
                     controller.record.saves.settle()
             raise
-        # The other processes were told to stop too, and are gone.
+        # The other processes were also told to stop, and are gone.
         say(f"told to stop by {stop.asked}, and then: {headline(error)}")
     with _saying_why("the newest step cannot be saved"):
         controller.save_unsaved()
@@ -341,16 +341,16 @@ def _drive(controller: Controller, *, grace_s: float) -> None:
 
 @contextmanager
 def _saying_why(what: str, *, known: Exception | None = None) -> Iterator[None]:
-    """If the block raises, only say so: another error (``known``), or the end of the run, is on its way to the user."""
+    """If the block raises, only report it, because the user is about to see another error (``known``) or the end of the run."""
     try:
         yield
-    except Exception as error:  # noqa: BLE001 - whatever it is, there is no time for a second attempt
+    except Exception as error:  # noqa: BLE001 - there is no time to retry, whatever it is
         if error is not known:
             say(f"{what}: {headline(error)}")
 
 
 def _claim(config: Config, run_dir: Path, *, continued: bool) -> None:
-    """Make the directory and write its run file. If that fails, a new run is refused at once, and a continued run waits."""
+    """Create the directory and write its run file. If that fails, a new run is refused at once, while a continued run waits."""
 
     def write() -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -364,14 +364,14 @@ def _claim(config: Config, run_dir: Path, *, continued: bool) -> None:
 
 
 def _keep_tokenizer(tokenizer: Any, path: Path) -> None:
-    """With this file a reader can turn the journal's token ids into text. `model/` has all files of the tokenizer."""
+    """Save the tokenizer, so that readers can decode the journal's token ids. `model/` contains all tokenizer files."""
     fast = getattr(tokenizer, "backend_tokenizer", None)
     if fast is not None and not path.exists():
         persist(lambda: write_atomic(path, fast.to_str()), path=path, what="the tokenizer")
 
 
 def _check_lengths(config: Config, workers: Workers) -> None:
-    """Refuse now what the engine would refuse when the longest prompt comes up, perhaps after hours."""
+    """Refuse now what the engine would otherwise refuse once the longest prompt comes up, perhaps after hours."""
     answer, positions, room = config.rollout.max_response_tokens, workers.max_positions, config.rollout.kv_tokens
     for prompts in filter(None, (workers.train, workers.val)):
         longest = max((len(prompt.token_ids) for prompt in prompts.prompts), default=0)
@@ -392,7 +392,7 @@ def _say_size(config: Config) -> None:
     try:
         sizes = read_sizes(config.model.path)
     except SizesUnknown:
-        return  # another check refuses such a model by the name of its architecture
+        return  # another check refuses such a model by its architecture's name
     width = element_size(config)
     if not _has_slots(config):
         width = resolve_dtype(config.model.dtype, resolve_device(config.model.device)).itemsize
@@ -403,7 +403,7 @@ def _say_size(config: Config) -> None:
 
 
 def _say_changes(events: Events, changes: list[Change], *, step: int, code: list[str]) -> None:
-    """Show what this resume changes. The events keep it too, because the run file has only the newest values."""
+    """Show what this resume changes. The events record it too, because the run file only has the newest values."""
     for line in code:
         warn(line)
         events.mark(Mark(time.time(), "code changed", MarkKind.NOTE, None, line))
@@ -430,7 +430,7 @@ def _say_where(run_dir: Path, start_step: int, journal: Journal) -> None:
 
 
 def _journaled_failures(directory: Path, *, shown: list[dict[str, str]]) -> list[dict[str, str]]:
-    """The first failure of each kind that only earlier processes of this run met."""
+    """Return the first failure of each kind that only earlier processes in this run encountered."""
     known = {(failure["reward"], failure["kind"]) for failure in shown}
     found: dict[tuple[str, str], dict[str, str]] = {}
     with Journal(directory) as journal:
@@ -445,7 +445,7 @@ def _journaled_failures(directory: Path, *, shown: list[dict[str, str]]) -> list
 
 
 def _say_rollout(run_dir: Path, controller: Controller, summary: dict[str, Any]) -> dict[str, Any]:
-    """The result of a command that only generated."""
+    """Report the result of a command that only generated."""
     done = {"run": summary["run"], "step": controller.start_step}
     if controller.bounds.split is Split.EVAL:
         headline = BY_METRIC[summary["headline"]]

@@ -1,10 +1,10 @@
-"""New weights on a cluster: who sends, who receives, and when they meet.
+"""Distributes new weights on a cluster: who sends, who receives, and when they connect.
 
-The first actor process sends; where vLLM has the only copy in its process, each actor process sends the part that it holds
-(``engine/weights/parts.py``). Every process with a rollout or an inference role but no actor receives. A process with an actor reads the actor's
-parameters, so it only notes the version. The controller tells all of them at once (``WeightSync``); the bytes go from process to process
-(``WorkerWeights``), over the transport that ``rollout.weights`` names. When a process is new, or back after a failure, the senders invite
-all receivers again, and the first update then carries all weights.
+The first actor process sends. If vLLM has the only copy in its process, each actor process sends its own part instead
+(``engine/weights/parts.py``). Every process with a rollout or inference role but no actor receives. A process with an actor reads the
+actor's parameters, so it only notes the version. The controller calls all of them at once (``WeightSync``); the bytes go directly between
+processes (``WorkerWeights``), over the transport that ``rollout.weights`` names. When a process is new, or back after a failure, the
+senders invite all receivers again, and the first update then sends all weights.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from rollcall.run.team import Team
 
 
 class WeightSync:
-    """The controller's side of it."""
+    """The controller's side of the weight sync."""
 
     def __init__(self, team: Team) -> None:
         self._team = team
         self._invited: (
             dict[int, str] | None
-        ) = {}  # name of each receiver, by process, unless they must be invited again
-        self._invitations: Mapping[str, list[Invitation]] = {}  # of each receiver, one from each sender
+        ) = {}  # each receiver's name, by process; None if they must be invited again
+        self._invitations: Mapping[str, list[Invitation]] = {}  # for each receiver, one from each sender
         self._broken_off: list[Any] = []
 
     def push(self, version: int, *, without: Collection[int] = ()) -> None:
-        """Return when every process with a policy has this version, except those in ``without``."""
+        """Return once every process with a policy has this version, except the processes in ``without``."""
         group, actors = self._team.group, self._team.members[Role.ACTOR]
         names = {worker: name for worker, name in self._names().items() if worker not in without}
         apart = {worker: name for worker, name in names.items() if worker not in actors}
         if apart != self._invited:
             self._invite(apart)
-        # All of the actor's processes: each may hold a part of what the first one sends.
+        # Call all of the actor's processes: each may have a part of what the first one sends.
         futures = group.run_some_workers_single_data("send_weights", actors, version)
         for worker, name in apart.items():
             arguments = (version, name, self._invitations[name])
@@ -56,15 +56,15 @@ class WeightSync:
         try:
             group.get_all_worker_results(futures)
         except BaseException:
-            self._invited = None  # those that are left meet again
+            self._invited = None  # the remaining processes connect again
             self._broken_off = futures
             raise
 
     def settle(self, *, lost: Collection[int], timeout_s: float) -> None:
-        """After a failed push, wait until the actor's processes have given it up; raises if one does not."""
+        """After a failed push, wait until the actor's processes have abandoned it. Raises if one does not."""
         deadline, actors = time.monotonic() + timeout_s, self._team.members[Role.ACTOR]
         for name in [name for worker, name in self._names().items() if worker in lost and name in self._invitations]:
-            # A sender that had connected to the receiver notices its loss, and no longer listens; another may listen only on its own host.
+            # A sender that was connected to the receiver notices its loss and no longer listens; others may listen only on their own host.
             for invitation in self._invitations[name]:
                 with suppress(MissingPeerError):
                     decline(invitation, name=name, timeout_s=2.0)
@@ -90,12 +90,12 @@ class WeightSync:
             node = metadata[actor]["node_rank"]
             on_node = {name: metadata[worker]["node_rank"] == node for worker, name in apart.items()}
             futures.append(group.run_single_worker_single_data("invite", actor, on_node, metadata[actor]["address"]))
-        from_each = group.get_all_worker_results(futures)  # empty from those that do not send
+        from_each = group.get_all_worker_results(futures)  # empty from processes that do not send
         self._invitations = {name: [one[name] for one in from_each if name in one] for name in apart.values()}
         self._invited = apart
 
     def _names(self) -> dict[int, str]:
-        """The processes that hold a policy, with their names in errors."""
+        """Return the processes that have a policy, with their names for errors."""
         metadata = self._team.group.worker_metadata
         names: dict[int, str] = {}
         for role in HOLDERS:
@@ -105,22 +105,22 @@ class WeightSync:
 
 
 class WorkerWeights:
-    """A process's side of it: its end of each transport that it takes part in."""
+    """A process's side of the weight sync: its end of each transport that it uses."""
 
     def __init__(self, transport: WeightTransport, *, folder: Path, on_gpu: bool) -> None:
         self._transport: WeightTransport = transport
         self._folder = folder
         self._on_gpu = on_gpu
         self._sender: FanOut | None = None
-        self._receiver: Any = None  # of parts, or of whole tensors
-        self._invitations: Sequence[Invitation] = ()  # to which it belongs
+        self._receiver: Any = None  # for parts, or for full tensors
+        self._invitations: Sequence[Invitation] = ()  # the invitations that the receiver was opened for
 
     @property
     def sends(self) -> bool:
         return self._sender is not None
 
     def invite(self, receivers: Mapping[str, bool], host: str, *, name: str) -> Mapping[str, Invitation]:
-        """Become the sender to these receivers, whose value says whether one is on this host; ``name`` is the sender's in messages."""
+        """Become the sender to these receivers. Each value says whether the receiver is on this host; ``name`` is for messages."""
         if self._sender is not None:
             self._sender.close()
             self._sender = None
@@ -137,7 +137,7 @@ class WorkerWeights:
         return self._sender.invitations
 
     def send(self, tensors: Iterable[tuple[str, Tensor]] | Parts, *, version: int) -> None:
-        """Send to all that were invited. A process that invited none only helps to gather the tensors."""
+        """Send to all invited receivers. A process that invited none only helps to gather the tensors."""
         if self._sender is not None:
             self._sender.send(tensors if isinstance(tensors, Parts) else dict(tensors), version=version)
         elif not isinstance(tensors, Parts):
@@ -158,7 +158,7 @@ class WorkerWeights:
         name: str,
         invitations: Sequence[Invitation],
     ) -> None:
-        """Tensors of the ``wanted`` shapes go to ``take`` one by one, put together in host memory from what each sender holds."""
+        """Pass tensors with the ``wanted`` shapes to ``take`` one by one, assembled in host memory from the senders' parts."""
         make = partial(PartsReceiver, invitations, name=name, wanted=wanted, device=torch.device("cpu"))
         self._receiver_of(invitations, make).receive(take, version=version)
 

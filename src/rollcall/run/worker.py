@@ -1,8 +1,8 @@
-"""One process of a run on a cluster: it holds the roles that its slots were given, and does what the controller asks.
+"""One process in a run on a cluster. It has the roles that its slots were given, and does what the controller asks.
 
 Roles in one process share the policy: engine and learner read the same parameters. A process with a rollout role but no actor has its own
-policy, which gets new weights after every update. If vLLM samples there, only vLLM has the policy, and this process passes it each tensor
-that arrives.
+policy, which gets new weights after every update. If vLLM samples there, only vLLM has the policy, and this process passes each arriving
+tensor to it.
 """
 
 from __future__ import annotations
@@ -89,11 +89,11 @@ PURPOSES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Facts that the controller needs about a model that only workers have loaded."""
+    """What the controller needs to know about a model that only the workers have loaded."""
 
     max_positions: int
     stop_token_ids: tuple[int, ...]
-    tokenizer: str  # its mark
+    tokenizer: str  # its fingerprint
 
 
 def _syncing(why: str) -> str:
@@ -104,10 +104,10 @@ def _syncing(why: str) -> str:
 
 
 class RoleWorker(Trained):
-    """A process with some of the run's roles. Those of a role ``in_parts`` each hold part of one model, and run every forward together."""
+    """A process with some of the run's roles. For roles ``in_parts``, each process has a part of the model, and all run forwards together."""
 
     def __init__(self, config: Config, model_path: str, *, in_parts: frozenset[Role]) -> None:
-        transformers_logging.disable_progress_bar()  # every process would draw its own
+        transformers_logging.disable_progress_bar()  # otherwise every process would draw a bar
         if model_path.startswith("builtin:"):
             model_path = resolve_model(model_path)
         super().__init__(tokenizer=tokenizer_of(config, model_path), learner=None, critic=None)
@@ -121,10 +121,10 @@ class RoleWorker(Trained):
         self.reference: Reference | None = None
         self._listener: socket.socket | None = None
         self.engine: LocalEngine | None = None
-        self._served: int | None = None  # the version that the engine has, once it is whole
+        self._served: int | None = None  # the engine's version, once it is complete
         self._sent_blocks: list[tuple[str, Block]] | None = None
-        # Where vLLM has the only copy, each actor sends what it holds, and tensors are put together in host memory on their way there.
-        # An adapter is small, and goes whole.
+        # If vLLM has the only copy, each actor sends its own parts, and tensors are assembled in host memory on their way there.
+        # An adapter is small and is sent whole.
         self._by_parts = not config.rollout.keeps_policy and config.model.lora is None
         self._weights = WorkerWeights(
             config.rollout.weights,
@@ -133,13 +133,13 @@ class RoleWorker(Trained):
         )
 
     def listen(self, address: str) -> int:
-        """Open the port where the other ranks of the gang meet this process, its rank 0; returns the port."""
+        """Open the port where the gang's other ranks meet this process, which is its rank 0. Returns the port."""
         self._listener = listen_at(address)
         return self._listener.getsockname()[1]
 
     def build(self, ranks: Mapping[Role, int], meeting: Mapping[Role, tuple[Place, int]]) -> Facts:
-        """Load what this process's roles need. ``ranks`` has its rank in each role; ``meeting`` has, for each role whose processes
-        work together, where rank 0 listens and how many they are."""
+        """Load what this process's roles need. ``ranks`` contains its rank in each role. For each role whose processes work
+        together, ``meeting`` says where rank 0 listens and how many processes there are."""
         roles = set(ranks)
         title = " + ".join(f"{role} {rank}" for role, rank in ranks.items())
         be_reachable(About(title=title, roles=tuple(map(str, ranks)), run=str(self.config.run.dir.resolve())))
@@ -147,11 +147,11 @@ class RoleWorker(Trained):
         samples = Role.ROLLOUT in roles and self.config.rollout.keeps_policy
         unread = None
         if samples or not roles.isdisjoint(POLICY):
-            # Where a model is in parts, only this process's parts go to the device, unless an engine here reads all.
+            # If a model is in parts, only this process's parts go to the device, unless an engine here reads the full model.
             model, unread = self._load(gang, Role.ACTOR, in_roles=roles, whole=samples)
         else:
             model = self._outline()
-        # An adapter is whole in every process that has the policy: it is small.
+        # Every process that has the policy also has the full adapter, which is small.
         has_policy = Role.ROLLOUT in roles or not roles.isdisjoint(POLICY)
         self.adapter = build_adapter(self.config, model, device=self.device) if has_policy else None
         if Role.ACTOR in roles:
@@ -167,7 +167,7 @@ class RoleWorker(Trained):
             self.reference = self._build_reference(gang, in_roles=roles)
         rewards = self.config.reward if Role.REWARD in roles else ()
         self.reward_models = load_reward_models(rewards, device=self.device, trust_remote_code=self.trust)
-        # Everything that is held for the whole run is loaded by now; the engine gets the memory that is left.
+        # Everything that stays for the full run is loaded by now; the engine gets the remaining memory.
         learners = [each for each in (self.learner, self.critic) if each is not None]
         kv_tokens = settle(self.config, model, learners=learners, samples=Role.ROLLOUT in roles)
         if Role.ROLLOUT in roles:
@@ -179,7 +179,7 @@ class RoleWorker(Trained):
                 adapter=self.adapter,
                 kv_tokens=kv_tokens,
             )
-        # Whether any process of the gang has an engine as well as a part of the model: the engine gets the whole from all of them.
+        # Whether any process in the gang has both an engine and a part of the model: the engine then gathers the full model.
         self._gathers = (
             self.learner is not None and self.learner.body.in_parts and any(gang.gather(self.engine is not None))
         )
@@ -207,9 +207,9 @@ class RoleWorker(Trained):
     def _load(
         self, gang: Gang, role: Role, *, in_roles: Collection[Role], whole: bool = False
     ) -> tuple[Any, Stored | None]:
-        """The model of ``role``, and where its weights are if it is only an outline: each process of a gang whose model is in parts
-        reads its own. If the files do not allow that, the gang's first process loads the model and gives the others their parts.
-        ``whole``: something here needs all of it."""
+        """Load the model for ``role``. If it is only an outline, also return where its weights are: in a gang whose model is in parts,
+        each process reads its own part. If the files do not allow that, the gang's first process loads the model and sends the others
+        their parts. ``whole``: something here needs the full model."""
         in_parts = role in self._in_parts and role in in_roles
         outline = self._outline() if in_parts and not whole else None
         unread, why = None, None
@@ -218,7 +218,7 @@ class RoleWorker(Trained):
                 unread = open_unread(self.model_path, outline, fetch=True, compares_head=gang.rank == 0)
             except WholeOnly as error:
                 why = str(error)
-        # All members come here, since a role is in parts for all of them or for none.
+        # All members get here, because a role is in parts for all of them or for none.
         reasons = [reason for reason in gang.gather(why) if reason is not None] if in_parts else []
         if reasons and gang.rank == 0:
             say(
@@ -233,7 +233,7 @@ class RoleWorker(Trained):
         return outline_causal_lm(self.model_path, dtype=self.dtype, trust_remote_code=self.trust)
 
     def _join(self, ranks: Mapping[Role, int], meeting: Mapping[Role, tuple[Place, int]]) -> Gang:
-        # Roles in the same processes make one gang.
+        # Roles in the same processes form one gang.
         role = next((role for role in meeting if role in ranks), None)
         if role is None:
             return Gang.alone()
@@ -252,13 +252,13 @@ class RoleWorker(Trained):
     def exchange(
         self, new: Sequence[Request], cancelled: Sequence[str], ended_sessions: Sequence[str], look_s: float
     ) -> Exchanged:
-        """Take requests in, and decode for a moment."""
+        """Accept requests and decode for a moment."""
         assert self.engine is not None
         return exchange(self.engine, new, cancelled, ended_sessions, look_s=look_s)
 
     @short_of_memory(_syncing)
     def use_weights(self, version: int, name: str, invitations: Sequence[Invitation]) -> None:
-        """Receive this version from the actor's processes, which invited this one by that name, and sample from it."""
+        """Receive this version from the actor's processes, which invited this process by ``name``, and sample from it."""
         if version != self._served:
             self._note_change()
         if self._by_parts:
@@ -275,14 +275,14 @@ class RoleWorker(Trained):
         self._serve(version)
 
     def _note_change(self) -> None:
-        """Parameters that an engine here reads are about to change. The controller asks it for nothing until it has their version."""
+        """Note that parameters read by an engine here are about to change. The controller leaves it idle until it has their version."""
         self._served = None
         if self.engine is not None:
             self.engine.settle()
 
     @torch.no_grad()
     def _take(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        """New weights, one by one: to the policy that is here, or to the engine that has the only one."""
+        """Apply new weights one by one, to this process's policy or to the engine if it has the only copy."""
         if self._hands_on:
             assert isinstance(self.engine, VllmEngine), "only vLLM keeps its own weights"
             if version != self._served:
@@ -293,7 +293,7 @@ class RoleWorker(Trained):
             parameters[name].copy_(tensor)
 
     def _serve(self, version: int) -> None:
-        """The parameters are whole. An engine that has this version already keeps its cache."""
+        """Serve this version, whose parameters are now complete. An engine that already has this version keeps its cache."""
         if self.engine is not None and version != self._served:
             if not self._hands_on:
                 self.engine.update_weights(version)
@@ -301,13 +301,13 @@ class RoleWorker(Trained):
 
     @property
     def _hands_on(self) -> bool:
-        """Whether the engine has the only policy of this process."""
+        """Whether the engine has this process's only copy of the policy."""
         return self.engine is not None and self.adapter is None and next(self.model.parameters()).is_meta
 
     # The policy
 
     def invite(self, receivers: Mapping[str, bool], host: str) -> Mapping[str, Invitation]:
-        """Send the policy to these receivers from now on, if this process sends; the value says whether one is on this node."""
+        """Send the policy to these receivers from now on, if this process sends. Each value says whether the receiver is on this node."""
         assert self.learner is not None
         rank, body = self.learner.gang.rank, self.learner.body
         sends = rank == 0 or (self._by_parts and body.in_parts and rank < num_parts(body))
@@ -315,9 +315,9 @@ class RoleWorker(Trained):
 
     @short_of_memory(_syncing)
     def send_weights(self, version: int) -> None:
-        """The learner holds this version: send it to the invited receivers and to the engine in this process."""
+        """Send this version, which the learner has, to the invited receivers and to the engine in this process."""
         if self._by_parts:
-            # First, since all processes of the gang take part in it: a receiver that is lost ends only the sending below.
+            # First, because all of the gang's processes take part in it: a lost receiver only stops the sending below.
             if self._gathers:
                 self._pass_on(version)
             if self._weights.sends:
@@ -327,7 +327,7 @@ class RoleWorker(Trained):
         self._serve(version)
 
     def _pass_on(self, version: int) -> None:
-        """Give the engines in the learner's processes whole weights, one at a time."""
+        """Pass full weights to the engines in the learner's processes, one at a time."""
         assert self.learner is not None
         weights = iter(in_modules(self.learner.body).values)
         try:
@@ -338,7 +338,7 @@ class RoleWorker(Trained):
                 continue
 
     def _own_parts(self) -> Parts:
-        """The part of the policy that this process sends."""
+        """Return the part of the policy that this process sends."""
         assert self.learner is not None
         body = self.learner.body
         if self._sent_blocks is None:
@@ -358,7 +358,7 @@ class RoleWorker(Trained):
         )
 
     def _whole_policy(self) -> Iterator[tuple[str, Tensor]]:
-        """All weights that are trained. An engine in this process gets a copy where the learner holds only parts."""
+        """Yield all trained weights. An engine in this process gets a copy if the learner only has parts."""
         assert self.learner is not None
         in_parts = self.learner.body.in_parts
         own = whole_body(self.model, adapter=self.adapter).named if in_parts and self.engine is not None else {}
@@ -368,7 +368,7 @@ class RoleWorker(Trained):
             yield name, tensor
 
     def update(self, samples: Sequence[Sample]) -> tuple[dict[str, float], int]:
-        """One step of the gang; its metrics and the tokens trained so far."""
+        """Run one step with the gang. Returns its metrics and the number of tokens trained so far."""
         assert self.learner is not None
         self._note_change()
         return self.learner.update(samples), self.learner.num_tokens_trained
@@ -378,10 +378,10 @@ class RoleWorker(Trained):
         return self._once(scores, self.body)
 
     def _once(self, results: list[Any], body: Body) -> list[Any]:
-        """Where processes run every forward together, each has all results; only the first returns them."""
+        """If processes run every forward together, each has all results, and only the first returns them."""
         return results if not body.together or body.gang.rank == 0 else []
 
-    # The others
+    # The other roles
 
     def score_reference(self, samples: Sequence[Sample]) -> list[TokenScores]:
         assert self.reference is not None

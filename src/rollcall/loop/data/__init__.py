@@ -1,1 +1,1 @@
-"""Tasks in: reading prompts, the order they are drawn in, and making task files."""
+"""Task data: reading prompts, the order in which they are drawn, and building task files."""

@@ -1,8 +1,8 @@
-"""The values of a row: which ones can be used, and how values that JSON does not have are written.
+"""Row values: which ones can be used, and how values without a JSON type are written.
 
-A prompt's other columns go to rewards and into the journal as JSON. Dates and times become ISO text, durations seconds,
-decimals their digits as text, bytes base64 text, a NaN (how pandas writes a gap) null. Other values are refused, with the
-column's name.
+A prompt's other columns go to rewards and into the journal as JSON. Dates and times become ISO strings, durations seconds,
+decimals strings of digits, bytes base64 strings, and NaN (a gap in pandas) null. Other values are refused with the column's
+name.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ import numpy as np
 
 _HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 _COLUMNS_SHOWN = 20
-# What others call the two.
+# Names that other tools use for these two columns.
 _OTHER_NAMES = {
     "answer_key": ("solution", "target", "ground_truth", "label"),
     "prompt_key": ("question", "problem", "instruction", "query", "input", "messages"),
 }
-MAX_DEPTH = 50  # of lists and maps in each other
+MAX_DEPTH = 50  # of nested lists and mappings
 
 
 class DataError(ValueError):
-    """A data file or dataset is wrong; the message names it, the row and what to do."""
+    """A data file or dataset is wrong; the message names the file and the row, and says what to do."""
 
 
 class ColumnError(ValueError):
@@ -39,7 +39,7 @@ class ColumnError(ValueError):
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object from its pairs; one with a key twice is refused, because readers disagree about which value counts."""
+    """Build a JSON object from its pairs. A duplicate key is refused, because parsers disagree about which value counts."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -49,7 +49,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_texts(value: Any, *, depth: int = 0) -> None:
-    """Refuse what no file or tokenizer accepts: half a surrogate pair, which JSON can spell, and endless nesting."""
+    """Refuse what no file or tokenizer accepts: half a surrogate pair, which JSON can express, and excessive nesting."""
     if depth > MAX_DEPTH:
         raise ColumnError(f"has lists and maps nested more than {MAX_DEPTH} deep")
     if isinstance(value, str):
@@ -66,7 +66,7 @@ def check_texts(value: Any, *, depth: int = 0) -> None:
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON can write it and read it back."""
+    """Convert the value to one that JSON can write and read back."""
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):
@@ -91,7 +91,7 @@ def plain(value: Any) -> Any:
 
 
 def answer_text(value: Any) -> str:
-    """An answer as text, ``true`` and ``false`` as JSON writes them; NaN and infinity are refused."""
+    """Convert an answer to a string, with ``true`` and ``false`` as in JSON. NaN and infinity are refused."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -106,7 +106,7 @@ def answer_text(value: Any) -> str:
 
 
 def row_name(value: Any) -> str:
-    """A row's own id as text."""
+    """Convert a row's own id to a string."""
     if isinstance(value, float) and not math.isfinite(value):
         raise ColumnError(f"is {value}; give every row an id, or leave the column out")
     if isinstance(value, bool):
@@ -117,7 +117,7 @@ def row_name(value: Any) -> str:
 
 
 def nearest(key: str, columns: Mapping[str, Any], option: str) -> str:
-    """The columns there are, and which of them is probably meant by ``key``."""
+    """List the existing columns, and suggest the one that ``key`` probably means."""
     names = [name for name in list(columns)[:1000] if len(name) < 60]
     near = [name for name in _OTHER_NAMES.get(option, ()) if name in names]
     near += difflib.get_close_matches(key, names, n=1, cutoff=0.5)

@@ -1,4 +1,4 @@
-"""Rows (``loop/data/rows.py``) as tokenised Prompts. Every refusal names the file and the row."""
+"""Turns rows (``loop/data/rows.py``) into tokenised Prompts. Every refusal names the file and the row."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ from rollcall.model.chat_template import TemplateError, render_chats
 NUM_ROWS = 1024
 _ROWS_PER_BATCH = 1024
 _CHARACTERS_PER_BATCH = 1 << 20
-_FEW_CHARACTERS = 1 << 16  # of a prompt: tokenised in any case
-_OURS = ("prompt_messages", "prompt_text")  # of a prompt's metadata: what its chat template rendered
+_FEW_CHARACTERS = 1 << 16  # a prompt up to this length is always tokenised
+_OURS = ("prompt_messages", "prompt_text")  # metadata keys for what the chat template rendered
 _IN_TEMPLATE = " with the model's chat template"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSet:
     prompts: list[Prompt]
-    num_overlong: int  # left out, longer than data.max_prompt_tokens
+    num_overlong: int  # left out because they exceed data.max_prompt_tokens
     source: str
 
     @property
     def with_template(self) -> str:
-        """Words to follow a length in tokens: a chat template makes it longer than the row."""
+        """Words that follow a token count in messages: a chat template makes a prompt longer than its row."""
         return _IN_TEMPLATE if any("prompt_messages" in prompt.metadata for prompt in self.prompts) else ""
 
 
 @dataclass(slots=True)
 class _Asked:
-    """A row on its way to a prompt."""
+    """A row that is being turned into a prompt."""
 
     row: Row
-    text: str  # of a chat: empty until it is rendered
-    messages: list[dict[str, Any]] | None  # absent from plain text, which no chat template renders
+    text: str  # empty for a chat until it is rendered
+    messages: list[dict[str, Any]] | None  # None for plain text, which no chat template renders
     answer: str
-    token_ids: list[int] | None = None  # absent where it is far too long
+    token_ids: list[int] | None = None  # None if the text is far too long
 
 
 def load_prompts(
@@ -64,8 +64,8 @@ def load_prompts(
     split: Split = "train",
     needs: Mapping[str, str] = MappingProxyType({}),
 ) -> PromptSet:
-    """The prompts of ``source``, at most ``limit``. ``split`` says which part of a built-in task is meant; ``needs`` maps each column that a
-    row must have to the reward that reads it."""
+    """Load the prompts from ``source``, at most ``limit``. ``split`` selects the part of a built-in task; ``needs`` maps each required
+    column to the reward that reads it."""
     _check_section(data, tokenizer)
     if source == NO_DATA:
         for column, reward in needs.items():
@@ -77,8 +77,8 @@ def load_prompts(
     prompts: list[Prompt] = []
     num_overlong, shortest, words = 0, math.inf, ""
     seen: dict[str, tuple[str, int]] = {}
-    # Tokenising takes a second and a quarter of a gigabyte for each million characters, and cannot be interrupted. A text is too long in
-    # any case if as many of the longest tokens as there may be cannot hold it; times four, since one may join a letter with its accents.
+    # Tokenising takes a second and 250 MB per million characters, and cannot be interrupted. A text is certainly too long if it exceeds
+    # the token limit times the longest token; times four, because a token may combine a letter with its accents.
     most = max(_FEW_CHARACTERS, 4 * data.max_prompt_tokens * max(map(len, tokenizer.get_vocab())))
     for batch in _batches(_asked_rows(source, data=data, tokenizer=tokenizer, split=split, needs=needs)):
         _render(batch, tokenizer)
@@ -104,7 +104,7 @@ def load_prompts(
 
 
 def _without_data(data: DataSection, tokenizer: Any, *, split: str, limit: int | None) -> PromptSet:
-    """Rows with only a number: the environment says how an episode begins, so their tokens are never read."""
+    """Build rows that contain only an index: the environment says how an episode begins, so their tokens are never read."""
     is_chat = data.chat if data.chat is not None else bool(tokenizer.chat_template)
     system = [{"role": "system", "content": data.system}] if data.system is not None else []
     chat = {"prompt_messages": [*system, {"role": "user", "content": ""}]} if is_chat else {}
@@ -164,7 +164,7 @@ def _batches(rows: Iterable[_Asked]) -> Iterator[list[_Asked]]:
 
 
 def _messages(row: Row, data: DataSection, *, has_template: bool) -> list[dict[str, Any]] | None:
-    """The chat messages to render; None when the prompt stays plain text."""
+    """Return the chat messages to render, or None if the prompt stays plain text."""
     value = row.columns[data.prompt_key]
     if isinstance(value, str):
         if not (data.chat if data.chat is not None else has_template):
@@ -179,7 +179,7 @@ def _messages(row: Row, data: DataSection, *, has_template: bool) -> list[dict[s
                 f"{row.where} holds chat messages and the tokenizer has no chat template; "
                 "set model.chat_template, or give the prompt as text"
             )
-    if data.system is not None and messages[0]["role"] != "system":  # a row's own system message wins
+    if data.system is not None and messages[0]["role"] != "system":  # a row's own system message takes precedence
         messages = [{"role": "system", "content": data.system}, *messages]
     return messages
 
@@ -197,12 +197,12 @@ def _checked_messages(value: Any, row: Row) -> list[dict[str, Any]]:
         )
         if not valid:
             raise DataError(f"{row.where}: message {place} is {str(message)[:80]}; the prompt must be {wanted}")
-    # Parquet gives every message every key that any message has, as null.
+    # Parquet adds every key that any message has to all messages, as null.
     return [{key: item for key, item in message.items() if item is not None} for message in value]
 
 
 def _render(batch: list[_Asked], tokenizer: Any) -> None:
-    """Give the batch's chats their texts."""
+    """Render the batch's chats."""
     chats = [asked for asked in batch if asked.messages is not None]
     try:
         texts = render_chats(tokenizer, [asked.messages or [] for asked in chats]) if chats else []
@@ -216,8 +216,8 @@ def _render(batch: list[_Asked], tokenizer: Any) -> None:
 
 
 def _refuse_same_text(asked: _Asked, seen: dict[str, tuple[str, int]]) -> None:
-    """Refuse a chat template that writes the same for rows that differ. Spaces do not count, nor do the model's messages: templates trim
-    the first and cut thoughts out of the second."""
+    """Refuse a chat template that renders different rows to the same text. Spaces and the model's messages do not count: templates
+    trim spaces and remove thoughts from the model's messages."""
     if asked.messages is None:
         return
     asks = hash(tuple(tuple(each["content"].split()) for each in asked.messages if each["role"] != "assistant"))
@@ -237,7 +237,7 @@ def _with_template(text: str, data: DataSection) -> str:
 def _answer(row: Row, data: DataSection) -> str:
     if data.answer_key not in row.columns:
         if data.answer_key == DataSection.model_fields["answer_key"].default:
-            return ""  # some rewards need none; those that do say so
+            return ""  # some rewards need no answer; those that do say so
         raise DataError(
             f"{row.where} has no column {data.answer_key!r}; {nearest(data.answer_key, row.columns, 'answer_key')}"
         )
@@ -245,7 +245,7 @@ def _answer(row: Row, data: DataSection) -> str:
 
 
 def _check_needs(row: Row, data: DataSection, needs: Mapping[str, str]) -> None:
-    """Refuse a row without what a reward reads, since an empty completion would equal an empty answer."""
+    """Refuse a row that lacks a column that a reward reads: an empty completion would match an empty answer."""
     for column, reward in needs.items():
         key = data.answer_key if column == "answer" else column
         if key not in row.columns:
@@ -263,13 +263,13 @@ def _check_needs(row: Row, data: DataSection, needs: Mapping[str, str]) -> None:
 
 
 def _encode(batch: list[_Asked], tokenizer: Any) -> None:
-    """Give the batch its token ids. A chat template writes the special tokens itself; plain text gets the tokenizer's own."""
+    """Tokenise the batch. A chat template writes the special tokens itself; plain text gets the tokenizer's special tokens."""
     for is_chat in (False, True):
         some = [asked for asked in batch if (asked.messages is not None) == is_chat]
         if some:
             try:
                 encoded = tokenizer([asked.text for asked in some], add_special_tokens=not is_chat)["input_ids"]
-            except Exception as error:  # the tokenizers library raises nothing more special
+            except Exception as error:  # the tokenizers library raises nothing more specific
                 raise DataError(
                     f"the tokenizer cannot encode the prompts from {some[0].row.where} on: {error}; see its tokenizer.json"
                 ) from error
@@ -284,7 +284,7 @@ def _prompt(asked: _Asked, token_ids: list[int], data: DataSection) -> Prompt:
     own = {data.prompt_key, "id"}
     metadata = {key: of_column(row, key, plain, value) for key, value in row.columns.items() if key not in own}
     if metadata.get("answer") == asked.answer:
-        del metadata["answer"]  # a number, or an answer under another name, stays as TRL's functions expect it
+        del metadata["answer"]  # a number, or an answer under another name, stays because TRL's functions expect it
     for name in _OURS:
         if name in metadata:
             raise DataError(
@@ -292,9 +292,9 @@ def _prompt(asked: _Asked, token_ids: list[int], data: DataSection) -> Prompt:
                 f"data.columns: {{{name}: own_{name}}}"
             )
     if asked.messages is not None:
-        metadata["prompt_messages"] = asked.messages  # a reward model renders them by its own template
+        metadata["prompt_messages"] = asked.messages  # a reward model renders them with its own template
         if isinstance(given := row.columns[data.prompt_key], str):
-            metadata["prompt_text"] = given  # TRL gives functions the prompt as it is in the data
+            metadata["prompt_text"] = given  # TRL passes the prompt to functions as it is in the data
     identity = row.columns.get("id")
     try:
         ids = np.array(token_ids, dtype=np.int32)

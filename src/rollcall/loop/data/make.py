@@ -1,6 +1,6 @@
-"""Makers of task files: rows with `prompt`, `answer` and what the task's reward reads, as train and test Parquet.
+"""Builds task files: train and test Parquet files with `prompt`, `answer` and what the task's reward reads.
 
-Each maker is deterministic in its seed and keeps train and test disjoint.
+Each builder is deterministic for a given seed and keeps train and test disjoint.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ TASKS = ("arithmetic", "countdown", "gsm8k", "math", "reasoning-gym:TASK")
 _MAX_GENERATED_TEST_ROWS = 1000
 _DEFAULT_ROWS = {"countdown": 10_000, "reasoning-gym": 1_000}
 _ANSWER_TAG_ADVICE = "Put the final answer between <answer> and </answer>."
-_HUB = {  # task -> repository, folder of the wanted configuration
+_HUB = {  # task -> repository, folder with the wanted configuration
     "gsm8k": ("openai/gsm8k", "main/"),
     "math": ("DigitalLearningGmbH/MATH-lighteval", "data/"),
 }
 
 
 class MakeError(ValueError):
-    """A task file cannot be made; the message says why and what to do."""
+    """A task file cannot be built; the message says why and what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskRows:
-    """A task's rows, made as they are read."""
+    """A task's rows, generated as they are read."""
 
     train: Iterable[RowDict]
     test: Iterable[RowDict]
-    num_rows: int | None  # train and test together, if that is known before they are read
+    num_rows: int | None  # train and test together, if known before reading
     reward: str  # the reward type that fits
 
 
 def make_task(task: str, *, num: int | None, seed: int, source: Path | None) -> TaskRows:
-    """The rows of a task by its name on the command line; ``num`` counts training rows."""
+    """Build a task's rows from its name on the command line; ``num`` counts training rows."""
     name, _, gym_task = task.partition(":")
     if source is not None and name not in _HUB:
         raise MakeError(f"{task} is generated and reads no file; leave --source out")
@@ -65,7 +65,7 @@ def make_task(task: str, *, num: int | None, seed: int, source: Path | None) -> 
 
 
 def write_parquet(rows: Iterable[RowDict], path: Path) -> int:
-    """Write the rows, whole or not at all; how many there were."""
+    """Write all the rows atomically. Returns how many there were."""
     import pyarrow
     import pyarrow.parquet
 
@@ -94,7 +94,7 @@ def _make_arithmetic(*, num: int | None, seed: int) -> TaskRows:
 
 
 def countdown(num_rows: int, *, seed: int) -> Iterator[RowDict]:
-    """Distinct puzzles of three or four numbers up to 99, made from a solution, with targets of two digits.
+    """Yield distinct puzzles with three or four numbers up to 99 and two-digit targets, each built from a solution.
 
     ``answer`` is one solution; the reward reads ``numbers`` and ``target``.
     """
@@ -116,7 +116,7 @@ def countdown(num_rows: int, *, seed: int) -> Iterator[RowDict]:
 
 
 def _combine(numbers: list[int], rng: random.Random) -> tuple[int, str]:
-    """Join the numbers at random, two at a time, through positive whole numbers: a value and how it was made."""
+    """Combine the numbers at random, two at a time, through positive integers. Returns the value and its expression."""
     terms = [(number, str(number)) for number in numbers]
     while len(terms) > 1:
         (a, left), (b, right) = sorted((terms.pop(rng.randrange(len(terms))) for _ in range(2)), reverse=True)
@@ -135,7 +135,7 @@ def _combine(numbers: list[int], rng: random.Random) -> tuple[int, str]:
 
 
 def gsm8k(rows: Iterable[Row]) -> Iterator[RowDict]:
-    """GSM8K's `question` and `answer` ("... #### 72"); commas are taken out of the number."""
+    """Convert GSM8K's `question` and `answer` ("... #### 72"). Commas are removed from the number."""
     for row in rows:
         question, solution = _text(row, "question"), _text(row, "answer")
         reasoning, mark, answer = solution.rpartition("####")
@@ -146,7 +146,7 @@ def gsm8k(rows: Iterable[Row]) -> Iterator[RowDict]:
 
 
 def math(rows: Iterable[Row]) -> Iterator[RowDict]:
-    r"""MATH's `problem` and `solution`; the answer is the solution's last ``\boxed{...}``."""
+    r"""Convert MATH's `problem` and `solution`. The answer is the solution's last ``\boxed{...}``."""
     for row in rows:
         problem, solution = _text(row, "problem"), _text(row, "solution")
         answer = last_boxed(solution) or _loosely_boxed(solution)
@@ -160,7 +160,7 @@ def math(rows: Iterable[Row]) -> Iterator[RowDict]:
 
 
 def _loosely_boxed(solution: str) -> str | None:
-    """MATH writes a few results as ``\\boxed 2`` or ``\\fbox{2}``."""
+    """Find results that MATH writes as ``\\boxed 2`` or ``\\fbox{2}``, which a few rows do."""
     found = re.findall(r"\\(?:boxed|fbox)\s*\{?\s*([^\s{}$]+)", solution)
     return found[-1].rstrip(".") if found else None
 
@@ -207,7 +207,7 @@ def _hub_rows(task: str, split: str) -> Iterator[Row]:
         names = HfApi().list_repo_files(repository, repo_type="dataset")
         wanted = [name for name in names if name.startswith(f"{folder}{split}") and name.endswith(".parquet")]
         files = [hf_hub_download(repository, name, repo_type="dataset") for name in wanted]
-    except Exception as error:  # noqa: BLE001 - the hub's client raises its own, its HTTP library's and the system's errors
+    except Exception as error:  # noqa: BLE001 - the hub client raises its own errors, its HTTP library's and the system's
         raise MakeError(
             f"dataset {repository} cannot be fetched from the hub ({in_one_line(error)}); get its files elsewhere and give "
             "--source FILE (or a folder with train.jsonl and test.jsonl), or name a mirror in HF_ENDPOINT"
@@ -222,7 +222,7 @@ def _hub_rows(task: str, split: str) -> Iterator[Row]:
 
 
 def reasoning_gym(task: str, *, num_rows: int, seed: int) -> Iterator[RowDict]:
-    """Rows of a reasoning-gym task, which its own scorer grades; tasks that cannot be graded so are refused here."""
+    """Yield rows from a reasoning-gym task, which its own scorer grades. Tasks that it cannot grade this way are refused."""
     dataset = _reasoning_gym_dataset(task, num_rows=num_rows, seed=seed)
     entries = (dataset[index] for index in range(num_rows))
     first = next(entries)
@@ -268,6 +268,6 @@ def _make_generated(name: str, make: Callable[..., Iterator[RowDict]], *, num: i
             seen.add(row["prompt"])
             yield row
 
-    # A task with few different questions repeats itself: a question from training tests nothing.
+    # A task with few distinct questions repeats them, and a question from training tests nothing.
     test = (row for row in rows if row["prompt"] not in seen)
     return TaskRows(train=train(), test=test, num_rows=num_rows, reward=name.replace("-", "_"))

@@ -1,4 +1,4 @@
-"""Which prompt the n-th draw of a run is: a pure function, so the cursor of a run is one integer."""
+"""Maps the n-th draw of a run to a prompt. This is a pure function, so a run's cursor is one integer."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class DataOrder:
         self.num_prompts = num_prompts
         self._seed = seed
         self._shuffle = shuffle
-        self._permutation = lru_cache(2)(self._permute)  # draws of a run that looks ahead straddle the end of an epoch
+        self._permutation = lru_cache(2)(self._permute)  # a run that samples ahead can straddle two epochs
 
     def index(self, draw: int) -> int:
-        """The prompt of this draw, counted from 0 over the whole run."""
+        """Return the prompt index for this draw. Draws are counted from 0 over the full run."""
         epoch, position = divmod(draw, self.num_prompts)
         return int(self._permutation(epoch)[position]) if self._shuffle else position
 
     def _permute(self, epoch: int) -> Longs:
-        # Sorting raw draws: numpy promises that a bit generator's stream never changes, and does not promise it of
-        # `Generator.permutation`; a run may resume under another numpy.
+        # Sort raw draws: numpy guarantees that a bit generator's stream never changes, but does not guarantee it for
+        # `Generator.permutation`, and a run may resume under a different numpy version.
         draws = np.random.PCG64(np.random.SeedSequence([self._seed, epoch])).random_raw(self.num_prompts)
         return np.argsort(draws, kind="stable")

@@ -1,7 +1,7 @@
-"""Rows as Python objects, numbered from 1: of a JSONL or Parquet file, of a dataset (``hub:openai/gsm8k``, ``hub:./my_dataset``), of a
-built-in task.
+"""Reads rows as Python objects, numbered from 1, from a JSONL or Parquet file, a dataset (``hub:openai/gsm8k``, ``hub:./my_dataset``)
+or a built-in task.
 
-Files come from hubs: a row larger than ``MAX_ROW_BYTES`` is refused before it becomes objects. Every refusal names the file and the row.
+Files may come from a hub, so a row larger than ``MAX_ROW_BYTES`` is refused before it is parsed. Every refusal names the file and the row.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from rollcall.loop.data.arithmetic import arithmetic
 from rollcall.loop.data.columns import ColumnError, DataError, check_texts, listed, unique_keys
 
 NO_DATA = "builtin:environment"  # the environment owns the task
-MAX_ROW_BYTES = 1 << 26  # a prompt of a million tokens has a tenth of it
-_ROWS_PER_READ = 16  # of Parquet: a file of a kilobyte can hold a text of megabytes that Arrow copies for every row
+MAX_ROW_BYTES = 1 << 26  # ten times the size of a prompt with a million tokens
+_ROWS_PER_READ = 16  # for Parquet: a 1 kB file can contain a string of megabytes that Arrow copies for every row
 Split = Literal["train", "val"]
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row as it is in the file."""
+    """A row as stored in the file."""
 
     where: str  # "train.jsonl, row 7"
     default_id: str
@@ -39,7 +39,7 @@ class Row:
 
 
 def read_rows(source: str, *, split: Split = "train") -> Iterator[Row]:
-    """The rows of a file or of a built-in task, untouched."""
+    """Read the rows of a file or a built-in task, unchanged."""
     if source == "builtin:arithmetic":
         for number, columns in enumerate(arithmetic(split=split), start=1):
             yield Row(f"{source}, row {number}", f"arithmetic-{split}:{number}", columns)
@@ -55,7 +55,7 @@ def read_rows(source: str, *, split: Split = "train") -> Iterator[Row]:
             f"{source} ends in {path.suffix or 'nothing'!r}; data files are .jsonl, .json (JSON lines) or .parquet"
         )
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would be waited for, and a device has no end
+        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would block, and a device has no end
             raise DataError(f"data file {source} is a pipe or a device; write the rows to a regular file")
         for number, columns in READERS[path.suffix](path):
             row = Row(f"{source}, row {number}", f"{path.stem}:{number}", columns)
@@ -70,18 +70,18 @@ def read_rows(source: str, *, split: Split = "train") -> Iterator[Row]:
 
 
 def section_rows(source: str, *, data: DataSection, split: Split) -> Iterator[Row]:
-    """The rows that the section means, with its names for the columns."""
+    """Read the rows that the section selects, with columns renamed as it says."""
     rows = _dataset_rows(source, data=data, split=split) if is_hub(source) else read_rows(source, split=split)
     for row in rows:
         yield replace(row, columns=_renamed(row, data.columns)) if data.columns else row
 
 
 def _renamed(row: Row, names: Mapping[str, str]) -> dict[str, Any]:
-    """``names`` is from a column of the data to the name that it gets."""
+    """Rename a row's columns. ``names`` maps a column in the data to its new name."""
     columns = {name: value for name, value in row.columns.items() if name not in names}
     for before, after in names.items():
         if before not in row.columns and after in columns:
-            continue  # data.train and data.val may differ: this one has the name already
+            continue  # data.train and data.val may differ: this row already has the new name
         if before not in row.columns:
             raise DataError(
                 f"{row.where} has no column {before!r}, which data.columns renames; it has {listed(row.columns)}"
@@ -108,11 +108,11 @@ def of_column(row: Row, column: str, read: Callable[[Any], Any], value: Any) -> 
         raise DataError(f"{row.where}: {column} {error}") from None
 
 
-# Datasets, which the ``datasets`` library reads: it is not among the core dependencies
+# Datasets, read with the ``datasets`` library, which is not a core dependency
 
 
 def _dataset_rows(source: str, *, data: DataSection, split: Split) -> Iterator[Row]:
-    """The rows of one split, downloaded once and then read from the cache."""
+    """Read the rows of one split. They are downloaded once and then read from the cache."""
     name, part = source.removeprefix(HUB), data.split if split == "train" else data.val_split
     _check_name(name, source)
     try:
@@ -126,7 +126,7 @@ def _dataset_rows(source: str, *, data: DataSection, split: Split) -> Iterator[R
         if hides_bars:
             datasets.disable_progress_bars()
         found = datasets.load_dataset(name, data.subset, split=part)
-    except Exception as error:  # noqa: BLE001 - of the network, of files, of names: the library raises its own of each
+    except Exception as error:  # noqa: BLE001 - the library raises its own errors for networks, files and names
         raise DataError(
             f"{source} cannot be read (data.subset={data.subset or 'null'}, split {part}): {type(error).__name__}: {in_one_line(error)}"
         ) from error
@@ -140,7 +140,7 @@ def _dataset_rows(source: str, *, data: DataSection, split: Split) -> Iterator[R
 
 
 def _check_name(name: str, source: str) -> None:
-    """Refuse what is neither a folder by its own name nor a name that the hub accepts: of ``..`` every file below would be read."""
+    """Refuse a name that is neither a named folder nor valid on the hub: for ``..``, every file below it would be read."""
     from huggingface_hub.utils import validate_repo_id
 
     try:
@@ -170,7 +170,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 columns = json.loads(line, object_pairs_hook=unique_keys)
             except ColumnError as error:
                 raise DataError(f"{path}, row {number} has {error}") from None
-            except (ValueError, RecursionError) as error:  # the second of lists in lists in lists
+            except (ValueError, RecursionError) as error:  # RecursionError: from deeply nested lists
                 raise DataError(
                     f"{path}, row {number} is not JSON that can be read: {error}; each line holds one JSON object"
                 ) from None
@@ -205,13 +205,13 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     except DataError:
         raise
     except (pyarrow.ArrowException, MemoryError, ValueError, OverflowError) as error:
-        # A damaged file shows itself at its footer or at any page of it.
+        # Damage in a file may show up in its footer or in any page.
         raise DataError(f"{path} cannot be read past row {number}: {in_one_line(error)}") from None
 
 
 def _unpacked_bytes(array: Any) -> int:
-    """The least memory that its Python objects take: 8 bytes for each value's place in a list or a map, and the value's own bytes.
-    Arrow's ``nbytes`` counts a shared text once, a truth value as a bit and a null as nothing."""
+    """Estimate the least memory that the array's Python objects need: 8 bytes per reference, plus each value's own bytes.
+    Arrow's ``nbytes`` counts a shared string once, a boolean as a bit and a null as nothing."""
     import pyarrow
     from pyarrow.compute import call_function
 
@@ -232,7 +232,7 @@ def _unpacked_bytes(array: Any) -> int:
 
 
 def _object(cell: Any, where: str) -> Any:
-    """A value of Arrow in Python's terms. Text that is not UTF-8, unknown time zones and dates that Python does not have show themselves
+    """Convert an Arrow value to a Python object. Invalid UTF-8, unknown time zones and dates that Python cannot represent are detected
     here."""
     import pyarrow
 
