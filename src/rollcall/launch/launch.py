@@ -99,8 +99,8 @@ def _adding_to(problems: list[str] | None) -> Iterator[None]:
 
 
 def read_profile(path: Path) -> dict[str, str]:
-    """Read the ``NAME=VALUE`` lines of `launch.profile`: network variables for the nodes. A value with spaces needs quotes; nothing
-    is expanded."""
+    """Read the ``NAME=VALUE`` lines of `launch.profile`: network variables for the nodes. A value with spaces needs quotes;
+    nothing is expanded."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, ValueError) as error:

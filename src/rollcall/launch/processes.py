@@ -1,8 +1,8 @@
 """Inspects a run's processes, on this host or on a cluster's nodes, while they work: what each is doing now, and where its time
 goes. A function is called on all of these hosts at once; the run does not wait for it.
 
-``find_target`` works out what the user means: a run directory, a cluster name, or nothing. Nothing means the cluster that this node
-belongs to, or, if it belongs to none, the runs on this host.
+``find_target`` works out what the user means: a run directory, a cluster name, or nothing. Nothing means the cluster that this
+node belongs to, or, if it belongs to none, the runs on this host.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def read_stacks(target: ProcessTarget, *, native: bool, timeout_s: float) -> Rep
 
 
 def find_waiting(text: str | None) -> list[Waiting]:
-    """Return the processes that wait in a debugger. ``text``: a run directory or a cluster name; None means this node's cluster."""
+    """Return processes that wait in a debugger. ``text``: a run directory or a cluster name; None means this node's cluster."""
     if (run_dir := run_dir_of(text)) is not None:
         found = read_board(run_dir)
     else:

@@ -1,5 +1,5 @@
-"""The entrypoint of a job on a Ray cluster that someone else started (`python -m rollcall.launch.ready`). A variable contains its run
-file. It waits for all slots, prepares the nodes with Ray tasks, looks for what would break the run, and becomes `rollcall train`.
+"""The entrypoint of a job on a Ray cluster that someone else started (`python -m rollcall.launch.ready`). A variable contains its
+run file. It waits for all slots, prepares the nodes with Ray tasks, checks for problems, and becomes `rollcall train`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Keeps a folder for each launch from this machine, with its rendered files and a record.
 
-The record is written before anything is started and again when its id is known, so `down` finds it, and the next command can finish
-or clean up a launch that was killed. Folders are in ``~/.rollcall/launches`` or in ``$ROLLCALL_LAUNCHES``, which on a Slurm cluster
-must be a folder that the nodes can see.
+The record is written before anything is started and again when its id is known, so `down` finds it, and the next command can
+finish or clean up a launch that was killed. Folders are in ``~/.rollcall/launches`` or in ``$ROLLCALL_LAUNCHES``, which on a
+Slurm cluster must be a folder that the nodes can see.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The files that a target renders for the launch's folder, and the commands that start it. Plain values; nothing runs here."""
+"""The files that a target renders for the launch's folder, and the commands that start the launch. Plain values; nothing runs here."""
 
 from __future__ import annotations
 
@@ -122,9 +122,9 @@ def node_lines(
 ) -> list[str]:
     """Return the shell lines that every node runs around `rollcall node --run`.
 
-    ``run_file``, ``head`` (the address of rank 0) and ``more`` (options) are shell, such as ``"$HOME"/run.yaml``; ``before`` contains the
-    user's own lines; ``variables`` are names that a container gets in addition to those in ``env``; ``guard`` escapes lines with quoted
-    values for a tool that reads them before the shell does.
+    ``run_file``, ``head`` (the address of rank 0) and ``more`` (options) are shell, such as ``"$HOME"/run.yaml``; ``before``
+    contains the user's own lines; ``variables`` are names that a container gets in addition to those in ``env``; ``guard``
+    escapes lines with quoted values for a tool that reads them before the shell does.
     """
     # Activate scripts read unset variables.
     activated = [] if activate is None else [guard(f". {shell_path(activate)} || exit 1")]

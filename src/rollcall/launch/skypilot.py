@@ -131,7 +131,7 @@ def _task(request: LaunchRequest, section: SkypilotSection) -> dict[str, Any]:
         run_file=f'"$HOME"/{FOLDER}/{RUN_FILE}',
         cluster=request.name,
         head='$(printf "%s\\n" "$SKYPILOT_NODE_IPS" | head -n 1)',
-        more='--rank "$SKYPILOT_NODE_RANK" --num-nodes "$SKYPILOT_NUM_NODES"',  # takes precedence over another launcher's variables
+        more='--rank "$SKYPILOT_NODE_RANK" --num-nodes "$SKYPILOT_NUM_NODES"',  # overrides another launcher's variables
         activate=section.activate,
         env={**request.node_env, **section.env},
     )
