@@ -1,8 +1,8 @@
 """The page's server: Starlette on the loopback interface. ``Api`` answers requests in JSON; ``Guard`` decides who may ask.
 
 Only a browser that opened an address from this server sees the page. An address works once (``/open/KEY``) and sets a cookie;
-without the cookie every answer is 401. A Host header that does not name this machine's loopback is refused, because another site
-could point its own name to our address (DNS rebinding) and read the answers. The browser runs no script and loads nothing except from this server.
+without the cookie every answer is 401. A Host header that does not name this machine's loopback is refused: another site could
+point its own name to our address (DNS rebinding) and read the answers. The browser loads scripts and data only from this server.
 """
 
 from __future__ import annotations

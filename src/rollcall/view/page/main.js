@@ -19,7 +19,7 @@ const LATER_MS = 15000;
 const page = document.getElementById("main");
 let current = null; // what the view returned: {refresh, close}
 let turn = 0; // counts views: an answer for an old view is dropped
-let known = []; // runs
+let known = []; // the listed runs
 let timer = 0;
 let chosen = null; // the run that the reader looked at last
 

@@ -26,7 +26,7 @@ function listed(row, isOn) {
     el("div", { class: "soft small" }, `${counted(row.completions, "completion")} · rewards ${range}`, row.truncated ? ` · ${row.truncated} truncated` : "", row.failed ? ` · ${row.failed} failed` : ""));
 }
 
-// A message of an episode; who: "turn N" is the model, nobody: the text of a single turn.
+// A message in an episode. In `who`, "turn N" means the model, and an empty name means the text of a single turn.
 function spoken([who, text]) {
   if (who === "reward") return el("div", {}, badge(`reward ${text}`, tone(Number(text))));
   const box = el("div", { class: "text", dir: "ltr" }, text ? shown(text) : el("span", { class: "soft" }, "(nothing)"));
