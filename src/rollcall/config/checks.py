@@ -1,7 +1,7 @@
 """Refuses values that would ruin a run before anything starts, and says what to use instead.
 
-A single key is checked at its field (``check_stops`` and the like); ``check_ruin`` checks keys that ruin a run together. A key that
-has no effect given the rest of the file is harmless; run files shared between modes have such keys, and ``unused`` names them.
+A single key is checked at its field (``check_stops``, ...); ``check_ruin`` checks keys that ruin a run together. A key that
+has no effect given the rest of the file is harmless. Run files shared between modes have such keys; ``unused`` lists them.
 """
 
 from __future__ import annotations

@@ -221,7 +221,7 @@ def dump_config(config: Config) -> str:
 
 
 def dump_given(config: Config, *, without: set[str]) -> str:
-    """Like ``dump_config``, but with only the keys that were set: the reader adds its defaults. ``without`` lists sections to omit."""
+    """Like ``dump_config``, but with only the keys that were set: the reader adds defaults. ``without``: sections to omit."""
     given = config.model_dump(mode="json", exclude_unset=True, exclude=without)
     return _dumped(_part(public_dump(config), given))
 
