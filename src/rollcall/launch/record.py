@@ -53,7 +53,7 @@ class LaunchRecord(BaseModel):
     run_dir: str
     started: AwareDatetime
     id: str | None = None  # the tool's id for what was started; "" if it was about to be started
-    facts: dict[str, Any] = {}  # what the target needs to find it again, such as hosts or a namespace
+    facts: dict[str, Any] = {}  # what the target needs to find the launch again, such as hosts
 
     @property
     def folder(self) -> Path:

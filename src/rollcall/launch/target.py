@@ -36,7 +36,7 @@ from rollcall.launch.rendered import Rendered, RenderedFile
 from rollcall.nodes.node_shell import TOKEN
 
 RUN_FILE = "run.yaml"
-END_S = 1800.0  # clouds take their time to take machines back
+END_S = 1800.0  # clouds are slow to release machines
 ASK_EVERY_S = 2.0
 IN_IMAGE = "put them on PYTHONPATH in the image"
 ASK_S = 300.0  # for an answer: `sky` starts a server when it is first called
@@ -50,7 +50,7 @@ class LaunchRequest:
 
     name: str  # names the launch and its cluster
     config: Config
-    cluster: ClusterSection  # config.cluster: a launch needs one
+    cluster: ClusterSection  # config.cluster, which a launch requires
     launch: LaunchSection
     folder: Path  # where the rendered files will be, on this machine
     cwd: Path  # the user's folder: relative paths and reward modules are looked up from here

@@ -25,7 +25,7 @@ _STEP_FILE = re.compile(r"(\d{6,12})\.groups")
 
 
 class GroupRow(NamedTuple):
-    """A group in the table."""
+    """A group's row in the table."""
 
     step: int
     draw: int
@@ -76,7 +76,7 @@ class Indexed(NamedTuple):
 
 
 class _Read(NamedTuple):
-    """How far a file is in the table."""
+    """How much of a file is in the table."""
 
     mark: tuple[int, int] | None  # its modification time and size when it was read to the end; None if there is more
     inode: int

@@ -1,7 +1,7 @@
 """Serves the page of a running run (`trainer.page`) in a separate process that never gets in the controller's way.
 
 The child prints an address, and a new one whenever the last was used; the controller passes them on. The child's stdin stays open
-while the controller lives, so it exits with the controller, even if that is killed. If the child fails, the run continues.
+while the controller lives, so it exits when the controller dies. If the child fails, the run continues.
 """
 
 from __future__ import annotations

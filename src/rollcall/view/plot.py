@@ -14,7 +14,7 @@ _SMOOTH_FROM = 10  # fewer points are not smoothed
 
 
 def learning_curve(metrics: MetricsTable, out: Path, *, name: str) -> Path | None:
-    """Draw the PNG ``out``, with ``name`` as its title; None, with a warning, if it cannot be drawn."""
+    """Draw the PNG ``out`` with ``name`` as its title; if it cannot be drawn, warn and return None."""
     metrics.refresh()
     headline = metrics.headline
     series = ((headline.words, headline.metric, "#1f5fa8"), ("training reward", "train/reward_mean", "#d9822b"))

@@ -1,4 +1,4 @@
-"""The code that travels with a job: this ``rollcall``, the run file, and the modules that the run file names.
+"""Packages the code for a job: this ``rollcall``, the run file, and the modules that the run file names.
 
 Data, weights and version control stay where they are. The package is a zip archive, byte-identical for the same content, which
 Ray unpacks on each node as the job's working directory; its modules take precedence over those installed there.

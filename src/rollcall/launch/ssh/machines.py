@@ -69,7 +69,7 @@ class Site:
 
     def claim(self, record: LaunchRecord) -> LaunchRecord:
         """Add these hosts to the record and save it, unless another launch has taken one of them in the meantime."""
-        # Several users may share a folder of launches.
+        # Several users may share a launches folder.
         with (launches() / f".hosts-{os.getuid()}.lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             _refuse_used(self.hosts, _used_by_others(record.name))

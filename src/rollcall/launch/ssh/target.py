@@ -173,7 +173,7 @@ class Ssh(Target):
 
 
 def _submitted(record: LaunchRecord, job: Job | None) -> Job:
-    if job is None:  # the launch was cut off before that
+    if job is None:  # the launch was interrupted before it submitted the run
         raise LaunchError(f"{record.name!r} has not submitted its run; run the same `rollcall launch` again")
     return job
 
