@@ -1,4 +1,4 @@
-"""The files that a target renders for the launch's folder, and the commands that start the launch. Plain values; nothing runs here."""
+"""The files that a target renders for the launch's folder, and the commands that start the launch. Nothing runs here."""
 
 from __future__ import annotations
 
