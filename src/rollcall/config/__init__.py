@@ -1,4 +1,4 @@
-"""The run file: one pydantic model a section, in ``sections``; ``run`` reads and writes the whole."""
+"""The run file: ``sections`` has one pydantic model per section; ``run`` reads and writes the file."""
 
 from rollcall.config.algorithms import (
     Algorithm,

@@ -20,7 +20,7 @@ def _around_one(bounds: tuple[float, float]) -> tuple[float, float]:
 
 
 class AlgorithmBase(Section):
-    """The keys of all algorithms. Each class below has its own defaults and names its paper."""
+    """The keys that all algorithms share. Each class below has its own defaults and names its paper."""
 
     clip_low: float = field(0.2, "The ratio is clipped below 1 - clip_low.", ge=0)
     clip_high: float = field(0.2, "The ratio is clipped above 1 + clip_high.", ge=0)
@@ -51,12 +51,12 @@ class AlgorithmBase(Section):
     overlong_penalty: float = field(1.0, "Length penalty at the token limit (soft overlong punishment).", ge=0)
 
     def rescores(self, actor: Any) -> bool:
-        """Whether updates compare with log-probs of the policy as it was before the step: a second one meets other weights."""
+        """Whether updates need log-probs from the policy before the step, because later updates see changed weights."""
         return actor.minibatches * actor.epochs > 1 and self.old_logprobs == "learner"
 
 
 class GroupAlgorithm(AlgorithmBase):
-    """Those that compare the attempts of a group with each other."""
+    """Algorithms that compare the attempts in a group with each other."""
 
     advantage: Literal["episode", "turn"] = field(
         "episode",

@@ -1,7 +1,7 @@
-"""The base of every section of the run file: known keys, values that do not change, a meaning with each default.
+"""The base class for every section of the run file: only known keys, immutable values, a description with each default.
 
-Every number is finite and small enough to be written and read back exactly, and every text can be written to a file: checked here
-for all sections.
+It checks for all sections that every number is finite and small enough to be written and read back exactly, and that every string
+can be written to a file.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any, get_args
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 LARGEST_INT = 2**53  # above it, JSON readers that use floats lose digits
-SMALLEST_FLOAT, LARGEST_FLOAT = 1e-30, 1e9  # or 0: what is computed from them stays finite in float32
-LONGEST_S = 1e9  # seconds; the operating system still accepts a wait of this length
-NOT_FOR_FILES = re.compile("[\0\ud800-\udfff]")  # NUL, and halves of surrogate pairs, which UTF-8 has no bytes for
+SMALLEST_FLOAT, LARGEST_FLOAT = 1e-30, 1e9  # or 0; results computed from these stay finite in float32
+LONGEST_S = 1e9  # seconds; the operating system still accepts such a long wait
+NOT_FOR_FILES = re.compile("[\0\ud800-\udfff]")  # NUL, and halves of surrogate pairs, which UTF-8 cannot encode
 
 
 class KeyProblem(ValueError):
-    """Of one key of a section: its message follows the key's name."""
+    """A problem with one key in a section; its message follows the key's name."""
 
     def __init__(self, key: str, text: str) -> None:
         super().__init__(f"{key}{text}")
@@ -34,7 +34,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _no_yes_for_a_number(cls, data: Any) -> Any:
-        """Refuse true where a number is needed (YAML reads `on` and `yes` as true, which passes for 1), and read 1e3, a text in YAML."""
+        """Refuse true for a number (YAML reads `on` and `yes` as true, which counts as 1), and parse 1e3, a string in YAML."""
         if not isinstance(data, dict):
             return data
         numbers = [
@@ -50,7 +50,7 @@ class Section(BaseModel):
     @model_validator(mode="after")
     def _can_be_written(self) -> Any:
         for key, info in type(self).model_fields.items():
-            is_setting = _takes_numbers_alone(info.annotation)  # and not what a user's own code is given
+            is_setting = _takes_numbers_alone(info.annotation)  # and not an argument for the user's own code
             for where, value in _leaves(getattr(self, key), key):
                 _check_leaf(where, value)
                 if (
@@ -78,7 +78,7 @@ def _scalars(annotation: Any) -> Iterator[Any]:
 
 
 def _leaves(value: Any, where: str) -> Iterator[tuple[str, Any]]:
-    """The single values of a field, with their places. An inner section checks its own."""
+    """Yield the scalar values in a field with their places. Inner sections check their own values."""
     if isinstance(value, dict):
         for key, each in value.items():
             yield where, key
@@ -104,7 +104,7 @@ def field(default: Any, meaning: str, **kwargs: Any) -> Any:
 
 
 def read_number(value: Any) -> Any:
-    """YAML 1.1 reads 1e-5 as text.
+    """Parse a number that YAML 1.1 reads as a string, such as 1e-5.
 
     >>> read_number("1e-5"), read_number("one"), read_number([1])
     (1e-05, 'one', [1])

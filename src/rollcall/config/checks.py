@@ -1,7 +1,7 @@
 """Refuses values that would ruin a run before anything starts, and says what to use instead.
 
-A single key is checked at its field (``check_stops`` and the like); ``check_ruin`` checks keys that ruin a run together. A key that
-has no effect with the rest of the file ruins nothing, and run files shared between modes have such keys: ``unused`` names them.
+A single key is checked at its field (``check_stops``, ...); ``check_ruin`` checks keys that ruin a run together. A key that
+has no effect given the rest of the file is harmless. Run files shared between modes have such keys; ``unused`` lists them.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from rollcall.base.errors import ConfigError
 from rollcall.base.wait import say
 from rollcall.config.base import read_number
 
-MOST_COMPLETIONS = 10_000_000  # of a step; many times what the largest runs take
+MOST_COMPLETIONS = 10_000_000  # in a step; many times more than the largest runs use
 HUB = "hub:"
-COLDEST = 0.001  # temperature; below it the logits of ordinary models overflow when they are divided by it
+COLDEST = 0.001  # temperature; dividing an ordinary model's logits by less overflows
 
 
 def check_stops(stops: list[str]) -> list[str]:
@@ -27,14 +27,14 @@ def check_stops(stops: list[str]) -> list[str]:
 
 
 def check_home(path: str) -> str:
-    """Refuse ``~name`` of a user that this machine does not know."""
+    """Refuse ``~name`` for a user that does not exist on this machine."""
     if path.startswith("~") and os.path.expanduser(path) == path:
         raise ValueError(f"{path!r} begins with the home of an unknown user; write the path in full")
     return path
 
 
 def check_directory(path: Path) -> Path:
-    """Expand ``~``, which would otherwise become a folder of that name."""
+    """Expand ``~``, which would otherwise become a folder with that name."""
     expanded = Path(check_home(str(path))).expanduser() if str(path).startswith("~") else path
     if expanded.name in ("", ".."):
         raise ValueError(f"{str(path)!r} holds other things too; name a directory for this run, such as runs/first")
@@ -49,7 +49,7 @@ def check_variables(variables: dict[str, str]) -> dict[str, str]:
 
 
 def check_variable_names(names: list[str]) -> list[str]:
-    """Refuse values: a secret that is written here would end up in files and arguments."""
+    """Refuse values, because a secret that is written here would end up in files and arguments."""
     if any(not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) for name in names):
         raise ValueError(
             "has an entry that is not the name of a variable; write only names, such as HF_TOKEN, without values"
@@ -67,7 +67,7 @@ def check_ruin(config: Any) -> None:
 
 
 def unused(config: Any, *, in_folder: bool = False) -> list[str]:
-    """A sentence for each reason why keys that differ from their defaults do nothing. ``in_folder`` means that nodes
+    """Return a sentence for each reason why non-default keys have no effect. ``in_folder`` means that nodes
     share a folder (`--master`), so the run file's cluster does not decide where roles run."""
     algorithm, one_process = config.algorithm, config.cluster is None or config.cluster.num_slots == 1
     ppo, native = algorithm.name == "ppo", config.rollout.engine == "native"
@@ -113,12 +113,12 @@ def say_unused(config: Any, *, in_folder: bool = False) -> None:
 
 
 def is_hub(source: str | None) -> bool:
-    """Whether data is named by its place on the hub, and not a file."""
+    """Whether data names a dataset on the hub instead of a file."""
     return source is not None and source.startswith(HUB)
 
 
 def _changed(config: Any, key: str) -> list[str]:
-    """The keys in a section, or the one key, whose values are not the defaults."""
+    """Return the keys in a section, or the single key, whose values are not the defaults."""
     *parents, last = key.split(".")
     section = config
     for parent in parents:
@@ -174,13 +174,13 @@ def _check_decay(config: Any) -> None:
             )
 
 
-# Training in parallel, under the names that people know from other systems
+# Parallel training, under names known from other systems
 
-OWN_KEYS = ("lr", "betas", "eps", "weight_decay")  # keys of the section that an optimizer's kwargs may also carry
+OWN_KEYS = ("lr", "betas", "eps", "weight_decay")  # the section's keys that an optimizer's kwargs may also contain
 
 
 def lift_kwargs(data: Any) -> Any:
-    """``optimizer.kwargs`` with lr, betas, eps or weight_decay set the section's own keys of those names."""
+    """Move lr, betas, eps and weight_decay from ``optimizer.kwargs`` to the section's own keys with those names."""
     optimizer = data.get("optimizer") if isinstance(data, dict) else None
     if not isinstance(optimizer, dict) or not isinstance(kwargs := optimizer.get("kwargs"), dict):
         return data
@@ -215,7 +215,7 @@ def check_section(section: Any) -> Any:
 
 
 def _check_state(section: Any) -> None:
-    """Check that ``optimizer.state: bfloat16`` goes with the rest."""
+    """Check that ``optimizer.state: bfloat16`` is compatible with the other keys."""
     choice = section.optimizer
     if choice.state == "float32":
         return
@@ -241,7 +241,7 @@ def _check_kwargs(kwargs: dict[str, Any]) -> None:
 
 
 def check_batches(config: Any, *, name: str) -> None:
-    """Compare sizes that follow from other keys with those given under the names of other systems."""
+    """Compare sizes that follow from other keys with sizes set under other systems' names."""
     section, data, rollout = getattr(config, name), config.data, config.rollout
     rows = config.completions_per_step // section.minibatches
     given = section.train_global_batch_size

@@ -159,12 +159,12 @@ EnvironmentSection = Annotated[
 
 
 def kinds_of(path: Any) -> dict[str, str]:
-    """Name -> path. A single class has the empty name."""
+    """Return name -> path. A single class has an empty name."""
     return dict(path) if isinstance(path, dict) else {"": path} if path else {}
 
 
 def named_code(rewards: Sequence[Reward], environment: EnvironmentBase | None) -> dict[str, str]:
-    """Key -> the ``module:name`` that the run file gives there."""
+    """Return key -> ``module:name`` for the code that the run file names."""
     found = {f"reward.{place}.path": one.path for place, one in enumerate(rewards) if isinstance(one, FunctionReward)}
     if isinstance(environment, ClassEnvironment | StepEnvironment):
         kinds = kinds_of(environment.path)

@@ -1,4 +1,4 @@
-"""Explains what is wrong with a run file: where, what was given, what to write instead."""
+"""Explains what is wrong with a run file: which key, what its value was, what to write instead."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from pydantic import BaseModel, ValidationError
 from rollcall.base.redact import REDACTED, names_secret, redact_source
 from rollcall.config.base import KeyProblem
 
-WORDS_ALIKE = 0.75  # two words this similar are one, misspelt
-ONE_LETTER = 0.9  # likeness of two names that differ in a letter
-LIKELY = 0.5  # a name less alike than this is not worth suggesting
+WORDS_ALIKE = 0.75  # two words this similar count as one word, misspelt
+ONE_LETTER = 0.9  # similarity of two names that differ in one letter
+LIKELY = 0.5  # a less similar name is not worth suggesting
 LONGEST_NAME = 60  # characters; a longer key is not a misspelling
-MOST_ERRORS = 10  # shown at once
-MOST_SHOWN = 300  # characters of what was given
+MOST_ERRORS = 10  # the most errors shown at once
+MOST_SHOWN = 300  # characters shown of a given value
 
 
 def explain_all(error: ValidationError, root: type[BaseModel]) -> str:
-    """A line for each of the first mistakes, and how many more there are."""
+    """Return a line for each of the first mistakes, and the number of further mistakes."""
     items = _or_auto(error.errors(include_url=False))
     lines = [explain(item, root) for item in items[:MOST_ERRORS]]
     return "\n".join([*lines, *([f"and {len(items) - MOST_ERRORS:,} more"] if len(items) > MOST_ERRORS else [])])
 
 
 def _or_auto(items: list[Any]) -> list[Any]:
-    """A value that is neither what a key takes nor `auto` is one mistake, which pydantic reports as two."""
+    """Merge the two errors that pydantic reports for a value that is neither valid nor `auto`."""
     autos = {item["loc"][:-1] for item in items if item["loc"] and item["loc"][-1] == "literal['auto']"}
     return [
         {**item, "loc": item["loc"][:-1], "msg": f"{item['msg']}, or auto"} if item["loc"][:-1] in autos else item
@@ -39,7 +39,7 @@ def _or_auto(items: list[Any]) -> list[Any]:
 
 
 def explain(item: Any, root: type[BaseModel]) -> str:
-    """One of pydantic's errors about ``root`` as one line."""
+    """Describe one of pydantic's errors about ``root`` in one line."""
     path, section = _locate(item["loc"], root)
     path = redact_source(path)[:MOST_SHOWN]
     given = _given(path, item["input"])
@@ -69,17 +69,17 @@ def explain(item: Any, root: type[BaseModel]) -> str:
 
 
 def _given(path: str, value: Any) -> str:
-    """``key=value`` as it was given, if it can be shown: variables hold secrets, under whatever name and in any shape."""
+    """Return ``key=value`` as given. Variables are not shown, since they may contain secrets under any name and in any shape."""
     if {"env", "node_env"} & set(path.split(".")) or (path == "cluster" and not isinstance(value, int | float)):
         return f"{path}=<{_KINDS.get(type(value), type(value).__name__)}, not shown>"
     return f"{path}={shown(value)}"
 
 
 def shown(value: Any) -> str:
-    """A value as Python writes it, without secrets and not longer than a person reads."""
+    """Return a value's ``repr`` without secrets, shortened to a readable length."""
     try:
         text = _short.repr(value)
-    except ValueError:  # Python writes no number of more than 4,300 digits
+    except ValueError:  # Python refuses to print numbers with more than 4,300 digits
         return f"a {type(value).__name__} that is too long to show"
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
@@ -88,7 +88,7 @@ _KINDS = {str: "text", list: "a list", dict: "a map", int: "a number", float: "a
 
 
 class _Short(reprlib.Repr):
-    """Looks only at what it shows: a small file with aliases may stand for a value that is very large."""
+    """A ``repr`` that reads only what it shows, because a small file with YAML aliases can expand to a huge value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class _Short(reprlib.Repr):
     def repr_dict(self, x: dict[Any, Any], level: int) -> str:
         first = itertools.islice(
             x.items(), self.maxdict + 1
-        )  # one more than it shows, so that it shows that there are more
+        )  # one more than is shown, so that the output says that there are more
         return super().repr_dict({key: REDACTED if names_secret(str(key)) else value for key, value in first}, level)
 
 
@@ -114,7 +114,7 @@ def _unknown_key(path: str, names: list[str], root: type[BaseModel]) -> str:
     near = nearest(given, names)
     is_misspelt = near is not None and _ratio(given, near) >= WORDS_ALIKE
     if not is_misspelt and (elsewhere := _homes(given, root)):
-        if path in elsewhere:  # in a map or a file, where a dot divides nothing
+        if path in elsewhere:  # in a mapping or a file, where a dot is no separator
             return f"{path} is not a field, because of the dot; write {given} under {prefix}"
         return f"{path} is not a field; did you mean {' or '.join(elsewhere)}?"
     hint = f"did you mean {prefix}{dot}{near}?" if near else f"the fields are {', '.join(names)}"
@@ -122,7 +122,7 @@ def _unknown_key(path: str, names: list[str], root: type[BaseModel]) -> str:
 
 
 def _homes(name: str, root: type[BaseModel]) -> list[str]:
-    """Sections' keys of exactly this name."""
+    """Return the keys in any section that have exactly this name."""
     return [
         f"{key}.{name}"
         for key, field in root.model_fields.items()
@@ -140,7 +140,7 @@ def _unknown_tag(path: str, context: dict[str, Any]) -> str:
 
 
 def nearest(given: str, names: list[str]) -> str | None:
-    """The name that was probably meant: it has the same words, or is spelt alike, or is their initials.
+    """Return the name that was probably meant: it has the same words, a similar spelling, or is made of the words' initials.
 
     >>> nearest("max_tokens", ["max_running", "kv_tokens", "max_response_tokens"])
     'max_response_tokens'
@@ -155,13 +155,13 @@ def nearest(given: str, names: list[str]) -> str | None:
         if name == "".join(word[:1] for word in words):
             return 1.0
         spelling = _ratio(given.lower(), name)
-        if spelling >= ONE_LETTER:  # max_turn is max_turns, though max_turn_tokens has both its words
+        if spelling >= ONE_LETTER:  # max_turn means max_turns, although max_turn_tokens contains both words
             return 1.0 + spelling
         closest = [max(_ratio(word, part) for part in name.split("_")) for word in words]
         shared = sum(ratio for ratio in closest if ratio >= WORDS_ALIKE) / len(words)
         return max(shared, spelling)
 
-    best = max(names, key=likeness, default=None)  # of equals the first: sections begin with what matters most
+    best = max(names, key=likeness, default=None)  # the first of equals, since sections begin with what matters most
     return best if best is not None and likeness(best) >= LIKELY else None
 
 
@@ -170,7 +170,7 @@ def _ratio(one: str, other: str) -> float:
 
 
 def _locate(loc: tuple[Any, ...], root: type[BaseModel]) -> tuple[str, type[BaseModel] | None]:
-    """A pydantic location without the union tags, and the section its last element is looked up in."""
+    """Return a pydantic location without its union tags, and the section that contains its last element."""
     section: type[BaseModel] | None = root
     parts: list[str] = []
     union: dict[str, type[BaseModel]] = {}
@@ -187,7 +187,7 @@ def _locate(loc: tuple[Any, ...], root: type[BaseModel]) -> tuple[str, type[Base
 
 
 def target(annotation: Any) -> tuple[type[BaseModel] | None, dict[str, type[BaseModel]]]:
-    """The section class behind a field, or the variants of a union by their tag."""
+    """Return the section class behind a field, or a union's variants by tag."""
     variants = section_classes(annotation)
     tagged = {tag: variant for variant in variants for tag in _tags(variant)}
     if tagged:
@@ -196,7 +196,7 @@ def target(annotation: Any) -> tuple[type[BaseModel] | None, dict[str, type[Base
 
 
 def section_classes(annotation: Any) -> list[type[BaseModel]]:
-    """The section classes in an annotation, inside lists and unions too."""
+    """Return the section classes in an annotation, including those inside lists and unions."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [found for arg in get_args(annotation) for found in section_classes(arg)]

@@ -1,6 +1,6 @@
-"""`launch:`, `prepare:` and `finish:` of a run file: where the nodes come from, what each needs before the run, and what follows it.
+"""A run file's `launch:`, `prepare:` and `finish:`: where the nodes come from, what each node needs, and what follows the run.
 
-One section for each target of `rollcall launch`; a run file may have several. Keys that all targets share are in ``launch`` itself.
+Each target of `rollcall launch` has a section; a run file may have several. Keys that all targets share are in ``launch`` itself.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class ContainerSection(Section):
 
 
 class TargetSection(Section):
-    """Where nodes come from."""
+    """The base class for sections that say where nodes come from."""
 
 
 class _OnNodes(TargetSection):
-    """Keys of the targets that run our command on plain machines."""
+    """Keys for the targets that run our command on plain machines."""
 
     activate: Path | None = field(None, "Activate script of the Python environment on the nodes.")
     env: Variables = field({}, "Environment variables of `rollcall node`. Those of workers are in `cluster.env`.")
@@ -186,7 +186,7 @@ class FinishSection(Section):
 
 
 def describe_targets() -> dict[str, str]:
-    """The targets, each with where it gets nodes from, as a part of a sentence.
+    """Return each target with a phrase that says where it gets nodes.
 
     >>> describe_targets()["ssh"]
     'machines that ssh reaches'

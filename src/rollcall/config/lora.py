@@ -14,11 +14,11 @@ from rollcall.config.errors import shown
 ALL_LINEAR = "all_linear"
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TARGETS: tuple[str, ...] = get_args(Target)
-MOST_RANK_OF_VLLM = 512  # of vLLM 0.32
+MOST_RANK_OF_VLLM = 512  # the limit in vLLM 0.32
 
 
 def _targets(given: Any) -> Any:
-    """Accept PEFT's name for all modules, and raise one error, where a union would raise one for each of its kinds."""
+    """Accept PEFT's name for all modules, and raise one error where a union would raise one for each member."""
     if given in ("all-linear", ALL_LINEAR):
         return ALL_LINEAR
     if isinstance(given, str):
@@ -60,7 +60,7 @@ class LoraSection(Section):
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The targets by name, in the order of a layer."""
+        """The targets by name, in the order of their use in a layer."""
         return modules_of(self.targets)
 
     @property

@@ -1,4 +1,4 @@
-"""Turns a run file into one for a debugger: everything in one process."""
+"""Turns a run file into a version for a debugger, with everything in one process."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _WHOLE = {
 
 
 def in_one_process(config: Config, *, keeps_dir: bool = True) -> Config:
-    """The same run without its cluster: nothing is divided over processes or compiled, and the native engine samples. Episodes run one at
-    a time, so that a breakpoint stops in one. Model, data, rewards, algorithm and sizes stay. In another directory, unless ``keeps_dir``:
-    the real run's checkpoints and journal stay as they are."""
+    """Return the same run without its cluster: nothing is split over processes or compiled, and the native engine samples.
+    Episodes run one at a time, so that a breakpoint stops in only one. Model, data, rewards, algorithm and sizes stay. The run
+    directory is a different one unless ``keeps_dir``, so the real run's checkpoints and journal stay as they are."""
     environment, run_dir = config.environment, config.run.dir
     if not keeps_dir:
         run_dir = run_dir.with_name(f"{run_dir.name}-local-debug")

@@ -1,4 +1,4 @@
-"""``section.key=value`` on the command line, put into a run file's sections before they are validated."""
+"""Applies ``section.key=value`` from the command line to a run file's sections before they are validated."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rollcall.config.yaml import MAX_DEPTH, parse_yaml
 
 
 def apply_override(raw: dict[str, Any], override: str, *, root: type[BaseModel]) -> None:
-    """``root`` says which keys hold text: what is given for those is not read as YAML."""
+    """Apply an override to ``raw``. ``root`` says which keys are strings: their values are not parsed as YAML."""
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ConfigError(f"override {shown(override)} is not key=value; write for example actor.lr=1e-5")
@@ -30,7 +30,7 @@ def apply_override(raw: dict[str, Any], override: str, *, root: type[BaseModel])
 
 
 def set_key(raw: dict[str, Any], key: str, value: Any) -> None:
-    """``key`` is dotted; sections that are not there are made."""
+    """Set a dotted key and create missing sections."""
     node: Any = raw
     *parents, last = _parts(key)
     for parent in parents:
@@ -43,7 +43,7 @@ def set_key(raw: dict[str, Any], key: str, value: Any) -> None:
 
 
 def add_key(raw: dict[str, Any], key: str, value: Any, *, root: type[BaseModel]) -> None:
-    """``set_key`` for what Python code gives: a map adds its keys to the section that is there, and a path becomes text."""
+    """Like ``set_key``, for values from Python code: a dict adds its keys to the section, and a path becomes a string."""
     if isinstance(value, Mapping) and get_origin(_annotation(key, root)) is not dict:
         for name, inner in value.items():
             add_key(raw, f"{key}.{name}", inner, root=root)
@@ -63,7 +63,7 @@ def _value_at(raw: Mapping[str, Any], key: str) -> Any:
 
 
 def refuse_secret(override: str) -> None:
-    """A command line is in the process list, in the shell's history and, of a driver, in Ray's records."""
+    """Refuse secrets: a command line is visible in the process list, the shell's history and, for a driver, Ray's records."""
     key, _, text = override.partition("=")
     section, *rest = _parts(key)
     if section != "cluster":
@@ -71,7 +71,7 @@ def refuse_secret(override: str) -> None:
     value = _parse_value(text, override, is_text=False)
     for part in reversed(rest):
         value = {part: value}
-    # Once as it is read and once as it is written: text that is not YAML stays text to the reader.
+    # Check both the parsed value and the raw text: text that is not YAML stays a string.
     for name in secrets_of_run({"cluster": value}) or secrets_of_run({"cluster": text}):
         raise ConfigError(
             f"{name} is a secret by its name, and others see a command line; export {name} and name it in cluster.env_pass"
@@ -79,14 +79,14 @@ def refuse_secret(override: str) -> None:
 
 
 def _is_text(key: str, root: type[BaseModel]) -> bool:
-    """Whether a key holds text, or text or nothing."""
+    """Whether a key's value is a string, or a string or null."""
     annotation = _annotation(key, root)
     kinds = {annotation, *get_args(annotation)}
     return str in kinds and not kinds - {str, NoneType, str | None}
 
 
 def _annotation(key: str, root: type[BaseModel]) -> Any:
-    """Of a key's field; None where there is no such field, or a union decides."""
+    """Return the annotation of a key's field, or None if there is no such field or it is in a union."""
     section: Any = root
     for part in key.split("."):
         section, _ = target(section)
@@ -104,7 +104,7 @@ def _parse_value(text: str, override: str, *, is_text: bool) -> Any:
         return text
     except ConfigError as error:
         raise ConfigError(f"override {shown(override)}: {error}") from None
-    # `run.name=1000` and `data.val=2024.jsonl: x` are texts; quotes and null are YAML's.
+    # `run.name=1000` and `data.val=2024.jsonl: x` are strings; quotes and null are parsed as YAML.
     return text if is_text and not isinstance(value, str | NoneType) else value
 
 
@@ -116,7 +116,7 @@ def _parts(key: str) -> list[str]:
 
 
 def _place(node: dict[str, Any] | list[Any], text: str) -> Any:
-    """A key of a section, or an index into a list."""
+    """Return a section's key, or an index into a list."""
     if isinstance(node, dict):
         return text
     if not (text.isascii() and text.isdigit() and len(text) < 10) or int(text) >= len(node):

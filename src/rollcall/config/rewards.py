@@ -70,7 +70,7 @@ class RewardBase(Section):
 
     @property
     def variables(self) -> list[str]:
-        """Names of the environment variables that it needs where it runs."""
+        """Names of the environment variables that the reward needs where it runs."""
         return []
 
 

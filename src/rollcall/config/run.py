@@ -1,7 +1,7 @@
-"""The whole run file, read and written.
+"""Reads and writes the full run file.
 
-``load_config`` reads YAML, applies ``dotted.key=value`` overrides and validates. An unknown key is refused with the
-nearest name. Variants (algorithms, rewards) are unions keyed on ``name`` / ``type``.
+``load_config`` reads YAML, applies ``dotted.key=value`` overrides and validates. The error for an unknown key
+suggests the nearest name. Variants (algorithms, rewards) are unions keyed on ``name`` / ``type``.
 """
 
 from __future__ import annotations
@@ -174,10 +174,10 @@ def load_config(
     defaults: dict[str, Any] | None = None,
     changes: Mapping[str, Any] | None = None,
 ) -> Config:
-    """Run file (or its sections, or the embedded default) plus ``a.b=value`` overrides, validated.
+    """Load and validate a run file (or its sections, or the embedded default) with ``a.b=value`` overrides.
 
-    ``defaults`` and ``changes`` map dotted keys to values, not to text. Overrides win over ``defaults`` and lose to ``changes``. A map
-    in ``changes`` adds to the section.
+    ``defaults`` and ``changes`` map dotted keys to values, not strings. Overrides win over ``defaults`` and lose to ``changes``.
+    A dict in ``changes`` adds to the section.
     """
     refuse_deep([path, changes])
     if path is None:
@@ -203,12 +203,12 @@ def load_config(
 
 
 def load_saved_run(path: Path) -> Config:
-    """Load the run file that a run directory keeps, with which the run was last started."""
+    """Load the run file in a run directory, with which the run was last started."""
     return parse_config(_read_sections(path, what="saved run file"))
 
 
 def parse_config(raw: dict[str, Any]) -> Config:
-    remember(secrets_of_run(raw).values())  # a refusal may show what was given
+    remember(secrets_of_run(raw).values())  # an error may show the given values
     try:
         return Config.model_validate(raw)
     except ValidationError as error:
@@ -216,23 +216,23 @@ def parse_config(raw: dict[str, Any]) -> Config:
 
 
 def dump_config(config: Config) -> str:
-    """The resolved run file as YAML; reading it back gives the same config, but for secrets: they are redacted."""
+    """Return the resolved run file as YAML. Reading it back returns the same config, except for redacted secrets."""
     return _dumped(public_dump(config))
 
 
 def dump_given(config: Config, *, without: set[str]) -> str:
-    """As ``dump_config``, but only the keys that were given: the others have their defaults where it is read. ``without``: sections."""
+    """Like ``dump_config``, but with only the keys that were set: the reader adds defaults. ``without``: sections to omit."""
     given = config.model_dump(mode="json", exclude_unset=True, exclude=without)
     return _dumped(_part(public_dump(config), given))
 
 
 def _dumped(value: Any) -> str:
-    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # many times as fast, where PyYAML was built with it
+    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # many times faster, if PyYAML was built with it
     return yaml.dump(value, Dumper=dumper, sort_keys=False, width=110)
 
 
 def _part(whole: Any, given: Any) -> Any:
-    """Of plain values, those at the places that ``given`` has."""
+    """Return the part of ``whole`` that has the same keys as ``given``."""
     if isinstance(given, dict):
         return {key: _part(whole[key], value) for key, value in given.items()}
     if isinstance(given, list):
@@ -241,12 +241,12 @@ def _part(whole: Any, given: Any) -> Any:
 
 
 def public_dump(config: Config) -> dict[str, Any]:
-    """The sections as plain values, for a file or a tracker: without the secrets of ``cluster.env``."""
+    """Return the sections as plain values for a file or a tracker, without the secrets in ``cluster.env``."""
     return redact_run(config.model_dump(mode="json"))
 
 
 def default_run() -> dict[str, Any]:
-    """The embedded default: the arithmetic demo."""
+    """Return the embedded default, the arithmetic demo."""
     from importlib.resources import files
 
     return yaml.safe_load((files("rollcall.config") / "default.yaml").read_text())

@@ -1,4 +1,4 @@
-"""The sections of a run file: every field with its default, meaning and unit."""
+"""The sections of a run file: every field with its default, description and unit."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from rollcall.config.lora import LoraSection
 SLOT_SYNTAX = "write all, a slot (5), a range (0-3), a list (0-3,8), or slots with process ranks (0-7:0-3)"
 Share = Annotated[float, Field(ge=0, lt=1)]
 WeightTransport = Literal["auto", "shared_memory", "broadcast", "delta", "file"]
-MAX_SLOTS = 100_000  # of a cluster
+MAX_SLOTS = 100_000  # in a cluster
 Auto = Literal["auto"]
-DEFAULT_TOKENS = 16384  # what `tokens_per_microbatch: auto` means where there is no card to fit
+DEFAULT_TOKENS = 16384  # what `tokens_per_microbatch: auto` means without a GPU to fit
 DTYPE_ALIASES = {"bf16": "bfloat16", "fp32": "float32", "f32": "float32"}
 
 
@@ -30,7 +30,7 @@ class RunSection(Section):
 
 
 def _slots(value: Any) -> Any:
-    """Check only that slots are text or a number and that YAML read them as meant; plan/placement.py reads them."""
+    """Check only that slots are a string or number and that YAML read them as meant; plan/placement.py parses them."""
     if isinstance(value, bool) or not isinstance(value, str | int):
         given = str(value).lower() if isinstance(value, bool) else repr(value)
         raise ValueError(f"{given} is not a set of slots; {SLOT_SYNTAX}")
@@ -79,7 +79,7 @@ class ClusterSection(Section):
 
     @model_validator(mode="after")
     def _nodes_agree(self) -> ClusterSection:
-        """`nodes` fixes the two numbers; a resolved run file has all three."""
+        """Derive the two numbers from `nodes`; a resolved run file contains all three keys."""
         sizes = [node.gpus for node in self.nodes or []]
         fixed = {"num_nodes": len(sizes), "num_gpus_per_node": max(sizes)} if sizes else {}
         for key, value in fixed.items():
@@ -88,7 +88,7 @@ class ClusterSection(Section):
                     f"{key}={getattr(self, key)} contradicts nodes, which lists {len(sizes)} of {sizes} slots; leave {key} out"
                 )
         for key, value in fixed.items():
-            object.__setattr__(self, key, value)  # frozen for everyone else
+            object.__setattr__(self, key, value)  # the section is frozen for everyone else
         if strangers := [rank for rank in self.node_env if not 0 <= rank < self.num_nodes]:
             raise ValueError(f"node_env has node {strangers[0]}; nodes are 0 to {self.num_nodes - 1}")
         if (slots := self.num_nodes * self.num_gpus_per_node) > MAX_SLOTS:
@@ -181,7 +181,7 @@ class DataSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _same_task(cls, given: Any) -> Any:
-        """The held-out rows of another task would say nothing. An environment that owns the task owns the held-out one too."""
+        """Default to the same task for held-out rows: a different task would say nothing. An environment's task is for both."""
         if not isinstance(given, dict) or given.get("train", "builtin:arithmetic") == "builtin:arithmetic":
             return given
         return {"val": "builtin:environment" if given["train"] == "builtin:environment" else None, **given}
@@ -246,8 +246,8 @@ class RolloutSection(Section):
 
     @property
     def keeps_policy(self) -> bool:
-        """Whether a rollout process outside the actor's holds the whole policy: the native engine samples from it. vLLM holds its own;
-        only with `delta`, `file` and `shared_memory`, which write into tensors that stay, is there a second copy."""
+        """Whether a rollout process apart from the actor's keeps a full policy. The native engine samples from it. vLLM has its
+        own copy, and a second one exists only with `delta`, `file` and `shared_memory`, which write into persistent tensors."""
         return self.engine == "native" or self.weights not in ("auto", "broadcast")
 
 

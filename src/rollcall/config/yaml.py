@@ -1,6 +1,6 @@
-"""Reads YAML that people wrote or a crash damaged: bounded in size and depth, and with each key once.
+"""Reads YAML that people wrote or a crash damaged, with bounded size and depth and without duplicate keys.
 
-Every refusal is a ``ConfigError`` that names the file and, where one line is wrong, the line.
+Every refusal is a ``ConfigError`` that names the file and, if possible, the wrong line.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from rollcall.base.errors import ConfigError
 from rollcall.base.redact import redact_source
 from rollcall.config.errors import MOST_SHOWN
 
-MAX_BYTES = 1 << 20  # of a file; a run file has a few thousand
-MAX_DEPTH = 40  # of lists and maps in each other; a run file has 4
+MAX_BYTES = 1 << 20  # the largest file; a run file has a few thousand bytes
+MAX_DEPTH = 40  # nesting of lists and mappings; a run file has 4 levels
 _TOO_DEEP = f"lists and maps are nested more than {MAX_DEPTH} deep, or one contains itself; a run file has 4"
-_OPEN_ALREADY = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")  # as a shell passes `<(command)`: somebody writes there
+_OPEN_ALREADY = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")  # used by `<(command)`: somebody is writing there
 
 
 def read_yaml(path: Path | str, *, what: str) -> Any:
@@ -42,7 +42,7 @@ def read_yaml(path: Path | str, *, what: str) -> Any:
 
 
 def read_small(path: Path | str, *, most: int = 1 << 28) -> bytes:
-    """A regular file of at most ``most`` bytes. Anything else is a ValueError, so that nothing waits for a pipe or a device."""
+    """Read a regular file of at most ``most`` bytes. Anything else is a ValueError: nothing may wait for a pipe or device."""
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode) and not (stat.S_ISFIFO(mode) and str(path).startswith(_OPEN_ALREADY)):
         if stat.S_ISDIR(mode):
@@ -56,7 +56,7 @@ def read_small(path: Path | str, *, most: int = 1 << 28) -> bytes:
 
 
 def refuse_deep(value: Any) -> None:
-    """Refuse lists and maps that are nested too deeply, as those that contain themselves are. Values from Python code may be."""
+    """Refuse lists and mappings that are nested too deeply or contain themselves, which values from Python code may do."""
     level = {id(value): value}
     for _ in range(MAX_DEPTH):
         inner = (
@@ -71,7 +71,7 @@ def refuse_deep(value: Any) -> None:
 
 
 def parse_yaml(text: str) -> Any:
-    """ConfigError or YAMLError, and nothing else, where the text is wrong."""
+    """Parse YAML. Invalid text raises ConfigError or YAMLError and nothing else."""
     try:
         found = _load(text)
     except RecursionError:
@@ -85,13 +85,13 @@ def _load(text: str) -> Any:
         try:
             return _Loader(text, parser=yaml.CSafeLoader(text)).get_single_data()
         except yaml.YAMLError:
-            pass  # PyYAML's own parser is slow, but its errors show the place
+            pass  # PyYAML's Python parser is slow, but its errors show the place
     return _Loader(text).get_single_data()
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's own loader takes the last of two equal keys without a word, reads 010 as eight and 1:30 as ninety, and lets the errors
-    of its constructors through as they are."""
+    """A stricter loader. YAML's own silently takes the last of two equal keys, reads 010 as eight and 1:30 as ninety, and passes
+    on its constructors' errors as they are."""
 
     def __init__(self, text: str, parser: Any = None) -> None:
         super().__init__("" if parser else text)
@@ -112,7 +112,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_number(self, node: Any) -> Any:
-        """As a person reads it: 010 is ten, and 1:30 is a text. 0x10, 0b10 and 1_000 are what they are in Python."""
+        """Read numbers as people do: 010 is ten and 1:30 is a string. 0x10, 0b10 and 1_000 have their meaning in Python."""
         text = str(self.construct_scalar(node))
         if ":" in text:
             return text
@@ -125,7 +125,7 @@ class _Loader(yaml.SafeLoader):
         try:
             return super().construct_object(node, deep=deep)
         except (ValueError, LookupError, AttributeError, TypeError, ArithmeticError):
-            # What PyYAML's constructors raise for `!!bool maybe`, `!!timestamp x`, `!!int ''`, 2024-13-41.
+            # PyYAML's constructors raise these for `!!bool maybe`, `!!timestamp x`, `!!int ''`, 2024-13-41.
             if isinstance(node, yaml.ScalarNode):
                 shown, kind = node.value[:60], node.tag.rpartition(":")[2]
                 raise ConfigError(

@@ -1,7 +1,7 @@
-"""A node's command inside a container: the words that the runtime takes, and the lines of shell that provide the image.
+"""Builds the command that runs a node inside a container, and the shell lines that provide its image.
 
-Only named variables get in; their values come from the environment of the command, never from its words. The network is the
-host's: Ray's ports are the node's own.
+Only named variables are passed in; their values come from the command's environment, never from its arguments. Containers use the
+host's network, so Ray's ports are the node's own.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ class Container:
     section: ContainerSection
     name: str
     gpu: str  # cuda, rocm, or none
-    folders: tuple[str, ...] = ()  # of the launch, mounted with the user's
+    folders: tuple[str, ...] = ()  # the launch's folders, mounted along with the user's
 
     @property
     def is_daemon(self) -> bool:
-        """Whether the runtime keeps containers by name. apptainer's are plain processes of the node."""
+        """Whether the runtime keeps containers by name. An apptainer container is a plain process on the node."""
         return self.section.runtime in ("docker", "podman")
 
     def before(self) -> list[str]:
-        """Lines of shell that build a missing image and remove an old container of this name."""
+        """Return shell lines that build the image if it is missing and remove an old container with this name."""
         section, lines = self.section, []
         if self.is_daemon:
             tool, image = section.runtime, shlex.quote(section.image)
@@ -43,14 +43,14 @@ class Container:
         return lines
 
     def run(self, words: Sequence[str], *, variables: Iterable[str], detach: bool = False) -> list[str]:
-        """``words`` in a new container; with ``detach`` it keeps running when this command returns."""
+        """Return the command that runs ``words`` in a new container; with ``detach`` the container keeps running."""
         section, mounts = self.section, mounts_of(self.section, self.folders)
         if not self.is_daemon:
             gpus = {"cuda": ["--nv"], "rocm": ["--rocm"]}.get(self.gpu, [])
             binds = [word for mount in mounts for word in ("--bind", mount)]
             return ["apptainer", "exec", "--cleanenv", *gpus, *binds, section.image, *words]
         start = [section.runtime, "run", "--name", self.name, "--network", "host", "--shm-size", section.shm, "--init"]
-        if section.runtime == "docker":  # podman's containers have the limits of its caller, which a user cannot raise
+        if section.runtime == "docker":  # podman containers get their caller's limits, which a user cannot raise
             start += ["--ulimit", "memlock=-1:-1"]
         start += [word for mount in mounts for word in ("--volume", mount)]
         amd = ("/dev/kfd", "/dev/dri") if self.gpu == "rocm" else ()
@@ -63,24 +63,24 @@ class Container:
         return [*start, *(word for name in variables for word in ("--env", name)), section.image, *words]
 
     def shell(self) -> list[str]:
-        """A shell in it that reads its script from stdin, while the node runs there too."""
+        """Return the command for a shell in the node's container that reads its script from stdin."""
         if self.is_daemon:
             return [self.section.runtime, "exec", "--interactive", self.name, "bash", "-s"]
         return self.run(["bash", "-s"], variables=())
 
     def exports(self, variables: Iterable[str]) -> list[str]:
-        """Lines of shell that hand variables to a runtime which takes them from the environment under another name."""
+        """Return shell lines that export variables under the names that apptainer reads them from."""
         if self.is_daemon:
             return []
         return [f'[ -z "${{{name}+set}}" ] || export APPTAINERENV_{name}="${name}"' for name in variables]
 
     def stop(self) -> list[str] | None:
-        """The words that end it. apptainer's ends with its command."""
+        """Return the command that removes the container. An apptainer container exits with its command."""
         return [self.section.runtime, "rm", "--force", self.name] if self.is_daemon else None
 
 
 def mounts_of(section: ContainerSection, folders: Iterable[str | Path]) -> list[str]:
-    """The user's mounts, and folders of the launch, as PLACE:INSIDE."""
+    """Return the user's mounts and the launch's folders as PLACE:INSIDE."""
     given = [mount if ":" in mount else f"{mount}:{mount}" for mount in section.mounts]
     return [*given, *(f"{folder}:{folder}" for folder in folders)]
 

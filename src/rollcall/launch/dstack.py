@@ -24,7 +24,7 @@ from rollcall.launch.target import (
 from rollcall.nodes.node_shell import TOKEN
 
 TASK = "task.dstack.yml"
-THERE = "/tmp/rollcall-run/run.yaml"  # in the container
+THERE = "/tmp/rollcall-run/run.yaml"  # path in the container
 ENDED = ("terminated", "failed", "done")
 
 
@@ -58,7 +58,7 @@ class Dstack(ToolTarget):
         return _listed().get("project", "")
 
     def find(self, record: LaunchRecord) -> list[Seen]:
-        """The run, if it is active or the last one that has ended."""
+        """Return the run, if it is active or the last run that finished."""
         name = self.tool_name(record.name)
         return [
             Seen(
@@ -82,7 +82,7 @@ def _listed() -> dict[str, Any]:
 
 
 def dstack_name(name: str) -> str:
-    """dstack's names are in lower case, begin with a letter and have two characters or more.
+    """Return a valid dstack name: lower case, at least two characters, starting with a letter.
 
     >>> dstack_name("My_run"), dstack_name("7"), dstack_name("a")
     ('my-run', 'run-7', 'run-a')
@@ -96,7 +96,7 @@ def _task(request: LaunchRequest, section: DstackSection) -> dict[str, Any]:
         run_file=shlex.quote(THERE),
         cluster=request.name,
         head='"$DSTACK_MASTER_NODE_IP"' if request.cluster.num_nodes > 1 else "127.0.0.1",
-        more='--rank "$DSTACK_NODE_RANK" --num-nodes "$DSTACK_NODES_NUM"',  # before any variable of another launcher
+        more='--rank "$DSTACK_NODE_RANK" --num-nodes "$DSTACK_NODES_NUM"',  # takes precedence over another launcher's variables
         activate=section.activate,
         env={**request.node_env, **section.env},
         before=section.setup,
@@ -113,14 +113,14 @@ def _task(request: LaunchRequest, section: DstackSection) -> dict[str, Any]:
         "ports": [str(port) for port in section.ports],
         "resources": dict(section.resources),
         "volumes": list(section.volumes),
-        # The other nodes have nothing to do after the first one, whose status is the run's.
+        # The run's status is that of the first node; the other nodes have nothing to do after it.
         "stop_criteria": "master-done" if request.cluster.num_nodes > 1 else None,
     }
     return {key: value for key, value in task.items() if value not in (None, {}, [])}
 
 
 def _guard(line: str) -> str:
-    """dstack reads ``$$`` and ``${{ ... }}`` in commands itself. A ``$`` in its own quotes is left to the shell.
+    """Quote ``$`` in ``$$`` and ``${{ ... }}``, which dstack would expand itself, so that it reaches the shell.
 
     >>> _guard("export A='$$ ${{x}}'")
     "export A='$''$ $''{{x}}'"

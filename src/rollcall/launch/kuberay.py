@@ -1,8 +1,8 @@
 """`rollcall launch kuberay`: a RayJob for the KubeRay operator. KubeRay starts Ray in pods; a job there prepares the nodes and
-becomes `rollcall train`.
+then runs `rollcall train`.
 
-The head pod is a node of the run, the others are workers of one group. The run file travels in a variable of the job, in
-base64: KubeRay passes the job's variables through a shell, inside double quotes.
+The head pod is one of the run's nodes; the others are workers in one group. The run file is passed to the job in a variable, in
+base64 because KubeRay passes the job's variables through a shell, inside double quotes.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from rollcall.launch.rendered import RUN_FILE_VARIABLE, Command, Rendered, Rende
 from rollcall.launch.target import IN_IMAGE, LaunchRequest, Seen, ToolTarget, ask, ask_json, left_here, run
 
 MANIFEST = "rayjob.yaml"
-KEEP_S = 600  # how long KubeRay keeps the pods of a run that has ended
+KEEP_S = 600  # how long KubeRay keeps a run's pods after it has ended
 INVALID = "ValidationFailed"  # KubeRay does not start such a job
 ENDED = ("Complete", "Failed", INVALID)
-# Of a run file: KubeRay's submitter gets it, in base64, as one word, and Linux has 131,072 bytes for that.
+# For the run file: KubeRay's submitter gets it in base64 as one argument, which Linux limits to 131,072 bytes.
 MOST_BYTES = 90_000
 
 
@@ -56,11 +56,11 @@ class Kuberay(ToolTarget):
         return request.section(KuberaySection).namespace
 
     def place(self) -> str:
-        """Empty: kubectl runs in a pod of its cluster."""
+        """Return kubectl's context, or "" if kubectl runs in a pod of its own cluster."""
         return ask("kubectl", "config", "current-context", what="ask kubectl for its context", fine="").strip()
 
     def begin(self, request: LaunchRequest, rendered: Rendered, record: LaunchRecord) -> str:
-        if self.seen(record):  # it has ended, and a RayJob runs once
+        if self.seen(record):  # it has ended, but a RayJob runs only once
             self.end(record, ())
         run(*rendered.commands[0].words, what=rendered.commands[0].what)
         return ""
@@ -79,7 +79,7 @@ class Kuberay(ToolTarget):
         run(*self._kubectl(record), *words, what="delete the RayJob")
 
     def log_command(self, record: LaunchRecord, *, follow: bool) -> tuple[str, ...]:
-        # KubeRay's submitter has the RayJob's name, and prints the log of the run.
+        # KubeRay's submitter has the RayJob's name and prints the run's log.
         where: tuple[str, ...] = (f"job/{self.tool_name(record.name)}",)
         found = self._rayjob(record) or {}
         if found.get("spec", {}).get("submissionMode") == "SidecarMode":
@@ -108,7 +108,7 @@ class Kuberay(ToolTarget):
         return False
 
     def _wait(self, record: LaunchRecord, *, until: Sequence[str]) -> dict[str, Any]:
-        """The status of the RayJob once it is in one of these states."""
+        """Wait until the RayJob is in one of these states and return its status."""
         wait = Wait(first_s=0.0, every_s=30.0)
         while (found := self._rayjob(record)) is not None:
             status = found.get("status", {})
@@ -127,7 +127,7 @@ class Kuberay(ToolTarget):
 
 
 def kube_name(name: str) -> str:
-    """A name that Kubernetes takes: lower case, and short enough for what KubeRay adds to it.
+    """Return a valid Kubernetes name: lower case, with only letters, digits and hyphens.
 
     >>> kube_name("My_run")
     'my-run'
@@ -174,11 +174,11 @@ def _cluster(request: LaunchRequest, section: KuberaySection) -> dict[str, Any]:
         )
     if section.image is None:
         raise LaunchError("launch.kuberay.image is missing: name an image that has Rollcall and Ray in it")
-    # Logical slots: GPUs for Ray that the pods do not have.
+    # Logical slots are GPUs that Ray counts but the pods do not have.
     start = {"num-gpus": str(sizes[0])} if request.cluster.accelerator == "cpu" else {}
     spec: dict[str, Any] = {
         "rayVersion": section.ray_version,
-        # KubeRay makes the token; without one, anyone who reaches a port can run code.
+        # KubeRay creates the token; without a token, anyone who reaches a port can run code.
         "authOptions": {"mode": "token"},
         "headGroupSpec": {
             "rayStartParams": {**start, "dashboard-host": "0.0.0.0"},
@@ -199,7 +199,7 @@ def _cluster(request: LaunchRequest, section: KuberaySection) -> dict[str, Any]:
 
 
 def _submitter(section: KuberaySection) -> dict[str, Any] | None:
-    """KubeRay's own pod has the image too, and needs what `pod` says about registries and accounts."""
+    """Return a template for KubeRay's submitter pod, which needs the same registry keys and account as the others."""
     given = {key: section.pod[key] for key in ("imagePullSecrets", "serviceAccountName") if key in section.pod}
     if not given or section.submission != "K8sJobMode":
         return None
@@ -234,7 +234,7 @@ def _pod(request: LaunchRequest, section: KuberaySection, *, name: str) -> dict[
 
 
 def _literal(value: str) -> str:
-    """Kubernetes replaces ``$(NAME)`` in the value of a variable, and reads ``$$`` as ``$``.
+    """Escape a variable's value: Kubernetes expands ``$(NAME)`` in it and reads ``$$`` as ``$``.
 
     >>> _literal("$(HOME) $x")
     '$$(HOME) $$x'

@@ -1,4 +1,4 @@
-"""One launch from its run file to a run: render, validate, start, and later stop."""
+"""Takes a launch from run file to run: render, validate, start, and later stop."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def get_target(name: str) -> Target:
 def make_request(
     config: Config, *, target: str, name: str, cwd: Path, problems: list[str] | None = None
 ) -> LaunchRequest:
-    """Makes the request that a target renders, and refuses what cannot work before anything is started. Problems that do not prevent
-    rendering are added to ``problems`` instead, if there is such a list."""
+    """Build the request that a target renders, and refuse what cannot work before anything is started. If ``problems`` is a list,
+    problems that do not prevent rendering are added to it instead."""
     cluster, launch = config.cluster, config.launch
     if cluster is None:
         raise LaunchError(
@@ -99,8 +99,8 @@ def _adding_to(problems: list[str] | None) -> Iterator[None]:
 
 
 def read_profile(path: Path) -> dict[str, str]:
-    """The ``NAME=VALUE`` lines of `launch.profile`: network variables for the nodes. A value with spaces is in quotes; nothing is
-    expanded."""
+    """Read the ``NAME=VALUE`` lines of `launch.profile`: network variables for the nodes. A value with spaces needs quotes;
+    nothing is expanded."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, ValueError) as error:
@@ -124,7 +124,7 @@ def read_profile(path: Path) -> dict[str, str]:
 
 
 def _refuse_secrets(config: Config, *, target: str, profile: Mapping[str, str]) -> None:
-    """In variables, and in commands and other texts of the section and of `prepare`."""
+    """Refuse secrets in variables, and in commands and other strings in the target's section and in `prepare`."""
     raw = config.model_dump(mode="json")
     section = raw["launch"][target]
     searched = {"prepare": raw["prepare"], f"launch.{target}": {**section, "env": {}}}
@@ -142,7 +142,7 @@ def _refuse_secrets(config: Config, *, target: str, profile: Mapping[str, str]) 
 
 
 def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Every text in a value of any shape, with its key."""
+    """Yield every string in a nested value with its key."""
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, list):
@@ -154,7 +154,7 @@ def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
 
 
 def start(target: Target, request: LaunchRequest, rendered: Rendered) -> LaunchRecord:
-    """Start it, or finish what an earlier command of the same name began."""
+    """Start a launch, or finish what an earlier command with the same name began."""
     with held(request.name):
         record = find_record(request.name)
         if record is None:
@@ -176,7 +176,7 @@ def start(target: Target, request: LaunchRequest, rendered: Rendered) -> LaunchR
 
 
 def _refuse(record: LaunchRecord, *, target: Target, rendered: Rendered) -> None:
-    """Refuse what cannot be started under this name, or be finished."""
+    """Refuse a launch that cannot be started or finished under this name."""
     if record.target != target.name:
         raise LaunchError(
             f"{record.name!r} was launched with {record.target}; give another --name, or end it with "
@@ -195,7 +195,7 @@ def _refuse(record: LaunchRecord, *, target: Target, rendered: Rendered) -> None
 
 
 def state_of(record: LaunchRecord) -> str:
-    """The state that the target's tool reports, or why it does not."""
+    """Return the state that the target's tool reports, or the reason why there is none."""
     if record.state != "started":
         return record.state
     try:
@@ -205,7 +205,7 @@ def state_of(record: LaunchRecord) -> str:
 
 
 def stop(name: str) -> None:
-    get_record(name)  # a name that nothing has leaves no folder
+    get_record(name)  # so that an unknown name leaves no folder behind
     with held(name):
         before = get_record(name)
         record = before.having(state="stopping").save()

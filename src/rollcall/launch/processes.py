@@ -1,8 +1,8 @@
-"""The processes of a run, on this host or on the nodes of a cluster, while they work: what each of them does now, and where its time
-goes. A function is called on each of these hosts, all at once; the run does not wait for it.
+"""Inspects a run's processes, on this host or on a cluster's nodes, while they work: what each is doing now, and where its time
+goes. A function is called on all of these hosts at once; the run does not wait for it.
 
-``find_target`` reads what a person means: a run directory, the name of a cluster, or nothing. Nothing means the cluster that this
-node belongs to, and if there is none, the runs on this host.
+``find_target`` works out what the user means: a run directory, a cluster name, or nothing. Nothing means the cluster that this
+node belongs to, or, if it belongs to none, the runs on this host.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ HERE = "this host"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessTarget:
-    run: str | None  # the run directory; None for every run there
-    cluster: Cluster | None  # None for this host
+    run: str | None  # the run directory; None means every run there
+    cluster: Cluster | None  # None means this host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answers:
-    """The answers of hosts, by their name for a reader, and why others have none."""
+    """The hosts' answers by display name, and the reason for each host that did not answer."""
 
     hosts: dict[str, Any]
     failed: dict[str, str]
 
 
 def find_target(text: str | None, *, cluster: str | None = None) -> ProcessTarget:
-    """``text``: a run directory or the name of a cluster; ``cluster``: of ``--cluster``."""
+    """Find what ``text`` names: a run directory or a cluster. ``cluster`` is the value of ``--cluster``."""
     run_dir = run_dir_of(text)
     if run_dir is not None:
         return _of_run(run_dir, cluster=cluster)
@@ -66,7 +66,7 @@ def find_target(text: str | None, *, cluster: str | None = None) -> ProcessTarge
 
 
 def run_dir_of(text: str | None) -> Path | None:
-    """The run directory that a person means; None if it is the name of a cluster, or nothing."""
+    """Return the run directory that ``text`` names, or None if it is a cluster's name or missing."""
     if text is None or ("/" not in text and not Path(text).is_dir()):
         return None
     if not Path(text).is_dir():
@@ -94,7 +94,7 @@ def _of_run(run_dir: Path, *, cluster: str | None) -> ProcessTarget:
 
 
 def ask_hosts(target: ProcessTarget, function: Callable[[], Any], *, timeout_s: float, to: str) -> Answers:
-    """Call it on every host, all at once, in its own process on a cluster. ``to``: what they are asked to do."""
+    """Call ``function`` on all hosts at once, on a cluster in its own process. ``to`` says what the hosts are asked to do."""
     if target.cluster is None:
         return Answers(hosts={HERE: function()}, failed={})
     from rollcall.process.ray.connect import connect, disconnect
@@ -104,7 +104,7 @@ def ask_hosts(target: ProcessTarget, function: Callable[[], Any], *, timeout_s: 
     connect(target.cluster, log_to_driver=False)
     try:
         nodes = {node.rank: node for node in ranked_nodes()}
-        # Ray takes no partial.
+        # Ray does not accept a partial.
         calls = {rank: run_on(node.node_id, lambda: function(), env={}) for rank, node in nodes.items()}
         answers, failures = answers_of(calls, wait=Wait(timeout_s), to=to)
     finally:
@@ -118,7 +118,7 @@ def ask_hosts(target: ProcessTarget, function: Callable[[], Any], *, timeout_s: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report(Answers):
-    """The stacks of each host's processes."""
+    """The stacks of the processes on each host."""
 
     def as_json(self) -> dict[str, Any]:
         rows = [{"host": host, **asdict(one)} for host, own in self.hosts.items() for one in own]
@@ -126,17 +126,17 @@ class Report(Answers):
 
 
 def read_stacks(target: ProcessTarget, *, native: bool, timeout_s: float) -> Report:
-    """All threads of every process, without stopping it."""
+    """Read the stacks of all threads in every process without stopping the process."""
     look = partial(stacks_here, run=target.run, native=native)
     answers = ask_hosts(target, look, timeout_s=timeout_s, to="read the stacks of its processes")
     return Report(hosts=answers.hosts, failed=answers.failed)
 
 
-# Which of them wait in the debugger
+# Processes that wait in the debugger
 
 
 def find_waiting(text: str | None) -> list[Waiting]:
-    """``text``: a run directory, or the name of a cluster; None is this node's."""
+    """Return processes that wait in a debugger. ``text``: a run directory or a cluster name; None means this node's cluster."""
     if (run_dir := run_dir_of(text)) is not None:
         found = read_board(run_dir)
     else:
@@ -156,7 +156,7 @@ def find_waiting(text: str | None) -> list[Waiting]:
     return [one for one in found if is_there(one)]
 
 
-# Profiles: torch's profiler runs in a thread of the process, py-spy looks at it from outside
+# Profiles: torch's profiler runs in a thread of the process, py-spy samples it from outside
 
 
 class Format(StrEnum):
@@ -171,14 +171,14 @@ _ENDINGS = {Format.TORCH: "trace.json.gz", Format.SPEEDSCOPE: "speedscope.json",
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
     files: list[Path]
-    failed: dict[str, str]  # why, by process or host
+    failed: dict[str, str]  # reasons by process or host
 
     def as_json(self) -> dict[str, Any]:
         return {"files": [str(path) for path in self.files], "failed": self.failed}
 
 
 def profile_role(target: ProcessTarget, *, role: str, seconds: float, kind: Format, out: Path) -> Result:
-    """One file for each process of the role, in the folder ``out``."""
+    """Profile each of the role's processes and write one file for each to the folder ``out``."""
     work = partial(profile_here, run=target.run, role=role, seconds=seconds, kind=kind)
     timeout_s = seconds + START_S + END_S
     answers = ask_hosts(target, work, timeout_s=timeout_s, to=f"profile its processes of role {role}")
@@ -207,7 +207,7 @@ def profile_role(target: ProcessTarget, *, role: str, seconds: float, kind: Form
 def profile_here(
     *, run: str | None, role: str, seconds: float, kind: Format
 ) -> tuple[dict[int, tuple[str, bytes, str]], list[str]]:
-    """Title, profile and error of each process of the role on this host, and all roles that are here."""
+    """Return title, profile and error for each of the role's processes on this host, and all roles that run here."""
     known = reachable_here(run=run)
     chosen = {pid: about for pid, about in known.items() if role in about.roles}
 

@@ -1,5 +1,5 @@
-"""The entrypoint of a job on a Ray that someone else has started (`python -m rollcall.launch.ready`). Its run file comes in a variable.
-It waits for all slots, prepares the nodes by tasks of Ray, looks for what would break the run, and becomes `rollcall train`.
+"""The entrypoint of a job on a Ray cluster that someone else started (`python -m rollcall.launch.ready`). A variable contains its
+run file. It waits for all slots, prepares the nodes with Ray tasks, checks for problems, and becomes `rollcall train`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from rollcall.nodes.head import NodeInfo
 from rollcall.process.ray.connect import connect, disconnect
 from rollcall.process.ray.each_node import answers_of, run_on
 
-# For all nodes of a run to be there: each prepares itself before it joins, and one may have a model to download that another has;
-# a cluster of Kubernetes may still be getting its machines.
+# How long to wait for all nodes: each prepares itself before it joins, and some may have to download a model first; a Kubernetes
+# cluster may still be getting its machines.
 JOIN_S = 1800.0
 
 
 def look_first(cluster: Cluster, config: Config) -> None:
-    """The last steps before a run, on one node for all: `prepare.once`, and a quick look for what would break it."""
+    """Do the last steps before a run, on one node for all: run `prepare.once` and look for what would break the run."""
     prepare_once(config)
     report = examine(cluster, config=config, quick=True)
     show(report)
@@ -43,7 +43,7 @@ def make_ready(config: Config, section: ClusterSection) -> None:
     cluster = find_cluster(ray_address=section.ray_address)
     wait = Wait(JOIN_S, first_s=0.0)
     cluster.wait_until_known(wait)
-    # More slots are fine: the cluster may be for others too.
+    # More slots are fine: the cluster may be shared with others.
     while (found := list_nodes(cluster)).num_slots < section.num_slots:
         if not wait.again(state := describe(found, num_slots=section.num_slots), after_s=2.0):
             raise ClusterError(f"after {wait.waited_s:.0f} s {state}")
@@ -56,7 +56,7 @@ def _prepare(cluster: Cluster, nodes: list[NodeInfo], config: Config) -> None:
     run_file = dump_config(config)
 
     def prepare() -> str:
-        """The last lines of what went wrong, if anything did."""
+        """Return the last lines of output if the command failed, else an empty string."""
         words = [sys.executable, "-m", "rollcall", "prepare", "/dev/stdin"]
         ended = subprocess.run(words, input=run_file.encode(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         last = ended.stdout.decode(errors="replace").strip().splitlines()[-15:]
@@ -65,7 +65,7 @@ def _prepare(cluster: Cluster, nodes: list[NodeInfo], config: Config) -> None:
     connect(cluster, log_to_driver=False)
     try:
         calls = {rank: run_on(node.node_id, prepare, env={}) for rank, node in enumerate(nodes)}
-        wait = Wait(config.prepare.timeout_s + 86_400.0)  # a download without a new byte gives up by itself
+        wait = Wait(config.prepare.timeout_s + 86_400.0)  # a stalled download gives up by itself
         answers, failures = answers_of(calls, wait=wait, to="prepare itself")
     finally:
         disconnect()

@@ -1,8 +1,8 @@
-"""The launches from this machine: a folder for each, with its rendered files and a record.
+"""Keeps a folder for each launch from this machine, with its rendered files and a record.
 
-The record is written before anything is started and again when its id is known, so `down` finds it, and the next command can finish
-or clean up a launch that was killed. Folders are in ``~/.rollcall/launches``, or in ``$ROLLCALL_LAUNCHES``: on a Slurm cluster that
-has to be a folder that the nodes see.
+The record is written before anything is started and again when its id is known, so `down` finds it, and the next command can
+finish or clean up a launch that was killed. Folders are in ``~/.rollcall/launches`` or in ``$ROLLCALL_LAUNCHES``, which on a
+Slurm cluster must be a folder that the nodes can see.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ class LaunchError(RuntimeError):
 
 
 class ElsewhereError(LaunchError):
-    """The tool now talks to another cluster or project, which does not know the launch. Nothing was done."""
+    """The tool now talks to a different cluster or project, which does not know the launch. Nothing was done."""
 
 
 def reason(error: Exception) -> str:
-    """The reason why a file cannot be read, for a message that names the file."""
+    """Return why a file cannot be read, for a message that names the file."""
     return (isinstance(error, OSError) and error.strerror) or in_one_line(error)
 
 
 class LaunchRecord(BaseModel):
-    model_config = ConfigDict(frozen=True)  # keys of other versions are ignored: what they started can be ended
+    model_config = ConfigDict(frozen=True)  # ignores keys from other versions, so that their launches can be stopped
 
     name: str
     target: str
     state: Literal["starting", "started", "stopping"]
     run_dir: str
     started: AwareDatetime
-    id: str | None = None  # the tool's id of what was started; "" if it was about to be started
-    facts: dict[str, Any] = {}  # what the target needs to find it again, such as hosts or a namespace
+    id: str | None = None  # the tool's id for what was started; "" if it was about to be started
+    facts: dict[str, Any] = {}  # what the target needs to find the launch again, such as hosts
 
     @property
     def folder(self) -> Path:
@@ -89,7 +89,7 @@ def check_name(name: str) -> str:
 
 
 def default_name(run: str) -> str:
-    """The run's name, as far as a name of a cluster can have it.
+    """Return the run's name without the characters that a cluster's name cannot contain.
 
     >>> default_name("my first run!")
     'my-first-run'
@@ -98,14 +98,14 @@ def default_name(run: str) -> str:
 
 
 def own_folder(name: str) -> Path:
-    """Makes the launch's folder if needed. Only its owner can read it: a run file may hold what others should not see."""
+    """Create the launch's folder if needed. Only its owner can read it, because a run file may contain private values."""
     folder = launches() / check_name(name)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     return folder
 
 
 def launch_token(folder: Path) -> str:
-    """The launch's token, made on the first call."""
+    """Return the launch's token; the first call creates it."""
     path = folder / TOKEN_FILE
     if not path.exists():
         write_atomic(path, secrets.token_hex(32), private=True)
@@ -135,7 +135,7 @@ def get_record(name: str) -> LaunchRecord:
 
 
 def named_record(name: str | None, *, target: str | None = None) -> LaunchRecord:
-    """The launch of that name; without one, the only launch from this machine (with ``target``, if given)."""
+    """Return the launch named ``name``, or without a name the only launch from this machine (with ``target``, if given)."""
     if name is not None:
         return get_record(name)
     found = [record for record in all_records(strict=False) if target in (None, record.target)]
@@ -150,8 +150,8 @@ def named_record(name: str | None, *, target: str | None = None) -> LaunchRecord
 
 
 def all_records(*, strict: bool = True) -> list[LaunchRecord]:
-    """All launches, newest first. A record that cannot be read is an error, since what it started is not known; without ``strict``
-    it is named and left out."""
+    """Return all launches, newest first. A record that cannot be read is an error, because nobody knows what it started; without
+    ``strict`` it is reported and left out."""
     found = []
     for path in launches().glob(f"*/{RECORD}"):
         try:
@@ -164,19 +164,19 @@ def all_records(*, strict: bool = True) -> list[LaunchRecord]:
 
 
 def forget(record: LaunchRecord) -> None:
-    """Removes a launch, after everything it started has ended."""
+    """Remove a launch's folder after everything that it started has ended."""
     shutil.rmtree(record.folder, ignore_errors=True)
 
 
 @contextmanager
 def held(name: str) -> Iterator[None]:
-    """One command at a time works on a launch."""
+    """Lock a launch, so that only one command at a time works on it."""
     while True:
         try:
             lock = take_lock(own_folder(name) / "lock")
             break
         except FileNotFoundError:
-            continue  # the command that held it has ended the launch, and removed the folder
+            continue  # the command that held the lock ended the launch and removed the folder
     if lock is None:
         raise LaunchError(f"another command works on launch {name!r} on this machine; wait for it, or stop it")
     with lock:

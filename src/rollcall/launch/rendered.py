@@ -1,4 +1,4 @@
-"""The files that a target renders for the launch's folder, and the commands that start it. Plain values; nothing runs here."""
+"""The files that a target renders for the launch's folder, and the commands that start the launch. Nothing runs here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rollcall.launch.container import Container
 from rollcall.launch.record import LaunchError
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-RUN_FILE_VARIABLE = "ROLLCALL_RUN_FILE_BASE64"  # of a job that gets its run file in a variable
+RUN_FILE_VARIABLE = "ROLLCALL_RUN_FILE_BASE64"  # contains the run file of a job that gets it in a variable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,11 +27,11 @@ class RenderedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A command of a target's own tool."""
+    """A command that the target's own tool runs."""
 
     words: tuple[str, ...]
-    what: str  # it does, in a few words: "submit the batch script"
-    stdin: str | None = None  # the rendered file that it reads
+    what: str  # its purpose in a few words: "submit the batch script"
+    stdin: str | None = None  # the rendered file that the command reads
 
     def __str__(self) -> str:
         words = shlex.join(self.words)
@@ -42,20 +42,20 @@ class Command:
 class Rendered:
     files: tuple[RenderedFile, ...]
     commands: tuple[Command, ...]
-    notes: tuple[str, ...] = ()  # for the user, to know or to do
-    problems: tuple[str, ...] = ()  # why it would not be started
+    notes: tuple[str, ...] = ()  # what the user should know or do
+    problems: tuple[str, ...] = ()  # reasons why a start would be refused
 
     def file(self, name: str) -> RenderedFile:
         return next(file for file in self.files if file.name == name)
 
     def write(self, folder: Path) -> None:
-        """A job that is reading a file keeps the one that it has opened."""
+        """Write the files atomically: a job that is reading a file keeps the old version."""
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         for file in self.files:
             write_atomic(folder / file.name, file.text, durable=False, private=True)
 
     def changed_in(self, folder: Path) -> list[str]:
-        """The files that the folder already has with another text."""
+        """Return the names of files that already exist in the folder with different content."""
         found = [(file, folder / file.name) for file in self.files]
         return [file.name for file, path in found if path.exists() and path.read_bytes() != file.text.encode()]
 
@@ -64,17 +64,17 @@ class Rendered:
 
 
 def yaml_text(value: Any) -> str:
-    """YAML in which a text of several lines stays readable."""
+    """Dump ``value`` as YAML in which multi-line strings stay readable."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=110, allow_unicode=True)
 
 
 class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
-        return True  # not every reader of YAML knows them
+        return True  # not every YAML reader supports aliases
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    # YAML reads other ends of a line as plain ones inside a block.
+    # In a block, YAML reads every other kind of line break as a plain one.
     block = "\n" in text and not re.search("[\r\x85\u2028\u2029]", text)
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if block else '"' if "\n" in text else None)
 
@@ -82,11 +82,11 @@ def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _text)
 
 
-# Shell. Values of the user are quoted once, by ``shlex``.
+# Shell. The user's values are quoted once, by ``shlex``.
 
 
 def exports(variables: Mapping[str, str]) -> list[str]:
-    """Lines of shell that set variables to any values."""
+    """Return shell lines that set variables to arbitrary values."""
     for name in variables:
         if not VARIABLE.fullmatch(name):
             raise LaunchError(
@@ -96,7 +96,7 @@ def exports(variables: Mapping[str, str]) -> list[str]:
 
 
 def shell_path(path: Path) -> str:
-    """A path as one word of shell; a leading ``~`` is the home folder of the user there.
+    """Quote a path as one shell word; a leading ``~`` is the user's home folder on that machine.
 
     >>> shell_path(Path("~/my venv/bin/activate")), shell_path(Path("/opt/$x/activate"))
     ('"$HOME"/\'my venv/bin/activate\'', "'/opt/$x/activate'")
@@ -120,20 +120,20 @@ def node_lines(
     variables: Sequence[str] = (),
     guard: Callable[[str], str] = str,
 ) -> list[str]:
-    """The lines of shell that every node runs, around `rollcall node --run`.
+    """Return the shell lines that every node runs around `rollcall node --run`.
 
-    ``run_file``, ``head`` (the address of rank 0) and ``more`` (options) are shell, such as ``"$HOME"/run.yaml``; ``before`` has the
-    user's own lines; ``variables`` are names that a container gets as well as those of ``env``; ``guard`` changes a line with quoted
-    values for a tool that reads it before the shell does.
+    ``run_file``, ``head`` (the address of rank 0) and ``more`` (options) are shell, such as ``"$HOME"/run.yaml``; ``before``
+    contains the user's own lines; ``variables`` are names that a container gets in addition to those in ``env``; ``guard``
+    escapes lines with quoted values for a tool that reads them before the shell does.
     """
-    # Activate scripts read variables that are not set.
+    # Activate scripts read unset variables.
     activated = [] if activate is None else [guard(f". {shell_path(activate)} || exit 1")]
     lines = [*([] if container else activated), "set -eu", *map(guard, exports(env)), *before]
     command = f"exec rollcall node --run {run_file} --cluster {shlex.quote(cluster)} {more}"
     names = [*env, *variables]
     if head is not None:
         lines += [f"head={head}", 'case $head in *:*) head="[$head]" ;; esac', "export head"]  # [IPv6]
-        command += ' --head-address "$head:6399"'  # SkyPilot's own Ray has 6380 on its machines
+        command += ' --head-address "$head:6399"'  # SkyPilot's own Ray uses 6380 on its machines
         names.append("head")
     if container is None:
         return [*lines, command]

@@ -1,8 +1,8 @@
 """`rollcall launch skypilot`: a SkyPilot task. SkyPilot finds the machines and runs one command on each of them.
 
-Rank and addresses come from the variables that SkyPilot sets. As a managed job, the task starts again after a preemption, and the
-run resumes from its run directory, which has to outlive the machines (a bucket, a volume). Without ``managed`` it runs on a cluster
-of its name, which stays until it is taken down.
+Rank and addresses come from the variables that SkyPilot sets. A managed job is restarted after a preemption, and the run
+resumes from its run directory, which must outlive the machines (on a bucket or a volume). Without ``managed`` the task runs on a
+cluster with its name, which stays up until it is taken down.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from rollcall.nodes.node_shell import TOKEN
 
 TASK = "task.yaml"
 JOB, CLUSTER = "managed job", "cluster"
-ENDED = ("SUCCEEDED", "CANCELLED", "FAILED")  # some states begin with the last, such as FAILED_SETUP
-FOLDER = ".rollcall-run"  # in the home folder of each node
+ENDED = ("SUCCEEDED", "CANCELLED", "FAILED")  # matched as prefixes, for states such as FAILED_SETUP
+FOLDER = ".rollcall-run"  # in each node's home folder
 
 
 class Skypilot(ToolTarget):
@@ -78,7 +78,7 @@ class Skypilot(ToolTarget):
         name = self.tool_name(record.name)
         if record.facts["kind"] == JOB:
             words = ("sky", "jobs", "queue", "--all", "--output", "json")
-            # While SkyPilot has no controller for them, it fails with these words.
+            # SkyPilot fails with these words while it has no controller for managed jobs.
             jobs = ask_json(*words, what="list the managed jobs", fine="No in-progress managed jobs") or []
             jobs = sorted((job for job in jobs if job["job_name"] == name), key=lambda job: job["job_id"], reverse=True)
             return [
@@ -94,27 +94,27 @@ class Skypilot(ToolTarget):
 
     def log_command(self, record: LaunchRecord, *, follow: bool) -> tuple[str, ...]:
         of = ("jobs", "logs", "--name") if record.facts["kind"] == JOB else ("logs",)
-        whole = ("--tail", "0")  # else SkyPilot prints the last 1,000 lines
+        whole = ("--tail", "0")  # by default SkyPilot prints only the last 1,000 lines
         return ("sky", *of, self.tool_name(record.name), *whole, "--follow" if follow else "--no-follow")
 
     def end(self, record: LaunchRecord, ids: Sequence[str]) -> None:
         is_job = record.facts["kind"] == JOB
         verb = ("sky", "jobs", "cancel", "--yes") if is_job else ("sky", "down", "--yes")
-        # SkyPilot keeps machines until what the run wrote is in its bucket; older ones cannot.
+        # With --graceful, SkyPilot keeps the machines until the run's files are in its bucket; older versions lack it.
         options = ask(*verb, "--help", what="ask SkyPilot for its options", fine="")
         graceful = ("--graceful",) if "--graceful " in options else ()
         run(*verb, *graceful, *(ids if is_job else [self.tool_name(record.name)]), what="end the task")
 
 
 def _cluster(found: dict[str, Any]) -> Seen:
-    """A cluster with its newest task, if it is up. `sky launch` would put a second task behind one that runs."""
+    """Describe a cluster and, if it is up, its newest task. `sky launch` would queue a second task behind a running one."""
     tasks = []
     if found["status"] == "UP":
         queue = ask_json("sky", "queue", found["name"], "--output", "json", what="list the cluster's jobs") or {}
         tasks = queue.get(found["name"], [])
     newest = max(tasks, key=lambda task: task["job_id"], default=None)
     return Seen(
-        id=found.get("cluster_hash", ""),  # new with every cluster
+        id=found.get("cluster_hash", ""),  # differs for every new cluster
         state=f"the cluster is {found['status']}" + (f", its task {newest['status']}" if newest else ""),
         is_busy=any(not task["status"].startswith(ENDED) for task in tasks),
         stays=True,
@@ -122,7 +122,7 @@ def _cluster(found: dict[str, Any]) -> Seen:
 
 
 def sky_name(name: str) -> str:
-    """SkyPilot's names begin with a letter."""
+    """Return a valid SkyPilot name, which starts with a letter."""
     return name if name[0].isalpha() else f"run-{name}"
 
 
@@ -131,7 +131,7 @@ def _task(request: LaunchRequest, section: SkypilotSection) -> dict[str, Any]:
         run_file=f'"$HOME"/{FOLDER}/{RUN_FILE}',
         cluster=request.name,
         head='$(printf "%s\\n" "$SKYPILOT_NODE_IPS" | head -n 1)',
-        more='--rank "$SKYPILOT_NODE_RANK" --num-nodes "$SKYPILOT_NUM_NODES"',  # before any variable of another launcher
+        more='--rank "$SKYPILOT_NODE_RANK" --num-nodes "$SKYPILOT_NUM_NODES"',  # overrides another launcher's variables
         activate=section.activate,
         env={**request.node_env, **section.env},
     )

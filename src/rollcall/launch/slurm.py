@@ -1,9 +1,9 @@
-"""`rollcall launch slurm`: a batch job whose one task on each node is `rollcall node --run`; or the same inside an allocation.
+"""`rollcall launch slurm`: a batch job that runs `rollcall node --run` on each node, or the same inside an existing allocation.
 
 Two scripts are rendered. `job.sh` is what Slurm runs on the first node: it starts one task per node and waits for them. Some time
-before the limit Slurm signals it (SIGUSR1). It passes that on, the run saves and ends with status 75, and the job requeues itself.
-`node.sh` is the task. All nodes read the launch's folder, and find each other there. It has the job's log, and the exit status once
-the job is over: Slurm itself forgets a job after some minutes where it keeps no accounts.
+before the limit Slurm signals it (SIGUSR1). It passes the signal on, the run saves and exits with status 75, and the job requeues
+itself. `node.sh` is the task. All nodes read the launch's folder and find each other there. The folder also contains the job's
+log and, once the job is over, its exit status: without accounting, Slurm forgets a job after a few minutes.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from rollcall.launch.target import RUN_FILE, LaunchRequest, Seen, ToolTarget, as
 from rollcall.nodes.rendezvous import Rendezvous
 
 REST_OF_JOB = (files("rollcall.launch") / "slurm_job.sh").read_text()
-# In the launch's folder. REQUEUED: how far the run had come when the job last requeued itself.
+# Files in the launch's folder. REQUEUED says how far the run had come when the job last requeued itself.
 JOB, NODE, LOG, STATUS, REQUEUED = "job.sh", "node.sh", "log", "status", "requeued"
 LOOK_EVERY_S = 1.0
-START_S = 60.0  # for a step inside a job that runs
-AWAY_S = 1800.0  # that Slurm's controller may not answer
-OF_SLURM = (  # for a container
+START_S = 60.0  # for a step inside a running job to start
+AWAY_S = 1800.0  # how long Slurm's controller may be unreachable
+OF_SLURM = (  # variables that a container needs
     "SLURM_PROCID", "SLURM_GPUS_ON_NODE", "SLURM_JOB_ID", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES",
 )  # fmt: skip
-# Slurm numbers the cards as a process of the job sees them, which need not be all of the node's. A container of docker is not
-# a process of the job: it sees all of them.
+# Slurm numbers the GPUs as the job's processes see them, which may be only some of the node's. A docker container is not one of
+# the job's processes: it sees all GPUs.
 CARDS_FOR_DOCKER = '[ -z "${SLURM_STEP_GPUS:-}" ] || export CUDA_VISIBLE_DEVICES="$SLURM_STEP_GPUS"'
 GPU_OPTION = re.compile(r"--gpus|-G|--gres=(.*,)?gpu\b")
-# Where `module` is not a function of the shell that submits, one of these files defines it.
+# If the submitting shell has no `module` function, one of these files defines it.
 MODULE_FILES = (
     "/etc/profile.d/modules.sh /etc/profile.d/lmod.sh /etc/profile.d/z00_lmod.sh /usr/share/modules/init/bash"
 )
@@ -58,7 +58,7 @@ class Slurm(ToolTarget):
     place_advice = "run this on a machine of {}"
 
     def check(self, request: LaunchRequest) -> None:
-        """A job of Slurm runs in the folder of this command, so it finds relative paths too."""
+        """Accept everything: a Slurm job runs in this command's folder, so relative paths work too."""
 
     def render(self, request: LaunchRequest) -> Rendered:
         section = request.section(SlurmSection)
@@ -86,20 +86,20 @@ class Slurm(ToolTarget):
         return str(request.section(SlurmSection).attach or "")
 
     def place(self) -> str:
-        """Empty: this machine asks no controller."""
+        """Return the name of the Slurm cluster, or "" if this machine cannot ask a controller."""
         config = _ask("scontrol", "show", "config", what="ask for Slurm's name", fine="")
         found = re.search(r"^ClusterName\s*=\s*(\S+)", config, re.MULTILINE)
         return found[1] if found else ""
 
     def find(self, record: LaunchRecord) -> list[Seen]:
-        """The job or step in Slurm's queue, by its name: also one that was submitted just before a kill."""
+        """Find the job or step in Slurm's queue by name, even if the launcher was killed right after submitting it."""
         name, attach = self.tool_name(record.name), record.facts["kind"]
         if attach:
             rows = _rows("--steps", "--format=%i|%j", what="list the steps")
             ids = [id for id, step in rows if step == name and id.startswith(f"{attach}.")]
             return [Seen(id=id, state=f"step {id} is RUNNING", is_busy=True) for id in ids]
         rows = _rows(f"--name={name}", "--format=%i|%o|%T %R %M", what="look for the job in the queue")
-        # A launch of the same name, in another folder, is another one.
+        # A job with the same name but a different folder belongs to a different launch.
         return [
             Seen(id=id, state=f"job {id} is {state}", is_busy=True)
             for id, script, state in rows
@@ -119,7 +119,7 @@ class Slurm(ToolTarget):
         return job
 
     def _attach(self, record: LaunchRecord, command: Command) -> str:
-        """Start the nodes as a step of a job that runs. The command that holds the step stays on this machine."""
+        """Start the nodes as a step in a running job. The command that holds the step stays on this machine."""
         job, log = record.facts["kind"], record.folder / LOG
         with log.open("ab") as out:
             holder = subprocess.Popen(
@@ -159,14 +159,14 @@ class Slurm(ToolTarget):
             super().logs(record)
 
     def follow(self, record: LaunchRecord) -> int:
-        """Print the log as it grows until the job has left the queue. A requeued job is still in it."""
+        """Print the log as it grows until the job has left the queue, in which a requeued job stays."""
         self.require_started(record)
         at, before, away = 0, "", Wait(AWAY_S)
         try:
             while True:
                 try:
                     found, away = self.own(record), Wait(AWAY_S)
-                except LaunchError as error:  # Slurm's controller may be busy, or restarting
+                except LaunchError as error:  # Slurm's controller may be busy or restarting
                     text = f"Slurm does not answer: {str(error).splitlines()[-1].strip()}"
                     if not away.again(text, after_s=10 * LOOK_EVERY_S):
                         raise
@@ -187,10 +187,10 @@ class Slurm(ToolTarget):
         return 1 if ended is None else ended
 
     def end(self, record: LaunchRecord, ids: Sequence[str]) -> None:
-        """The run saves: Slurm sends a job SIGTERM first, and a step gets it from here."""
+        """Let the run save, then end it. Slurm sends a job SIGTERM first, but a step needs it from here."""
         if record.facts["kind"]:
             _ask("scancel", "--signal=TERM", *ids, what="let the run save", fine="")
-            wait = Wait(40.0)  # a node that gets SIGTERM lets the run save for 25 s, and stops Ray
+            wait = Wait(40.0)  # on SIGTERM a node gives the run 25 s to save, then stops Ray
             while self.own(record) and wait.again("waiting for the run to save", after_s=LOOK_EVERY_S):
                 continue
         if self.own(record):
@@ -198,8 +198,8 @@ class Slurm(ToolTarget):
 
 
 def _env() -> dict[str, str]:
-    """For Slurm's tools: without variables that change what they list and end, and without those of an allocation in which this
-    command runs, which would reach the job. Where the controller is, and who asks, stays."""
+    """Return the environment for Slurm's tools, without variables that change what they list and cancel, and without an
+    allocation's variables, which would reach the job. The variables that locate the controller and identify the user stay."""
     others = ("SQUEUE_", "SCANCEL_", "SACCT_", "SLURM_")
     own = ("SLURM_CONF", "SLURM_JWT")
     return {name: value for name, value in os.environ.items() if name.startswith(own) or not name.startswith(others)}
@@ -210,7 +210,7 @@ def _ask(*words: str, what: str, fine: str | None = None) -> str:
 
 
 def _rows(*options: str, what: str) -> list[list[str]]:
-    """The rows that squeue lists for this user, in the fields of ``--format``, the last option."""
+    """Return squeue's rows for this user, split into the fields of ``--format``, which must be the last option."""
     lines = _ask("squeue", "--noheader", "--me", *options, what=what).splitlines()
     return [line.strip().split("|", options[-1].count("|")) for line in lines if line.strip()]
 
@@ -223,7 +223,7 @@ def _ended(record: LaunchRecord) -> int | None:
 
 
 def _print_from(record: LaunchRecord, at: int) -> int:
-    """Print the log from there on; returns where it ends."""
+    """Print the log from offset ``at`` on and return the offset of its end."""
     try:
         with (record.folder / LOG).open("rb") as file:
             file.seek(at)
@@ -253,7 +253,7 @@ def _job(request: LaunchRequest, section: SlurmSection) -> str:
 
 
 def _options(request: LaunchRequest, section: SlurmSection) -> list[str]:
-    """The options of sbatch. On its command line they take precedence over `SBATCH_` variables of the shell."""
+    """Return the options for sbatch. On the command line they take precedence over the shell's `SBATCH_` variables."""
     given = {
         "job-name": f"rollcall-{request.name}",
         "partition": section.partition,
@@ -271,7 +271,7 @@ def _options(request: LaunchRequest, section: SlurmSection) -> list[str]:
         "open-mode": "append",
         "chdir": request.cwd,
     }
-    # The last one counts: the launch finds its job, and starts its nodes, by its own.
+    # sbatch takes the last of two equal options: the launch relies on its own to find its job and start its nodes.
     return [*section.options, *(f"--{name}={value}" for name, value in given.items() if value is not None), "--requeue"]
 
 
@@ -297,9 +297,9 @@ def _srun(request: LaunchRequest, section: SlurmSection) -> str:
     if section.attach is not None:
         words += [f"--jobid={section.attach}", "--overlap", f"--job-name=rollcall-{request.name}"]
         words += [f"--gpus-per-node={gpus}"] if (gpus := _gpus(request, section)) else []
-    # The run decides what the loss of a node means, and Ray's processes may use all CPUs of the job. None of them speaks MPI.
+    # The run decides what to do about a lost node, and Ray's processes may use all of the job's CPUs. None of them uses MPI.
     words += ["--kill-on-bad-exit=0", "--wait=0", "--cpu-bind=none", "--mpi=none", "--label"]
-    if container is not None and container.runtime == "enroot":  # pyxis: the task runs in it, with the job's variables
+    if container is not None and container.runtime == "enroot":  # pyxis runs the task there, with the job's variables
         if container.build is not None or container.devices:
             raise LaunchError(
                 "launch.container.build and devices are not for enroot: import the image, and leave them out"
@@ -310,7 +310,7 @@ def _srun(request: LaunchRequest, section: SlurmSection) -> str:
 
 
 def _folders(request: LaunchRequest) -> list[Path]:
-    """The folders of the launch that a node needs."""
+    """Return the launch's folders that a node needs."""
     return [request.folder, _rendezvous(request), request.cwd]
 
 
@@ -328,7 +328,7 @@ def _node(request: LaunchRequest, section: SlurmSection) -> str:
             request.launch, request.cluster, name=request.container_name, folders=_folders(request)
         )
     interface = "" if section.interface is None else f"--interface {shlex.quote(section.interface)} "
-    # Slurm knows how many GPUs of the node are this job's. Logical slots are as many as the run file says.
+    # Slurm knows how many of the node's GPUs this job has. The number of logical slots comes from the run file.
     slots = ' ${SLURM_GPUS_ON_NODE:+--slots "$SLURM_GPUS_ON_NODE"}' if request.cluster.accelerator == "gpu" else ""
     lines = node_lines(
         run_file=shell_path(request.folder / RUN_FILE),

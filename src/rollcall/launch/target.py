@@ -1,8 +1,8 @@
-"""The interface of every target of `rollcall launch`, and the base of those whose own tool gets the nodes: `sbatch`, `sky`, `dstack`,
-`kubectl`.
+"""The interface of every `rollcall launch` target, and the base class for targets whose own tool gets the nodes: `sbatch`, `sky`,
+`dstack`, `kubectl`.
 
-Such a target renders text for its tool, and says which commands start, show and end it. The rest is here: what already runs is
-found by its name, and belongs to this launch only if the record has its id.
+Such a target renders files for its tool and says which commands start, show and stop the job. The rest is here: a running job is
+found by its name, and belongs to this launch only if the record contains its id.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from rollcall.launch.rendered import Rendered, RenderedFile
 from rollcall.nodes.node_shell import TOKEN
 
 RUN_FILE = "run.yaml"
-END_S = 1800.0  # clouds take their time to take machines back
+END_S = 1800.0  # clouds are slow to release machines
 ASK_EVERY_S = 2.0
 IN_IMAGE = "put them on PYTHONPATH in the image"
-ASK_S = 300.0  # for an answer: `sky` starts a server for its first question
+ASK_S = 300.0  # for an answer: `sky` starts a server when it is first called
 _PACKAGES = {"sky": " (pip install skypilot)", "dstack": " (pip install dstack)"}
 AnySection = TypeVar("AnySection", bound=TargetSection)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchRequest:
-    """All that a rendering depends on."""
+    """Everything that a rendering depends on."""
 
-    name: str  # of the launch, and of its cluster
+    name: str  # names the launch and its cluster
     config: Config
-    cluster: ClusterSection  # config.cluster: a launch needs one
+    cluster: ClusterSection  # config.cluster, which a launch requires
     launch: LaunchSection
     folder: Path  # where the rendered files will be, on this machine
-    cwd: Path  # where the user is: relative paths and modules of rewards are found from here
+    cwd: Path  # the user's folder: relative paths and reward modules are looked up from here
     profile: Mapping[str, str] = field(default_factory=dict)  # the variables in the file `launch.profile`
     hosts: tuple[str, ...] = ()  # by rank, for ssh
 
@@ -62,21 +62,21 @@ class LaunchRequest:
 
     @property
     def container_name(self) -> str:
-        """Another one for each user: an old container of the same name is removed, and users of a machine share its containers."""
+        """A different name for each user: users on a machine share its containers, and an old one with this name is removed."""
         return f"{self.name}-{hashlib.sha256(f'{os.getuid()} {self.folder}'.encode()).hexdigest()[:8]}"
 
     @property
     def node_env(self) -> dict[str, str]:
-        """For `rollcall node` on every target."""
+        """The variables that `rollcall node` gets on every target."""
         if self.launch.gpu != "rocm" or self.cluster.accelerator == "cpu":
             return dict(self.profile)
-        # Ray hands out AMD cards by HIP_VISIBLE_DEVICES, and refuses to start where ROCR_VISIBLE_DEVICES is set.
+        # Ray assigns AMD GPUs by HIP_VISIBLE_DEVICES and refuses to start if ROCR_VISIBLE_DEVICES is set.
         cards = ",".join(map(str, range(self.cluster.num_gpus_per_node)))
         return {"HIP_VISIBLE_DEVICES": cards, "HSA_NO_SCRATCH_RECLAIM": "1", **self.profile}
 
     @property
     def run_file(self) -> RenderedFile:
-        """The run file for the nodes: overrides included, without the section that says where nodes come from."""
+        """The run file for the nodes, with overrides applied and without its `launch` section."""
         return RenderedFile(name=RUN_FILE, text=dump_given(self.config, without={"launch"}))
 
 
@@ -84,30 +84,30 @@ class Target(Protocol):
     name: str
 
     def check(self, request: LaunchRequest) -> None:
-        """Refuse what this target would ignore, or its nodes could not find. Before rendering, so also in a dry run."""
+        """Refuse what this target would ignore or its nodes could not find. Runs before rendering, so in a dry run too."""
 
     @abstractmethod
     def render(self, request: LaunchRequest) -> Rendered:
-        """Pure: the same request gives the same text, and nothing is read or started."""
+        """Render the files and commands. Pure: the same request renders the same text; nothing is read or started."""
 
     def validate(self, rendered: Rendered) -> None:
-        """Let the target's own tool read the files, where it can without starting anything."""
+        """Have the target's own tool check the files, if it can do so without starting anything."""
 
     @abstractmethod
     def in_use(self, record: LaunchRecord, names: Sequence[str]) -> Sequence[str]:
-        """Returns those of these files that something uses now, or will use when it runs: they cannot change under it."""
+        """Return the files in ``names`` that a running or queued job uses, so they must not change."""
 
     @abstractmethod
     def start(self, request: LaunchRequest, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
-        """Start it, or finish a start that was cut off: what already runs is kept. Saves the record before and after each step."""
+        """Start the launch or finish an interrupted start; keep what already runs. Save the record before and after each step."""
 
     @abstractmethod
     def follow(self, record: LaunchRecord) -> int:
-        """Print the run's log until the run ends; returns its exit status. Ctrl-C leaves the run going."""
+        """Print the run's log until the run ends, then return its exit status. The run continues after Ctrl-C."""
 
     @abstractmethod
     def status(self, record: LaunchRecord) -> str:
-        """One line, in the words of the target's tool."""
+        """Return the launch's state in one line, in the words of the target's tool."""
 
     @abstractmethod
     def logs(self, record: LaunchRecord) -> None:
@@ -115,17 +115,17 @@ class Target(Protocol):
 
     @abstractmethod
     def stop(self, record: LaunchRecord) -> None:
-        """End everything that the record names, and nothing else. What has already ended is fine."""
+        """Stop everything that the record names and nothing else. It may have ended already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """Something that a tool has under the launch's name."""
+    """A job or cluster that a tool lists under the launch's name."""
 
-    id: str  # "": the tool gives none
-    state: str  # in the tool's words
-    is_busy: bool  # whether it runs, or waits to run
-    stays: bool = False  # until it is taken down, also when its run has ended
+    id: str  # "" if the tool reports none
+    state: str  # as the tool describes it
+    is_busy: bool  # whether it is running or queued
+    stays: bool = False  # whether it stays until it is taken down, even after its run has ended
 
     @property
     def is_there(self) -> bool:
@@ -133,39 +133,39 @@ class Seen:
 
 
 class ToolTarget(Target):
-    title: ClassVar[str]  # of the tool, for messages
+    title: ClassVar[str]  # the tool's name in messages
     program: ClassVar[str]
-    look: ClassVar[str]  # the command that shows the user what there is
-    image_key: ClassVar[str] = ""  # where the section names the image
+    look: ClassVar[str]  # the command that lists the user's jobs
+    image_key: ClassVar[str] = ""  # the key that names the image
     place_words: ClassVar[str] = ""  # "kubectl's context": the cluster or project that the tool talks to
-    place_advice: ClassVar[str] = ""  # with {} for its name
+    place_advice: ClassVar[str] = ""  # {} stands for the place's name
 
     @abstractmethod
     def find(self, record: LaunchRecord) -> list[Seen]:
-        """Everything that the tool has under the launch's name, newest first."""
+        """Return everything that the tool lists under the launch's name, newest first."""
 
     @abstractmethod
     def end(self, record: LaunchRecord, ids: Sequence[str]) -> None:
-        """Have the tool end these."""
+        """Have the tool stop the jobs or clusters with these ids."""
 
     @abstractmethod
     def log_command(self, record: LaunchRecord, *, follow: bool) -> tuple[str, ...]:
-        """The command that prints the log."""
+        """Return the command that prints the log."""
 
     def tool_name(self, name: str) -> str:
-        """The launch's name as the tool takes it."""
+        """Return the launch's name in a form that the tool accepts."""
         return name
 
     def kind(self, request: LaunchRequest) -> str:
-        """Its kind or namespace, if that is needed to find it again."""
+        """Return the job's kind or namespace, if it is needed to find the job again."""
         return ""
 
     def place(self) -> str:
-        """The cluster or project that the tool talks to now."""
+        """Return the cluster or project that the tool talks to now."""
         return ""
 
     def begin(self, request: LaunchRequest, rendered: Rendered, record: LaunchRecord) -> str:
-        """Start it; returns its id, or "" if the tool does not print it."""
+        """Start the job and return its id, or "" if the tool does not print one."""
         command, token = rendered.commands[0], launch_token(request.folder)
         run(*command.words, what=command.what, env={TOKEN: token}, cwd=request.cwd)
         return ""
@@ -179,7 +179,7 @@ class ToolTarget(Target):
             raise LaunchError(
                 f"launch.rendezvous is for ssh and slurm; {self.name} tells its nodes where the head is, so leave it out"
             )
-        if request.cluster.num_nodes > 1:  # one node finds a relative path in its own folder
+        if request.cluster.num_nodes > 1:  # a single node finds a relative path in its own folder
             resolve_paths(request.config, folder=request.cwd, shared=None)
 
     def in_use(self, record: LaunchRecord, names: Sequence[str]) -> Sequence[str]:
@@ -231,7 +231,7 @@ class ToolTarget(Target):
         ids = [each.id for each in there if self.is_own(record, each)]
         if ids:
             self.end(record, ids)
-            wait = Wait(END_S)  # a tool says that it ends something before its machines are gone
+            wait = Wait(END_S)  # a tool reports a stop before the machines are gone
             while any(each.id in ids and each.is_there for each in self.seen(record)):
                 if not wait.again(f"waiting for {self.title} to end {name!r}", after_s=ASK_EVERY_S):
                     raise LaunchError(
@@ -247,11 +247,11 @@ class ToolTarget(Target):
         self.refuse_elsewhere(record)
 
     def own(self, record: LaunchRecord) -> list[Seen]:
-        """The things that this launch has started."""
+        """Return the jobs or clusters that this launch started."""
         return [each for each in self.seen(record) if self.is_own(record, each)]
 
     def is_own(self, record: LaunchRecord, seen: Seen) -> bool:
-        """Before its id is known, and where the tool gives none, the name decides: when it was about to be started, nothing had it."""
+        """Match by id. If the id is not known, the name is enough, because it was free when this launch was about to start."""
         return record.id in ("", self.tool_name(record.name), seen.id)
 
     def seen(self, record: LaunchRecord) -> list[Seen]:
@@ -263,7 +263,7 @@ class ToolTarget(Target):
             ) from None
 
     def refuse_elsewhere(self, record: LaunchRecord) -> None:
-        """Another cluster or project does not know the launch, which would be taken for its end."""
+        """Refuse a different cluster or project: it does not know the launch, so the launch would seem to have ended."""
         then = record.facts.get("place")
         if then and (now := self.place()) not in ("", then):
             raise ElsewhereError(
@@ -272,7 +272,7 @@ class ToolTarget(Target):
 
 
 def unlike_slots(asked: object, cluster: ClusterSection, *, key: str) -> tuple[str, ...]:
-    """A note if a number of GPUs such as ``H100:8`` is not the number of slots on each node."""
+    """Return a note if a number of GPUs such as ``H100:8`` differs from the number of slots on each node."""
     found = re.search(r"(?:^|:)(\d+)$", str(asked))
     if cluster.accelerator != "gpu" or found is None or set(cluster.slots_per_node) == {int(found[1])}:
         return ()
@@ -282,12 +282,12 @@ def unlike_slots(asked: object, cluster: ClusterSection, *, key: str) -> tuple[s
     )
 
 
-# Commands of tools
+# Running the tools' commands
 
 
 def ask(*words: str, what: str, fine: str | None = None, env: Mapping[str, str] | None = None) -> str:
-    """Returns what the tool prints on stdout. ``fine`` has the words of a failure that means an empty answer; "" allows any failure."""
-    # Files, because a server that the tool leaves behind would hold a pipe open.
+    """Return the tool's stdout. A failure whose output contains ``fine`` counts as an empty answer; "" allows any failure."""
+    # Use files, because a server that the tool leaves behind would keep a pipe open.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         status = _run(words, what, stdout=out, stderr=err, env=env, timeout_s=ASK_S)
         texts = []
@@ -302,7 +302,7 @@ def ask(*words: str, what: str, fine: str | None = None, env: Mapping[str, str] 
 
 
 def ask_json(*words: str, what: str, fine: str | None = None) -> Any:
-    """Parses the JSON that the tool prints after lines for people, if it prints anything."""
+    """Parse the JSON that the tool prints after any human-readable lines, or return None if it prints nothing."""
     text = ask(*words, what=what, fine=fine)
     begins = re.search(r"^[\[{]", text, re.MULTILINE)
     if begins is None and not text.strip():
@@ -314,7 +314,7 @@ def ask_json(*words: str, what: str, fine: str | None = None) -> Any:
 
 
 def run(*words: str, what: str, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> None:
-    """Its output goes to the user as it comes, on stderr (2): stdout has what a command of Rollcall answers."""
+    """Run a tool and pass its output on to stderr (2) as it comes; stdout is for the Rollcall command's own answer."""
     status = _run(
         words, what, stdout=2, env={**os.environ, **(env or {})}, cwd=cwd, timeout_s=3600.0
     )  # clouds are slow
@@ -323,21 +323,21 @@ def run(*words: str, what: str, env: Mapping[str, str] | None = None, cwd: Path 
 
 
 def left_here(request: LaunchRequest, *, advice: str) -> tuple[str, ...]:
-    """A note on modules of the run file that lie in the user's folder and are not sent to the nodes."""
-    with suppress(ClusterError):  # one that is not here may be in the image
+    """Return a note about the run file's modules that are in the user's folder and not sent to the nodes."""
+    with suppress(ClusterError):  # a module that is not here may be in the image
         if names := sorted({Path(name).parts[0] for name in own_modules(request.config, folder=request.cwd)}):
             return (f"the run file needs {', '.join(names)}, and this launch sends no modules to the nodes: {advice}",)
     return ()
 
 
 def watch(*words: str, what: str) -> int:
-    """Lets a tool print a log on stdout, for as long as it takes; returns its status."""
+    """Let a tool print a log on stdout for as long as it takes, and return its status."""
     return _run(words, what, timeout_s=None)
 
 
 def _run(words: Sequence[str], what: str, *, timeout_s: float | None, **how: Any) -> int:
     try:
-        # A tool that asks gets no answer, instead of waiting for one.
+        # A tool that prompts for input fails instead of waiting for an answer.
         return subprocess.run(words, timeout=timeout_s, stdin=subprocess.DEVNULL, **how).returncode
     except FileNotFoundError:
         raise LaunchError(

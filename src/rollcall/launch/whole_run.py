@@ -1,8 +1,8 @@
-"""`rollcall node --run`: one command on every node, from bring-up to the end of the run.
+"""`rollcall node --run`: one command on every node, from its start to the end of the run.
 
-Every node prepares itself, joins and stays. Rank 0 also starts this module as a script: it waits for all nodes, looks for what would
-break the run, submits it and follows its log. When the run is over it leaves the exit status on every node, in Ray's folder there.
-Each node's command finds it, stops Ray and ends with that status.
+Every node prepares itself, joins and stays. Rank 0 also starts this module as a script: it waits for all nodes, looks for what
+would break the run, submits the run and follows its log. When the run is over, it writes the exit status to Ray's folder on every
+node. Each node's command finds the status there, stops Ray and exits with it.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from rollcall.nodes.state import NodeRecord
 from rollcall.process.ray.connect import connect, disconnect
 from rollcall.process.ray.each_node import answers_of, run_on
 
-ENDED = "rollcall-run-ended"  # holds the exit status, in Ray's folder of each node
-HEARD_S = 2.0  # for the answer of the call that leaves the status on a node
+ENDED = "rollcall-run-ended"  # contains the exit status, in Ray's folder on each node
+HEARD_S = 2.0  # how long the call that writes the status to a node may take to report back
 
 
 class WholeRun:
-    """A node's part in it."""
+    """One node's part in the run."""
 
-    join_s = JOIN_S  # for rank 0 to appear, and then for all slots
+    join_s = JOIN_S  # to wait for rank 0, and then for all slots
 
     def __init__(self, run_file: Path) -> None:
         self._run_file = run_file
@@ -58,7 +58,7 @@ class WholeRun:
         return self._cluster.num_nodes
 
     def complete(self, request: NodeRequest) -> NodeRequest:
-        """Adds what the run file knows about this node and the command line does not say."""
+        """Fill in what the command line does not say about this node from the run file."""
         if request.num_nodes not in (None, self.num_nodes):
             raise ClusterError(
                 f"starting {request.num_nodes} nodes, but the run file has cluster.num_nodes={self.num_nodes}; make them the same"
@@ -67,7 +67,7 @@ class WholeRun:
         return replace(request, num_nodes=self.num_nodes, slots=request.slots or logical)
 
     def get_ready(self, request: NodeRequest) -> NodeRequest:
-        """Completes the request and prepares this node; refuses what would end its start, before an hour goes into a download."""
+        """Complete the request and prepare this node; refuse what would stop its start before an hour is spent on a download."""
         request = self.complete(request)
         self.check(request)
         prepare_node(self._config, once=False)
@@ -84,29 +84,29 @@ class WholeRun:
             )
 
     def stay(self, record: NodeRecord, *, timeout_s: float, save_s: float) -> int:
-        """Hold the node until the run is over; returns the run's exit status."""
+        """Keep the node up until the run is over, then return the run's exit status."""
         ended = Path(record.temp_dir) / ENDED
         ended.unlink(missing_ok=True)
         if record.rank:
             return _exit_status(hold(record, save_s=save_s, until=lambda: _status_in(ended)))
         words = [sys.executable, "-m", __name__, record.cluster, str(self._run_file), str(timeout_s)]
-        # A signal reaches it through the run, whose job ends. Slurm may signal every process of a task, from its first moment on.
+        # Signals reach the driver through the run, whose job ends. Slurm may signal every process in a task from the very start.
         driver = subprocess.Popen(words, start_new_session=True, preexec_fn=_ignore_signals)
         try:
             return _exit_status(hold(record, save_s=save_s, until=driver.poll, too_early=STOPPED))
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(driver.pid, signal.SIGKILL)  # with a command of prepare.once that it may be waiting for
+                os.killpg(driver.pid, signal.SIGKILL)  # including any prepare.once command that it is waiting for
             driver.wait()
 
 
 def _exit_status(status: int | None) -> int:
-    """``status`` is None if a signal ended the node before the run's own status was known."""
+    """Return the exit status; ``status`` is None if a signal stopped the node before the run's own status was known."""
     return STOPPED if status is None else 128 - status if status < 0 else status
 
 
 def _status_in(ended: Path) -> int | None:
-    """The status that rank 0 has left, once rank 0 has had the time to hear from Ray that it is here."""
+    """Return the status that rank 0 wrote, once rank 0 has had time to hear from Ray that it arrived."""
     if not ended.exists() or time.time() - ended.stat().st_mtime < HEARD_S:
         return None
     return int(ended.read_text())
@@ -121,7 +121,7 @@ def cluster_of(config: Config) -> ClusterSection:
 
 
 def drive(cluster: str, run_file: Path, *, timeout_s: float) -> int:
-    """Rank 0's part: check, examine, submit, follow, and tell all nodes how it ended."""
+    """Do rank 0's part: check, examine, submit, follow, and tell all nodes how the run ended."""
     try:
         config = load_config(run_file)
         status = _run(cluster, config, timeout_s=timeout_s)
@@ -146,7 +146,7 @@ def _run(cluster: str, config: Config, *, timeout_s: float) -> int:
 
 
 def _note_reached(cluster: str, run_dir: Path) -> None:
-    """How far the run has come, where the nodes meet. One that is stopped at the same point again makes no progress."""
+    """Write the run's progress to the rendezvous. A run that is stopped at the same point twice made no progress."""
     root = OurCluster(cluster).rendezvous
     if root is None:
         return
@@ -155,12 +155,12 @@ def _note_reached(cluster: str, run_dir: Path) -> None:
         num_bytes = sum(path.stat().st_size for kind in kinds for path in (run_dir / "journal").glob(kind))
         text = f"step {newest_step(run_dir) or 0}, with {num_bytes} bytes of groups"
         write_atomic(Rendezvous(Path(root), cluster).reached_file, text)
-    except OSError as error:  # the run was stopped, and has saved, all the same
+    except OSError as error:  # the run has stopped and saved anyway
         say(f"how far the run has come is not noted: {error}")
 
 
 def _known(jobs: Jobs) -> list[Job]:
-    """Ray's dashboard answers later than Ray itself, on a busy node much later."""
+    """List the jobs. Ray's dashboard comes up later than Ray itself, on a busy node much later."""
     from rollcall.process.ray.job_client import Unreachable
 
     wait = Wait(180.0)
@@ -173,10 +173,10 @@ def _known(jobs: Jobs) -> list[Job]:
 
 
 def _tell_nodes(cluster: str, status: int) -> None:
-    """Nodes that do not hear it end when Ray does, with an error: the run's own status is what this command returns."""
+    """Send the run's status to all nodes. A node that does not get it exits with an error when Ray stops."""
 
     def leave(folder: str) -> Callable[[], None]:
-        return lambda: write_atomic(Path(folder) / ENDED, str(status))  # a node looks for it all the time
+        return lambda: write_atomic(Path(folder) / ENDED, str(status))  # the node keeps polling for it
 
     try:
         ours = OurCluster(cluster)
@@ -192,7 +192,7 @@ def _tell_nodes(cluster: str, status: int) -> None:
 
 
 def _ignore_signals() -> None:
-    """Signals are for the run: it saves, its job ends, and so does the process that follows it."""
+    """Ignore signals, which are for the run: it saves, its job ends, and then the process that follows it exits."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 

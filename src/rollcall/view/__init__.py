@@ -1,5 +1,5 @@
-"""Run directories, read: ``reader.py`` for all that show a run; recover, audit and compare; and the page of `rollcall view`.
+"""Reads run directories: ``reader.py`` for everything that shows a run; recover, audit and compare; and `rollcall view`'s page.
 
-The page: ``server.py`` answers a browser on the loopback interface and writes into no run directory. ``page/`` is
+The page: ``server.py`` answers a browser on the loopback interface and never writes to run directories. ``page/`` is
 the page itself, which asks ``api.py`` for JSON. Neither torch nor ray is imported here.
 """

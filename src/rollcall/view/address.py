@@ -1,6 +1,6 @@
-"""Addresses of a page that work once, and ``page.json`` in a run directory: where the run's page is served while it runs.
+"""Creates one-time addresses for a page, and ``page.json`` in a run directory, which says where the run's page is served.
 
-Only its owner can read that file. The secret in it makes addresses, so `rollcall tunnel` can open the page from elsewhere."""
+Only its owner can read that file. The secret in it creates addresses, so `rollcall tunnel` can open the page from elsewhere."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PAGE_FILE = "page.json"
 
 
 class Keys:
-    """Keys of addresses. Another process that knows the secret can make one too."""
+    """Creates and checks the keys in addresses. Any process that knows the secret can create keys."""
 
     def __init__(self, secret: str | None = None) -> None:
         self.secret = secret or secrets.token_urlsafe(32)
@@ -33,7 +33,7 @@ class Keys:
         return f"{nonce}.{_sign(self.secret, nonce)}"
 
     def use(self, key: str) -> bool:
-        """Whether it is one of ours and unused until now."""
+        """Use up a key; return whether it was ours and not used before."""
         nonce, _, mark = key.partition(".")
         if not hmac.compare_digest(mark.encode(), _sign(self.secret, nonce).encode()):
             return False
@@ -49,12 +49,12 @@ def _sign(secret: str, nonce: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageRecord:
-    host: str  # it listens on the loopback there
+    host: str  # the server listens on this host's loopback
     port: int
     secret: str
 
     def address(self, port: int | None = None) -> str:
-        """An address that works once. ``port`` is that of a tunnel, if there is one."""
+        """Return an address that works once. ``port`` is the tunnel's port, if there is a tunnel."""
         return f"http://127.0.0.1:{port or self.port}{OPEN}{Keys(self.secret).new()}"
 
     def write(self, run_dir: Path) -> None:
@@ -62,7 +62,7 @@ class PageRecord:
 
 
 def parse_record(text: str) -> PageRecord | None:
-    """None if it is not such a file."""
+    """Parse the contents of ``page.json``; return None if they are not valid."""
     try:
         return TypeAdapter(PageRecord).validate_json(text)
     except ValidationError:

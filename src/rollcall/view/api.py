@@ -1,4 +1,4 @@
-"""Answers the page's questions in JSON, read from run directories when they are asked. Each method of ``Api`` is one address."""
+"""Answers the page's requests in JSON, which it reads from run directories on demand. Each method of ``Api`` is one endpoint."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from rollcall.view.shown_runs import ShownRuns, UnknownRunError
 from rollcall.view.summary import no_signal
 
 MOST_CURVES = 100
-MOST_RUNS = 12  # in one picture
-READ_S = 2.0  # of a file that grows, before a question is answered
-INDEX_S = 1.0  # of the journal
+MOST_RUNS = 12  # shown together
+READ_S = 2.0  # at most, to read a growing file before answering
+INDEX_S = 1.0  # at most, to index the journal before answering
 
 
 Whole = Annotated[int, Field(ge=0, le=1 << 40)]
@@ -39,7 +39,7 @@ Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class Ask(BaseModel):
-    """A question of the page: the parameters of all addresses."""
+    """A request from the page, with the parameters of all endpoints."""
 
     run: Annotated[list[str], Field(min_length=1)]
     name: list[str] = []
@@ -71,7 +71,7 @@ class Ask(BaseModel):
 
 
 class WatchedRun(RunReader):
-    """A run directory that somebody looks at, with what only the page asks of it."""
+    """A run directory that somebody is viewing, with methods that only the page needs."""
 
     def __init__(self, run_dir: Path) -> None:
         super().__init__(run_dir, read_s=READ_S)
@@ -82,17 +82,17 @@ class WatchedRun(RunReader):
 
     @property
     def index(self) -> JournalIndex:
-        """Made when somebody first looks at samples."""
+        """The journal's index, created when somebody first looks at samples."""
         with self._making:
             self._index = self._index or JournalIndex(self.dir)
             return self._index
 
     def public_config(self) -> dict[str, Any] | None:
-        """The run file without its secrets, or None if it cannot be read."""
+        """Return the run file without its secrets, or None if it cannot be read."""
         return None if (config := self.config) is None else public_dump(config)
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of the journal, the checkpoints and the model, at most 30 s old: counting a large folder takes a while."""
+        """Return the sizes of journal, checkpoints and model, cached for 30 s because counting a large folder takes a while."""
         with self._making:
             if time.monotonic() - self._sizes[0] > 30.0:
                 found = {name: _folder_bytes(self.dir / name) for name in ("journal", "checkpoints", "model")}
@@ -100,7 +100,7 @@ class WatchedRun(RunReader):
             return self._sizes[1]
 
     def row(self) -> dict[str, Any]:
-        """The run as one row of the list of runs."""
+        """Return the run as one row in the list of runs."""
         config, state = self.config, self.state()
         found = self.standing(state)
         times = self.metrics.column("step")[1]
@@ -119,7 +119,7 @@ class WatchedRun(RunReader):
         }
 
     def kept_checkpoints(self) -> list[dict[str, Any]]:
-        """By their manifests and the sizes of their files."""
+        """Return the kept checkpoints, judged by their manifests and file sizes."""
         return [
             {
                 "step": one.step,
@@ -153,7 +153,7 @@ class Api:
         return {"runs": rows, "now_s": time.time()}
 
     def metrics(self, ask: Ask) -> Any:
-        """The names that any of these runs has."""
+        """Return the metrics that at least one of these runs has."""
         names: set[str] = set()
         for id in ask.run:
             table = self.run(id).metrics
@@ -162,12 +162,12 @@ class Api:
         return {"metrics": curves.describe(sorted(names)[:5000])}
 
     def curves(self, ask: Ask) -> Any:
-        """Each ``name`` of these runs, with faults and recoveries. ``seen`` is what an earlier answer called ``mark``: where nothing is
-        new, the answer is short."""
+        """Return these runs' curves for each ``name``, with faults and recoveries. ``seen`` is the ``mark`` from an earlier
+        answer: if nothing is new, the answer is short."""
         runs = [self.run(id) for id in ask.run]
         for run in runs:
             run.metrics.refresh()
-        # A fault may come with no new row after it: it has ended the run.
+        # A fault that ended the run has no new row after it.
         mark = "-".join(f"{run.metrics.version}.{len(run.events.marks())}" for run in runs)
         if mark == ask.seen:
             return {"mark": mark, "same": True}
@@ -179,7 +179,7 @@ class Api:
         }
 
     def difference(self, ask: Ask) -> Any:
-        """The run files of several runs, key by key where they differ, and a few numbers of each."""
+        """Return the run-file keys in which several runs differ, and a few numbers for each run."""
         runs = [self.run(id) for id in ask.run]
         dumps = [one.public_config() for one in runs]
         settings = [
@@ -193,7 +193,7 @@ class Api:
         }
 
     def groups(self, ask: Ask) -> Any:
-        """A page of groups."""
+        """Return a page of groups."""
         run = self.run(ask.run[0])
         index = run.index.refresh(seconds=INDEX_S)._asdict()
         answer = {"index": index, "steps": run.index.steps()}
@@ -213,7 +213,7 @@ class Api:
         return samples.show_group(group, config=run.config, trained_in=run.trained.step_of(group.draw))
 
     def text(self, ask: Ask) -> Any:
-        """A text that ``group`` cut."""
+        """Return the full version of a text that ``group`` cut."""
         _, group = self._group(ask)
         return {"said": samples.said_of(group, completion=ask.completion)}
 
@@ -260,7 +260,7 @@ ADDRESSES = (
 
 
 def answering(name: str, answer_to: Callable[[Any], Any]) -> Callable[[Request], Response]:
-    """An address of the server. It runs in a thread, because it reads files."""
+    """Build the handler for an endpoint. It is synchronous, so it runs in a thread, because it reads files."""
 
     def answer(request: Request) -> Response:
         try:
@@ -277,7 +277,7 @@ def answering(name: str, answer_to: Callable[[Any], Any]) -> Callable[[Request],
 
 
 def as_json(value: Any, *, status: int = 200) -> Response:
-    """All of it is ASCII, since a text may hold half a surrogate pair, which UTF-8 cannot encode. NaN becomes null."""
+    """Build a JSON response. It is ASCII, since UTF-8 cannot encode half a surrogate pair. NaN becomes null."""
     try:
         text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     except ValueError:
@@ -298,7 +298,7 @@ def _shown(value: Any, dump: dict[str, Any] | None) -> str | None:
 
 
 def _folder_bytes(folder: Path) -> int:
-    """Of all files below it; one that is removed meanwhile does not count."""
+    """Return the total size of all files in a folder, without files that are removed in the meantime."""
     total = 0
     for path in folder.rglob("*"):
         with suppress(OSError):

@@ -1,7 +1,7 @@
-"""Counts what a run directory proves about its run: nothing skipped, nothing trained twice, nothing finished made again, nothing torn.
+"""Counts what a run directory proves: nothing skipped, nothing trained twice, nothing generated twice, nothing torn.
 
-``audit`` reads the journal, the record of trained steps, the checkpoints and the files of lines, changes nothing and trusts
-nothing: it counts. A killed run may have torn ends until it is resumed; after a run has ended, all counts are 0.
+``audit`` reads the journal, the record of trained steps, the checkpoints and the JSONL files. It changes nothing and trusts
+nothing: it counts. A killed run's files may have torn ends until it is resumed; after a run has ended, all counts are 0.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rollcall.view.reader import RunReader
 
 TRAINED = "trained.jsonl"
 LINE_FILES = (f"journal/{TRAINED}", "metrics.jsonl", "events.jsonl")
-FARTHEST = 10_000  # draws left out, for each one trained or journaled, that a run can come to
+FARTHEST = 10_000  # the most draws that a run can leave out for each trained or journaled draw
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,14 +33,14 @@ class Torn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
-    """The counts, and what they were counted from. Lists of draws are ascending."""
+    """The counts and the data behind them. Lists of draws are ascending."""
 
-    checkpoints: tuple[Checkpoint, ...]  # oldest first, every byte compared
+    checkpoints: tuple[Checkpoint, ...]  # oldest first, with every byte verified
     trained: tuple[tuple[int, list[int]], ...]  # steps and their draws, in the order of training, replays included
     groups: dict[int, int]  # step -> finished groups in the journal
-    steps: int  # trained
-    skipped: tuple[int, ...]  # draws that came up before others that were trained, and were not
-    trained_twice: tuple[int, ...]  # draws in two steps
+    steps: int  # number of trained steps
+    skipped: tuple[int, ...]  # untrained draws that came before trained draws
+    trained_twice: tuple[int, ...]  # draws that more than one step trained on
     regenerated: tuple[int, ...]  # draws with more than one record
     remade: tuple[int, ...]  # draws with an episode that has more than one record
     torn: tuple[Torn, ...]
@@ -72,7 +72,7 @@ def audit(run_dir: Path) -> Audit:
     episodes = Counter(place for file in attempts for place in file.places)
     rows = [json.loads(line) for line, good in judge_file(run_dir / "journal" / TRAINED) if good]
     trained = tuple((row["step"], row["draws"]) for row in rows)
-    # A step that was trained again after a crash says the same again.
+    # A step that was trained again after a crash repeats its row.
     steps_of: dict[int, set[int]] = {}
     for step, draws in trained:
         for draw in draws:
@@ -93,7 +93,7 @@ def audit(run_dir: Path) -> Audit:
 
 
 def find_torn(run_dir: Path, *, files: Sequence[StepFile], checkpoints: Sequence[Checkpoint]) -> list[Torn]:
-    """Everything that a killed write may have left."""
+    """Return everything that a killed write may have left behind."""
     torn = [
         Torn(path=file.path, why=f"{counted(file.num_bad_bytes, 'byte')} {are(file.num_bad_bytes)} no whole record")
         for file in files
@@ -114,9 +114,9 @@ def find_torn(run_dir: Path, *, files: Sequence[StepFile], checkpoints: Sequence
 
 
 def judge_file(path: Path) -> list[tuple[bytes, bool]]:
-    """Each line with its end, and whether it is whole: a JSON object, and of trained steps one that names a step's draws.
+    """Return each line and whether it is intact: a JSON object that, for trained steps, names a step's draws.
 
-    A last line without its end is not whole. A file that does not exist has no lines.
+    A last line without a line break is not intact. A file that does not exist has no lines.
     """
     data = path.read_bytes() if path.is_file() else b""
     end = lines_end(data)
@@ -126,15 +126,15 @@ def judge_file(path: Path) -> list[tuple[bytes, bool]]:
 
 
 def _is_superseded(path: Path) -> bool:
-    """The old checkpoint that a replacement was about to remove. Without the new one it is the checkpoint itself."""
+    """Whether this is an old checkpoint that has been replaced. Without a replacement it is still the checkpoint."""
     return path.name.startswith(".old-") and path.with_name(path.name.removeprefix(".old-")).exists()
 
 
 def _skipped(run_dir: Path, trained: set[int], journaled: set[int], checkpoints: Sequence[Checkpoint]) -> set[int]:
-    """Draws below the highest that was trained, which were not trained themselves.
+    """Return the draws below the highest trained draw that were not trained themselves.
 
-    Where groups may be left out for want of signal, or come later, one that is in the journal is not skipped, nor is one
-    that the newest checkpoint knows to be under way, or that came up after it.
+    If groups may be left out for lack of signal, or may finish later, a draw does not count as skipped if it is in the journal,
+    if the newest checkpoint lists it as pending, or if it came after that checkpoint.
     """
     last = max(trained, default=-1)
     if last > FARTHEST * (len(trained) + len(journaled)) + FARTHEST:

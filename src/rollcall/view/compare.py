@@ -1,4 +1,4 @@
-"""Runs side by side: the settings that differ, and their results."""
+"""Compares runs side by side: the settings that differ and the results."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rollcall.view.reader import RunReader
 
 class ComparedNumber(NamedTuple):
     name: str
-    values: tuple[float | None, float | None]  # of both runs
+    values: tuple[float | None, float | None]  # one value for each run
     digits: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     runs: tuple[str, str]
-    settings: dict[str, list[Any]]  # key -> both values, where they differ
+    settings: dict[str, list[Any]]  # key -> both values, for keys that differ
     numbers: tuple[ComparedNumber, ...]
 
     def as_json(self) -> dict[str, Any]:
@@ -39,8 +39,8 @@ def compare(first: RunReader, second: RunReader) -> Comparison:
 
 
 def differing_settings(dumps: Sequence[dict[str, Any] | None]) -> dict[str, list[Any]]:
-    """Key -> its value in each run file, for the keys that differ. None stands for a file that cannot be read. What a run is called and
-    where it lies always differs, and is left out."""
+    """Return key -> its value in each run file, for keys that differ. None stands for a file that cannot be read. The runs' names
+    and folders always differ, so they are left out."""
     first = next((dump for dump in dumps if dump is not None), {})
     changes = [{change.key: change for change in differences("", first, dump)} for dump in dumps if dump is not None]
     before = {key: change.before for own in changes for key, change in own.items() if key != "run.name"}
@@ -58,7 +58,7 @@ def differing_settings(dumps: Sequence[dict[str, Any] | None]) -> dict[str, list
 
 
 def _numbers(run: RunReader) -> dict[str, tuple[float | None, int]]:
-    """Name -> value and digits to show."""
+    """Return name -> value and number of digits to show."""
     summary, lengths = run.summary(), run.metrics.values("rollout/response_length_mean")
     accuracy, reward = summary["eval"]["accuracy"], summary["reward_mean"]
     course: dict[str, tuple[float | None, int]] = {"steps": (summary["steps"], 0)}

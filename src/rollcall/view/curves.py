@@ -1,4 +1,4 @@
-"""Curves for a screen: smoothed over all points first, then thinned to what a screen shows. Spikes survive that."""
+"""Prepares curves for a screen: smooths them over all points, then thins them to what a screen can show. Spikes survive."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollcall.view.growing import MetricsTable, Numbers
 
 MOST_POINTS = 4000
 
-# In the order of the page; the first pattern that fits a name decides.
+# In the page's order; the first pattern that matches a name decides.
 GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Accuracy", ("eval/accuracy", "eval/pass_at_k", "train/accuracy", "eval/graded_fraction")),
     ("Reward", ("train/reward_mean", "eval/reward_mean", "train/reward_std", "reward/", "train/zero_variance_groups",
@@ -32,7 +32,7 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def group_of(name: str) -> tuple[int, int]:
-    """The place of a metric on the page: its group, and its place there.
+    """Return a metric's position on the page: its group and its place in the group.
 
     >>> GROUPS[group_of("time/step_s")[0]][0], GROUPS[group_of("rollout/tokens_per_s")[0]][0]
     ('Speed', 'Speed')
@@ -48,7 +48,7 @@ def group_of(name: str) -> tuple[int, int]:
 
 
 def describe(names: Sequence[str]) -> list[dict[str, Any]]:
-    """Every metric with its group, unit and meaning, in the order of the page."""
+    """Return every metric with its group, unit and meaning, in the page's order."""
     shown = []
     for name in sorted(names, key=lambda name: (group_of(name), name)):
         group, _ = group_of(name)
@@ -74,10 +74,10 @@ def curve(
     low: float | None = None,
     high: float | None = None,
 ) -> dict[str, Any]:
-    """``x`` and ``y`` between ``low`` and ``high``; with ``smooth``, ``even`` has the smoothed values at the same places."""
+    """Return ``x`` and ``y`` between ``low`` and ``high``; with ``smooth``, ``even`` contains the smoothed values."""
     steps, times, values = table.column(name)
     x = times if axis == "time" else steps
-    # Few points, such as evaluations, are shown as they are.
+    # A few points, such as evaluations, are not smoothed.
     even = smoothed(values, smooth) if smooth > 0 and len(values) >= 30 else None
     kept = np.isfinite(x)
     if low is not None:
@@ -95,7 +95,7 @@ def curve(
 
 
 def smoothed(values: Numbers, weight: float) -> Numbers:
-    """An exponential mean that starts at the first value and not at 0.
+    """Return an exponential mean that starts at the first value instead of 0.
 
     >>> smoothed(np.array([1.0, 0.0, 0.0]), 0.5).round(3).tolist()
     [1.0, 0.333, 0.143]
@@ -110,7 +110,7 @@ def smoothed(values: Numbers, weight: float) -> Numbers:
 
 
 def thinned(values: Numbers, *, points: int) -> NDArray[np.intp]:
-    """Chooses about ``points`` values so that a line through them has the extremes of all: the smallest and the largest of each of
+    """Choose about ``points`` values so that a line through them keeps all extremes: the smallest and the largest in each of
     ``points / 2`` parts, and both ends.
 
     >>> thinned(np.array([0.0, 9.0, 1.0, 2.0, -5.0, 3.0]), points=4).tolist()
@@ -127,5 +127,5 @@ def thinned(values: Numbers, *, points: int) -> NDArray[np.intp]:
 
 
 def short(values: NDArray[np.floating]) -> list[float]:
-    """Six digits are more than a screen shows, and half the bytes."""
+    """Round to six digits: still more than a screen can show, at half the bytes."""
     return [float(f"{value:.6g}") for value in values.tolist()]

@@ -1,4 +1,4 @@
-"""Files of a run that grow: their lines are read once, and later only those that were added. Any thread may ask."""
+"""Reads a run's growing files: their lines are read once, and later only the new lines. Thread-safe."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from rollcall.observe.headline import GRADED, Headline, headline_of
 
 Numbers = NDArray[np.float64]
 PIECE = 16 << 20  # bytes in memory at once
-HEAD = 256  # bytes; a new file may get the inode of one that was removed, but does not begin like it
+HEAD = 256  # bytes; a new file may reuse a removed file's inode, but does not begin like it
 
 
 class GrowingFile:
-    """Another file of the same name, or one that has become shorter, is read from its beginning. ``read_s`` bounds one ``refresh``; the
-    rest of a long file comes with the next."""
+    """A file to which lines are added. A different file with the same name, or one that got shorter, is read from the start.
+    ``read_s`` bounds one ``refresh``; the rest of a long file comes with the next."""
 
     def __init__(self, path: Path, *, read_s: float = math.inf) -> None:
         self._path, self._read_s = path, read_s
         self._lock = threading.RLock()
-        self._file: tuple[int, int] | None = None  # device and inode
+        self._file: tuple[int, int] | None = None  # its device and inode
         self._head = b""
-        self._read = 0  # bytes
+        self._read = 0  # bytes read so far
         self._forget()
 
     def _forget(self) -> None:
-        """All lines so far are void."""
+        """Forget all lines so far, because the file is read from the start."""
         raise NotImplementedError
 
     def _take(self, lines: list[bytes]) -> None:
-        """Whole lines, in their order."""
+        """Process complete lines in order."""
         raise NotImplementedError
 
     def refresh(self) -> None:
@@ -50,7 +50,7 @@ class GrowingFile:
                 pass
 
     def _read_piece(self) -> bool:
-        """Whether there may be more."""
+        """Read one piece and return whether there may be more."""
         try:
             with self._path.open("rb") as file:
                 about = os.fstat(file.fileno())
@@ -58,14 +58,14 @@ class GrowingFile:
                 same = (about.st_dev, about.st_ino) == self._file and about.st_size >= self._read
                 if not (same and head.startswith(self._head)):
                     self._start_over((about.st_dev, about.st_ino))
-                self._head = head[: head.rfind(b"\n") + 1]  # whole lines: the last may still grow
+                self._head = head[: head.rfind(b"\n") + 1]  # complete lines only: the last may still grow
                 file.seek(self._read)
                 data = file.read(min(about.st_size - self._read, PIECE))
         except OSError:
             if self._file is not None:
                 self._start_over(None)
             return False
-        # A line that is longer than a piece is none of ours: it is skipped, and the rest of it cannot be read as a row.
+        # A line longer than a piece is not ours: skip the piece; the line's rest does not parse as a row.
         whole = len(data) if len(data) == PIECE and b"\n" not in data else data.rfind(b"\n") + 1
         self._read += whole
         self._take([line for line in data[:whole].split(b"\n") if line])
@@ -77,7 +77,7 @@ class GrowingFile:
 
 
 class EventLog(GrowingFile):
-    """The marks and the last phase of a run."""
+    """A run's marks and its last phase."""
 
     def __init__(self, run_dir: Path, *, read_s: float = math.inf) -> None:
         super().__init__(run_dir / EVENTS, read_s=read_s)
@@ -95,13 +95,13 @@ class EventLog(GrowingFile):
         return self._marks
 
     def last_phase(self) -> PhaseEvent | None:
-        """The last that began, with its end if it has ended."""
+        """Return the phase that began last, with its end if it has ended."""
         self.refresh()
         return self._phase
 
 
 class TrainedDraws(GrowingFile):
-    """Which step trained on which draw: ``journal/trained.jsonl``."""
+    """Says which step trained on which draw, from ``journal/trained.jsonl``."""
 
     def __init__(self, run_dir: Path, *, read_s: float = math.inf) -> None:
         super().__init__(run_dir / "journal" / "trained.jsonl", read_s=read_s)
@@ -115,20 +115,20 @@ class TrainedDraws(GrowingFile):
                 self._step_of.update(dict.fromkeys(row["draws"], row["step"]))
 
     def step_of(self, draw: int) -> int | None:
-        """None if no step has trained on it yet."""
+        """Return the step that trained on a draw, or None if none has yet."""
         self.refresh()
         return self._step_of.get(draw)
 
 
 @dataclass(slots=True)
 class _Column:
-    rows: array[int] = field(default_factory=lambda: array("q"))  # that have it
+    rows: array[int] = field(default_factory=lambda: array("q"))  # rows that have a value
     values: array[float] = field(default_factory=lambda: array("d"))
-    is_whole: bool = True  # all of them are whole numbers
+    is_whole: bool = True  # whether all values are integers
 
 
 class MetricsTable(GrowingFile):
-    """``metrics.jsonl`` as columns. A resumed run writes the file again; it is then read again."""
+    """``metrics.jsonl`` as columns. A resumed run rewrites the file, which is then read again."""
 
     def __init__(self, run_dir: Path, *, read_s: float = math.inf) -> None:
         self.version = 0  # changes with every row
@@ -153,7 +153,7 @@ class MetricsTable(GrowingFile):
 
     @property
     def step(self) -> int:
-        """The last step that was trained, or 0. An evaluation does not count as one."""
+        """The last trained step, or 0. An evaluation does not count as a step."""
         steps = self.column("time/step_s")[0]
         return int(steps[-1]) if len(steps) else 0
 
@@ -166,14 +166,14 @@ class MetricsTable(GrowingFile):
             return [name for name in self._columns if name not in ("step", "time")]
 
     def _values(self, name: str) -> Numbers:
-        """One for each row, NaN where a row does not have it. The last of a step counts."""
+        """Return a value for each row, NaN if the row lacks it. A step's last value counts."""
         values = np.full(len(self._row_of), math.nan)
         if column := self._columns.get(name):
             values[np.array(column.rows)] = np.array(column.values)
         return values
 
     def column(self, name: str) -> tuple[Numbers, Numbers, Numbers]:
-        """Steps, times and values of the rows that have it, by step."""
+        """Return steps, times and values for the rows that have this metric, sorted by step."""
         with self._lock:
             values, steps, times = (self._values(each) for each in (name, "step", "time"))
         there = np.flatnonzero(np.isfinite(values) & np.isfinite(steps))
@@ -181,14 +181,14 @@ class MetricsTable(GrowingFile):
         return steps[order], times[order], values[order]
 
     def values(self, name: str) -> list[float]:
-        """Those of a metric, by step."""
+        """Return a metric's values, sorted by step."""
         return self.column(name)[2].tolist()
 
     def last(self, name: str) -> float | None:
         return next(reversed(self.values(name)), None)
 
     def whole_columns(self) -> dict[str, list[float | None]]:
-        """Every column with a place for each step, in the order of the steps; None where a step does not have it."""
+        """Return every column with one entry per step, in step order; None if the step has no value."""
         with self._lock:
             order = np.argsort(self._values("step"), kind="stable")
             found: dict[str, list[float | None]] = {}

@@ -1,7 +1,7 @@
-"""A table of all groups of a journal: what they are sorted, filtered and found by, and where their records are.
+"""Indexes all groups in a journal: the values by which they are sorted, filtered and found, and where their records are.
 
-It is a SQLite table in memory. Each question brings it up to date first, for a bounded time: of a file, the bytes up to ``end`` are
-in the table, and only what was added is read. A file that is shorter than that, or another file of the same name, is read again.
+The index is an in-memory SQLite table. Each query first updates it, for a bounded time: a file's bytes up to ``end`` are in the
+table, and only what was added is read. A file that got shorter, or a different file with the same name, is read again.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _STEP_FILE = re.compile(r"(\d{6,12})\.groups")
 
 
 class GroupRow(NamedTuple):
-    """A group in the table."""
+    """A group's row in the table."""
 
     step: int
     draw: int
-    start: int  # of its record in the step's file
+    start: int  # offset of its record in the step's file
     header: int  # offset of its JSON header in that file
     header_bytes: int
     prompt: str
     completions: int
     tokens: int
-    reward: float  # mean over its completions
+    reward: float  # the mean over its completions
     lowest: float
     highest: float
     truncated: int
@@ -70,34 +70,34 @@ FILTERS = {
 
 
 class Indexed(NamedTuple):
-    files: int  # with all their groups in the table
+    files: int  # files with all their groups in the table
     total: int
     groups: int
 
 
 class _Read(NamedTuple):
-    """How far a file is in the table."""
+    """How much of a file is in the table."""
 
-    mark: tuple[int, int] | None  # its time of change and its size when all of it was read; None: there is more
+    mark: tuple[int, int] | None  # its modification time and size when it was read to the end; None if there is more
     inode: int
     head: bytes
     end: int
 
 
 class Found(NamedTuple):
-    """A page of groups, with counts of the same moment."""
+    """A page of groups, with counts from the same moment."""
 
     rows: list[GroupRow]
-    total: int  # that fit
-    groups: int  # in the table
+    total: int  # groups that match
+    groups: int  # groups in the table
 
 
 class JournalIndex:
-    """Any thread may ask."""
+    """The index of one journal. Thread-safe."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / FOLDER
-        self._lock = threading.RLock()  # of the one connection
+        self._lock = threading.RLock()  # guards the one connection
         self._reading = threading.Lock()  # one thread at a time reads the journal
         self._db = sqlite3.connect(":memory:", check_same_thread=False)
         self._db.executescript(_TABLES)
@@ -106,15 +106,15 @@ class JournalIndex:
         self._progress = Indexed(files=0, total=0, groups=0)
 
     def refresh(self, *, seconds: float = math.inf) -> Indexed:
-        """Bring the table up to date, as far as that goes in this time. How far it is."""
+        """Update the table for at most this many seconds and return its progress."""
         if not self._reading.acquire(timeout=-1 if seconds == math.inf else seconds):
-            return self._progress  # another thread reads
+            return self._progress  # another thread is reading
         try:
             began = time.monotonic()
             if began >= self._pause_until or seconds == math.inf:
                 self._progress = self._read(until=began + seconds)
                 took_s = time.monotonic() - began
-                if self._progress.files == self._progress.total:  # looking at a folder of many files takes a while too
+                if self._progress.files == self._progress.total:  # listing a folder with many files takes a while too
                     self._pause_until = time.monotonic() + min(took_s * 20, 30.0)
         except OSError as error:
             warn(f"the journal in {self._folder} cannot be indexed: {error}")
@@ -132,7 +132,7 @@ class JournalIndex:
                 about, known = path.stat(), self._files.get(name)
                 if known is None or known.mark != (about.st_mtime_ns, about.st_size):
                     due.append(name)
-        # The newest first: that is what people look at while an old journal is read.
+        # Newest first: people look at new groups while an old journal is being read.
         due.sort(key=lambda name: int(name.partition(".")[0]), reverse=True)
         left = len(due)
         for name in due:
@@ -142,7 +142,7 @@ class JournalIndex:
         return Indexed(files=len(paths) - left, total=len(paths), groups=self._count())
 
     def _index(self, name: str, *, until: float) -> bool:
-        """Whether all of the file is in the table now."""
+        """Index a file and return whether it is in the table completely."""
         rows: list[GroupRow] = []
         again: list[GroupRow] = []
         try:
@@ -150,7 +150,7 @@ class JournalIndex:
                 about = os.fstat(file.fileno())
                 head = file.read(HEAD_BYTES)
                 before, end = self._files.get(name), 0
-                # Another file of this name may have the same first record, or the inode of the one before it, but not both.
+                # A different file with this name may have the same first record or the old file's inode, but not both.
                 if before and (before.inode, before.head) == (about.st_ino, head) and before.end <= about.st_size:
                     end = before.end
                 else:
@@ -164,13 +164,13 @@ class JournalIndex:
                         is_whole = False
                         break
         except FileNotFoundError:
-            return True  # removed since the folder was listed; the next look drops it
+            return True  # removed since the folder was listed; the next refresh drops it
         except OSError as error:
             warn(f"{name} of the journal is not indexed: {error}")
             return True
         mark = (about.st_mtime_ns, about.st_size) if is_whole else None
         with self._lock:
-            # The first record of a draw counts, unless its group was scored again.
+            # A draw's first record counts, unless its group was scored again.
             self._db.executemany(f"insert or ignore {_INTO_GROUPS}", rows)
             self._db.executemany(f"insert or replace {_INTO_GROUPS}", again)
             self._files[name] = _Read(mark, about.st_ino, head, end)
@@ -198,7 +198,7 @@ class JournalIndex:
         limit: int = 50,
         offset: int = 0,
     ) -> Found:
-        """A page of groups."""
+        """Return a page of groups."""
         wanted = {"step = ?": step, "prompt = ?": prompt}
         wanted = {test: value for test, value in wanted.items() if value is not None}
         tests = [*wanted, *([FILTERS[only]] if only else [])]
@@ -214,19 +214,19 @@ class JournalIndex:
         return GroupRow(*found[0]) if found else None
 
     def before(self, *, step: int, draw: int, only: str | None, limit: int) -> list[GroupRow]:
-        """The groups before this one, the newest first: what a search goes through piece by piece."""
+        """Return the groups before this one, newest first, for a search that goes through them piece by piece."""
         more = f"and {FILTERS[only]}" if only else ""
         query = f"select * from groups where (step, draw) < (?, ?) {more} order by step desc, draw desc limit ?"
         return [GroupRow(*row) for row in self._rows(query, (step, draw, limit))]
 
     def steps(self) -> tuple[int, int] | None:
-        """The first and the last step that has groups."""
+        """Return the first and the last step that have groups."""
         ((first, last),) = self._rows("select min(step), max(step) from groups")
         return None if first is None else (first, last)
 
 
 def _row(payload: memoryview, *, start: int) -> tuple[GroupRow, bool] | None:
-    """The row of a record, and whether its group was scored again. None if it is not a group."""
+    """Return a record's row and whether its group was scored again, or None if the record is not a group."""
     try:
         header = header_of(payload)
         at, length = header_span(payload)

@@ -1,7 +1,7 @@
-"""The page of a run that trains (`trainer.page`): in a separate process, and never in the way of the controller.
+"""Serves the page of a running run (`trainer.page`) in a separate process that never gets in the controller's way.
 
-The child prints an address, and another one when that was used; the controller passes them on. Its stdin stays open while the
-controller lives, so it ends with the controller, however that ends. If it fails, the run continues.
+The child prints an address, and a new one whenever the last was used; the controller passes them on. The child's stdin stays open
+while the controller lives, so it exits when the controller dies. If the child fails, the run continues.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rollcall.view.address import PAGE_FILE, PageRecord
 
 
 def refuse_without_packages() -> None:
-    """They are an extra of the installation."""
+    """Refuse to start if the packages from the optional extra are not installed."""
     missing = [name for name in ("starlette", "uvicorn", "plotly") if find_spec(name) is None]
     if missing:
         raise ValueError(
@@ -35,7 +35,7 @@ def serving_page(run_dir: Path, *, tell: Callable[[str], None]) -> Iterator[None
     """Serve the page of this run directory while the block runs."""
     refuse_without_packages()
     record, is_over = run_dir / PAGE_FILE, threading.Event()
-    # In another session: Ctrl-C in the terminal is for the controller.
+    # Use a separate session: Ctrl-C in the terminal is for the controller.
     child = subprocess.Popen(
         [sys.executable, "-m", "rollcall.view.page_process", str(run_dir)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
@@ -47,7 +47,7 @@ def serving_page(run_dir: Path, *, tell: Callable[[str], None]) -> Iterator[None
         for line in lines:
             tell(line.rstrip())
         if child.wait() and not is_over.is_set():
-            record.unlink(missing_ok=True)  # it names a port that nobody listens to
+            record.unlink(missing_ok=True)  # it names a port on which nobody listens any more
             warn(f"the page of {run_dir} has ended with status {child.returncode}; the run continues without it")
 
     threading.Thread(target=listen, name="page", daemon=True).start()
@@ -65,7 +65,7 @@ def serving_page(run_dir: Path, *, tell: Callable[[str], None]) -> Iterator[None
 
 
 def main(run_dir: Path) -> None:
-    """The child."""
+    """Run the child process."""
     from rollcall.view.server import PageServer
     from rollcall.view.shown_runs import ShownRuns
 
@@ -76,7 +76,7 @@ def main(run_dir: Path) -> None:
         print(f"page           {record.address()}   (on {record.host}; works once)", flush=True)
 
     def write_record() -> None:
-        while not run_dir.is_dir():  # the run makes it
+        while not run_dir.is_dir():  # the run creates it
             time.sleep(0.5)
         try:
             record.write(run_dir)
@@ -86,7 +86,7 @@ def main(run_dir: Path) -> None:
             )
 
     def watch() -> None:
-        sys.stdin.read()  # until the controller ends
+        sys.stdin.read()  # until the controller exits
         server.stop()
 
     server.on_open = show_address

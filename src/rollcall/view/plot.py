@@ -1,4 +1,4 @@
-"""The learning curve as a picture: the run's headline (held-out accuracy or reward) and training reward over steps."""
+"""Draws the learning curve: the run's headline (held-out accuracy or reward) and training reward over steps."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rollcall.base.wait import warn
 from rollcall.view.curves import smoothed
 from rollcall.view.growing import MetricsTable
 
-_SMOOTH_FROM = 10  # fewer points are shown as they are
+_SMOOTH_FROM = 10  # fewer points are not smoothed
 
 
 def learning_curve(metrics: MetricsTable, out: Path, *, name: str) -> Path | None:
-    """Draw the PNG ``out``, with ``name`` as its title; None, with a warning, if it cannot be drawn."""
+    """Draw the PNG ``out`` with ``name`` as its title; if it cannot be drawn, warn and return None."""
     metrics.refresh()
     headline = metrics.headline
     series = ((headline.words, headline.metric, "#1f5fa8"), ("training reward", "train/reward_mean", "#d9822b"))
@@ -29,7 +29,7 @@ def learning_curve(metrics: MetricsTable, out: Path, *, name: str) -> Path | Non
         return None
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context({"font.family": "DejaVu Sans"}):  # comes with it
+    with matplotlib.rc_context({"font.family": "DejaVu Sans"}):  # included in matplotlib
         figure = Figure(figsize=(9, 5), dpi=150, layout="constrained")
         all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
         for axes, (label, (steps, _, values), colour) in zip(all_axes, panels, strict=True):

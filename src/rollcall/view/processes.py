@@ -1,5 +1,5 @@
-"""The processes of a run, for the page: their timeline, the marks of faults and recoveries, and the placement with the worker on each
-slot."""
+"""Shows a run's processes on the page: their timeline, the marks for faults and recoveries, and the placement with each slot's
+worker."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from rollcall.observe.timeline import idle_shares, read_timeline
 from rollcall.plan.placement import plan_for
 from rollcall.view.growing import MetricsTable
 
-MOST_SPANS = 5000  # in one picture
+MOST_SPANS = 5000  # shown at once
 MOST_LANES = 600
 MOST_MARKS = 300
 
 
 def show_timeline(root: Path, table: MetricsTable, *, first_step: int | None, last_step: int | None) -> dict[str, Any]:
-    """The spans of some steps. Where they are too many for a picture, the shortest are left out and counted."""
+    """Return the spans in some steps. If there are too many to show, the shortest are left out and counted."""
     table.refresh()
     steps, _, _ = table.column("step")
     newest = int(steps[-1]) if len(steps) else 0
     if first_step is None and last_step is None:
-        first_step = max(newest - 6, 0)  # the last eight, where nobody asks for others
+        first_step = max(newest - 6, 0)  # by default the last few steps
     found = read_timeline(root, first_step=first_step, last_step=last_step)
     lanes = dict.fromkeys(found.lanes[:MOST_LANES])
     spans = sorted((span for span in found.spans if span.lane in lanes), key=lambda span: span.start_s - span.end_s)
@@ -58,7 +58,7 @@ def _show_mark(mark: Mark) -> dict[str, Any]:
 
 
 def show_marks(marks: Sequence[Mark], table: MetricsTable, *, axis: str) -> list[dict[str, Any]]:
-    """Faults and recoveries, each with its place on the axis of curves: its time, or the step that ran at that time."""
+    """Return faults and recoveries with their place on the curves' axis: the time, or the step that ran at that time."""
     found = [mark for mark in marks if mark.kind != MarkKind.NOTE][-MOST_MARKS:]
     steps, times, _ = table.column("step")
     known = np.isfinite(times)
@@ -89,13 +89,13 @@ def show_cluster(root: Path, config: Config | None, *, marks: Sequence[Mark]) ->
         "live": None
         if live is None
         else {name: getattr(live, name) for name in ("time_s", "host", "is_over", "is_stale", "missing_nodes")},
-        "marks": [_show_mark(mark) for mark in reversed(marks[-12:])],  # the newest first
+        "marks": [_show_mark(mark) for mark in reversed(marks[-12:])],  # newest first
         "problem": problem,
     }
 
 
 def _planned(config: Config) -> dict[int, list[dict[str, Any]]]:
-    """Node -> its slots with their roles, as the run file places them."""
+    """Return each node's slots with their roles, as the run file places them."""
     if config.cluster is None:
         return {0: [{"slot": 0, "roles": ["actor", "rollout"]}]}
     plan = plan_for(config, config.cluster)
@@ -106,7 +106,7 @@ def _planned(config: Config) -> dict[int, list[dict[str, Any]]]:
 
 
 def _with_workers(nodes: dict[int, list[dict[str, Any]]], workers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The nodes with the worker of each slot; a node that the run file does not place is shown too."""
+    """Return the nodes with each slot's worker, including nodes that the run file does not place."""
     addresses: dict[int, str] = {}
     slots = {(node, slot["slot"]): {**slot, "lane": None} for node, own in nodes.items() for slot in own}
     for worker in workers:

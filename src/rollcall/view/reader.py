@@ -1,7 +1,7 @@
-"""Reads one run directory: for `rollcall status`, recover and compare, for the page, for Python.
+"""Reads one run directory, for `rollcall status`, recover and compare, for the page and for Python.
 
-It only reads, also while the run is running. A caller that asks again and again, as the page does, keeps a ``RunReader``: of files that
-grow, only what was added is read again. Any thread may ask.
+It only reads, even while the run is running. A caller that asks repeatedly, as the page does, keeps a ``RunReader``, which reads
+only what was added to growing files. Thread-safe.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rollcall.view.summary import build_summary, trained
 class RunState:
     word: str  # running, waiting, finished, failed, stopped, killed, new
     text: str  # a sentence
-    since_s: float | None = None  # unix time, of a run that is over when it ended; None if not known
+    since_s: float | None = None  # unix time at which this state began; None if not known
 
     @property
     def is_over(self) -> bool:
@@ -42,7 +42,7 @@ class RunState:
 
 
 class RunReader:
-    """``read_s`` bounds how long a question may read; the rest of a long file comes with the next question."""
+    """Reads one run directory. ``read_s`` bounds the time for one call; the rest of a long file comes with the next call."""
 
     def __init__(self, run_dir: Path, *, read_s: float = math.inf) -> None:
         self.dir = Path(run_dir)
@@ -62,7 +62,7 @@ class RunReader:
         return self._read_config()[1]
 
     def read_config(self) -> Config:
-        """The same, or an error that says why they cannot be read."""
+        """Return the settings, or raise an error that says why they cannot be read."""
         config, problem = self._read_config()
         if config is None:
             raise ConfigError(f"{problem}\nThe settings of a run are only in this file; restore it to read them")
@@ -85,13 +85,13 @@ class RunReader:
 
     @property
     def step(self) -> int:
-        """The last step that was trained."""
+        """The last trained step."""
         self.metrics.refresh()
         return self.metrics.step
 
     @property
     def num_steps(self) -> int | None:
-        """None if the run file does not say."""
+        """The number of steps, or None if the run file does not say."""
         steps = self.setting("trainer", "steps")
         return steps if is_count(steps) else None
 
@@ -101,7 +101,7 @@ class RunReader:
         return count if is_count(count) else None
 
     def setting(self, section: str, key: str) -> Any:
-        """One key of the saved run file, also where other parts of it are damaged. None if it cannot be read."""
+        """Return one key from the saved run file, even if other parts of it are damaged, or None if it cannot be read."""
         if (config := self.config) is not None:
             return getattr(getattr(config, section), key, None)
         try:
@@ -110,14 +110,14 @@ class RunReader:
             return None
 
     def holder(self) -> Holder | None:
-        """The process that has the run directory, or had it last."""
+        """Return the process that holds the run directory or held it last."""
         try:
             return read_holder(self.dir)
-        except OSError:  # it belongs to another user and cannot be read
+        except OSError:  # the file belongs to another user and cannot be read
             return None
 
     def _is_alive(self, holder: Holder | None) -> bool | None:
-        """A process on this machine is looked up; elsewhere its counter must move. None while that is not known yet."""
+        """Look up a process on this machine; elsewhere its counter must move. Return None while the answer is not known yet."""
         if holder is None or holder.is_gone:
             return False
         if holder.is_here:
@@ -165,20 +165,20 @@ class RunReader:
         return RunState(word="stopped", text=f"stopped after step {step}; the same command continues it", since_s=at_s)
 
     def standing(self, state: RunState) -> dict[str, Any]:
-        """Only a run whose ``state`` is running has time left."""
+        """Return the run's progress. Only a run whose ``state`` is running has time left."""
         holder = self.holder() if state.word == "running" else None
         return standing(self.metrics, num_steps=self.num_steps, holder=holder)
 
     def summary(self) -> dict[str, Any]:
-        """Whole-run numbers: those of ``summary.json``, or, before the run has ended, those of its metrics so far."""
+        """Return the numbers for the full run, from ``summary.json`` or, before the run has ended, from its metrics so far."""
         summary, step = read_summary(self.dir), self.step
-        if summary is not None and summary["steps"] >= step:  # else a run that had ended trains further
+        if summary is not None and summary["steps"] >= step:  # otherwise a finished run is being trained further
             return summary
         name = None if self.config is None else self.config.run.name
         return build_summary(self.metrics, resume_step=step, run=name)
 
     def moved_s(self) -> float | None:
-        """When the run last wrote something."""
+        """Return the time at which the run last wrote something."""
         moved = []
         for name in (EVENTS, "metrics.jsonl", RUN_FILE):
             with suppress(OSError):
@@ -186,12 +186,12 @@ class RunReader:
         return max(moved, default=None)
 
     def checkpoints(self, *, checksums: bool = True) -> list[Checkpoint]:
-        """Those that are kept, oldest first. ``checksums`` reads every byte, which takes long."""
+        """Return the kept checkpoints, oldest first. ``checksums`` reads every byte, which is slow."""
         return store_of(self.dir).inspect(checksums=checksums)
 
 
 def open_run(run_dir: Path) -> RunReader:
-    """Refuses what is not a run directory. The directory of a run that has just started may not exist yet."""
+    """Open a run directory and refuse anything else. It may not exist yet if the run has just started."""
     run = RunReader(run_dir)
     holder = run.holder()
     if not run_dir.is_dir() and (holder is None or holder.is_gone):
@@ -203,7 +203,7 @@ def open_run(run_dir: Path) -> RunReader:
 
 
 def describe_holder(holder: Holder | None) -> str:
-    """The process that has the run directory, as far as this host can see at once."""
+    """Describe the process that holds the run directory, as far as this host can tell right away."""
     if holder is None or holder.released:
         return "nobody"
     if holder.is_here:

@@ -1,7 +1,7 @@
 """Explains a run directory after a crash or damage, and what `rollcall train` would do with it.
 
-``look`` changes nothing and may be used while the run is running. ``repair`` moves torn things to ``RUN_DIR/set-aside/`` and
-deletes nothing: of a file that is partly whole, the original goes there and its whole part takes its place. A run repairs
+``look`` changes nothing and may be used while the run is running. ``repair`` moves torn files to ``RUN_DIR/set-aside/`` and
+deletes nothing: if part of a file is intact, the original is moved there and the intact part takes its place. A run repairs
 itself when it is resumed; this is for looking first, and for directories that something else has damaged.
 """
 
@@ -27,24 +27,24 @@ from rollcall.view.reader import RunReader, RunState, holder_as_json
 class RunReport:
     run_dir: Path
     audit: Audit
-    num_steps: int | None  # of the whole run; None if its run file cannot be read
+    num_steps: int | None  # for the full run; None if its run file cannot be read
     prompts_per_step: int | None
     holder: Holder | None
     state: RunState
 
     @property
     def last(self) -> Checkpoint | None:
-        """The newest checkpoint that is whole."""
+        """The newest intact checkpoint."""
         return next((one for one in reversed(self.audit.checkpoints) if not one.reason), None)
 
     @property
     def groups(self) -> dict[int, int]:
-        """Steps past the checkpoint with their finished groups."""
+        """Steps past the checkpoint with their number of finished groups."""
         return {step: count for step, count in self.audit.groups.items() if step > self.start_step}
 
     @property
     def replayed(self) -> list[int]:
-        """Steps past the checkpoint that were trained before, and will be again, on the same groups."""
+        """Steps past the checkpoint that were trained before and will be trained again on the same groups."""
         return sorted({step for step, _ in self.audit.trained if step > self.start_step})
 
     @property
@@ -52,7 +52,7 @@ class RunReport:
         return self.last.step if self.last else 0
 
     def next(self) -> list[str]:
-        """The actions of the next `rollcall train`, in sentences."""
+        """What the next `rollcall train` will do, in sentences."""
         holder = self.holder
         if holder is None or holder.is_gone:
             lines = ["take the run directory at once: no process has it"]
@@ -108,7 +108,7 @@ def look(run_dir: Path) -> RunReport:
 
 
 def repair(run_dir: Path) -> list[Path]:
-    """Set torn things aside, and return where they went. Refuses while a controller has the run directory."""
+    """Set torn files aside and return their new paths. Refuse while a controller holds the run directory."""
     run_dir = Path(run_dir)
     with hold(run_dir):
         torn = audit(run_dir).torn
@@ -136,7 +136,7 @@ def _set_aside(torn: Torn, target: Path) -> None:
         whole = whole_records(path)
     else:
         whole = b"".join(line for line, good in judge_file(path) if good)
-    # A copy, not a move: a kill between two renames must not leave the run without the file.
+    # Copy instead of moving: a kill between two renames must not leave the run without the file.
     shutil.copy2(path, target)
     fsync(target)
     write_atomic(path, whole)

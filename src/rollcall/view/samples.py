@@ -1,5 +1,5 @@
-"""Samples for the page: groups of the journal, the search through them, single completions token by token, and the completions on
-held-out prompts that ``samples/val-STEP.jsonl`` keeps of each evaluation."""
+"""Samples for the page: groups in the journal, a search over them, single completions token by token, and the completions on
+held-out prompts that each evaluation writes to ``samples/val-STEP.jsonl``."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from rollcall.view.curves import short
 from rollcall.view.growing import TrainedDraws
 from rollcall.view.journal_index import FOLDER, GroupRow, JournalIndex
 
-SHORT = 280  # characters of a text in a list
-LONG = 20_000  # characters of a text in a group
+SHORT = 280  # characters shown for a text in a list
+LONG = 20_000  # characters shown for a text in a group
 MOST_HELD_OUT = 200
 _HELD_OUT = re.compile(r"val-(\d{6,12})\.jsonl")
 
 
 class NoGroupError(LookupError):
-    """The journal does not hold this group."""
+    """The journal does not contain this group."""
 
 
 # Groups in a list
 
 
 def preview(root: Path, row: GroupRow) -> str:
-    """The end of a group's prompt: chat templates all begin alike."""
+    """Return the end of a group's prompt, because chat templates all begin alike."""
     data = _header_bytes(root, row)
     try:
         return "" if data is None else _asked(json.loads(data))[-SHORT:]
@@ -50,7 +50,7 @@ def preview(root: Path, row: GroupRow) -> str:
 
 
 def _asked(header: dict[str, Any]) -> str:
-    """The user's message, without the chat template around it; for an empty prompt, the environment's first message."""
+    """Return the user's message without its chat template; for an empty prompt, the environment's first message."""
     prompt = header["prompt"]
     openings = (episode.get("opening", "") for row in header["completions"] if (episode := row.get("episode")))
     return asked(prompt["text"], prompt["metadata"]) or next(openings, "")
@@ -67,18 +67,18 @@ def _header_bytes(root: Path, row: GroupRow) -> bytes | None:
 
 class SearchPage(NamedTuple):
     rows: list[dict[str, Any]]
-    cursor: tuple[int, int] | None  # the last group that was looked at, or None if all were
+    cursor: tuple[int, int] | None  # the last group that was searched, or None if all were
     looked_at: int
 
 
 def search(
     root: Path, index: JournalIndex, needle: str, *, only: str | None, after: tuple[int, int], limit: int
 ) -> SearchPage:
-    """Groups whose prompt, answer, completions or notes contain the text, in any case, the newest first. It stops after ``limit`` of
-    them or 0.8 s; ``after`` continues from there."""
+    """Find groups whose prompt, answer, completions or notes contain the text, ignoring case, newest first. Stops after ``limit``
+    matches or 0.8 s; ``after`` continues from there."""
     at, looked_at, rows = after, 0, []
     until, wanted = time.monotonic() + 0.8, needle.casefold()
-    # The header is ASCII with escapes, so plain text is found in its bytes without reading it as JSON.
+    # The header is ASCII with escapes, so plain text can be found in its bytes without parsing JSON.
     raw = json.dumps(needle)[1:-1].lower().encode() if needle.isascii() else None
     while piece := index.before(step=at[0], draw=at[1], only=only, limit=500):
         for row in piece:
@@ -91,7 +91,7 @@ def search(
 
 
 def _hit(root: Path, row: GroupRow, wanted: str, raw: bytes | None) -> str | None:
-    """The text around the first match in a group, or None."""
+    """Return the text around the first match in a group, or None."""
     data = _header_bytes(root, row)
     if data is None or (raw is not None and raw not in data.lower()):
         return None
@@ -115,7 +115,7 @@ def _hit(root: Path, row: GroupRow, wanted: str, raw: bytes | None) -> str | Non
 
 
 def read_group(root: Path, index: JournalIndex, *, step: int, draw: int) -> Group:
-    """Reads a group where the table says it is, else searches the step's file: a fresh group is shown before it is indexed."""
+    """Read a group at its indexed place, else search the step's file, since a new group may not be indexed yet."""
     row = index.get(step=step, draw=draw)
     for start in [*([] if row is None else [row.start]), 0]:
         for group in _groups_in(root / FOLDER / f"{step:06d}.groups", start=start):
@@ -133,13 +133,13 @@ def _groups_in(path: Path, *, start: int) -> Iterator[Group]:
                 try:
                     yield decode(payload)
                 except NOT_A_GROUP:
-                    pass  # a record of another program is skipped, as the journal itself does
+                    pass  # skips a record from another program, as the journal itself does
     except OSError:
         return
 
 
 def show_group(group: Group, *, config: Config | None, trained_in: int | None) -> dict[str, Any]:
-    """A group as JSON; long texts are cut, and ``said_of`` has the whole."""
+    """Return a group as JSON. Long texts are cut; ``said_of`` returns them in full."""
     advantages = advantages_of(group, config)
     prompt, shown = group.prompt, _prompt_text(group)
     own = (one.prompt_ids(prompt.token_ids) for one in group.completions if not prompt.text)
@@ -169,7 +169,7 @@ def show_group(group: Group, *, config: Config | None, trained_in: int | None) -
 
 
 def advantages_of(group: Group, config: Config | None) -> Floats | None:
-    """One for each completion. None if they depend on more than the group, or the run file cannot be read."""
+    """Return each completion's advantage, or None if it depends on more than the group or the run file cannot be read."""
     if config is None:
         return None
     most = config.rollout.max_response_tokens
@@ -204,7 +204,7 @@ def _show_completion(completion: Completion, *, number: int, group: Group) -> di
 
 
 def said_of(group: Group, *, completion: int | None) -> list[tuple[str, str]]:
-    """The messages of a completion with their speakers, except the one that is shown as the prompt. Without a completion, the prompt."""
+    """Return a completion's messages with their speakers, without the message shown as the prompt; None returns the prompt."""
     prompt = _prompt_text(group)
     if completion is None:
         return [("", prompt)]
@@ -219,7 +219,7 @@ def _known_completion(group: Group, number: int) -> int:
 
 
 def _prompt_text(group: Group) -> str:
-    """For an empty prompt, what the environment says first, if that is the same in all attempts."""
+    """Return the prompt's text; if it is empty, the environment's first message, if all attempts share it."""
     openings = {one.episode.opening for one in group.completions if one.episode is not None}
     return group.prompt.text or (openings.pop() if len(openings) == 1 else "")
 
@@ -237,10 +237,10 @@ def _cut(said: list[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 class Vocabulary:
-    """Token ids into text, by the tokenizer that a run directory holds."""
+    """Turns token ids into text with the tokenizer in a run directory."""
 
     def __init__(self, data: bytes) -> None:
-        # The library below transformers. It loads in a tenth of a second, and without torch.
+        # This is the library below transformers. It loads in a tenth of a second without torch.
         from tokenizers import Tokenizer
 
         self._tokenizer = Tokenizer.from_buffer(data)
@@ -249,18 +249,18 @@ class Vocabulary:
         }
 
     def texts(self, ids: list[int]) -> list[str]:
-        """Of tokens that hold half a character, the last one gets it, and those before it are empty."""
+        """Return each token's text. If several tokens form one character, the last gets it and the others are empty."""
         from tokenizers.decoders import DecodeStream
 
         stream = DecodeStream(skip_special_tokens=False)
         return [stream.step(self._tokenizer, number) or "" if self._piece(number) is not None else "" for number in ids]
 
     def pieces(self, ids: list[int]) -> dict[str, str]:
-        """Each token that occurs, as the tokenizer writes it."""
+        """Return the tokenizer's own spelling of each token that occurs."""
         return {str(number): piece for number in set(ids) if (piece := self._piece(number)) is not None}
 
     def special(self, ids: list[int]) -> list[int]:
-        """Places of the special tokens."""
+        """Return the positions of the special tokens."""
         return [place for place, number in enumerate(ids) if number in self._special]
 
     def _piece(self, number: int) -> str | None:
@@ -268,7 +268,7 @@ class Vocabulary:
 
 
 def vocabulary_of(root: Path) -> Vocabulary | None:
-    """None while the run directory holds no tokenizer."""
+    """Load the run directory's tokenizer, or return None while there is none."""
     for folder in (root, root / "model", *sorted(root.glob("checkpoints/*/model"), reverse=True)):
         with suppress(Exception):  # the library raises a plain Exception for a file that is not a tokenizer
             path = folder / "tokenizer.json"
@@ -282,7 +282,7 @@ def _vocabulary(path: Path, written_ns: int) -> Vocabulary:
 
 
 def read_scores(root: Path, group: Group, *, completion: int, trained: TrainedDraws) -> dict[str, Floats] | None:
-    """The learner's log-probs and entropy of each token, or None if they were not kept for this group."""
+    """Return the learner's log-probs and entropy for each token, or None if they were not kept for this group."""
     step = trained.step_of(group.draw) or group.step
     try:
         with (root / SCORES / file_name(step)).open("rb") as file:
@@ -299,8 +299,8 @@ def show_tokens(
     vocabulary: Vocabulary | None,
     learner: dict[str, Floats] | None,
 ) -> dict[str, Any]:
-    """Columns of equal length, one entry for each token. ``learner`` has the learner's own numbers for the same tokens, if they were
-    kept."""
+    """Return columns of equal length with one entry per token. ``learner`` contains the learner's own numbers for the same
+    tokens, if they were kept."""
     one, score = group.completions[_known_completion(group, completion)], group.scores[completion]
     advantages = advantages_of(group, config)
     ids = one.token_ids.tolist()
@@ -315,7 +315,7 @@ def show_tokens(
         columns["mismatch"] = short(np.where(one.mask, difference, 0.0))
         columns["ratio"] = short(np.where(one.mask, np.exp(np.clip(difference, -20, 20)), 1.0))
     whole_prompt = one.prompt_ids(group.prompt.token_ids)
-    prompt = whole_prompt[-2000:].tolist()  # the end: a completion answers it
+    prompt = whole_prompt[-2000:].tolist()  # the end is what the completion answers
     return {
         "step": group.step,
         "draw": group.draw,

@@ -1,8 +1,8 @@
-"""The server of the page: Starlette on the loopback interface. ``Api`` answers questions in JSON; ``Guard`` decides who may ask.
+"""The page's server: Starlette on the loopback interface. ``Api`` answers requests in JSON; ``Guard`` decides who may ask.
 
-Only a browser that was opened with an address from this server sees the page. An address works once (``/open/KEY``) and sets a cookie;
-without the cookie every answer is 401. A name in the Host header that is not this machine's loopback is refused: another site could give
-its own name our address (DNS rebinding) and read the answers. The browser runs no script and loads nothing except from this server.
+Only a browser that opened an address from this server sees the page. An address works once (``/open/KEY``) and sets a cookie;
+without the cookie every answer is 401. A Host header that does not name this machine's loopback is refused: another site could
+point its own name to our address (DNS rebinding) and read the answers. The browser loads scripts and data only from this server.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "x-frame-options": "DENY",
 }
-# Not a redirect: where the address was opened from another page, the browser would not send a strict cookie along.
+# Not a redirect: if the address was opened from another page, the browser would not send a strict cookie with it.
 OPENED = '<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0; url=/"><title>Rollcall</title><link rel="icon" href="/page/icon.svg">'
 PAGE = Path(__file__).with_name("page")
 
@@ -76,19 +76,19 @@ def _refused(request: Request, error: Exception) -> Response:
 
 def _plotly(request: Request) -> Response:
     script = files("plotly") / "package_data" / "plotly.min.js"
-    # Its address has no version in it, so a browser keeps it for a session of work and not for longer.
+    # The address contains no version, so let browsers cache it for a working session and no longer.
     return FileResponse(str(script), headers={"cache-control": "private, max-age=14400"})
 
 
 class Guard:
-    """Wraps the app. ``on_open`` is called after an address was used."""
+    """Wraps the app and refuses strangers. ``on_open`` is called after an address was used."""
 
     def __init__(self, app: ASGIApp, *, keys: Keys, on_open: Callable[[], None] = lambda: None) -> None:
         self._app = app
         self._keys = keys
         self._on_open = on_open
         self._session = secrets.token_urlsafe(32)
-        # Cookies do not know ports: each server has its own name, or two of them would log each other out.
+        # Cookies ignore ports, so each server's cookie has its own name; otherwise two servers would log each other out.
         self._cookie = f"rollcall-{secrets.token_hex(4)}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -110,7 +110,7 @@ class Guard:
                     own[name] = value
                 own.setdefault("cache-control", "no-store")
                 if answer is not None:
-                    own["connection"] = "close"  # a stranger keeps none
+                    own["connection"] = "close"  # strangers do not keep a connection
             await send(message)
 
         await (answer or self._app)(scope, receive, with_headers)
@@ -134,7 +134,7 @@ def _page(status: int, text: str) -> Response:
 
 
 class PageServer:
-    """``run`` serves until the process is interrupted, or ``stop`` is called."""
+    """Serves the page: ``run`` returns when the process is interrupted or ``stop`` is called."""
 
     def __init__(self, places: ShownRuns, *, port: int = 0) -> None:
         self.keys = Keys()
@@ -148,8 +148,8 @@ class PageServer:
         return f"http://{HOST}:{self.port}{OPEN}{self.keys.new()}"
 
     def run(self) -> None:
-        with suppress(OSError):  # not allowed here; the page then takes part as any other process
-            os.nice(10)  # a run on the same machine goes first
+        with suppress(OSError):  # if it is not allowed, the page keeps its normal priority
+            os.nice(10)  # a run on the same machine has priority
         self._server.run(sockets=[self._socket])
 
     def stop(self) -> None:
@@ -157,7 +157,7 @@ class PageServer:
 
 
 def serve(shown: ShownRuns, *, port: int, open_browser: bool, tell: Callable[[str], None]) -> None:
-    """For a person at a terminal: prints an address, and another one when it was used."""
+    """Serve the page for a user at a terminal: print an address, and a new one whenever the last was used."""
     server = PageServer(shown, port=port)
     tell(f"showing {counted(len(shown.all()), 'run')}; Ctrl-C ends the page")
     address = server.new_address()

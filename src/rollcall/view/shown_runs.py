@@ -1,4 +1,4 @@
-"""The run directories that a page shows: those that were named, and those in folders that were named."""
+"""Finds the run directories that a page shows: the given directories, and the runs inside given folders."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ LOOK_EVERY_S = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownRun:
-    id: str  # in addresses; the same after a restart of the server
-    name: str  # as the person who gave the folder would call it
-    dir: Path  # resolved
+    id: str  # used in addresses; stays the same when the server restarts
+    name: str  # relative to the folder that the user named
+    dir: Path  # the resolved path
 
 
 class UnknownRunError(LookupError):
-    """No run of this id is shown."""
+    """No run with this id is shown."""
 
 
 class ShownRuns:
     def __init__(self, given: Sequence[Path], *, is_one: bool = False) -> None:
-        """With ``is_one``, the only path given is a run directory, even before it holds anything."""
+        """With ``is_one``, the only path in ``given`` is a run directory, even while it is still empty."""
         self._given = [Path(path) for path in given] or [DEFAULT_FOLDER]
         self._is_one = is_one
         for path in self._given if not is_one else []:
@@ -44,7 +44,7 @@ class ShownRuns:
         self._looked = float("-inf")
 
     def all(self) -> list[ShownRun]:
-        """A new run in a folder appears within seconds; one that was removed is gone."""
+        """Return all shown runs. A new run in a folder appears within seconds; a removed run disappears."""
         with self._lock:
             if time.monotonic() - self._looked > LOOK_EVERY_S:
                 self._found = {place.id: place for path in self._given for place in self._look(path)}
@@ -64,8 +64,8 @@ class ShownRuns:
 
 
 def _runs_below(folder: Path, *, depth: int) -> Iterator[Path]:
-    """Links are not followed."""
-    with suppress(OSError):  # a directory that may not be read is not shown; the others are
+    """Yield the run directories in a folder, without following links."""
+    with suppress(OSError):  # skips directories that may not be read
         if is_run(folder):
             yield folder
         elif depth:

@@ -1,4 +1,4 @@
-"""The progress of a run, by its metrics: step, reward, headline, time left."""
+"""Reports a run's progress from its metrics: step, reward, headline, time left."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rollcall.observe.progress import STEPS_COUNTED, format_duration
 from rollcall.view.growing import MetricsTable
 from rollcall.view.summary import build_summary, no_signal
 
-# Metrics under ``episode/``, and what they are called in a line.
+# Metrics under ``episode/`` and their names in the printed line.
 EPISODE_COUNTS = {"turns_mean": "turns", "tool_calls_mean": "tool calls"}
 EPISODE_ENDS = {
     "failed_fraction": "failed", "truncated_fraction": "reached a limit", "timed_out_fraction": "took too long",
@@ -20,7 +20,7 @@ EPISODE_ENDS = {
 
 
 def standing(metrics: MetricsTable, *, num_steps: int | None, holder: Holder | None) -> dict[str, Any]:
-    """The last step and the run so far. ``holder`` is the process that works on the run; without one there is no time left."""
+    """Return the last step and the run so far. ``holder`` is the process that runs it; without a holder there is no time left."""
     so_far, headline = build_summary(metrics), metrics.headline
     return {
         "step": so_far["steps"],
@@ -35,7 +35,7 @@ def standing(metrics: MetricsTable, *, num_steps: int | None, holder: Holder | N
 
 
 def standing_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """Label and text of each number there is."""
+    """Return label and text for each number that is known."""
     rows = [("step", f"{found['step']}" if found["steps"] is None else f"{found['step']} of {found['steps']}")]
     headline, words = found["headline"], no_signal(found["no_signal"])
     if found["reward"] is not None:
@@ -52,7 +52,7 @@ def standing_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _episodes(metrics: MetricsTable) -> dict[str, float] | None:
-    """Of the last step."""
+    """Return the last step's episode metrics."""
     found = {}
     for name in (*EPISODE_COUNTS, *EPISODE_ENDS):
         steps, _, values = metrics.column(f"episode/{name}")
@@ -72,7 +72,7 @@ def _in_words(episodes: Mapping[str, float]) -> str:
 
 
 def _left_s(metrics: MetricsTable, *, num_steps: int | None, since: float) -> float | None:
-    """At the pace of the recent steps that the present process has trained, except its first, which also warms up."""
+    """Estimate the time left from the current process's recent steps, without its first, which includes the warm-up."""
     steps, times, _ = metrics.column("time/step_s")
     recent = set(steps[times >= since][1:][-STEPS_COUNTED:].tolist())
     if not recent or num_steps is None or steps[-1] >= num_steps:
@@ -85,7 +85,7 @@ def _left_s(metrics: MetricsTable, *, num_steps: int | None, since: float) -> fl
 
 
 def _since(holder: Holder) -> float:
-    """When the holder took the directory, by the clock of its metrics too; 0 if it does not say."""
+    """Return when the holder took the directory, on the same clock as its metrics, or 0 if it does not say."""
     try:
         return datetime.strptime(holder.since, "%Y-%m-%d %H:%M:%S UTC").replace(tzinfo=UTC).timestamp()
     except ValueError:

@@ -1,4 +1,4 @@
-"""``summary.json``: the numbers of a whole run, its earlier processes included, and the messages at its end."""
+"""Builds ``summary.json``, with the numbers for a full run including its earlier processes, and the messages at its end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rollcall.observe.headline import ACCURACY, BY_METRIC, REWARD
 from rollcall.view.growing import MetricsTable
 
 ADVANTAGE = "train/advantage_abs_mean"
-WORTH_SAYING = 0.1  # of the steps
+WORTH_SAYING = 0.1  # share of the steps
 ADVICE = (
     "In such a step all completions of each group scored alike or were left out of the loss, so there was nothing to prefer. Use "
     "prompts that the model solves sometimes but not always, raise rollout.samples_per_prompt, or let the reward give more than "
@@ -30,10 +30,10 @@ ADVICE = (
 def build_summary(
     metrics: MetricsTable, *, seconds: float = 0.0, resume_step: int | None = None, peak_gib: float = 0.0, **extra: Any
 ) -> dict[str, Any]:
-    """``seconds`` and ``peak_gib`` are the wall time and memory of a process that trains; steps up to ``resume_step`` add what
-    they took in earlier processes.
+    """Build the summary. ``seconds`` and ``peak_gib`` are the training process's wall time and memory; steps up to
+    ``resume_step`` add the time that they took in earlier processes.
 
-    ``extra`` joins the result unchanged (run name, model directory, ...). A number that no row holds is None.
+    ``extra`` joins the result unchanged (run name, model directory, ...). A number that no row contains is None.
     """
     metrics.refresh()
     before_s = 0.0
@@ -77,7 +77,7 @@ def _or_none(of: Callable[[list[float]], float], values: list[float]) -> float |
 
 
 def _median_generated(metrics: MetricsTable, name: str) -> float | None:
-    """The median without replayed steps, which generate little or nothing."""
+    """Return the median over steps that were not replayed, since replayed steps generate little or nothing."""
     replayed, _, groups = metrics.column("rollout/groups_from_journal")
     steps, _, values = metrics.column(name)
     return _or_none(median, values[~np.isin(steps, replayed[groups > 0])].tolist())
@@ -88,7 +88,7 @@ def trained(num_steps: int) -> str:
 
 
 def no_signal(counts: Mapping[str, int]) -> str | None:
-    """In words, that steps taught nothing because every advantage was 0. None if these are few.
+    """Say how many steps taught nothing because every advantage was 0, or return None if there are few of them.
 
     >>> no_signal({"steps": 11, "of": 12}), no_signal({"steps": 12, "of": 12}), no_signal({"steps": 1, "of": 12})
     ('11 of 12 steps had no signal', 'no step had a signal: nothing was learned in 12 steps', None)
@@ -102,7 +102,7 @@ def no_signal(counts: Mapping[str, int]) -> str | None:
 
 
 def _headline_course(summary: dict[str, Any]) -> str | None:
-    """The headline from the first evaluation to the last, or None if the run has no evaluation."""
+    """Return the headline from the first evaluation to the last, or None if the run has no evaluation."""
     headline = BY_METRIC[summary["headline"]]
     course = summary["eval"][headline.key]
     if course["first"] is None:
@@ -130,7 +130,7 @@ def finished(run_dir: Path, summary: dict[str, Any]) -> str:
 
 
 def interrupted(run_dir: Path, *, num_steps: int, by: str, fresh: bool) -> str:
-    """The state of an interrupted run, for the person who interrupted it."""
+    """Describe an interrupted run's state to the person who interrupted it."""
     if not run_dir.exists():
         return f"stopped by {by} before anything was trained; {run_dir} was not made"
     metrics, saved = MetricsTable(run_dir), newest_step(run_dir)

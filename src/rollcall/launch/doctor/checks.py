@@ -1,7 +1,7 @@
-"""Judges from facts what would break a run. Each check is a pure function of what nodes answered, and a finding is one sentence: what
-is wrong and the command that fixes it.
+"""Decides from nodes' facts what would break a run. Each check is a pure function of the nodes' answers, and a finding is one
+sentence: what is wrong and the command that fixes it.
 
-Where nodes differ, the odd one out differs from most of the others; in a tie, from the head.
+If nodes differ, the odd one out is the node that differs from the majority; in a tie, from the head.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rollcall.plan.judge import plan_run
 from rollcall.plan.memory import GIB
 
 MUST_AGREE = ("rollcall-rl", "torch", "transformers", "ray")
-MIN_FREE = GIB  # of a disk that is written to
+MIN_FREE = GIB  # free space that a disk needs if the run writes to it
 LAST_PORT = 65535
 
 Severity = Literal["breaks", "warns"]
@@ -48,7 +48,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
-    """A node's answer to the probe, with its seat."""
+    """A node's answer to the probe, with its place in the cluster."""
 
     rank: int
     host: str
@@ -71,20 +71,20 @@ class NodeFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    node: int | None  # rank; None for the whole cluster
+    node: int | None  # a rank; None means the full cluster
     host: str | None
     severity: Severity
     what: str
 
 
 def find(node: NodeFacts | NodeInfo | None, what: str, *, severity: Severity = "breaks") -> Finding:
-    """``node`` is None for what concerns the whole cluster."""
+    """Build a finding. ``node`` is None if it concerns the full cluster."""
     rank, host = (None, None) if node is None else (node.rank, node.host)
     return Finding(node=rank, host=host, severity=severity, what=what)
 
 
 def judge_nodes(nodes: Sequence[NodeFacts], *, checkpoint_bytes: int | None) -> list[Finding]:
-    """Everything that the facts of a cluster's nodes show."""
+    """Return every finding that follows from the facts about a cluster's nodes."""
     found = [*judge_versions(nodes)]
     for node in nodes:
         found += [*judge_disks(node, checkpoint_bytes=checkpoint_bytes), *judge_memory(node), *judge_gpus(node)]
@@ -105,7 +105,7 @@ def judge_roster(roster: Roster, cluster: Cluster) -> Iterator[Finding]:
 
 
 def judge_slots(config: Config, roster: Roster, cluster: Cluster) -> Iterator[Finding]:
-    """The run file's nodes against those that are there."""
+    """Compare the run file's nodes with the nodes that have joined."""
     wanted = config.cluster.slots_per_node if config.cluster else ()
     for node in roster.alive:
         if node.rank is not None and node.rank < len(wanted) and node.slots < wanted[node.rank]:
@@ -124,7 +124,7 @@ def judge_slots(config: Config, roster: Roster, cluster: Cluster) -> Iterator[Fi
 
 
 def judge_plan(config: Config, nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
-    """The findings of `rollcall plan`, with the cards that are really there."""
+    """Yield `rollcall plan`'s findings for the GPUs that are really there."""
     cards = [gpu.memory_total for node in nodes for gpu in node.gpus]
     try:
         problems = plan_run(config, card_gib=min(cards) / GIB if cards else None).problems
@@ -135,7 +135,7 @@ def judge_plan(config: Config, nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
 
 
 def judge_versions(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
-    """Names the nodes whose Python, packages or build of torch differ from the others'."""
+    """Name the nodes whose Python, packages or torch build differ from the others'."""
     usual = _majority(nodes, lambda node: node.python.rpartition(".")[0])
     for node in nodes:
         if not node.python.startswith(f"{usual}."):
@@ -157,12 +157,12 @@ def judge_versions(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
 
 
 def _majority(nodes: Sequence[NodeFacts], value: Callable[[NodeFacts], T]) -> T:
-    """The value that most nodes have; in a tie, the head's if it is one of those."""
+    """Return the most common value among nodes; in a tie, the head's if it is one of them."""
     return mode(value(node) for node in sorted(nodes, key=lambda node: not node.is_head))
 
 
 def judge_torch(node: NodeFacts) -> Iterator[Finding]:
-    """On one machine, where there is no other node to compare it with."""
+    """Check torch on a single machine, which has no other node to compare it with."""
     if node.packages["torch"] is None:
         yield find(node, f"torch is not installed; run `{node.executable} -m pip install torch`")
     elif node.gpus and node.torch_build == "the CPU":
@@ -191,7 +191,7 @@ def judge_memory(node: NodeFacts) -> Iterator[Finding]:
 
 
 def judge_fit(node: NodeFacts, state_bytes: int | None) -> Iterator[Finding]:
-    """On one machine without a card. ``state_bytes``: weights and optimizer state; gradients come on top."""
+    """Check memory on a single machine without a GPU. ``state_bytes``: weights and optimizer state, without gradients."""
     if state_bytes is not None and state_bytes * 4 / 3 > node.memory_available:
         yield find(
             node,
@@ -210,13 +210,13 @@ def judge_gpus(node: NodeFacts) -> Iterator[Finding]:
         card = f"GPU {gpu.index} ({gpu.name})"
         if gpu.memory_used > GIB:
             held = f"{card} has {gpu.memory_used / GIB:.1f} GiB in use; `nvidia-smi -i {gpu.index}` shows by whom"
-            yield find(node, held, severity="warns")  # perhaps by a run of yours that is about to end
+            yield find(node, held, severity="warns")  # the user's own run may be using it and about to end
 
 
 def judge_reach(
     nodes: Sequence[NodeFacts], *, failed: Mapping[int, Sequence[tuple[int, int, str]]]
 ) -> Iterator[Finding]:
-    """``failed``: rank to the (rank, port, why) it could not connect to."""
+    """Report failed connections. ``failed``: rank to the (rank, port, why) that it could not reach."""
     by_rank = {node.rank: node for node in nodes}
     for rank, rows in failed.items():
         for target in sorted({row[0] for row in rows}):
@@ -228,10 +228,10 @@ def judge_reach(
 
 
 def firewall_rule(nodes: Sequence[NodeFacts], *, head_port: int) -> str:
-    """The rule for each node, as root, that lets only these nodes connect to the ports of Ray and the run.
+    """Return the command for root on each node that lets only these nodes connect to the ports of Ray and the run.
 
-    Ray (2.60) listens on every interface of a node, whatever address it is given, and ends its head or a raylet on one malformed
-    call (``RaySyncer/StartSync`` without metadata) before it asks for the token. TLS or a firewall keeps such a call out.
+    Ray (2.60) listens on all of a node's interfaces, whatever address it is told to use, and one malformed call
+    (``RaySyncer/StartSync`` without metadata) crashes its head or a raylet before the token is checked. TLS or a firewall helps.
     """
     ports = f"{FIRST_PORT}-{LAST_PORT}"
     if not FIRST_PORT <= head_port <= LAST_PORT:
@@ -247,7 +247,7 @@ def firewall_rule(nodes: Sequence[NodeFacts], *, head_port: int) -> str:
 def judge_shared(
     nodes: Sequence[NodeFacts], folder: str, *, wrote: Mapping[int, str | None], unseen: Mapping[int, Mapping[int, str]]
 ) -> Iterator[Finding]:
-    """``wrote``: rank to why it could not write there, if so; ``unseen``: reader's rank to writer's rank to why."""
+    """Report problems with the shared folder. ``wrote``: rank to why it could not write; ``unseen``: reader to writer to why."""
     for node in nodes:
         why_not, writers = wrote.get(node.rank), unseen.get(node.rank)
         if why_not:

@@ -1,8 +1,8 @@
-"""`rollcall doctor`: examines this machine or the nodes of a cluster, and says what would break a run.
+"""`rollcall doctor`: examines this machine or a cluster's nodes and says what would break a run.
 
 On a cluster there is one probe per node, an actor pinned there. The doctor asks all of them at once and waits for each stage
-until its deadline; a node that has not answered by then is a finding, and the examination continues without it. The pure functions
-of ``checks`` judge what is wrong.
+until its deadline; a node that has not answered by then becomes a finding, and the examination continues without it. The pure
+functions in ``checks`` decide what is wrong.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from rollcall.process.ray.connect import connect, disconnect
 from rollcall.process.ray.each_node import Pinned, answers_of
 from rollcall.reward.confine import available
 
-STAGE_S = 90.0  # for a probe to start and say what it knows, or to try the others
+STAGE_S = 90.0  # for a probe to start and report its facts, or to try the other nodes
 REACH_S = 3.0  # for one connection
-MEASURE_S = 120.0  # importing torch on a busy node is most of it
-MAX_PAIRS_NODES = 16  # up to here every node connects to every other
+MEASURE_S = 120.0  # mostly for importing torch on a busy node
+MAX_PAIRS_NODES = 16  # up to this many nodes, every node connects to every other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    cluster: str | None  # None for this machine without a cluster
+    cluster: str | None  # None means this machine without a cluster
     nodes: tuple[NodeFacts, ...]
     findings: tuple[Finding, ...]
-    shared: str | None = None  # a folder in which every node sees what the others write
-    backend: str | None = None  # of the all-reduce
+    shared: str | None = None  # a folder in which every node sees the others' files
+    backend: str | None = None  # the backend of the all-reduce
     bytes_per_s: float | None = None
-    firewall: str | None = None  # a rule that lets in only the nodes, where no TLS does it
+    firewall: str | None = None  # a rule that admits only the nodes, for clusters without TLS
     rewards: Mapping[str, str] = field(default_factory=available)  # how built-in rewards are confined on this machine
 
     @property
@@ -63,7 +63,7 @@ class Diagnosis:
 
 
 def examine_machine(config: Config | None) -> Diagnosis:
-    """Examine this machine for a run in one process; with a run file also its model, data and rewards."""
+    """Examine this machine for a run in one process; with a run file, also examine its model, data and rewards."""
     folder = "." if config is None else str(config.run.dir.absolute())
     ask = {"packages": checks.MUST_AGREE, "disks": {"run.dir": folder}, "paths": []}
     facts = probing.Probe().facts(ask)
@@ -103,13 +103,13 @@ def _judge_parts(config: Config, node: NodeFacts) -> Iterator[Finding]:
         if has_model and (broken := try_run(config, num_rows=1).broken):
             yield find(node, f"{', '.join(broken)} failed on the first row; `rollcall reward test` shows why")
         elif not has_model and config.data.train != NO_DATA and not is_hub(config.data.train):
-            next(read_rows(config.data.train), None)  # without a model there is no tokenizer to try the rewards with
+            next(read_rows(config.data.train), None)  # without a model there is no tokenizer to test the rewards with
     except (ValueError, OSError) as error:
         yield find(node, str(error))
 
 
 def checkpoint_bytes(config: Config | None) -> int | None:
-    """Size of one checkpoint, if the sizes of the model are known."""
+    """Return the size of one checkpoint, if the model's sizes are known."""
     if config is None:
         return None
     try:
@@ -122,16 +122,16 @@ def checkpoint_bytes(config: Config | None) -> int | None:
 
 
 def examine(cluster: Cluster, *, config: Config | None, quick: bool = False) -> Diagnosis:
-    """``quick`` leaves out the all-reduce, most of which is importing torch on every node; the rest takes seconds."""
+    """Examine a cluster's nodes. ``quick`` skips the all-reduce, which imports torch on every node; the rest takes seconds."""
     connect(cluster, log_to_driver=False)
     try:
         return _Examination(cluster, list_nodes(cluster), config=config).run(quick=quick)
     finally:
-        disconnect()  # ends the probes as well
+        disconnect()  # stops the probes too
 
 
 class _Examination:
-    """Each stage calls the probes, waits and judges."""
+    """Runs the examination: each stage calls the probes, waits and judges their answers."""
 
     def __init__(self, cluster: Cluster, roster: Roster, *, config: Config | None) -> None:
         if not roster.alive:
@@ -194,7 +194,7 @@ class _Examination:
         self.findings += checks.judge_reach(nodes, failed=failed)
 
     def _shared_folder(self, nodes: Sequence[NodeFacts]) -> str | None:
-        """The folder, if every node sees what the others write there."""
+        """Return the shared folder if every node sees the others' files there."""
         folder = self.cluster.rendezvous
         if self.config is not None:
             folder = str(next(parent for parent in self.config.run.dir.absolute().parents if parent.exists()))
@@ -241,12 +241,12 @@ class _Examination:
     def _ask_all(
         self, what: str, method: str, arguments: Callable[[int], Sequence[Any]], *, timeout_s: float = STAGE_S
     ) -> dict[int, Any]:
-        """Asks every probe the same; ``arguments`` are by rank."""
+        """Call the same method on every probe; ``arguments`` returns those for a rank."""
         calls = {rank: probe.call(method, *arguments(rank)) for rank, probe in self.probes.items()}
         return self._collect(what, calls, timeout_s=timeout_s)
 
     def _collect(self, what: str, calls: Mapping[int, Any], *, timeout_s: float = STAGE_S) -> dict[int, Any]:
-        """Answers by rank; a node that fails or is late becomes a finding."""
+        """Return the answers by rank; a node that fails or is late becomes a finding."""
         answers, failures = answers_of(calls, wait=Wait(timeout_s, first_s=5, every_s=5), to=what)
         for rank, why_not in failures.items():
             logs = f"its logs are in {self.infos[rank].temp_dir}/session_latest/logs"
@@ -255,7 +255,7 @@ class _Examination:
 
 
 def partners(rank: int, ranks: Sequence[int]) -> list[int]:
-    """The nodes that a node connects to: all in a small cluster; in a large one its next four and rank 0."""
+    """Return the ranks that a node connects to: all in a small cluster; the next four and rank 0 in a large one."""
     others = [other for other in ranks if other != rank]
     if len(ranks) <= MAX_PAIRS_NODES:
         return others

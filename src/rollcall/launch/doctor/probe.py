@@ -1,8 +1,8 @@
-"""A node's facts, and the small experiments that nodes make with each other.
+"""Collects a node's facts and runs small experiments between nodes.
 
-This file and ``nodes/interfaces.py`` are sent to the nodes as code. They use only the standard library and psutil, which Ray brings
-along, so a node with a wrong Rollcall, or none, can still answer. Answers are plain dictionaries. Each experiment is one method of
-``Probe``, and returns by the deadline it is given.
+This file and ``nodes/interfaces.py`` are sent to the nodes as code. They use only the standard library and psutil, which Ray
+installs, so a node with a wrong version of Rollcall, or without it, can still answer. Answers are plain dictionaries. Each
+experiment is one method of ``Probe`` and returns by its deadline.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ GPU_FIELDS = ("index", "name", "memory.total", "memory.used")
 
 
 class Probe:
-    """One node's end of the examination."""
+    """One node's side of the examination."""
 
     def __init__(self) -> None:
         self._listeners: list[socket.socket] = []
         self._meeting: Any = None
 
     def facts(self, ask: dict[str, Any]) -> dict[str, Any]:
-        """``ask``: packages (names), disks (purpose to path) and paths that must exist."""
+        """Collect the node's facts. ``ask`` names packages, disks (purpose to path) and paths that must exist."""
         gpus, complaint = read_gpus()
-        with open("/proc/meminfo") as file:  # psutil may not be here
+        with open("/proc/meminfo") as file:  # psutil may be missing
             memory = {name: int(amount.split()[0]) << 10 for name, amount in (line.split(":") for line in file)}
         shm = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
         return {
@@ -58,12 +58,12 @@ class Probe:
         }
 
     def listen(self, address: str) -> list[int]:
-        """Accepts connections on two ports until the probe ends: one of those that clusters listen on, and one that the kernel
+        """Accept connections on two ports until the probe ends: one in the range that clusters use, and one that the kernel
         chooses."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         for ports in (random.sample(range(10_000, 32_000), 50), [0]):
             for port in ports:
-                with suppress(OSError):  # it is taken
+                with suppress(OSError):  # the port is taken
                     listener = socket.create_server((address, port), family=family, backlog=128)
                     threading.Thread(target=_accept, args=(listener,), daemon=True).start()
                     self._listeners.append(listener)
@@ -71,7 +71,7 @@ class Probe:
         return [listener.getsockname()[1] for listener in self._listeners]
 
     def reach(self, targets: list[tuple[int, str, int]], timeout_s: float) -> list[tuple[int, int, str]]:
-        """(rank, port, why) of those that cannot be connected to."""
+        """Return (rank, port, why) for each target that cannot be reached."""
         failed: list[tuple[int, int, str]] = []
         for rank, address, port in targets:
             try:
@@ -84,7 +84,7 @@ class Probe:
         return failed
 
     def write(self, folder: str, name: str) -> str | None:
-        """Writes a file in the shared folder; returns why it cannot, if so."""
+        """Write a file to the shared folder and return why that failed, if it did."""
         try:
             with open(os.path.join(folder, name), "w") as file:
                 file.write(name)
@@ -95,18 +95,18 @@ class Probe:
         return None
 
     def see(self, folder: str, names: list[str], timeout_s: float) -> dict[str, str]:
-        """The files that are not seen with their text in time, and why."""
+        """Return the files that did not appear with the right content in time, each with the reason."""
         ends = time.monotonic() + timeout_s
         while (missing := {name: why for name in names if (why := _unseen(folder, name))}) and time.monotonic() < ends:
             time.sleep(0.02)
         return missing
 
     def remove(self, folder: str, name: str) -> None:
-        with suppress(OSError):  # never written, or the folder is read-only here; the findings say so
+        with suppress(OSError):  # the file was never written, or the folder is read-only here; the findings say so
             os.remove(os.path.join(folder, name))
 
     def open_meeting(self, address: str, secret: str) -> int:
-        """The port at which the ranks of the all-reduce meet."""
+        """Open and return the port at which the ranks meet for the all-reduce."""
         from rollcall.nodes.door import listen_at
         from rollcall.nodes.meeting import MeetingServer
 
@@ -126,7 +126,7 @@ class Probe:
         secret: str,
         timeout_s: float,
     ) -> float:
-        """Bytes a second that cross each link, in the fastest of a few rounds. The ranks meet at rank 0's ``master`` and ``port``."""
+        """Return the bytes per second on each link in the fastest round. The ranks meet at rank 0's ``master`` and ``port``."""
         os.environ["CUDA_VISIBLE_DEVICES"] = "0" if backend == "nccl" else ""
         if interface := interface_of(address):
             os.environ |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
@@ -143,7 +143,7 @@ class Probe:
         num_bytes = 32 << 20
         data = torch.ones(num_bytes // 4, dtype=torch.float32, device="cuda" if backend == "nccl" else "cpu")
         seconds: list[float] = []
-        for _ in range(4):  # the first opens connections
+        for _ in range(4):  # the first round opens connections
             data.fill_(1)
             dist.barrier()
             began = time.perf_counter()
@@ -189,7 +189,7 @@ def installed(name: str) -> str | None:
 
 
 def torch_build() -> str:
-    """What torch was built for, from its version file: importing it takes seconds, and fails where it is broken."""
+    """Return what torch was built for, from its version file: importing it takes seconds and fails if it is broken."""
     spec, text = importlib.util.find_spec("torch"), ""
     if spec is not None and spec.origin is not None:
         with suppress(OSError), open(os.path.join(os.path.dirname(spec.origin), "version.py")) as file:
@@ -201,7 +201,7 @@ def torch_build() -> str:
 
 
 def disk(purpose: str, path: str) -> dict[str, Any]:
-    """The space in the nearest folder that exists."""
+    """Return the space on a path's disk, from the nearest folder that exists."""
     place = path
     while not os.path.exists(place) and os.path.dirname(place) != place:
         place = os.path.dirname(place)
@@ -210,12 +210,12 @@ def disk(purpose: str, path: str) -> dict[str, Any]:
 
 
 def read_gpus() -> tuple[list[dict[str, Any]], str | None]:
-    """The cards, and a complaint if nvidia-smi is there and does not answer."""
+    """Return the GPUs, and an error message if nvidia-smi is installed but does not answer."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return [], None
     command = [program, f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader,nounits"]
-    try:  # on a sick card it may never return
+    try:  # with a broken GPU it may never return
         done = subprocess.run(command, capture_output=True, text=True, timeout=20.0, check=True)
     except (subprocess.SubprocessError, OSError) as error:
         lines = (getattr(error, "stdout", "") or getattr(error, "stderr", "") or str(error)).strip().splitlines()
@@ -224,7 +224,7 @@ def read_gpus() -> tuple[list[dict[str, Any]], str | None]:
 
 
 def parse_gpu(row: list[str]) -> dict[str, Any]:
-    """A row of GPU_FIELDS; what a card does not report reads "[N/A]"."""
+    """Parse a row with GPU_FIELDS, in which "[N/A]" stands for what a GPU does not report."""
     index, name, *numbers = (cell.strip() for cell in row)
     total, used = (int(text) << 20 if text.isdigit() else 0 for text in numbers)
     return {"index": int(index), "name": name, "memory_total": total, "memory_used": used}

@@ -16,7 +16,7 @@ def show(diagnosis: Diagnosis) -> None:
     for node in diagnosis.nodes:
         console.print(Text(f"{_where(diagnosis, node.rank, node.host)}: {_facts(node)}"), soft_wrap=True)
     for text in _measured(diagnosis):
-        console.print(Text(text), soft_wrap=True)  # a command is copied from it whole
+        console.print(Text(text), soft_wrap=True)  # so that a command can be copied in one piece
     for finding in diagnosis.findings:
         style = "bold red" if finding.severity == "breaks" else "yellow"
         text = f"  {_where(diagnosis, finding.node, finding.host)}: {finding.what}"

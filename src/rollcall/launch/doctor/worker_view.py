@@ -1,4 +1,4 @@
-"""The environment variables that the workers of each node see, as a task on each node reports them."""
+"""Reports the environment variables that each node's workers see, by running a task on each node."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rollcall.process.ray.each_node import answers_of, run_on
 from rollcall.process.ray.members import ranked_nodes
 
 ORDER = (UNDECLARED, "the node's own", "rollcall", "Ray")
-ANSWER_S = 90.0  # a node starts a fresh process to answer
+ANSWER_S = 90.0  # a node has to start a new process to answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,9 +25,9 @@ class SeenVariable:
     """One variable on one node; secrets are redacted."""
 
     name: str
-    value: str | None  # None if it is not set there
-    source: str  # where it is declared; else one of ORDER
-    wanted: str | None  # the declared value if the worker sees another one, else None
+    value: str | None  # None if the variable is not set there
+    source: str  # where the variable is declared, else one of ORDER
+    wanted: str | None  # the declared value if the worker sees a different one, else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class NodeView:
 
 
 def view_workers(cluster: Cluster, section: ClusterSection | None, *, submitted: Mapping[str, str]) -> list[NodeView]:
-    """Every node of the cluster, by rank. Fails with the ranks that have not answered in time."""
+    """Return a view for every node of the cluster, by rank. The error names ranks that did not answer in time."""
     connect(cluster, log_to_driver=False)
     try:
         nodes = {node.rank: node for node in ranked_nodes()}
@@ -60,7 +60,7 @@ def view_workers(cluster: Cluster, section: ClusterSection | None, *, submitted:
 
 
 def _compare(variables: Mapping[str, Variable], found: Mapping[str, tuple[str, str]]) -> tuple[SeenVariable, ...]:
-    """Declared variables in their order, then the others by where they come from; of the node's own, its paths first."""
+    """Return declared variables in their order, then the node's own paths, then the others by where they come from."""
     rows = []
     for name, variable in variables.items():
         value, _ = found.get(name, (None, ""))

@@ -1,1 +1,1 @@
-"""After a run: brings its model to one place (``gather``), verifies it, and puts it on the hub (``upload``)."""
+"""Finishes a run: gathers its model in one place (``gather``), verifies it and uploads it to the hub (``upload``)."""

@@ -1,8 +1,8 @@
-"""Gathers, merges, verifies and uploads the newest checkpoint of a run.
+"""Gathers, merges, verifies and uploads a run's newest checkpoint.
 
-A step that is done is skipped. ``finish.json`` in the run directory says what the merge and the upload were made of, and
-``verified.json`` in the model directory what was verified. With another checkpoint, another setting or a changed file the step is
-done again, and so are those after it.
+A step that is done is skipped. ``finish.json`` in the run directory records the inputs of the merge and the upload, and
+``verified.json`` in the model directory records what was verified. A different checkpoint, a different setting or a changed file
+makes the step run again, and all later steps too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rollcall.model.stored.manifest import checkpoints_of, is_checkpoint, newest
 from rollcall.model.stored.tensors import StoredError
 
 NOTES = "finish.json"  # in the run directory
-MERGED = "merged"  # likewise: the model directory
+MERGED = "merged"  # in the run directory: the model directory
 State = Literal["done", "was done", "would be done", "not asked for"]
 Progress = Callable[[int, int], None]
 
@@ -47,7 +47,7 @@ class FinishedRun:
     checkpoint: Path
     model: Path
     steps: tuple[FinishStep, ...]
-    uploaded: Uploaded | None  # None if it was not, or by an earlier call
+    uploaded: Uploaded | None  # None if this call did not upload it
 
     def as_json(self) -> dict[str, Any]:
         steps = {step.name: {"state": step.state, "words": step.words} for step in self.steps}
@@ -61,7 +61,7 @@ class FinishedRun:
 
 
 def checkpoint_at(path: Path) -> Path:
-    """The checkpoint that ``path`` is; of a run directory or its ``checkpoints`` folder, the newest whole one."""
+    """Return the checkpoint at ``path``, or the newest complete one in a run directory or its ``checkpoints`` folder."""
     if is_checkpoint(path):
         return path.absolute()
     for folder in (path, path / "checkpoints"):
@@ -78,7 +78,7 @@ def finish(
     dry_run: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> FinishedRun:
-    """``run``: a run directory or a run file. ``hosts``: those to ask for parts over ssh, as in ``find_nodes``."""
+    """Finish a run. ``run``: a run directory or run file. ``hosts``: hosts to ask for parts over ssh, as in ``find_nodes``."""
     file, values = run_file_of(run)
     config = load_config(file, list(overrides), defaults=dict(values))
     run_dir = config.run.dir.absolute()
@@ -91,7 +91,7 @@ def finish(
         progress=progress,
         notes=_read_notes(run_dir / NOTES),
     )
-    # In this order: each looks at what the one before it has left.
+    # The order matters: each step uses the result of the one before it.
     steps = (work.gather(), work.merge(), work.verify(), work.upload())
     return FinishedRun(
         run_dir=run_dir, checkpoint=work.checkpoint, model=work.model, steps=steps, uploaded=work.uploaded
@@ -108,7 +108,7 @@ class _Work:
     progress: Progress
     notes: dict[str, Any]
     uploaded: Uploaded | None = None
-    begun: bool = False  # whether a step was done, or would be: then those after it are too
+    begun: bool = False  # whether a step was done or would be, so that all later steps are too
 
     @property
     def model(self) -> Path:
@@ -138,7 +138,7 @@ class _Work:
         }
         noted = self.notes.get("merge", {})
         same = not self.begun and {**noted, **wanted} == noted and (self.model / "config.json").is_file()
-        if same and noted.get("weights") == _weights(self.model):  # another merge may have put its own there
+        if same and noted.get("weights") == _weights(self.model):  # a different merge may have written there
             return FinishStep(name="merge", state="was done", words=f"{self.checkpoint.name} is in {self.model}")
 
         def work() -> None:
@@ -179,14 +179,14 @@ class _Work:
         return self._step("upload", f"{self.model} to {where}", work)
 
     def _step(self, name: str, words: str, work: Callable[[], str | None]) -> FinishStep:
-        """Does the step, unless this is a dry run. ``work`` may return what is said of it instead of ``words``."""
+        """Do the step, unless this is a dry run. ``work`` may return a description that replaces ``words``."""
         self.begun = True
         if self.dry_run:
             return FinishStep(name=name, state="would be done", words=words)
         return FinishStep(name=name, state="done", words=work() or words)
 
     def _files(self) -> str | None:
-        """The files of the verified model, in one checksum."""
+        """Return one checksum for all files of the verified model."""
         mark = mark_of(self.model)
         return None if mark is None else hashlib.sha256(json.dumps(mark["files"], sort_keys=True).encode()).hexdigest()
 
@@ -196,7 +196,7 @@ class _Work:
 
 
 def _read_notes(path: Path) -> dict[str, Any]:
-    """The notes of earlier calls. Without them the steps are done again."""
+    """Read the notes from earlier calls. Without notes the steps run again."""
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError):

@@ -1,9 +1,9 @@
-"""Brings the parts of a checkpoint that stayed on the nodes' own disks to the checkpoint's folder.
+"""Copies the parts of a checkpoint that are on the nodes' own disks to the checkpoint's folder.
 
-Each node has a thread here that takes its parts one after the other, so a slow node delays only its own; a few chunks of each
-node are in memory at a time. A part goes to ``.gather/`` first, and to its place when it has the size and checksum of the
-manifest. After an interruption the same call continues at the byte where it stopped. Parts are removed from a node only on request,
-and only when all of them are here.
+A thread for each node fetches the node's parts one after the other, so a slow node delays only its own parts; a few chunks from
+each node are in memory at a time. A part is written to ``.gather/`` and moves to its place once its size and checksum match the
+manifest. After an interruption the same call continues at the byte where it stopped. Parts are removed from a node only on
+request, and only when all of them are here.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from rollcall.launch.finish.nodes_of import Node, NodeError
 from rollcall.model.stored.files import new_checksum
 from rollcall.model.stored.manifest import Manifest, read_manifest
 
-FOLDER = ".gather"  # in the checkpoint
+FOLDER = ".gather"  # in the checkpoint's folder
 NODES_AT_ONCE = 8
 WAITS_S = (1.0, 3.0, 10.0, 30.0)  # before a broken transfer continues
-OnBytes = Callable[[int, int], None]  # gets the bytes that are here, and of how many
+OnBytes = Callable[[int, int], None]  # gets the bytes that are here and the total
 
 
 class GatherError(RuntimeError, ValueError):
@@ -41,13 +41,13 @@ class GatherError(RuntimeError, ValueError):
 
 
 class _Stopped(Exception):
-    """Another thread asked for an end."""
+    """Raised when another thread asked this one to stop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodePart:
-    name: str  # in the checkpoint
-    place: str  # on its node
+    name: str  # its path in the checkpoint
+    place: str  # its path on the node
     run: str  # the name of the run's folder there
     size: int
     blake2b: str
@@ -60,20 +60,20 @@ class NodePart:
 
     @property
     def asked(self) -> dict[str, Any]:
-        """The fields that a node needs."""
+        """The fields that a node needs to find the part."""
         return {"name": self.name, "place": self.place, "run": self.run, "size": self.size}
 
 
 @dataclass(slots=True, kw_only=True)
 class Gathered:
     checkpoint: str
-    parts: list[str] = field(default_factory=list)  # that were brought here
-    num_bytes: int = 0  # that came over the network or from another folder
-    removed: list[str] = field(default_factory=list)  # from their nodes
+    parts: list[str] = field(default_factory=list)  # names of the parts that were copied here
+    num_bytes: int = 0  # received over the network or from another folder
+    removed: list[str] = field(default_factory=list)  # names of the parts that were removed from their nodes
 
 
 def parts_elsewhere(checkpoint: Path, *, kinds: Collection[str] | None = None) -> list[NodePart]:
-    """The parts of a checkpoint that its manifest places on nodes, whether they were gathered or not."""
+    """Return the parts that a checkpoint's manifest places on nodes, whether they were gathered or not."""
     manifest = read_manifest(checkpoint)
     parts = [_part(manifest, name, facts) for name, facts in manifest.fields["files"].items() if "place" in facts]
     return [part for part in parts if kinds is None or part.kind in kinds]
@@ -85,7 +85,7 @@ def is_here(checkpoint: Path, part: NodePart) -> bool:
 
 
 def _part(manifest: Manifest, name: str, facts: dict[str, Any]) -> NodePart:
-    """Everything in a manifest is data: names that are not those of parts are refused."""
+    """Build a part from untrusted data in the manifest: a name that is not a part's name is refused."""
     source, folder = manifest.path / "manifest.json", manifest.path.parent
     if not PART.fullmatch(name):
         raise GatherError(f"{source} places {name!r} on a node, which is not the name of a part; nothing was gathered")
@@ -111,8 +111,8 @@ def gather(
     delete: bool = False,
     progress: OnBytes = lambda done, total: None,
 ) -> Gathered:
-    """Brings parts (of these ``kinds``) to the checkpoint's folder. ``find`` returns the nodes to ask; it is called only if a part is
-    missing here, or has to be removed there."""
+    """Copy parts (of these ``kinds``) to the checkpoint's folder. ``find`` returns the nodes to ask; it is called only if a part
+    is missing here or has to be removed there."""
     parts = parts_elsewhere(checkpoint, kinds=kinds)
     missing = [part for part in parts if not is_here(checkpoint, part)]
     done = Gathered(checkpoint=str(checkpoint))
@@ -136,7 +136,7 @@ def gather(
 
 
 def _refuse_parts_of_another(checkpoint: Path, parts: Sequence[NodePart]) -> None:
-    """A copy of a run names the same files on the nodes as the run that it was copied from, which still needs them."""
+    """Refuse to remove files through a copy of a run: it names the original run's files, which that run still needs."""
     checkpoints = checkpoint.parent
     names, inode = names_of_run(checkpoints)
     is_copy = inode not in (None, (checkpoints / FOLDER_NAME).stat().st_ino)
@@ -150,7 +150,7 @@ def _refuse_parts_of_another(checkpoint: Path, parts: Sequence[NodePart]) -> Non
 
 @contextmanager
 def _locked(checkpoint: Path) -> Iterator[None]:
-    """Two that gathered the same checkpoint would write to the same files."""
+    """Lock the checkpoint: two processes that gather it at the same time would write to the same files."""
     folder = checkpoint / FOLDER
     with plain_disk_errors(folder):
         folder.mkdir(exist_ok=True)
@@ -162,7 +162,7 @@ def _locked(checkpoint: Path) -> Iterator[None]:
 
 
 def _holders(nodes: Sequence[Node], parts: Sequence[NodePart]) -> tuple[dict[str, Node], list[str]]:
-    """Which node has each part, and why others could not say."""
+    """Return the node that has each part, and the reasons why nodes did not answer."""
     asked = [part.asked for part in parts]
     holders: dict[str, Node] = {}
     faults: list[str] = []
@@ -203,7 +203,7 @@ def _refuse_too_large(checkpoint: Path, missing: Sequence[NodePart]) -> None:
 
 
 class _Work:
-    """The transfers of one call."""
+    """The transfers for one call."""
 
     def __init__(self, checkpoint: Path, *, total: int, progress: OnBytes) -> None:
         self._checkpoint, self._total, self._progress = checkpoint, total, progress
@@ -228,7 +228,7 @@ class _Work:
             )
 
     def _of_node(self, node: Node, parts: Sequence[NodePart]) -> list[str]:
-        """Fetches a node's parts; returns the reasons why some did not come."""
+        """Fetch a node's parts and return the reasons why some could not be fetched."""
         faults: list[str] = []
         for part in parts:
             try:
@@ -266,7 +266,7 @@ class _Work:
                 return
             self._advance(-_size(begun), received=0)
             begun.unlink()
-            if not continued:  # else what was there before may be at fault
+            if not continued:  # otherwise the bytes from an earlier try may be at fault
                 break
             continued = False
         raise GatherError("it is not as it was written: its size or checksum differs")
@@ -295,7 +295,7 @@ def _size(path: Path) -> int:
 
 
 def _begun(path: Path, part: NodePart) -> tuple[int, Any]:
-    """How much of a part an earlier try has left, and the checksum so far."""
+    """Return how much of a part an earlier try left, and the checksum so far."""
     digest = new_checksum()
     if _size(path) > part.size:
         path.unlink()
@@ -310,7 +310,7 @@ def _begun(path: Path, part: NodePart) -> tuple[int, Any]:
 def _remove(
     checkpoint: Path, parts: Sequence[NodePart], holders: dict[str, Node], *, gathered: Collection[str]
 ) -> list[str]:
-    """Remove parts from their nodes, if all of them are here. Those that an earlier call brought are compared again."""
+    """Remove parts from their nodes if all of them are here. Parts from an earlier call are verified again."""
     for part in parts:
         path = checkpoint / part.name
         if part.name not in gathered and (

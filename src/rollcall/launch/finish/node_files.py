@@ -1,7 +1,7 @@
-"""The node's side of gathering a checkpoint: tells which parts it has, reads them, removes them.
+"""The node's side of gathering a checkpoint: reports which parts it has, reads them and removes them.
 
-This file is sent to the node, over Ray or ssh, and runs there with any Python from 3.8 on: it imports nothing of this package. What
-it is asked comes from a manifest, which is data, so it touches only parts in a folder of this user's runs, whatever links lead there.
+This file is sent to the node over Ray or ssh and runs there on any Python from 3.8 on, so it imports nothing from this package.
+Its requests come from a manifest, which is untrusted data, so it touches only parts of this user's runs, even through links.
 """
 
 import json
@@ -14,7 +14,7 @@ CHUNK_BYTES = 4 << 20
 
 
 def checked(part: dict) -> str:
-    """The path of a part, if it is one: ``.../rollcall-UID/parts/RUN/STEP/NAME``."""
+    """Return a part's path after checking that it is one: ``.../rollcall-UID/parts/RUN/STEP/NAME``."""
     name, run = part["name"], part["run"]
     if not PART.fullmatch(name):
         raise ValueError(f"{name!r} is not the name of a part")
@@ -26,10 +26,10 @@ def checked(part: dict) -> str:
 
 
 class NodeFiles:
-    """Each part is given as a mapping with its ``name``, ``place``, ``run`` and ``size``."""
+    """Serves parts. Each part is passed as a dict with its ``name``, ``place``, ``run`` and ``size``."""
 
     def present(self, parts: list) -> list:
-        """The names of those that are here."""
+        """Return the names of the parts that are here."""
         return [part["name"] for part in parts if self._is_here(part)]
 
     def _is_here(self, part: dict) -> bool:
@@ -54,11 +54,11 @@ class NodeFiles:
                 try:
                     os.rmdir(folder)
                 except OSError:
-                    break  # there is more in it
+                    break  # the folder is not empty
 
 
 def main() -> None:
-    """Over ssh: one question from stdin, its answer to stdout, as JSON or the bytes of a part; what went wrong to stderr."""
+    """Answer one request over ssh: read it from stdin and print JSON or a part's bytes; errors go to stderr."""
     asked = json.loads(sys.stdin.buffer.readline().decode())
     try:
         if asked["do"] == "read":

@@ -1,4 +1,4 @@
-"""The nodes that may have parts of a checkpoint: this one, those of the cluster (Ray), or hosts over ssh when it is down."""
+"""Reaches nodes that may have parts of a checkpoint: this node, the cluster's (Ray), or hosts over ssh if the cluster is down."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from rollcall.process.ray.connect import connect
 from rollcall.process.ray.each_node import NoAnswerError, Pinned, answer_of
 from rollcall.process.ray.members import ranked_nodes
 
-ANSWER_S = 120.0  # for an answer, or the next bytes
-AHEAD = 2  # chunks that are asked for before they are needed
+ANSWER_S = 120.0  # to wait for an answer or the next bytes
+AHEAD = 2  # chunks that are requested before they are needed
 Asked = Mapping[str, Any]  # a part: name, place, run, size
 
 
 class NodeError(ClusterError):
-    """A node does not answer, or not as it should; the message names it and says why."""
+    """A node did not answer, or not as it should; the message names the node and the reason."""
 
 
 class Node(Protocol):
     @property
     def where(self) -> str:
-        """For messages."""
+        """The node's name in messages."""
         ...
 
     def present(self, parts: Sequence[Asked]) -> list[str]:
-        """The names of the parts that it has."""
+        """Return the names of the parts that the node has."""
         ...
 
     def chunks(self, part: Asked, *, offset: int) -> Iterator[bytes]:
-        """The bytes of a part from ``offset`` on."""
+        """Yield a part's bytes from ``offset`` on."""
         ...
 
     def remove(self, parts: Sequence[Asked]) -> None: ...
@@ -69,7 +69,7 @@ class ThisNode:
 
 
 class RayNodeFiles:
-    """A node of the cluster. A process there reads; a few chunks are on their way at any time."""
+    """A node of the cluster. A process there reads the parts; a few chunks are in flight at any time."""
 
     def __init__(self, node_id: str, *, where: str) -> None:
         self.where = where
@@ -94,13 +94,13 @@ class RayNodeFiles:
         try:
             return answer_of(call, timeout_s=ANSWER_S)
         except (NoAnswerError, OSError, ValueError) as error:
-            lines = str(error.__cause__ or error).strip().splitlines()  # the last one has what the node raised
+            lines = str(error.__cause__ or error).strip().splitlines()  # the last line has the node's exception
             raise NodeError(f"{self.where}: {visible(lines[-1])}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SshNode:
-    """A host. Each question is its own ssh; the bytes of a part come as fast as they are taken."""
+    """A host over ssh. Each request starts its own ssh; a part's bytes are sent as fast as they are read."""
 
     host: str
     login: Login
@@ -135,11 +135,11 @@ class SshNode:
             raise NodeError(f"{self.host}: the part ends early there")
 
     def _answer(self, **question: Any) -> Iterator[bytes]:
-        """What it prints, as it comes. Raises if it fails, with what it prints on stderr."""
+        """Yield the host's output as it comes. A failure raises an error with the host's stderr."""
         entry = f"exec {shlex.join(self.inside)}\n" if self.inside else ""
         code = Path(node_files.__file__).read_text()
         with TemporaryFile() as script, TemporaryFile() as complaints:
-            # What follows the line in stdin is the question: bash reads no further than it has to.
+            # The request follows that line on stdin: bash reads no further than it has to.
             script.write(f"{entry}exec python3 -c {shlex.quote(code)}\n{json.dumps(question)}\n".encode())
             script.seek(0)
             process = start_ssh(self.login.words(self.host, *NO_FORWARDS), stdin=script, stderr=complaints)
@@ -157,14 +157,14 @@ class SshNode:
                 process.communicate()
             complaints.seek(0)
             lines = visible(complaints.read().decode(errors="replace")).strip().splitlines()[-1:]
-            if status == 1 and lines:  # what the question raised there
+            if status == 1 and lines:  # the exception on the host
                 raise NodeError(f"{self.host}: {lines[0]}")
             if status:
                 raise NodeError(": ".join([f"{self.host}: ssh ended early with status {status}", *lines]))
 
 
 def find_nodes(run_dir: Path, *, hosts: Sequence[str]) -> list[Node]:
-    """Returns the nodes that can be asked: ``hosts`` if given, else the nodes of the cluster, else the hosts of the run's launch."""
+    """Return the nodes to ask: ``hosts`` if set, else the cluster's nodes, else the hosts of the run's launch."""
     if hosts:
         return [ThisNode(), *(SshNode(host=host, login=Login()) for host in checked_hosts(hosts, key="--hosts"))]
     try:
@@ -182,7 +182,7 @@ def find_nodes(run_dir: Path, *, hosts: Sequence[str]) -> list[Node]:
 
 
 def _launched(run_dir: Path) -> list[Node]:
-    """The hosts of the ssh launch of this run from this machine."""
+    """Return the hosts on which this machine launched the run over ssh."""
     for record in all_records():
         if SITE in record.facts and Path(record.run_dir).resolve() == run_dir.resolve():
             site = Site.of_record(record)

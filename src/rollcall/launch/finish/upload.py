@@ -1,8 +1,8 @@
-"""Uploads a verified model directory to a repository of the hub, by huggingface_hub.
+"""Uploads a verified model directory to a repository on the hub with huggingface_hub.
 
-The token comes from the environment or from the library's own login. One commit holds all files, so the repository has the
-old model or the new one. After it the hub is asked what it holds. Faults that pass (no answer, status 429 or 5xx) are waited
-for; what was uploaded before a fault is not sent again.
+The token comes from the environment or from the library's own login. One commit contains all files, so the repository has either
+the old model or the new one. Then the hub is asked for its files, to check them. Transient faults (no answer, status 429 or 5xx)
+are retried; what was uploaded before a fault is not sent again.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from rollcall.checkpoint.verify import mark_of, verify, why_not_verified
 from rollcall.config.launch import check_repo
 from rollcall.model.stored.find import PROBE
 
-WAITS_S = (2.0, 5.0, 15.0, 30.0, 60.0)  # between two tries
-_PASSES = frozenset({408, 409, 412, 425, 429, 500, 502, 503, 504})  # 409, 412: another commit at the same moment
+WAITS_S = (2.0, 5.0, 15.0, 30.0, 60.0)  # between attempts
+_PASSES = frozenset({408, 409, 412, 425, 429, 500, 502, 503, 504})  # 409, 412: a simultaneous commit
 _ADVICE = {
     401: "the token is wrong or has expired: set HF_TOKEN, or log in with `hf auth login`",
     403: "the token needs the right to write there (see the hub's settings, Access Tokens), and the account needs room for it",
@@ -43,16 +43,16 @@ class UploadError(RuntimeError, ValueError):
 class Uploaded:
     repo: str
     revision: str
-    commit: str  # its id
-    url: str  # of the commit
+    commit: str  # the commit's id
+    url: str  # the commit's page
     num_files: int
 
 
 def upload(model_dir: Path, repo: str, *, private: bool = False, revision: str | None = None) -> Uploaded:
-    """Upload ``model_dir`` to the model repository ``repo``, which is made if it does not exist.
+    """Upload ``model_dir`` to the model repository ``repo``, which is created if it does not exist.
 
-    ``private``: refuse a repository that others can read. ``revision``: the branch; None is the main one. Only files that were
-    verified go there.
+    ``private``: refuse a repository that others can read. ``revision``: the branch; None means main. Only verified files are
+    uploaded.
     """
     check_repo(repo)
     names = verified_files(model_dir)
@@ -83,7 +83,7 @@ def upload(model_dir: Path, repo: str, *, private: bool = False, revision: str |
 
 
 def verified_files(model_dir: Path) -> list[str]:
-    """The files of a directory that is verified. One that is not, and has a probe, is verified here."""
+    """Return a verified directory's files. A directory that is not verified yet but has a probe is verified here."""
     if not (model_dir / "config.json").is_file():
         raise UploadError(
             f"{model_dir} is not a model directory: it has no config.json; give one that `rollcall merge` made"
@@ -121,7 +121,7 @@ def _client() -> Any:
 
 
 def _commit(api: Any, model_dir: Path, names: list[str], repo: str, branch: str) -> Any:
-    """All files in one commit, which also removes weights that an earlier model left there."""
+    """Commit all files at once and remove weights that an earlier model left there."""
     return api.upload_folder(
         repo_id=repo,
         folder_path=model_dir,
@@ -133,13 +133,13 @@ def _commit(api: Any, model_dir: Path, names: list[str], repo: str, branch: str)
 
 
 def _patiently(what: str, call: Callable[[], T]) -> T:
-    """The answer of the hub, asked again after faults that pass."""
+    """Return the hub's answer, and ask again after transient faults."""
     for wait_s in (*WAITS_S, None):
         try:
             return call()
         except Exception as error:  # noqa: BLE001 - the client raises its own errors and those of two HTTP libraries
             status = _status(error)
-            # Without a status it is the network, unless the client refuses what it was given.
+            # An error without a status is a network fault, unless the client itself refuses its arguments.
             passes = status in _PASSES if status is not None else not isinstance(error, ValueError | TypeError)
             reason = _reason(error, status)
             if not passes or wait_s is None:
@@ -156,7 +156,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _status(error: BaseException) -> int | None:
-    """The HTTP status behind an error, if there was an answer. The storage client has it only in its message."""
+    """Return the HTTP status behind an error, if there was an answer. The storage client shows it only in its message."""
     for each in _chain(error):
         code = getattr(getattr(each, "response", None), "status_code", None)
         if isinstance(code, int):
@@ -167,7 +167,7 @@ def _status(error: BaseException) -> int | None:
 
 
 def _reason(error: BaseException, status: int | None) -> str:
-    """The message of the hub or the network, in one line."""
+    """Return the message from the hub or the network in one line."""
     texts = [getattr(each, "server_message", None) for each in _chain(error)]
     texts += [str(each).strip() for each in _chain(error)]
     shown = " ".join(redact(visible(next(filter(None, texts), type(error).__name__))).split())[:300]

@@ -1,12 +1,12 @@
-"""The entrypoint of a submitted job: runs the controller, and again when it was killed.
+"""The entrypoint of a submitted job: runs the controller, and restarts it if it was killed.
 
-A controller that ends by itself, with or without an error, has printed why, and its status is the job's. One that a signal ended
-(out of memory, a crash of a library, someone's `kill -9`) is started again, and continues from the run directory;
-`trainer.max_restarts` in `trainer.restart_window_s` limits how often. A signal to stop is different: it goes to the
-controller, which saves and ends.
+A controller that exits by itself, with or without an error, has printed why, and its status is the job's. A controller that a
+signal killed (out of memory, a crash in a library, someone's `kill -9`) is started again and continues from the run directory;
+`trainer.max_restarts` in `trainer.restart_window_s` limits how often. A signal to stop is different: it is passed on to the
+controller, which saves and exits.
 
-The job's secrets are opened here and are the controller's variables. What it and its children print is passed on redacted,
-since Ray keeps it in a file.
+The job's secrets are unsealed here and become the controller's variables. What it and its children print is redacted before it is
+passed on, since Ray keeps it in a file.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from rollcall.loop.attempts import Budget
 from rollcall.nodes.declared import SEALED, open_sealed
 
 ASKED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-QUIET_S = 1.0  # a line's beginning that waits for its rest is passed on after this
+QUIET_S = 1.0  # an incomplete line is passed on after this time
 
 
 class ControllerKilledError(RuntimeError):
-    """The controller did not end by itself."""
+    """The controller did not exit by itself."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    """`rollcall train` with these arguments."""
+    """Run `rollcall train` with these arguments."""
     trainer = load_config(arguments[0], list(arguments[1:])).trainer
     budget = Budget(most=trainer.max_restarts, window_s=trainer.restart_window_s)
     return supervise([sys.executable, "-m", "rollcall", "train", *arguments], budget=budget)
 
 
 def supervise(command: Sequence[str], *, budget: Budget) -> int:
-    """Runs the controller until it ends by itself or a signal stops it; returns its status."""
+    """Run the controller until it exits by itself or a signal stops it, and return its status."""
     asked: list[int] = []
     child: subprocess.Popen[bytes] | None = None
 
@@ -59,7 +59,7 @@ def supervise(command: Sequence[str], *, budget: Budget) -> int:
         if asked:  # between two controllers
             return 128 + asked[-1]
         child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environ)
-        if asked:  # while it was being made
+        if asked:  # while it was being created
             child.send_signal(asked[-1])
         pass_on(child)
         status = child.wait()
@@ -77,7 +77,7 @@ def supervise(command: Sequence[str], *, budget: Budget) -> int:
 
 
 def pass_on(child: subprocess.Popen[bytes]) -> None:
-    """Prints its output, redacted, until it has ended."""
+    """Print the child's output, redacted, until the child has exited."""
     assert child.stdout is not None
     redactor, decoder = Redactor(), codecs.getincrementaldecoder("utf-8")("replace")
     with child.stdout as stream:
@@ -87,7 +87,7 @@ def pass_on(child: subprocess.Popen[bytes]) -> None:
             piece = os.read(pipe, 2**16) if ready else b""
             text = redactor.feed(decoder.decode(piece)) if piece else redactor.end()
             os.write(1, text.encode())
-            # A process that the controller left behind may hold the pipe open.
+            # A process that the controller left behind may keep the pipe open.
             if not piece and (ready or child.poll() is not None):
                 return
 

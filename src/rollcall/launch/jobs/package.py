@@ -1,7 +1,7 @@
-"""The code that travels with a job: this ``rollcall``, the run file, and the modules that the run file names.
+"""Packages the code for a job: this ``rollcall``, the run file, and the modules that the run file names.
 
-Data, weights and version control stay where they are. The package is a zip archive, the same bytes for the same content, which Ray
-unpacks on each node as the job's working directory; modules in it come before those installed there.
+Data, weights and version control stay where they are. The package is a zip archive, byte-identical for the same content, which
+Ray unpacks on each node as the job's working directory; its modules take precedence over those installed there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RUN_FILE = "run.yaml"
 MAX_BYTES = 32 * 2**20  # unpacked; code is a hundredth of this
 
 _SKIPPED_FOLDERS = ("__pycache__", "node_modules", "site-packages")
-# Weights, data, archives and what Python compiles.
+# Weights, data, archives and compiled Python files.
 _NOT_CODE = frozenset(
     (
         ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".npy", ".npz", ".pkl", ".h5", ".pyc", ".parquet", ".arrow",
@@ -37,7 +37,7 @@ _NOT_CODE = frozenset(
 
 
 def build_package(config: Config, *, run_file: str, folder: Path) -> bytes:
-    """The archive of what the run needs on the cluster. ``folder``: where the run file's modules are looked for, before ``sys.path``."""
+    """Build the archive that the run needs on the cluster. Modules are looked up in ``folder``, then on ``sys.path``."""
     root = Path(__file__).parents[2]
     files = {f"rollcall/{path.relative_to(root)}": path for path in _code_files(root)}
     if config.model.path.startswith("builtin:"):
@@ -57,7 +57,7 @@ def build_package(config: Config, *, run_file: str, folder: Path) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name in sorted(contents):
-            entry = zipfile.ZipInfo(name, date_time=(1980, 1, 1, 0, 0, 0))  # the same content, the same bytes
+            entry = zipfile.ZipInfo(name, date_time=(1980, 1, 1, 0, 0, 0))  # fixed, so that the archive is too
             entry.external_attr = 0o644 << 16
             entry.compress_type = zipfile.ZIP_DEFLATED
             archive.writestr(entry, contents[name])
@@ -65,7 +65,7 @@ def build_package(config: Config, *, run_file: str, folder: Path) -> bytes:
 
 
 def own_modules(config: Config, *, folder: Path) -> dict[str, Path]:
-    """The user's own files behind rewards and environment, by their names in the archive."""
+    """Return the user's own files behind rewards and environment by their names in the archive."""
     # An environment with its own Python has its modules there.
     environment = None if getattr(config.environment, "python", None) else config.environment
     found: dict[str, Path] = {}
@@ -83,7 +83,7 @@ def _code_files(root: Path) -> Iterator[Path]:
 
 
 def _module_files(module: str, *, folder: Path, asked: str) -> dict[str, Path]:
-    """The user's own files behind ``module``: its own, and those of the user's modules that it imports, and so on."""
+    """Return the user's own files behind ``module``, including the user's modules that it imports, and so on."""
     search = [str(folder), *(entry for entry in sys.path if entry)]
     installed = [sysconfig.get_path(kind) for kind in ("purelib", "platlib", "stdlib", "platstdlib")]
     found: dict[str, Path] = {}
@@ -99,7 +99,7 @@ def _module_files(module: str, *, folder: Path, asked: str) -> dict[str, Path]:
                 f"{asked}: there is no module {name!r} in {folder}; submit from the directory that holds it"
             )
         if origin is None or any(origin.is_relative_to(place) for place in installed if place):
-            continue  # it came with a distribution, which the cluster's nodes have too
+            continue  # part of an installed distribution, which the cluster's nodes have too
         files = list(_code_files(origin)) if origin.is_dir() else [origin]
         found.update({str(path.relative_to(origin.parent)): path for path in files})
         for path in files:
@@ -108,14 +108,14 @@ def _module_files(module: str, *, folder: Path, asked: str) -> dict[str, Path]:
 
 
 def _find(name: str, search: Sequence[str]) -> Path | None:
-    """The file of a module, or the folder of a package."""
+    """Return a module's file or a package's folder."""
     spec = importlib.machinery.PathFinder.find_spec(name, search)
     found = None if spec is None else next(iter(spec.submodule_search_locations or ()), spec.origin)
     return Path(found) if found else None
 
 
 def _imported(path: Path) -> set[str]:
-    """Top-level names that a source file imports from outside its package."""
+    """Return the top-level names that a source file imports from outside its package."""
     try:
         tree = ast.parse(path.read_bytes())
     except SyntaxError as error:

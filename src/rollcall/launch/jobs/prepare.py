@@ -1,4 +1,4 @@
-"""Prepares a node for a run: runs the commands of `prepare:` and downloads the models of the run file into this node's cache."""
+"""Prepares a node for a run: runs the `prepare:` commands and downloads the run file's models into this node's cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ END_S = 5.0  # between SIGTERM and SIGKILL
 
 
 def prepare_node(config: Config, *, once: bool) -> None:
-    """``once``: this is the first node, which also does what one node does for all."""
+    """Prepare this node. ``once`` says that it is the first node, which also runs `prepare.once` for all nodes."""
     run_commands(config.prepare.each_node, key="prepare.each_node", timeout_s=config.prepare.timeout_s)
     if config.prepare.fetch_model:
         fetch_model(config.model.path)
@@ -33,7 +33,7 @@ def prepare_once(config: Config) -> None:
 
 
 def run_commands(commands: Sequence[str], *, key: str, timeout_s: float) -> None:
-    """Each by /bin/sh in the current folder, one after the other; their output is this process's. ``timeout_s``: for all of them."""
+    """Run the commands with /bin/sh one after the other, with this process's folder and output. All share ``timeout_s``."""
     wait = Wait(timeout_s)
     for index, command in enumerate(commands):
         say(f"{key}: {command}")
@@ -48,8 +48,8 @@ def run_commands(commands: Sequence[str], *, key: str, timeout_s: float) -> None
 
 
 def _run(command: str, *, timeout_s: float) -> int | None:
-    """Its status; None if its time was over, and it was ended with all that it had started."""
-    # In the process group of this one, which gets Ctrl-C.
+    """Return the command's status; None if it timed out and was killed with everything that it had started."""
+    # Stays in this process group, so it gets Ctrl-C too.
     process = psutil.Popen(["/bin/sh", "-c", command], stdin=subprocess.DEVNULL)
     try:
         return process.wait(timeout_s)
@@ -59,7 +59,7 @@ def _run(command: str, *, timeout_s: float) -> int | None:
         if process.is_running():
             started = [*process.children(recursive=True), process]
             for each in started:
-                _tell(each.terminate)  # it may remove what it began
+                _tell(each.terminate)  # gives it time to clean up
             for each in psutil.wait_procs(started, timeout=END_S)[1]:
                 _tell(each.kill)
             process.wait()

@@ -1,7 +1,7 @@
-"""Jobs of Ray: the driver runs on the cluster's head, so the submitter may leave.
+"""Submits and follows Ray jobs: the driver runs on the cluster's head, so the submitter may disconnect.
 
-``ray job ...`` sees the same jobs; ``process/ray/job_client.py`` reaches the head. ``follow`` reads a job's log as it grows, and continues
-where it was when the connection breaks. A job never waits for a follower.
+``ray job ...`` sees the same jobs; ``process/ray/job_client.py`` reaches the head. ``follow`` reads a job's log as it grows;
+after a lost connection it continues where it was. A job never waits for a follower.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ from rollcall.nodes.node_shell import TOKEN
 from rollcall.nodes.rendezvous import Head, Rendezvous
 from rollcall.nodes.state import NodeRecord, current_cluster, read_record, read_token, token_path
 
-if TYPE_CHECKING:  # it imports Ray, which reads variables while it is imported
+if TYPE_CHECKING:  # it imports Ray, which reads variables at import
     from rollcall.process.ray.job_client import JobClient, JobDetails
 
 PREFIX = "rollcall-"
 LATEST = "latest"
-SAVE_S = 300  # for a job to save, after trainer.stop_grace_s; then Ray kills it
-STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"  # read by Ray where the driver runs; its own 3 s are too few for a checkpoint
-START_S = 180.0  # for the head to unpack the code and to start the driver
+SAVE_S = 300  # for a job to save after trainer.stop_grace_s, before Ray kills it
+STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"  # Ray reads it on the head; its default, 3 s, is too short for a checkpoint
+START_S = 180.0  # for the head to unpack the code and start the driver
 LOST_S = 120.0  # while following: how long the head may be silent
-# `rollcall node` says which interpreter it is; a head started in another way has its own first on its path.
-# Ray starts it by a shell. The driver takes the shell's place, so that a signal for the driver does not end a shell above it.
+# `rollcall node` sets the interpreter; a head that was started in a different way has its own first on its path.
+# Ray starts the driver from a shell. `exec` replaces that shell, so that a signal for the driver does not kill a shell above it.
 ENTRYPOINT = f'exec "${{ROLLCALL_PYTHON:-python}}" -m rollcall.launch.jobs.driver {RUN_FILE}'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     id: str  # Ray's submission id
-    run: str  # the run's name; "" when it was not submitted by rollcall
+    run: str  # the run's name; "" if rollcall did not submit the job
     status: str  # PENDING, RUNNING, SUCCEEDED, FAILED, STOPPED
     message: str
     started: datetime  # when it was submitted
@@ -69,14 +69,14 @@ class Job:
 
     @property
     def exit_status(self) -> int:
-        """The exit status of a command that ends as the job did."""
+        """The exit status for a command that reports the job's result."""
         if self.status == "SUCCEEDED":
             return 0
         return self.exit_code if self.exit_code and 0 < self.exit_code < 256 else 1
 
     @property
     def state(self) -> str:
-        """The rest of a sentence that begins with its name."""
+        """The job's state, as the rest of a sentence that begins with its name."""
         if self.is_over and self.exit_code is not None:
             return status_words(self.exit_code)
         return "was stopped" if self.status == "STOPPED" else f"is {self.status}"
@@ -87,7 +87,7 @@ class Job:
 
 
 class Jobs:
-    """The jobs of one cluster. ``shared`` is None if this machine is not a node of it; ``refusal`` says why it cannot run jobs."""
+    """A cluster's jobs. ``shared`` is None if this machine is not one of its nodes; ``refusal`` says why it cannot run jobs."""
 
     def __init__(
         self, client: JobClient, *, token: str | None, shared: Shared | None = None, refusal: str | None = None
@@ -96,14 +96,14 @@ class Jobs:
         self.where = client.where
         self.shared = shared
         self._client = client
-        self._token = token  # opens what came sealed with a job
+        self._token = token  # unseals a job's secrets
         remember([token] if token else [])
 
     def submit(self, config: Config, *, folder: Path, environ: Mapping[str, str], job_id: str | None = None) -> Job:
-        """Send the run's code and start its driver; returns as soon as Ray has it. ``job_id``: one that ``new_id`` has made."""
+        """Send the run's code and start its driver; return once Ray has accepted the job. ``job_id`` comes from ``new_id``."""
         if self._refusal is not None:
             raise ClusterError(self._refusal)
-        others = self.jobs()  # a refusal of the token, or no answer, comes before anything else
+        others = self.jobs()  # fails first if the token is refused or nobody answers
         named = {"reward.*.env or reward.*.key_env": [name for reward in config.reward for name in reward.variables]}
         if config.environment is not None:
             named["environment.env"] = config.environment.env
@@ -129,12 +129,12 @@ class Jobs:
         return self.job(job_id)
 
     def jobs(self) -> list[Job]:
-        """All submitted jobs, the newest first; those of ``ray job submit`` too."""
+        """Return all submitted jobs, newest first, including jobs from ``ray job submit``."""
         jobs = [_job(details) for details in self._client.call("list_jobs") if details.submission_id]
         return sorted(jobs, key=lambda job: (job.started, job.id), reverse=True)
 
     def find(self, job_id: str = LATEST) -> Job:
-        """The job of that id; ``latest`` is the newest that rollcall submitted and that is not over, else the newest."""
+        """Return the job with this id; ``latest`` is the newest unfinished job that rollcall submitted, else the newest job."""
         jobs = self.jobs()
         wanted = [job for job in jobs if (job.id.startswith(PREFIX) if job_id == LATEST else job.id == job_id)]
         if wanted:
@@ -148,7 +148,7 @@ class Jobs:
         return _job(self._details(job_id))
 
     def logs(self, job_id: str) -> str:
-        """All that the job's driver has printed so far, redacted."""
+        """Return everything that the job's driver has printed so far, redacted."""
         self._learn_secrets(job_id)
         return redact(self._client.call("get_job_logs", job_id))
 
@@ -163,7 +163,7 @@ class Jobs:
                 )
 
     def follow(self, job_id: str, *, out: TextIO | None = None) -> Job:
-        """Print the job's log on ``out`` (stdout) as it grows, until the job is over; returns the job as it ended."""
+        """Print the job's log on ``out`` (stdout) as it grows until the job is over, then return the finished job."""
         from rollcall.process.ray.job_client import Unreachable
 
         self._wait_started(job_id)
@@ -198,7 +198,7 @@ class Jobs:
                 time.sleep(2.0)
 
     def stop(self, job_id: str) -> Job:
-        """Stop it and wait until it has saved and ended; a job that is over is not changed."""
+        """Stop a job and wait until it has saved and ended; a finished job is not changed."""
         details = self._details(job_id)
         job = _job(details)
         if job.is_over:
@@ -206,7 +206,7 @@ class Jobs:
         wait = Wait(60.0 + float(_variables(details).get(STOP_WAIT, 0)), first_s=5.0, every_s=5.0)
         asked = False
         while not job.is_over:
-            # A job that Ray has not started yet has no process to stop: ask again.
+            # Ray cannot stop a job that has no process yet, so ask again.
             asked = asked or self._client.call("stop_job", job_id)
             if not wait.again(f"waiting for {job_id} to save and to end", after_s=0.3):
                 raise ClusterError(
@@ -221,11 +221,11 @@ class Jobs:
         try:
             return self._client.call("get_job_info", job_id)
         except UnknownJob:
-            self.find(job_id)  # names those that there are
+            self.find(job_id)  # its error lists the existing jobs
             raise
 
     def _learn_secrets(self, job_id: str) -> None:
-        """Values that came sealed with the job are redacted in its log here, too."""
+        """Learn the job's sealed values, so that they are redacted in its log here too."""
         if self._token:
             remember(sealed_values(_variables(self._details(job_id)), token=self._token).values())
 
@@ -233,9 +233,9 @@ class Jobs:
 def reach(
     name: str | None = None, *, address: str | None, rendezvous: Path | None, ray_address: str | None = None
 ) -> Jobs:
-    """The cluster that the user means: the one at ``address``, the rendezvous' one, or the one that ``nodes/cluster.py`` finds.
+    """Reach the cluster that the user means: by ``address``, by the rendezvous, or as ``nodes/cluster.py`` finds it.
 
-    ``ray_address`` is the run file's.
+    ``ray_address`` comes from the run file.
     """
     from rollcall.process.ray.job_client import HttpClient
 
@@ -244,7 +244,7 @@ def reach(
     record = read_record(cluster)
     head = Rendezvous(rendezvous, cluster).read() if rendezvous is not None else None
     if head is not None and record is not None and record.cluster_id != head.cluster_id:
-        record = None  # this machine is a node of another cluster of that name
+        record = None  # this machine belongs to a different cluster with that name
     if given := address or named:
         url = _url(given)
         host = urllib.parse.urlsplit(url).hostname
@@ -288,7 +288,7 @@ def _of_this_node(name: str | None, *, ray_address: str | None = None) -> Jobs:
 
 
 def refuse_busy(run_dir: Path, jobs: Sequence[Job]) -> None:
-    """A run directory belongs to one run at a time: to a job that is not over, or to the holder of its lease, if that is seen from here."""
+    """Refuse a run directory that an unfinished job or, as far as this machine can see, the holder of its lease is using."""
     for job in jobs:
         if job.run_dir == str(run_dir) and not job.is_over:
             raise ClusterError(
@@ -303,7 +303,7 @@ def refuse_busy(run_dir: Path, jobs: Sequence[Job]) -> None:
 
 
 def _published(head: Head) -> str:
-    """The dashboard as other machines reach it."""
+    """Return the dashboard's address as other machines reach it."""
     url = dashboard_url(head.dashboard, node_ip=None, head_address=head.address)
     if url is None:
         raise ClusterError(
@@ -323,8 +323,8 @@ def _url(address: str) -> str:
 def _token(
     cluster: str, *, record: NodeRecord | None, rendezvous: Path | None, is_rays_own: bool
 ) -> tuple[str | None, str]:
-    """The token, if one is known, and where it comes from, in words. A token of our own clusters opens all of their nodes, so no other
-    Ray gets it."""
+    """Return the token, if one is known, and a description of its source. A token of our own clusters opens all of their nodes,
+    so it is never sent to a different Ray."""
     if record is not None:
         return read_token(cluster), str(token_path(cluster))
     if not is_rays_own and (given := os.environ.get(TOKEN)):
@@ -355,7 +355,7 @@ def _job(details: JobDetails) -> Job:
 
 
 def _variables(details: JobDetails) -> dict[str, str]:
-    """The variables that the job was given."""
+    """Return the variables that were passed to the job."""
     return (details.runtime_env or {}).get("env_vars") or {}
 
 

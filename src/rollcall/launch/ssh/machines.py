@@ -1,7 +1,7 @@
 """The hosts of an ssh launch: which machines it gets, how they are reached, and the scripts that run Rollcall's commands there.
 
-A record keeps all of it, so `down` and the other verbs need no run file, and no other launch from here uses these hosts. Where nodes
-run in containers, the script that a host gets begins with one line that hands the rest to a shell inside.
+The record keeps all of this, so `down` and the other verbs need no run file, and no other launch from here uses these hosts. If
+nodes run in containers, a host's script begins with one line that passes the rest to a shell inside the container.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rollcall.launch.ssh.shell import Login, Outcome, Tell, prefixed, run_on_all
 from rollcall.launch.target import LaunchRequest
 from rollcall.nodes.state import CLUSTER
 
-HOSTS, SITE = "hosts", "site"  # facts of a record: the hosts by rank, and the rest
+HOSTS, SITE = "hosts", "site"  # keys of a record's facts: the hosts by rank, and the rest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +35,8 @@ class Site:
     login: Login
     activate: Path | None = None
     variables: dict[str, str] = field(default_factory=dict)
-    inside: tuple[str, ...] = ()  # the shell in a node's container; empty: nodes run without one
-    container: str | None = None  # a line of shell that ends the container with all in it, if there is one
+    inside: tuple[str, ...] = ()  # the command for a shell in a node's container; empty without containers
+    container: str | None = None  # the shell line that removes the container and everything in it, if there is one
 
     @classmethod
     def of_request(cls, request: LaunchRequest) -> Site:
@@ -45,7 +45,7 @@ class Site:
         end = None
         if container is not None and (words := container.stop()) is not None:
             seen = shlex.join([container.section.runtime, "container", "inspect", container.name])
-            end = f"{shlex.join(words)} || ! {seen} >/dev/null 2>&1"  # one that is already gone is fine
+            end = f"{shlex.join(words)} || ! {seen} >/dev/null 2>&1"  # a container that is already gone is fine
         key = None if section.key is None else request.cwd / section.key.expanduser()
         return cls(
             cluster=request.name,
@@ -68,8 +68,8 @@ class Site:
         return TypeAdapter(cls).validate_python({**record.facts[SITE], "hosts": record.facts[HOSTS]})
 
     def claim(self, record: LaunchRecord) -> LaunchRecord:
-        """The record with these hosts, saved, unless another launch has taken one of them meanwhile."""
-        # Several users may share a folder of launches.
+        """Add these hosts to the record and save it, unless another launch has taken one of them in the meantime."""
+        # Several users may share a launches folder.
         with (launches() / f".hosts-{os.getuid()}.lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             _refuse_used(self.hosts, _used_by_others(record.name))
@@ -77,7 +77,7 @@ class Site:
             return record.knowing(**{HOSTS: list(self.hosts), SITE: rest}).save()
 
     def script(self, *lines: str) -> str:
-        """Lines of shell in the environment of the nodes. They run once all of them have arrived; stdin may stay open."""
+        """Return a script that runs shell lines in the nodes' environment, once all lines have arrived; stdin may stay open."""
         environment = []
         if self.activate is not None:
             path, shown = shell_path(self.activate), shlex.quote(str(self.activate))
@@ -99,25 +99,25 @@ class Site:
         tell: Tell | None = None,
         together: bool = False,
     ) -> list[Outcome]:
-        """Each host's script to that host, all at once."""
+        """Send each host its script, all at once."""
         entry = f"exec {shlex.join(self.inside)}\n" if self.inside else ""
         whole = {host: entry + script for host, script in scripts.items()}
         return run_on_all(self.login, whole, timeout_s=timeout_s, tell=tell, together=together)
 
     def outside(self) -> Site:
-        """The hosts themselves, where their containers are made and ended."""
+        """Return the site for the hosts themselves, where their containers are created and removed."""
         return replace(self, inside=())
 
     def do(self, scripts: Mapping[str, str], *, failed: str, timeout_s: float | None = None) -> None:
-        """Sends scripts that have to succeed on every host; when one fails, the others are let go."""
+        """Send scripts that have to succeed on every host; if one fails, the others are stopped."""
         outcomes = self.send(scripts, timeout_s=timeout_s, tell=prefixed(self.hosts), together=True)
         if problems := [each.problem for each in outcomes if not each.is_good and not each.was_let_go]:
             raise LaunchError("\n  ".join([f"{counted(len(problems), 'host')} {failed}:", *problems]))
 
 
 def run_there(record: LaunchRecord, *, where: str, command: Sequence[str]) -> list[str]:
-    """Runs a command of the user on all hosts or one, prints its output and returns what went wrong. A single word is a line of
-    shell."""
+    """Run the user's command on one host or all of them, print its output and return what went wrong. A single word is a shell
+    line."""
     site = Site.of_record(record)
     if where not in ("all", *site.hosts):
         known = ", ".join(site.hosts)
@@ -125,7 +125,7 @@ def run_there(record: LaunchRecord, *, where: str, command: Sequence[str]) -> li
     hosts = site.hosts if where == "all" else (where,)
     line = command[0] if len(command) == 1 else shlex.join(command)
     script = site.script(
-        # The line ends when stdin ends: on Ctrl-C here. What it leaves in the background stays when it ends by itself.
+        # The line is killed when stdin closes, on Ctrl-C here. If it exits by itself, its background processes stay.
         "( cat >/dev/null; kill -TERM 0 ) <&0 >/dev/null 2>&1 & watch=$!",
         f"( {line}\n) </dev/null; status=$?",
         "disown $watch; kill $watch; return $status",
@@ -138,11 +138,11 @@ def run_there(record: LaunchRecord, *, where: str, command: Sequence[str]) -> li
     ]
 
 
-# Which machines a launch gets: those that are listed, or the first of a file that no other launch from here uses
+# Which machines a launch gets: the listed hosts, or the first in a file that no other launch from here uses
 
 
 def choose_hosts(given: list[str] | Path, *, count: int, name: str, cwd: Path) -> tuple[str, ...]:
-    """By rank, one for each node. A launch that exists keeps those it has."""
+    """Return one host for each node, by rank. An existing launch keeps its hosts."""
     record = find_record(name)
     before = () if record is None else tuple(record.facts.get(HOSTS, ()))
     used = _used_by_others(name)
@@ -174,7 +174,7 @@ def choose_hosts(given: list[str] | Path, *, count: int, name: str, cwd: Path) -
 
 
 def _used_by_others(name: str) -> dict[str, str]:
-    """Hosts, each with the launch that has it."""
+    """Return the hosts that other launches use, each with its launch."""
     return {host: other.name for other in all_records() if other.name != name for host in other.facts.get(HOSTS, ())}
 
 
@@ -187,7 +187,7 @@ def _refuse_used(hosts: Sequence[str], used: Mapping[str, str]) -> None:
 
 
 def _read(path: Path) -> tuple[str, ...]:
-    """One host in each line; what follows a ``#`` is a comment."""
+    """Read a file with one host per line; what follows a ``#`` is a comment."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, ValueError) as error:

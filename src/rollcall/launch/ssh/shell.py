@@ -1,9 +1,9 @@
-"""One script on one host through the user's own `ssh`, and the same on many hosts at once.
+"""Runs a script on one host through the user's own `ssh`, or on many hosts at once.
 
-The script goes to `bash -s` over stdin: nothing of it, and no secret, is in an argument that others could read, and the login
-shell there has nothing to quote. stdin stays open until the script has ended, so a command that is tied to its stdin
-(``nodes/machine.py``) ends when this machine lets go. `ssh` decides by its own configuration how a host is reached and which
-host keys are known; it only must not ask questions.
+The script is passed to `bash -s` over stdin: no part of it, and no secret, is in an argument that others could read, and nothing
+has to be quoted for the login shell there. stdin stays open until the script has ended, so a command that is tied to its stdin
+(``nodes/machine.py``) stops when this machine disconnects. `ssh` uses its own configuration to decide how a host is reached and
+which host keys are known; it just must not prompt.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from rollcall.base.wait import say
 from rollcall.base.words import visible
 from rollcall.launch.record import LaunchError
 
-CONNECT_S = 20  # for a connection, with its jump hosts
-NO_FORWARDS = ("-o", "ClearAllForwardings=yes")  # those of the user's configuration belong to another session
-CONNECTED = "rollcall-is-connected"  # the first line of every script: no error of ssh itself comes after it
-LET_GO_S = 60.0  # for a tied command to remove what it began
-DROPPED_S = 2.0  # at most, before a connection that was dropped is tried again
-LONGEST_LINE = 1 << 30  # bytes; what a host prints may have no end of a line
+CONNECT_S = 20  # for a connection, including its jump hosts
+NO_FORWARDS = ("-o", "ClearAllForwardings=yes")  # the forwards in the user's configuration are for other sessions
+CONNECTED = "rollcall-is-connected"  # the first output of every script: ssh's own errors come before it
+LET_GO_S = 60.0  # for a tied command to clean up
+DROPPED_S = 2.0  # at most, before a dropped connection is retried
+LONGEST_LINE = 1 << 30  # bytes; a host's output may lack line breaks
 NO_SSH = "`ssh` is not on this machine's PATH; install OpenSSH's client (Debian: openssh-client)"
 _DROPPED = re.compile(r"(kex|ssh)_exchange_identification: |Connection (closed|reset) by \S+ port \d+")
 
@@ -40,17 +40,17 @@ Tell = Callable[[str, str], None]  # host, line
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Login:
-    """How hosts are reached, apart from what ssh's own configuration says."""
+    """Login options on top of ssh's own configuration."""
 
     user: str | None = None
     port: int | None = None
     key: Path | None = None
 
     def words(self, host: str, *options: str) -> tuple[str, ...]:
-        """The `ssh` that runs a script from its stdin on a host."""
+        """Return the `ssh` command that runs a script from its stdin on a host."""
         return (
             *("ssh", "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}", "-o", "RemoteCommand=none"),
-            # A connection that the user's ssh leaves behind for others would hold the output open.
+            # A shared connection that the user's ssh leaves behind would keep the output open.
             *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3", "-o", "ControlMaster=no"),
             *(("-l", self.user) if self.user else ()),
             *(("-p", str(self.port)) if self.port else ()),
@@ -63,10 +63,10 @@ class Login:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     host: str
-    status: int | None  # None: it was still running when its time was over
+    status: int | None  # None if it timed out
     lines: tuple[str, ...]  # the end of its output
     was_reached: bool
-    was_let_go: bool  # another host failed, or Ctrl-C ended all
+    was_let_go: bool  # stopped because another host failed or Ctrl-C was pressed
 
     @property
     def is_good(self) -> bool:
@@ -74,7 +74,7 @@ class Outcome:
 
     @property
     def answer(self) -> str | None:
-        """The last line with a JSON object: the answer of a Rollcall command."""
+        """The last line with a JSON object, which is a Rollcall command's answer."""
         found = [line for line in self.lines if line.startswith("{")]
         return found[-1] if self.is_good and found else None
 
@@ -102,9 +102,9 @@ def run_on_all(
     tell: Tell | None = None,
     together: bool = False,
 ) -> list[Outcome]:
-    """Runs each host's script on that host, all at once; the outcomes are in the order of ``scripts``.
+    """Run each host's script on that host, all at once; the outcomes are in the order of ``scripts``.
 
-    ``together``: when one fails, the others are let go. Ctrl-C lets all of them go and waits for them.
+    ``together``: if one fails, the others are disconnected. Ctrl-C disconnects all of them and waits for them.
     """
 
     async def run() -> list[Outcome]:
@@ -122,10 +122,10 @@ def run_on_all(
 
 
 async def _run(login: Login, host: str, script: str, **how: Any) -> Outcome:
-    """To cancel it is to let the host go."""
+    """Run a script on one host. Cancelling this task disconnects from the host."""
     outcome = Outcome(host=host, status=None, lines=(), was_reached=False, was_let_go=True)
     try:
-        # sshd, of a jump host too, hangs up before the login when many connect at once (MaxStartups).
+        # sshd, on a jump host too, drops connections before the login when many connect at once (MaxStartups).
         for wait_s in (0.0, *(random.uniform(0.1, DROPPED_S) for _ in range(4))):
             await asyncio.sleep(wait_s)
             outcome = await _connect(login.words(host, *NO_FORWARDS), host, script, **how)
@@ -165,13 +165,13 @@ async def _connect(
                 break
             except asyncio.CancelledError:
                 was_let_go = True
-                process.stdin.close()  # this ends a command that is tied to it
+                process.stdin.close()  # stops a command that is tied to its stdin
             except TimeoutError:
                 break
     finally:
         is_late = process.returncode is None
         if is_late:
-            with suppress(ProcessLookupError):  # it has ended just now
+            with suppress(ProcessLookupError):  # it has just exited
                 os.killpg(process.pid, signal.SIGKILL)
         status = await process.wait()
     return Outcome(
@@ -186,7 +186,7 @@ async def _connect(
 def start_ssh(
     words: Sequence[str], *, stderr: IO[bytes], stdin: int | IO[bytes] = subprocess.PIPE
 ) -> subprocess.Popen[bytes]:
-    """In its own session: Ctrl-C in the terminal is for the caller, who then ends this."""
+    """Start ssh in its own session: Ctrl-C in the terminal goes to the caller, which then kills ssh."""
     try:
         return subprocess.Popen(words, stdin=stdin, stdout=subprocess.PIPE, stderr=stderr, start_new_session=True)
     except FileNotFoundError:
@@ -194,12 +194,12 @@ def start_ssh(
 
 
 def end_ssh(process: subprocess.Popen[bytes]) -> None:
-    """With the commands of its configuration, such as a ProxyCommand."""
+    """Kill ssh and the commands that its configuration started, such as a ProxyCommand."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def prefixed(hosts: Sequence[str], *, write: Callable[[str], None] = say) -> Tell:
-    """Prints lines with the host's name in front, in its own column."""
+    """Return a function that prints lines with the host's name in a column in front."""
     width = max(map(len, hosts), default=0)
     return lambda host, line: write(f"{host:<{width}} | {line}")

@@ -1,13 +1,13 @@
-"""Machines that ssh reaches: `rollcall node` on all of them at once, then a job, submitted from here through a tunnel.
+"""Launches on machines that ssh reaches: runs `rollcall node` on all of them at once, then submits a job through a tunnel.
 
-    look      connect to every host; which versions it has, whether it can be used. All problems at once, nothing is started
+    look      connect to every host, check its versions and whether it can be used; report all problems at once, start nothing
     prepare   `rollcall prepare` on every host
     nodes     `rollcall node` on every host
-    check     all slots have joined, as the head says; `rollcall doctor --quick` there
-    submit    through a tunnel to the head's dashboard, with an id that the record already has
+    check     wait until the head reports all slots; run `rollcall doctor --quick` there
+    submit    submit the job through a tunnel to the head's dashboard, with an id that is already in the record
 
-What prepares and starts nodes is tied to its connection, so none of it outlives the launcher. A failure while a launch starts, and
-Ctrl-C, take all of it down again.
+Commands that prepare and start nodes are tied to their connection, so none of them outlives the launcher. A failure during a
+start, or Ctrl-C, takes everything down again.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from rollcall.nodes.declared import passed
 from rollcall.nodes.machine import Here
 from rollcall.nodes.node_shell import TOKEN
 
-LOOK_S = 180.0  # importing Python packages over a network file system takes its time
+LOOK_S = 180.0  # importing Python packages over a network file system is slow
 CHECK_S = 120.0
 LOOK, PREPARE, CHECK = "look.sh", "prepare.sh", "check.sh"  # rendered scripts
 CONTAINER_FILE, NODE_FILE = "container.sh", re.compile(r"node-\d+\.sh")
-UP = "up"  # the fact with the hosts that have a node or its container, or were about to
+UP = "up"  # the fact that lists the hosts that have, or were about to get, a node or its container
 HEAD = "head"  # the fact that says where the head listens
 
 
@@ -58,7 +58,7 @@ class Ssh(Target):
         named, interface = ("--cluster", request.name), request.section(SshSection).interface
         look = ("rollcall", "here", *named, *(("--interface", interface) if interface else ()))
         joined = ("rollcall", "check", str(request.cluster.num_slots), *named, "--timeout", f"{CHECK_S:g}", "--json")
-        # The run file is there only while the commands run.
+        # The run file exists there only while the commands run.
         with_run_file = (
             "folder=$(mktemp -d) || exit 1",
             """trap 'rm -rf "$folder"' EXIT""",
@@ -100,22 +100,22 @@ class Ssh(Target):
         )
 
     def in_use(self, record: LaunchRecord, names: Sequence[str]) -> Sequence[str]:
-        """Nodes stay after a run, and the next run may be another."""
+        """Return the files in use. Nodes stay up after a run, so the next run may have a different run file."""
         nodes = [name for name in names if name == CONTAINER_FILE or NODE_FILE.fullmatch(name)]
         run = [RUN_FILE] if RUN_FILE in names and _is_running(record) else []
         return [*(nodes if record.facts.get(UP) else []), *run]
 
     def start(self, request: LaunchRequest, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
-        # Variables and modules of rewards that are not here are refused before anything is started.
+        # Missing variables and reward modules are refused before anything is started.
         passed(request.cluster, environ=os.environ)
         build_package(request.config, run_file="", folder=request.cwd)
         site = Site.of_request(request)
         record = site.claim(record)
-        is_fresh = record.state == "starting" and not record.id  # what has a run stays, for the next try or for `down`
+        is_fresh = record.state == "starting" and not record.id  # a launch with a run stays up, to retry or `down`
         try:
             record = _start_containers(site, rendered, record)
             head = _look(site, rendered, record)
-            if not record.id:  # hosts that have a run are not prepared again
+            if not record.id:  # hosts with a run are not prepared again
                 _prepare(request, site, rendered)
             record = record.knowing(**{HEAD: head, UP: list(site.hosts)}).having(id=record.id or "").save()
             _start_nodes(site, rendered, record)
@@ -173,13 +173,13 @@ class Ssh(Target):
 
 
 def _submitted(record: LaunchRecord, job: Job | None) -> Job:
-    if job is None:  # the launch was cut off before that
+    if job is None:  # the launch was interrupted before it submitted the run
         raise LaunchError(f"{record.name!r} has not submitted its run; run the same `rollcall launch` again")
     return job
 
 
 def _is_running(record: LaunchRecord) -> bool:
-    """Whether its run is not over. A head that does not answer has none."""
+    """Whether the launch's run is still going. A head that does not answer has no run."""
     if not record.id or DASHBOARD not in record.facts:
         return False
     try:
@@ -189,7 +189,7 @@ def _is_running(record: LaunchRecord) -> bool:
         return False
 
 
-# What is rendered
+# Rendering
 
 
 def node_file(rank: int) -> str:
@@ -197,7 +197,7 @@ def node_file(rank: int) -> str:
 
 
 def _node_line(request: LaunchRequest, rank: int) -> str:
-    """`rollcall node` as a line of shell. ``$head`` and the token come before the script."""
+    """Return the shell line that runs `rollcall node`. ``$head`` and the token are set before the script."""
     section, cluster = request.section(SshSection), request.cluster
     words = ["rollcall", "node", "--tied", "--cluster", request.name]
     words += ["--rank", str(rank), "--num-nodes", str(cluster.num_nodes)]
@@ -214,7 +214,7 @@ def _node_line(request: LaunchRequest, rank: int) -> str:
 
 
 def _container_lines(request: LaunchRequest) -> list[str] | None:
-    """Lines of shell that leave a container on the host for the node, if it runs in one."""
+    """Return shell lines that start a container for the node on the host, if it runs in one."""
     container = container_of(request.launch, request.cluster, name=request.container_name)
     if container is None:
         return None
@@ -225,7 +225,7 @@ def _container_lines(request: LaunchRequest) -> list[str] | None:
     return [
         f'[ -n "$rollcall_again" ] && [ "$({shlex.join(seen)} 2>/dev/null)" = true ] && exit',
         *lines,
-        # Building takes long: a launcher that is gone by now gets no container. 1: stdin has ended; more than 128: it is open.
+        # A build takes long: if the launcher is gone by now, start no container. Status 1: stdin is closed; above 128: open.
         "read -r -t 0.1 _; [ $? -gt 128 ] || exit 1",
         f"{shlex.join(container.run(['sleep', 'infinity'], variables=(), detach=True))} >/dev/null",
     ]
@@ -235,7 +235,7 @@ def _container_lines(request: LaunchRequest) -> list[str] | None:
 
 
 def _start_containers(site: Site, rendered: Rendered, record: LaunchRecord) -> LaunchRecord:
-    """One on each host, which stays until it is taken down. One that an earlier command of this launch left is kept."""
+    """Start a container on each host, which stays until `down`. A container from an earlier command of this launch is kept."""
     if not any(file.name == CONTAINER_FILE for file in rendered.files):
         return record
     say(f"starting {counted(len(site.hosts), 'container')}")
@@ -247,11 +247,11 @@ def _start_containers(site: Site, rendered: Rendered, record: LaunchRecord) -> L
 
 
 def _look(site: Site, rendered: Rendered, record: LaunchRecord) -> str:
-    """Returns where the head will listen; raises with every host that cannot be used."""
+    """Return the address at which the head will listen, or raise an error that names every unusable host."""
     say(f"connecting to {counted(len(site.hosts), 'host')}")
     outcomes = site.send(dict.fromkeys(site.hosts, rendered.file(LOOK).text), timeout_s=LOOK_S)
     problems: list[str] = []
-    # Ray joins only nodes of one Python and one Ray, and workers of another torch cannot compute with the others.
+    # All nodes in a Ray cluster need the same Python and Ray, and workers need the same torch to compute together.
     versions = {"rollcall": (__version__, "this machine")}
     head: Here | None = None
     for rank, outcome in enumerate(outcomes):
@@ -279,9 +279,9 @@ def _look(site: Site, rendered: Rendered, record: LaunchRecord) -> str:
 
 
 def _prepare(request: LaunchRequest, site: Site, rendered: Rendered) -> None:
-    """All hosts at once; the first one also does what one node does for all."""
+    """Prepare all hosts at once; the first one also runs `prepare.once` for all."""
     say(f"preparing {counted(len(site.hosts), 'host')}")
-    # Where models are cached, and the key of the hub, are variables of the run.
+    # The model cache's location and the hub's key are among the run's variables.
     variables = {**request.cluster.env, **passed(request.cluster, environ=os.environ)}
     script = "\n".join([*exports(variables), rendered.file(PREPARE).text])
     scripts = {**dict.fromkeys(site.hosts, script), site.hosts[0]: f"once=--once\n{script}"}
@@ -292,7 +292,7 @@ def _start_nodes(site: Site, rendered: Rendered, record: LaunchRecord) -> None:
     say(f"starting {counted(len(site.hosts), 'node')}")
     before = f"export {TOKEN}={launch_token(record.folder)}\nhead={shlex.quote(record.facts[HEAD])}\n"
     scripts = {host: before + rendered.file(node_file(rank)).text for rank, host in enumerate(site.hosts)}
-    site.do(scripts, failed="without a node", timeout_s=900.0)  # `rollcall node` has its own limits, which are shorter
+    site.do(scripts, failed="without a node", timeout_s=900.0)  # `rollcall node` has its own, shorter limits
 
 
 def _check(site: Site, rendered: Rendered, record: LaunchRecord, *, is_running: bool) -> LaunchRecord:
@@ -300,7 +300,7 @@ def _check(site: Site, rendered: Rendered, record: LaunchRecord, *, is_running: 
     [outcome] = site.send(
         {head: ("goes_on=yes\n" if is_running else "") + rendered.file(CHECK).text},
         timeout_s=CHECK_S + LOOK_S + 600.0,
-        tell=lambda host, line: None if line.startswith("{") else tell(host, line),  # without the answer in JSON
+        tell=lambda host, line: None if line.startswith("{") else tell(host, line),  # leaves out the JSON answer
     )
     if outcome.answer is None:
         raise LaunchError(f"the cluster is not ready:\n  {outcome.problem}")
@@ -329,11 +329,11 @@ def _submit(request: LaunchRequest, record: LaunchRecord) -> LaunchRecord:
     return record
 
 
-# The end
+# Stopping
 
 
 def _undo(record: LaunchRecord, *, has_failed: bool) -> None:
-    """Takes down a start that failed, except for its logs, or one that Ctrl-C ended."""
+    """Take down a start that failed or that Ctrl-C stopped; a failed start's logs are kept."""
     if not record.facts.get(UP):
         return
     say("taking down what was started")
@@ -345,8 +345,8 @@ def _undo(record: LaunchRecord, *, has_failed: bool) -> None:
 
 
 def _take_down(record: LaunchRecord, *, keep_logs: bool = False) -> list[str]:
-    """End the node, and the container it runs in, on every host that has one or was about to; returns the problems. A host that is
-    down leaves the record."""
+    """Stop the node, and its container, on every host that has or was about to get one; return the problems. A host that was
+    taken down is removed from the record."""
     hosts = record.facts.get(UP, [])
     if not hosts:
         return []

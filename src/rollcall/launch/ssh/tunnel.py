@@ -1,6 +1,6 @@
-"""A port of the head's loopback on a port of this machine, through `ssh`: its dashboard, with the jobs, and the page of the run.
+"""Forwards ports on the head's loopback to this machine through `ssh`: its dashboard, which takes jobs, and the run's page.
 
-The `ssh` that forwards the port runs a script that waits for its stdin to end. So it ends with this process, however that ends.
+The `ssh` that forwards the port runs a script that waits for its stdin to close, so it exits with this process, even if killed.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from rollcall.launch.ssh.shell import CONNECT_S, CONNECTED, Login, end_ssh, star
 from rollcall.nodes.address import free_ports
 from rollcall.view.address import PAGE_FILE, parse_record
 
-DASHBOARD = "dashboard"  # the fact with its port on the head's loopback
+DASHBOARD = "dashboard"  # the fact that contains its port on the head's loopback
 
 
 class Tunnel:
-    """Open from its start to ``close``; ``connect`` opens it again after the connection was lost, on the same port."""
+    """A tunnel that is open from its creation to ``close``; ``connect`` reopens a lost connection on the same port."""
 
     def __init__(self, login: Login, *, host: str, port: int, local_port: int | None = None) -> None:
         self.local_port = local_port or free_ports(1)[0]
-        # A connection that the user's ssh shares would keep the port open after this.
+        # A connection that the user's ssh shares would keep the port open after this process.
         forward = ("-L", f"127.0.0.1:{self.local_port}:127.0.0.1:{port}", "-o", "ExitOnForwardFailure=yes")
         self._words = login.words(host, "-o", "ControlPath=none", *forward)
         self._cannot = f"{host}: ssh cannot open a tunnel to its port {port}"
@@ -48,22 +48,22 @@ class Tunnel:
         return self._process is not None and self._process.poll() is None
 
     def connect(self) -> str:
-        """Opens it if it is not open; returns why that fails, or ""."""
+        """Open the tunnel if it is not open; return why that failed, or ""."""
         if self.is_open:
             return ""
         self.close()
-        # A file, because nobody reads a pipe while the tunnel is open, and ssh complains there of every refused connection.
+        # Use a file: ssh reports every refused connection there, and nobody reads a pipe while the tunnel is open.
         with tempfile.TemporaryFile() as complaints:
             process = self._process = start_ssh(self._words, stderr=complaints)
             assert process.stdin is not None and process.stdout is not None
             limit = threading.Timer(2 * CONNECT_S, end_ssh, [process])
             limit.start()
             try:
-                # ssh forwards before it runs anything there, so the script's word means that the port is open.
+                # ssh forwards the port before it runs the script, so the script's output means that the port is open.
                 os.write(process.stdin.fileno(), f"echo {CONNECTED}\nexec cat >/dev/null\n".encode())
                 if any(CONNECTED.encode() in line for line in process.stdout):
                     return ""
-            except BrokenPipeError:  # ssh has ended, and has printed why
+            except BrokenPipeError:  # ssh has exited and printed why
                 pass
             finally:
                 limit.cancel()
@@ -75,11 +75,11 @@ class Tunnel:
         process, self._process = self._process, None
         if process is not None:
             end_ssh(process)
-            process.communicate()  # closes its pipes
+            process.communicate()  # closes the pipes
 
 
 def open_tunnel(record: LaunchRecord, *, local_port: int | None = None) -> Tunnel:
-    """To the dashboard of the head."""
+    """Open a tunnel to the head's dashboard."""
     site = Site.of_record(record)
     if DASHBOARD not in record.facts:
         raise LaunchError(f"{record.name!r} has not started its nodes; run the same `rollcall launch` again")
@@ -87,7 +87,7 @@ def open_tunnel(record: LaunchRecord, *, local_port: int | None = None) -> Tunne
 
 
 def open_page(record: LaunchRecord) -> Tunnel | None:
-    """To the page that the run serves (``trainer.page``), with its address printed; None if it serves none now."""
+    """Open a tunnel to the run's page (``trainer.page``) and print its address; return None if no page is served now."""
     site = Site.of_record(record)
     path = shlex.quote(f"{record.run_dir}/{PAGE_FILE}")
     script = site.script(f"cat {path} 2>/dev/null </dev/null || true; echo")
@@ -103,8 +103,8 @@ def open_page(record: LaunchRecord) -> Tunnel | None:
 
 
 def hold_tunnel(record: LaunchRecord, *, local_port: int | None) -> None:
-    """The dashboard on a port of this machine until Ctrl-C, and the run's page, if it has one, on another. A connection that breaks is
-    made again."""
+    """Forward the dashboard, and the run's page if it has one, to ports on this machine until Ctrl-C. A lost connection is
+    reopened."""
     with ExitStack() as opened:
         tunnels = [opened.enter_context(closing(open_tunnel(record, local_port=local_port)))]
         print(tunnels[0].url, flush=True)
@@ -124,7 +124,7 @@ def hold_tunnel(record: LaunchRecord, *, local_port: int | None) -> None:
 
 @contextmanager
 def jobs_of(record: LaunchRecord) -> Iterator[tuple[Jobs, Job | None]]:
-    """The jobs of the launch's cluster, through a tunnel, and the one of its run, if it was submitted."""
+    """Open a tunnel and yield the jobs on the launch's cluster, and its run's job if it was submitted."""
     from rollcall.process.ray.job_client import HttpClient
 
     token, source = launch_token(record.folder), str(record.folder / TOKEN_FILE)

@@ -1,4 +1,4 @@
-// Questions to the server.
+// Requests to the server.
 
 export class Refused extends Error {
   constructor(status, text) {

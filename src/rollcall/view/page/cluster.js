@@ -1,4 +1,4 @@
-// Cluster: where each role sits, what it does now, and what the run has written.
+// Cluster: where each role runs, what it is doing now, and what the run has written.
 
 import { ask } from "./ask.js";
 import { badge, bytes, clock, duration, el, message, number, replace, shown } from "./dom.js";
@@ -6,7 +6,7 @@ import { address } from "./route.js";
 
 const KIND = { busy: "good", idle: "", stopped: "warn", silent: "warn", lost: "bad" };
 
-// What the last look says is old where the run has ended, or where its disk is full.
+// The last report is out of date if the run has ended or its disk is full.
 function stateOf(worker, isNow, isAlive) {
   return isNow || worker.state === "lost" ? worker.state : isAlive ? "not known" : "ended";
 }

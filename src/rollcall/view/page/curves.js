@@ -1,4 +1,4 @@
-// Curves: every metric of one or more runs. A zoom in one chart is the zoom of all of them.
+// Curves: every metric of one or more runs. Zooming in one chart zooms all of them.
 
 import { ask } from "./ask.js";
 import { SETTINGS, colour, faint, layout, plotly } from "./chart.js";
@@ -7,7 +7,7 @@ import { address, changed, go, note } from "./route.js";
 
 const POINTS = 400;
 const MANY_POINTS = 2000;
-const TOGETHER = 40; // metrics in one question
+const TOGETHER = 40; // metrics in one request
 
 function traces(name, answer, names, settings) {
   const found = [];
@@ -95,7 +95,7 @@ class Chart {
   }
 }
 
-// A group of charts that is asked for when it comes near the screen.
+// A group of charts, requested when it comes near the screen.
 export class Section {
   constructor(title, metrics, context, large = false) {
     this.context = context;
@@ -126,7 +126,7 @@ export class Section {
           points: this.large || settings.low !== null ? MANY_POINTS : POINTS, smooth: settings.smooth || null, low: settings.low, high: settings.high,
           seen: key === this.key ? this.seen : null,
         }, this.context.signal);
-        mark ??= answer.mark; // of the first: what is new since then is asked for again
+        mark ??= answer.mark; // from the first answer: anything newer is requested again
         if (answer.same) continue;
         for (const chart of charts) chart.draw(answer.curves[chart.metric.name], answer.marks);
       }

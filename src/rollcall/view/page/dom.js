@@ -1,4 +1,4 @@
-// Elements and texts. Everything that a model, a run or a user wrote becomes a text node: nothing is ever parsed as HTML.
+// Elements and text. Everything that a model, a run or a user wrote becomes a text node: nothing is ever parsed as HTML.
 
 export function el(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
@@ -17,7 +17,7 @@ export function replace(parent, ...children) {
   parent.replaceChildren(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
 }
 
-// Characters that would change how the text around them looks, or that cannot be seen.
+// Characters that are invisible or change how the text around them looks.
 const HIDDEN =
   /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]/g;
 const MOST_NAMED = 500;
@@ -26,7 +26,7 @@ export function wellFormed(text) {
   return text.toWellFormed ? text.toWellFormed() : text.replace(/[\ud800-\udfff]/g, "\ufffd");
 }
 
-// A text with its hidden characters made visible, as nodes.
+// Turns text into nodes with its hidden characters made visible.
 export function shown(text) {
   text = wellFormed(String(text));
   const nodes = [];
@@ -44,7 +44,7 @@ export function shown(text) {
   return nodes;
 }
 
-// For Plotly, which reads a little HTML in its labels.
+// Escapes text for Plotly, which interprets some HTML in labels.
 export function plain(text) {
   return wellFormed(String(text)).replace(HIDDEN, "\u00b7").replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 }
@@ -57,7 +57,7 @@ export function number(value, digits = 3) {
   return value.toLocaleString("en", { maximumFractionDigits: digits, minimumFractionDigits: Math.min(digits, 2) });
 }
 
-// A number with its noun, in the plural where it is not one.
+// A number with its noun, in the plural unless the number is 1.
 export function counted(count, noun) {
   return `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
 }

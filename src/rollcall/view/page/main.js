@@ -1,4 +1,4 @@
-// The page: which view is shown, for which run, and how often it asks for news.
+// The page: which view is shown, for which run, and how often it refreshes.
 
 import { ask } from "./ask.js";
 import { el, message, replace } from "./dom.js";
@@ -13,13 +13,13 @@ import * as tokens from "./tokens.js";
 
 const VIEWS = { runs, compare, curves, samples, tokens, timeline, cluster };
 const TABS = [["runs", "Runs"], ["curves", "Curves"], ["samples", "Samples"], ["tokens", "Tokens"], ["timeline", "Timeline"], ["cluster", "Cluster"]];
-const SOON_MS = 3000; // while a run goes on
+const SOON_MS = 3000; // while a run is going
 const LATER_MS = 15000;
 
 const page = document.getElementById("main");
-let current = null; // what the view gave: {refresh, close}
-let turn = 0; // of views: an answer for an old one is dropped
-let known = []; // runs
+let current = null; // what the view returned: {refresh, close}
+let turn = 0; // counts views: an answer for an old view is dropped
+let known = []; // the listed runs
 let timer = 0;
 let chosen = null; // the run that the reader looked at last
 
@@ -117,7 +117,7 @@ function fresh(is, error = null) {
 document.getElementById("run").addEventListener("change", (event) => {
   const { view } = read();
   chosen = event.target.value;
-  // A step, a group or a zoom of one run means nothing in another.
+  // A step, group or zoom from one run means nothing in a different run.
   go(view === "tokens" ? address("samples", { run: chosen }) : address(view, { run: chosen }));
 });
 window.addEventListener("hashchange", show);

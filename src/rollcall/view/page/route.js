@@ -1,4 +1,4 @@
-// Where the reader is: the part of the address after '#'. It can be kept as a bookmark.
+// Where the reader is: the part of the address after '#', which can be bookmarked.
 
 export function read() {
   const [path, query] = (location.hash.slice(1) || "/runs").split("?");
@@ -15,7 +15,7 @@ export function address(view, parameters = {}) {
   return `#/${view}${text ? "?" + text : ""}`;
 }
 
-// The present address with some parameters changed.
+// The current address with some parameters changed.
 export function changed(changes) {
   const { view, ask } = read();
   for (const [key, value] of Object.entries(changes)) {
@@ -31,7 +31,7 @@ export function go(hash) {
   location.hash = hash;
 }
 
-// Changes the address without a new page: for settings of the view that shows them already.
+// Changes the address without reloading, for settings that the current view shows already.
 export function note(changes) {
   history.replaceState(null, "", changed(changes));
 }

@@ -1,4 +1,4 @@
-// Runs: how each stands. Two or more can be compared.
+// Runs: the state of each. Two or more can be compared.
 
 import { badge, clock, counted, duration, el, number, replace, shown } from "./dom.js";
 import { address, go } from "./route.js";

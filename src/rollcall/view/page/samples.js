@@ -1,4 +1,4 @@
-// Samples: the groups of the journal in a list, and one of them with its completions side by side.
+// Samples: a list of the journal's groups, and one group with its completions side by side.
 
 import { ask } from "./ask.js";
 import { SETTINGS, layout, plotly } from "./chart.js";
@@ -9,7 +9,7 @@ const PAGE = 50;
 const SORTS = [["newest", "newest"], ["oldest", "oldest"], ["best", "best reward"], ["worst", "worst reward"], ["spread", "largest spread"], ["longest", "longest"]];
 const FILTERS = [["", "all groups"], ["mixed", "rewards differ"], ["zero", "zero variance"], ["truncated", "truncated"], ["failed", "failed rewards"]];
 const ORDERS = [["number", "as sampled"], ["best", "best first"], ["worst", "worst first"], ["long", "longest first"]];
-const CARDS = 24; // completions that are shown at once
+const CARDS = 24; // completions shown at once
 
 export function tone(reward, low = 0, high = 1) {
   if (reward === null || reward === undefined) return "";
@@ -26,7 +26,7 @@ function listed(row, isOn) {
     el("div", { class: "soft small" }, `${counted(row.completions, "completion")} · rewards ${range}`, row.truncated ? ` · ${row.truncated} truncated` : "", row.failed ? ` · ${row.failed} failed` : ""));
 }
 
-// A message of an episode; who: "turn N" is the model, nobody: the text of a single turn.
+// A message in an episode. In `who`, "turn N" means the model, and an empty name means the text of a single turn.
 function spoken([who, text]) {
   if (who === "reward") return el("div", {}, badge(`reward ${text}`, tone(Number(text))));
   const box = el("div", { class: "text", dir: "ltr" }, text ? shown(text) : el("span", { class: "soft" }, "(nothing)"));

@@ -1,11 +1,11 @@
-// Timeline: who did what when, as bars over wall time; who was waited for; what was lost and came back.
+// Timeline: which worker did what and when, as bars over wall time; which worker the others waited for; what was lost and came back.
 
 import { ask } from "./ask.js";
 import { KINDS, SETTINGS, layout, plotly, theme } from "./chart.js";
 import { badge, clock, duration, el, message, plain, replace, shown } from "./dom.js";
 import { address, changed, go } from "./route.js";
 
-const ROW = 34; // pixels of a lane
+const ROW = 34; // height of a lane in pixels
 
 function bars(answer) {
   const kinds = [...new Set(answer.spans.map((span) => span[4]))].sort((a, b) => Object.keys(KINDS).indexOf(a) - Object.keys(KINDS).indexOf(b));

@@ -30,7 +30,7 @@ function label(text, piece, id, isSpecial) {
   if (text === null) return `#${id}`;
   if (isSpecial) return text || piece || `#${id}`;
   if (text === "") return "·";
-  // A line break is shown as a sign, and still breaks the line.
+  // A line break is shown as a symbol and still breaks the line.
   return text.replace(/\n/g, "⏎\n").replace(/\t/g, "⇥\t").replace(/\r/g, "␍");
 }
 
