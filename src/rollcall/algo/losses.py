@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 LOG_RATIO_BOUND = 20.0  # exp(20) is 5e8: far outside any clip range, and its square still fits float32
-K3_BOUND = 10.0  # k3 grows as exp; one token past this would outweigh the rest of the batch
+K3_BOUND = 10.0  # k3 grows exponentially; one token past this would outweigh the rest of the batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +167,7 @@ def truncated_weights(old_logprobs: Tensor, behaviour_logprobs: Tensor, *, cap: 
 
 
 def mismatch_mask(old_logprobs: Tensor, behaviour_logprobs: Tensor, *, low: float, high: float) -> Tensor:
-    """1 where ``low <= old / behaviour <= high``, else 0: the tokens to keep (IcePop, arXiv:2510.18855).
+    """Return 1 for tokens to keep, where ``low <= old / behaviour <= high``, else 0 (IcePop, arXiv:2510.18855).
 
     >>> old = torch.tensor([0.5, 0.9, 0.2]).log()
     >>> mismatch_mask(old, torch.tensor([0.5, 0.1, 0.4]).log(), low=0.4, high=5.0)

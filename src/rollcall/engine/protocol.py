@@ -46,7 +46,7 @@ class Request:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
     completion: Completion
-    worker: str  # the process that made it
+    worker: str  # the process that generated it
 
 
 class Refused(ValueError):  # noqa: N818 - an outcome, not a defect of ours

@@ -131,7 +131,7 @@ def _move_watch(sequence: Sequence, end: str, tokenizer: Any) -> None:
 
 
 def take_ended(ended: list[Sequence], requests: dict[str, Sequence], tokenizer: Any) -> dict[str, Completion]:
-    """Remove the ended sequences from both collections, and return the completions of those that were not aborted, by request."""
+    """Remove the ended sequences from both collections. Return the completions of sequences that were not aborted, by request."""
     taken = [sequence for sequence in ended if requests.pop(sequence.request.id, None) is not None]
     ended.clear()
     texts = texts_of([sequence.token_ids for sequence in taken], tokenizer)

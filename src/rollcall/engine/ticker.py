@@ -38,7 +38,7 @@ class Ticker:
         self._news = asyncio.Event()  # a request came or went
         self._idle = asyncio.Event()  # there are no requests
         self._idle.set()
-        self._open = asyncio.Event()  # requests may come
+        self._open = asyncio.Event()  # new requests are accepted
         self._open.set()
         self._is_still = False
         self._failure: Exception | None = None
@@ -85,7 +85,7 @@ class Ticker:
     def end_session(self, session: str) -> None:
         self._sessions.discard(session)
         self.core.end_session(session)
-        self._news.set()  # its next turn will not come
+        self._news.set()  # the session's next turn will not come
 
     def take_stats(self) -> Stats:
         num_preemptions = self.core.num_preemptions - self._preemptions_seen

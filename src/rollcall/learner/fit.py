@@ -51,7 +51,7 @@ def each_fitting(
     same one. The next micro-batch is packed while a GPU still computes the last."""
     rows, done = range(len(packing.samples)), set[int]()
     waiting = packing.batches(rows, fit.tokens * body.context.size)
-    if body.in_parts:  # every rank runs the same number
+    if body.in_parts:  # every rank must run the same number of micro-batches
         own = list(waiting)
         waiting = iter([*own, *[IDLE] * (max(body.gang.gather(len(own))) - len(own))])
     while (batch := next(waiting, None)) is not None:

@@ -39,7 +39,7 @@ class Gang:
     _secret: str
     _server: MeetingServer | None
     _store: MeetingStore
-    _small: Any  # ProcessGroup for small values
+    _small: Any  # the ProcessGroup for small values
 
     def __init__(self, *, rank: int, size: int) -> None:
         self.rank, self.size = rank, size

@@ -216,7 +216,7 @@ class Critic:
         unread: Stored | None = None,
     ):
         self.gang = gang or Gang.alone()
-        # All values of a new critic are 0.
+        # A new critic's values are all 0.
         heads = {"head": torch.zeros(1, model.config.hidden_size), "head_bias": torch.zeros(1)}
         self.section = section
         self.algorithm = algorithm

@@ -73,7 +73,7 @@ class _TokenStats(torch.autograd.Function):
                 scale=ctx.scale,
                 dtype=hidden.dtype,
             )
-            del logits  # the largest tensors here: only one chunk of each is alive at a time
+            del logits  # these are the largest tensors here: keep only one chunk alive at a time
             torch.mm(grad, weight, out=grad_hidden[part])
             if grad_weight is not None:
                 _accumulate(grad_weight, grad, hidden[part])

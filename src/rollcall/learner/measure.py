@@ -59,7 +59,7 @@ def measured(model: Learner | Critic, rows: Rows) -> Line | None:
     per_token = passes_of(model.body, model.fit)
     estimated = (per_token.peak(many) - per_token.peak(few)) / (many - few)
     with logprobs.not_kept():
-        _peak(model, rows, few)  # compiles
+        _peak(model, rows, few)  # the first run compiles
         points = [(tokens, _peak(model, rows, tokens)) for tokens in (few, many)]
     # If the GPU was too small for this, the fit has shrunk.
     if model.fit.tokens < most:

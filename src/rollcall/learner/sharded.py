@@ -273,7 +273,7 @@ class Sharded(BodyBase):
         return total.sqrt()
 
     def _once(self, name: str, tensor: Tensor) -> Tensor:
-        """Scale the rows of shared key/value heads down, so that all their copies together count as one."""
+        """Scale down the rows of shared key/value heads, so that all copies together count as one."""
         order = self.layout(name).order
         if self.kv_copies == 1 or order is None or not name.endswith(("qkv", "qkv_bias", *SHARED_HEADS)):
             return tensor

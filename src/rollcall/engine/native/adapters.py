@@ -16,7 +16,7 @@ from rollcall.model.adapter import Adapter
 from rollcall.model.decoder import Decoder
 from rollcall.model.low_rank import MODULES, LayerAdapter, LowRank, fuse_product
 
-BASE = "base"  # the name that means no adapter
+BASE = "base"  # this name means no adapter
 
 
 class Served:
@@ -53,7 +53,7 @@ class Served:
             for layer, tensors in zip(self._layers, adapter.layers, strict=True):
                 for field, modules in MODULES.items():
                     all_of, own = getattr(layer, field), fuse_product(tensors, field, rows=self._rows[field])
-                    if own is not None:  # otherwise its part stays zero
+                    if own is not None:  # otherwise this part of the buffer stays zero
                         start = slot * len(modules) * self._rank
                         all_of.a[start : start + len(own.a)] = own.a
                         all_of.b[:, start : start + len(own.a)] = own.b

@@ -2,8 +2,8 @@
 
 Each ``step`` admits the sequences that fit, makes room for the next chunk of tokens (preempting the last sequence in order if there is
 none), decodes the chunk and removes what has ended. A sequence's KV always covers all its tokens but the last; the last is fed
-next. So a new prompt, a preempted sequence and a sequence after a weight update are all treated alike: fill, then
-decode.
+next. So a new prompt, a preempted sequence and a sequence after a weight update are all treated the same way: fill,
+then decode.
 
 With several rows and no waiting request, the next chunk starts before the last one is done, so that a GPU does not wait for the host.
 Rows that have ended stay until a step without them is smaller; tokens sampled for them meanwhile are dropped.

@@ -66,7 +66,7 @@ class Leaving:
     """A row whose KV is kept."""
 
     session: str
-    ids: Ints  # the tokens that are kept
+    ids: Ints  # the tokens whose KV is kept
     row: int
     past: int  # columns from the row's first column to the end of all rows
 

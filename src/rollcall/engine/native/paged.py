@@ -104,7 +104,7 @@ class PagedRunner:
 
     def admit(self, sequences: list[Sequence]) -> int:
         first = self.num_rows
-        prefixes: dict[PromptKey, list[int]] = {}  # blocks of a prompt whose first completion was just admitted
+        prefixes: dict[PromptKey, list[int]] = {}  # prompt blocks of completions that were just admitted
         copies: list[tuple[int, int]] = []
         past: dict[int, int] = {}
         count = 0
@@ -465,7 +465,7 @@ class BlockPool:
 
 
 def _bucket(rows: int, most: int) -> int:
-    """Graph sizes: powers of two to 32, then multiples of 32, so that few graphs serve every batch."""
+    """Return the graph size: powers of two up to 32, then multiples of 32, so that few graphs serve every batch."""
     size = 1 << (rows - 1).bit_length() if rows <= 32 else -(-rows // 32) * 32
     return min(size, most) if rows <= most else rows
 

@@ -69,7 +69,7 @@ class Extension:
     start: int  # where these rows' tokens begin among the tokens of all extensions
     num_new: int  # new tokens per row
     first_row: int
-    lengths: list[int]  # tokens of each row, the new ones included
+    lengths: list[int]  # tokens in each row, including the new ones
     masks: dict[int, Masks] = field(default_factory=dict)  # by window
 
     @property

@@ -128,7 +128,7 @@ class RowRunner:
         return True
 
     def carry(self, ended: list[int]) -> bool:
-        return not ended  # decoding a row takes time here
+        return not ended  # on a CPU, decoding a row takes time
 
     @torch.inference_mode()
     def start(self, steps: int) -> None:

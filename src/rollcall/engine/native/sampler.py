@@ -1,4 +1,4 @@
-"""Sampling in plain torch: one uniform number per token, turned into a token by inverting the cumulative distribution.
+"""Sampling in plain torch: one uniform number per draw selects a token by inverting the cumulative distribution.
 
 The number depends only on seed and position: it comes from a counter-based hash, not from a stateful generator. So a completion does not
 depend on its neighbours in the batch, and draws the same numbers if it is redone on a different device or after a restart. The hash is two
@@ -78,7 +78,7 @@ def truncate(scaled: Tensor, *, top_p: Tensor | None, top_k: Tensor | None) -> T
 
 
 def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
-    """Float32 in [0, 1), a multiple of 2**-24, for int64 ``seeds`` and ``positions`` of shapes that broadcast.
+    """Return float32 numbers in [0, 1), multiples of 2**-24, for int64 ``seeds`` and ``positions`` whose shapes broadcast.
 
     ``uniforms(tensor([7]), tensor([0, 1]))`` contains the first two draws of seed 7. A seed is any int64.
     """
@@ -94,5 +94,5 @@ def _mix(state: Tensor) -> Tensor:
 
 
 def _shift_right(state: Tensor, bits: int) -> Tensor:
-    """Logical shift: torch's own is arithmetic and drags the sign bit along."""
+    """Shift logically, because torch's own shift is arithmetic and copies the sign bit."""
     return (state >> bits) & ((1 << (64 - bits)) - 1)

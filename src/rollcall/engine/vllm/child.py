@@ -25,12 +25,12 @@ from rollcall.nodes.framing import JSON
 from rollcall.process.here import LinkHere
 from rollcall.process.worker import Call, Lost, Raised, Worker
 
-START_S = 600.0  # imports take 10 to 60 s, loading and compiling a large model minutes
+START_S = 600.0  # imports take 10 to 60 s; loading and compiling a large model takes minutes
 ANSWER_S = 300.0
 QUIT_S = 10.0
 LOG_LINES = 15
 ALIGN = 64  # bytes
-LONGEST_SOCKET_FOLDER = 60  # characters; a socket's path has at most 107, and vLLM's name for it 37
+LONGEST_SOCKET_FOLDER = 60  # characters; a socket path has at most 107, and vLLM's file name has 37
 SERVER = Path(__file__).with_name("server.py")
 # These may be set for one of our own gangs, but vLLM would take them for its own.
 DROPPED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -34,7 +34,7 @@ from rollcall.process.worker import Call
 PART_BYTES = 128 << 20  # size of a part of an update; two or three parts are in memory at the same time
 SHARED_MEMORY = "/dev/shm"
 STEPS = 8  # tokens that vLLM samples for each completion per call
-LEAST_TEMPERATURE = 0.01  # vLLM raises lower ones to this, except 0
+LEAST_TEMPERATURE = 0.01  # vLLM raises lower temperatures to this, except 0
 
 
 class VllmEngine:

@@ -45,7 +45,7 @@ DONE, RAISED = 2, 3
 class Server:
     def __init__(self, fd: int, memory_fd: int):
         self._fd = fd
-        self.memory_path = f"/proc/{os.getpid()}/fd/{memory_fd}"  # as the processes of a tensor-parallel engine see it
+        self.memory_path = f"/proc/{os.getpid()}/fd/{memory_fd}"  # also valid in tensor-parallel processes
         self.spec: dict[str, Any] | None = None
         self.engine: Any = None
         self.has_weights = False  # or an adapter, if only an adapter is sent
@@ -81,7 +81,7 @@ class Server:
             found += data
         return bytes(found)
 
-    # What a call can ask for
+    # Methods that a call can name
 
     def do_version(self) -> str:
         import vllm  # type: ignore[import-not-found]
@@ -265,7 +265,7 @@ def verify(path: str, offset: int, size: int, tensors: list[list[Any]]) -> None:
                         raise ValueError(f"torn: {name} is not what was sent")
 
 
-# In each process of the engine
+# These run in each process of the engine
 
 
 class Reload:

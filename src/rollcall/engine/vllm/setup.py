@@ -27,9 +27,9 @@ INSTALL = (
 PROBE_S = 60.0
 PROBE = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
 CPU_KV_BYTES = 1 << 30  # the most, unless rollout.kv_tokens asks for more
-KV_BLOCK = {"cpu": 32, "cuda": 16}  # tokens; vLLM's own kernels for CPUs want multiples of 32
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, MOST_RANK_OF_VLLM)  # of vLLM 0.32
-CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM 0.32
+KV_BLOCK = {"cpu": 32, "cuda": 16}  # tokens; vLLM's CPU kernels need multiples of 32
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, MOST_RANK_OF_VLLM)  # in vLLM 0.32
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # in vLLM 0.32
 
 
 class VllmUnavailable(ValueError):

@@ -35,7 +35,7 @@ POLL_S = 0.001
 
 
 class _Group:
-    """One member's end of a process group whose rank 0 sends."""
+    """One member's end of a process group in which rank 0 sends."""
 
     def __init__(self, *, backend: str, place: Place, rank: int, size: int, address: str, deadline: Wait) -> None:
         self.backend = backend
@@ -108,7 +108,7 @@ class BroadcastOutlet(Outlet):
         backend, size = "nccl" if on_gpus else "gloo", len(lines) + 1
         self._lines = lines
         address = _own_address(next(iter(lines.values())))
-        listener = listen_at(address)  # before the others learn its port
+        listener = listen_at(address)  # listen before the others learn the port
         place = Place(address=address, port=listener.getsockname()[1], secret=new_secret())
         self._server = MeetingServer(listener, secret=place.secret)
         told = {"backend": backend, "port": place.port, "secret": place.secret, "size": size}
@@ -131,7 +131,7 @@ class BroadcastOutlet(Outlet):
             for bucket in buckets:
                 parts = bucket
                 if group.travels_as_is(bucket):
-                    sums.append(checksum(bucket))  # first: the bytes are then in the cache
+                    sums.append(checksum(bucket))  # compute this first, so that the bytes are in the cache
                 else:
                     parts = group.scratch(bucket)
                     sums.append(copy_summed(parts, bucket, total_of=bucket))

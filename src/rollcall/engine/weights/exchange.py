@@ -1,14 +1,14 @@
-"""One update between a sender and its receivers, the same over every carrier.
+"""One update between a sender and its receivers, the same for every carrier.
 
 receiver                          sender
-"I hold version 3"           ->
-                             <-   "this is version 4": its layout, and the counts of its changes if it is not whole
+"I have version 3"           ->
+                             <-   "this is version 4": its layout, and the change counts if it is not sent in full
 "go" or why it is refused    ->
                              <-   "data" if all say go, else "again" or "end"
                   (the carrier moves the bytes)
                              <-   checksums
 "ok" or why it is refused    ->
-                             <-   "again" (whole, from the top) or "end"
+                             <-   "again" (in full, from the top) or "end"
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class LineReceiver(ABC):
         self._invitations = invitations
         self._device = device
         self._ends: list[tuple[Line, Inlet]] = []
-        self._held: int | None = None  # None before the first update and after one that broke off
+        self._held: int | None = None  # None before the first update and after an interrupted update
         self._newest: int | None = None
 
     def close(self) -> None:
@@ -258,7 +258,7 @@ class LineReceiver(ABC):
 
 
 class StreamReceiver(LineReceiver):
-    """Receives over one carrier, into tensors that stay where they are."""
+    """Receives over one carrier, into tensors that keep their memory."""
 
     def __init__(self, invitation: Invitation, *, name: str, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = dict(tensors)

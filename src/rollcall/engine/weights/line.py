@@ -23,7 +23,7 @@ from rollcall.engine.weights.protocol import Carrying, Invitation
 from rollcall.nodes.door import BACKLOG, Door, listen_at, new_secret, prove, watch_peer
 from rollcall.nodes.framing import json_frame, read_exactly, read_json_frame
 
-HELLO_S = 5.0  # a peer that came through the door must give its name within this time
+HELLO_S = 5.0  # a peer that came through the door must send its name within this time
 
 
 class Line:
@@ -134,7 +134,7 @@ class Desk:
         local = f"rollcall-weights-{secrets.token_hex(12)}" if is_local else ""
         if is_local:
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            listener.bind(f"\0{local}")  # no file: it is gone with the process
+            listener.bind(f"\0{local}")  # not a file, so it disappears with the process
             listener.listen(BACKLOG)
         else:
             listener = listen_at(host)

@@ -1,4 +1,4 @@
-"""New weights straight from the processes that hold parts of them: every actor sends its own blocks, and no process gathers the model.
+"""Sends new weights directly from the processes that have parts of them: every actor sends its own blocks; nobody gathers the model.
 
 A sender (``exchange.StreamSender``) gets ``Parts`` (``layout.py``): blocks of the model's tensors, each converted to the engines' dtype
 when its turn comes. A receiver has a line to every sender (``PartsReceiver``) and assembles the blocks, one tensor at a time, in the
@@ -92,7 +92,7 @@ class PartsReceiver(LineReceiver):
 
 
 class _Stream:
-    """The blocks of one sender in one attempt."""
+    """The blocks from one sender in one attempt."""
 
     def __init__(self, inlet: Inlet, header: Header, deadline: Wait) -> None:
         self.sums: list[int] = []

@@ -31,7 +31,7 @@ class Invitation:
     sender: str  # the sender's name in messages
     carrying: Carrying
     host: str
-    port: int  # of the sender's TCP listener; 0: it listens on ``local``
+    port: int  # the port of the sender's TCP listener; 0: the sender listens on ``local``
     local: str  # name of the sender's socket on this host; empty: the sender listens on TCP
     secret: str = field(repr=False)  # tells invited receivers from strangers
     timeout_s: float  # for one update, from the first to the last message

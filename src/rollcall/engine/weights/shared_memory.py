@@ -119,7 +119,7 @@ class _IpcOutlet(Outlet):
 
     def __init__(self, lines: Mapping[str, Line]) -> None:
         self._lines = lines
-        self._known: list[int] = []  # addresses whose handles the receivers have
+        self._known: list[int] = []  # addresses for which the receivers have handles
 
     def put(self, buckets: Iterable[Bucket], deadline: Wait) -> list[int]:
         from torch.multiprocessing.reductions import reduce_tensor
@@ -156,7 +156,7 @@ class _IpcInlet(Inlet):
         for bucket in buckets:
             for span in bucket:
                 span.copy_(next(sources), non_blocking=True)
-        sums = [checksum(bucket) for bucket in buckets]  # waits for the copies
+        sums = [checksum(bucket) for bucket in buckets]  # this waits for the copies
         self._line.write(b"-", deadline)
         return iter(sums)
 
